@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from midstream.api.llm import LLM
     from midstream.api.sampling_params import SamplingParams
     from midstream.client import AsyncClient, Client, extra_body
+    from midstream.lenses import JacobianLens, TunedLens
     from midstream.results.activations import Activations
     from midstream.results.stack import stack
     from midstream.runtime.install import activate
@@ -101,6 +102,7 @@ __all__ = [
     "FetchError",
     "Gate",
     "LoReFT",
+    "JacobianLens",
     "Lens",
     "Logits",
     "Mass",
@@ -134,6 +136,7 @@ __all__ = [
     "Text",
     "TokenIds",
     "TopKeys",
+    "TunedLens",
     "UnsupportedError",
     "Vector",
     "Window",
@@ -146,7 +149,9 @@ __all__ = [
 
 _LAZY = {
     "LLM": "midstream.api.llm",
+    "JacobianLens": "midstream.lenses",
     "SAE": "midstream.sae.sae",
+    "TunedLens": "midstream.lenses",
     "Activations": "midstream.results.activations",
     "AsyncClient": "midstream.client",
     "AsyncLLM": "midstream.api.async_llm",

@@ -18,12 +18,26 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
-from midstream import Attention, Bias, Capture, Lens, Logits, SpecError, Steer, TopKeys
+from midstream import (
+    Attention,
+    Bias,
+    Capture,
+    JacobianLens,
+    Lens,
+    Logits,
+    SpecError,
+    Steer,
+    TopKeys,
+    TunedLens,
+)
 from midstream.results.lens import LensResults, LensRows
 
 SITES = ["resid_pre", "resid_mid", "resid_post", "final_norm", "logits", "rot_q"]
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
 CHOSEN = [150, 3, 9]
+WIDTH = 64
+# A tuned lens of three layers, and a Jacobian lens of two.
+LENS_BYTES = 4 * (3 * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH * WIDTH)
 
 
 # gemma2 caps its logits and adds one to the weights of its norm; gpt2 has a LayerNorm.
@@ -32,7 +46,7 @@ def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served
     path = tiny.make(f"{request.param}-bias", tiny_models, tiny.MODELS[request.param])
     oracle = EndOracle(path, request.param)
     sites = SITES if request.param != "gpt2" else SITES[:-1]
-    with engine(path, **ROOM, midstream={"sites": sites}) as llm:
+    with engine(path, **ROOM, midstream={"sites": sites, "lens_bytes": LENS_BYTES}) as llm:
         yield Served(request.param, oracle, llm)
 
 
@@ -132,6 +146,71 @@ def test_the_last_layer_gives_the_models_own_logits(served: Served) -> None:
         slack = TOLERANCE if HAS_GPU else 0  # a norm without addition is another kernel there
         assert float((rows.values[:, 0] - logits.values).abs().max()) <= slack
         assert float((rows.logsumexp[:, 0] - logits.logsumexp).abs().max()) <= slack
+
+
+def maps(*shape: int, seed: int) -> Tensor:
+    return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_registered_lenses_map_the_stream_by_the_formulas_of_their_papers(served: Served) -> None:
+    weights = {nth: maps(WIDTH, WIDTH, seed=nth) for nth in range(3)}
+    biases = {nth: maps(WIDTH, seed=10 + nth) for nth in range(3)}
+    jacobians = {nth: torch.eye(WIDTH) + maps(WIDTH, WIDTH, seed=20 + nth) for nth in (0, 1)}
+    lenses = served.llm.lenses
+    with pytest.raises(SpecError, match="there is no lens 'tuned'; there is 'logit'; register it"):
+        served.ask([LONG], 1, capture=Lens(kind="tuned"))
+    lenses.register("tuned", TunedLens(weights, biases))
+    lenses.register("jacobian", JacobianLens({0: torch.zeros(WIDTH, WIDTH)}))
+    lenses.register("jacobian", JacobianLens(jacobians))
+    try:
+        assert lenses.names == ("tuned", "jacobian")
+        check_registered(served, weights, biases, jacobians)
+        with pytest.raises(
+            SpecError, match=rf"lens_bytes is {LENS_BYTES}, of which {LENS_BYTES} are"
+        ):
+            lenses.register("more", JacobianLens(jacobians))
+        with pytest.raises(SpecError, match="'jacobian' has no map of the stream after 0 layers"):
+            served.ask([LONG], 1, capture=Lens(kind="jacobian", site="resid_pre"))
+        with pytest.raises(SpecError, match="reads resid_pre or resid_post") as caught:
+            served.ask([LONG], 1, capture=Lens(kind="tuned", site="resid_mid"))
+        assert caught.value.path == "capture.site"
+    finally:
+        for name in lenses.names:
+            lenses.remove(name)
+    with pytest.raises(SpecError, match="there is no lens 'tuned'"):
+        served.ask([LONG], 1, capture=Lens(kind="tuned"))
+
+
+def check_registered(served: Served, weights: Any, biases: Any, jacobians: Any) -> None:
+    """Both, and the plain one, of several requests together."""
+    tuned = Lens(top=4, tokens=CHOSEN, kind="tuned", site="resid_pre")
+    given = [
+        [tuned, Lens(top=3, kind="jacobian", name="j")],
+        [Lens([1, 0], top=2, kind="tuned", positions=slice(1, 4)), Lens(top=2)],
+    ]
+    outputs = served.ask([LONG, PROMPTS[1]], 3, capture=given)
+    model, norm = served.oracle.model, MODULES[served.name][1]
+    wanted: dict[int, dict[str, Tensor]] = {}
+    for nth, prompt in enumerate((LONG, PROMPTS[1])):
+        seen = served.oracle.run([*prompt, *generated(outputs[nth])][:-1])
+        before = [seen.values["resid_pre", layer] for layer in range(3)]
+        after = [seen.values["resid_post", layer] for layer in range(3)]
+        moved = [h + h @ weights[at].T + biases[at] for at, h in enumerate(before)]
+        # After a layer is before the next one.
+        moved_after = [h + h @ weights[at + 1].T + biases[at + 1] for at, h in enumerate(after[:2])]
+        carried = [h @ jacobians[at].T for at, h in enumerate(after[:2])]
+        wanted[nth] = {
+            "tuned": torch.stack([decoded(model, norm, h) for h in (moved, moved_after)[nth]], 1),
+            # At the last layer it is the model's own.
+            "j": torch.stack([decoded(model, norm, h) for h in (*carried, after[2])], 1),
+            "logit": torch.stack([decoded(model, norm, h) for h in after], 1),
+        }
+    errors = []
+    for nth, (output, asked) in enumerate(zip(outputs, given, strict=True)):
+        assert output.receipt.status == "ok", output.receipt
+        for one in asked:
+            errors.append(assert_lens(output.lens[one.name], one, wanted[nth][one.name]))
+    assert max(errors) <= TOLERANCE, errors
 
 
 @ONE

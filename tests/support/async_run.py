@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "seed": 0,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 8,
-    "midstream": {"sites": TAPPED, "bank_rows": 24},
+    "midstream": {"sites": TAPPED, "bank_rows": 24, "lens_bytes": 1 << 15},
 }
 
 
@@ -285,6 +285,8 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         await stream_of_attention(llm, f"attention {kind}", kind) for kind in KINDS[:2]
     ]
 
+    found["stream lens"] = await stream_of_lenses(llm)
+
     async def inputs() -> Any:
         yield StreamingInput(prompt(0))
 
@@ -319,6 +321,32 @@ async def stream_of_attention(llm: Any, name: str, kind: str) -> list[Any]:
             rows = attention[1]
             shown.append((output.finished, rows.positions, rows.values, rows.keys))
             assert (("end", 1) in attention) == output.finished
+    return shown
+
+
+async def stream_of_lenses(llm: Any) -> list[Any]:
+    """(finished, rows by name of the lens) on each output, whose registered lens is in use until
+    the request ends. Its maps change nothing.
+    """
+    from midstream import BusyError, JacobianLens, Lens
+
+    width = llm.info.shape.hidden_size
+    await llm.lenses.register("same", JacobianLens({0: torch.eye(width), 1: torch.eye(width)}))
+    assert llm.lenses.names == ("same",)
+    asked = [Lens(top=2, tokens=[7], stream=True), Lens(top=2, kind="same", stream=True)]
+    shown = []
+    async for output in llm.generate(prompt(5), params(0, max_tokens=20), "lens", capture=asked):
+        assert output.activations is None
+        if output.lens is not None:
+            rows = {name: (one.positions, one.values) for name, one in output.lens.items()}
+            shown.append((output.finished, rows))
+        if not output.finished:
+            try:
+                llm.lenses.remove("same")
+            except BusyError:
+                continue
+            raise AssertionError("a lens was removed that is in use")
+    llm.lenses.remove("same")
     return shown
 
 

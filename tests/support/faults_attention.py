@@ -154,6 +154,21 @@ ATTENTION = (
         f"{_LENS}test_every_layer_is_decoded_as_transformers_decodes_it",
     ),
     Fault(
+        "The map of a registered lens is that of the layer before",
+        "runtime/frontend/request/lenses.py",
+        '"resid_post": 1}',
+        '"resid_post": 0}',
+        f"{_LENS}test_registered_lenses_map_the_stream_by_the_formulas_of_their_papers",
+    ),
+    Fault(
+        "A lens is overwritten while requests use it",
+        "runtime/frontend/lens_registry.py",
+        "        if name in self._lenses and self._in_use(name):\n",
+        "        if name in self._lenses and False:\n",
+        "tests/unit/runtime/frontend/test_lens_registry.py"
+        "::test_a_lens_stays_while_requests_use_it",
+    ),
+    Fault(
         "The rank of a token in a lens counts tokens that are as likely",
         "runtime/worker/attention/logits.py",
         "1 + (logits > chosen",

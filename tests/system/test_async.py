@@ -224,6 +224,21 @@ def test_rows_of_heads_on_the_way_are_by_head(found):
         torch.testing.assert_close(values, every[: len(values), [1]], rtol=1e-4, atol=1e-4)
 
 
+def test_streamed_lenses_come_with_their_tokens_through_registered_maps_too(found):
+    *partial, (finished, last) = found["stream lens"]
+    assert finished
+    assert len(partial) > 2
+    for name, (positions, values) in last.items():
+        assert positions.tolist() == list(range(rows(5) + 20 - 1))
+        assert values.shape == (len(positions), 3, 2)
+        assert torch.equal(values, last["logit"][1])
+        for is_last, shown in partial:
+            assert not is_last
+            some, part = shown[name]
+            assert torch.equal(some, positions[: len(some)])
+            assert torch.equal(part, values[: len(some)])
+
+
 def test_streamed_attention_comes_with_its_tokens_and_ends_whole(found):
     for kind, shown in zip(KINDS, found["stream attention"], strict=False):
         *partial, (finished, positions, values, keys) = shown

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import sys
 import uuid
 import weakref
@@ -27,6 +28,7 @@ from midstream.api.arguments import (
     check_names,
 )
 from midstream.api.async_call import AsyncEngineCall
+from midstream.api.async_registries import AsyncRegistries
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.outputs import GenerateOutput
 from midstream.config.config import KEY, Config, from_additional_config
@@ -37,15 +39,13 @@ from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.intake import Intake
+from midstream.runtime.frontend.rpc.replicas import call_all
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_script
-from midstream.sinks.server_captures import ServerCaptures
-from midstream.steering import VectorRegistry
-from midstream.steering.tiers import Steering
 
 
-class AsyncLLM(VllmAsyncLLM):
+class AsyncLLM(AsyncRegistries, VllmAsyncLLM):
     """vLLM's asynchronous engine, with midstream enabled.
 
     The engine core runs in a process of its own. `info`, `vectors`, `steering` and `sites()` are
@@ -157,6 +157,7 @@ class AsyncLLM(VllmAsyncLLM):
                 client = self.engine_core
                 # A proxy: the engine's tasks must not keep it alive; see `_run_output_handler`.
                 front = await AsyncFrontEnd.start(weakref.proxy(self), client)
+                front.lenses.write = functools.partial(call_all, client)
                 deliver = client.add_request_async
                 # Replaced on this client alone.
                 client.add_request_async = lambda request: front.send(request, deliver)
@@ -168,16 +169,6 @@ class AsyncLLM(VllmAsyncLLM):
     def info(self) -> EngineInfo:
         """Model shape, taps, dtype, runner, capacity. Raises RuntimeError before `ready()`."""
         return self._front.info
-
-    @property
-    def vectors(self) -> VectorRegistry:
-        """Named vectors: register, list, remove. Raises RuntimeError before `ready()`."""
-        return self._front.vectors
-
-    @property
-    def steering(self) -> Steering:
-        """Server-wide edits: set, clear, show. Raises RuntimeError before `ready()`."""
-        return self._front.steering
 
     async def usage(self, timeout: float | None = None) -> dict[str, Any]:
         """Return what is in use, and totals over all ended requests.
@@ -191,11 +182,6 @@ class AsyncLLM(VllmAsyncLLM):
             RuntimeError: before `await llm.ready()`.
         """
         return await self._front.usage(timeout)
-
-    @property
-    def captures(self) -> ServerCaptures:
-        """Server-wide captures: set, clear, list, collect."""
-        return self._front.captures
 
     def sites(self) -> SiteTable:
         """Return every site of every layer: tapped, or the reason why not. Raises RuntimeError

@@ -17,6 +17,7 @@ from midstream.api.arguments import (
     check_names,
 )
 from midstream.api.default_capture import DefaultCapture
+from midstream.api.lenses import Lenses
 from midstream.api.offline_call import OfflineCall
 from midstream.api.outputs import GenerateOutput
 from midstream.compat.foreign_fields import OWN
@@ -110,6 +111,11 @@ class LLM(VllmLLM):
     def vectors(self) -> VectorRegistry:
         """Named vectors: register, list, remove."""
         return cast(VectorRegistry, self._front_end.vectors)
+
+    @property
+    def lenses(self) -> Lenses:
+        """Registered lenses: register, remove, names."""
+        return Lenses(self._front_end.lenses)
 
     @property
     def steering(self) -> Steering:

@@ -37,6 +37,7 @@ _LEAST = {
     "token_ids": 1,
     "maps": 0,
     "lens_rows": 1,
+    "lens_bytes": 0,
 }
 _CHOICES = {
     "overflow": ("block", "spill", "drop"),
@@ -72,6 +73,8 @@ class Config:
             positions times layers. All requests of a step wait for this work. A request that would
             exceed it together with others waits in the front end. Generated tokens that are
             computed again after a preemption are not counted.
+        lens_bytes: device memory for the maps of registered lenses (`llm.lenses`), taken before the
+            KV cache is sized. A lens takes width² numbers of the model's dtype for each layer.
         staging_bytes: size of the staging ring on the device, through which captured vectors are
             transferred. None: enough for every token of the largest step at every tapped site, on a
             GPU twice that (rows are transferred while the next step fills the ring), but at most
@@ -123,6 +126,7 @@ class Config:
     token_ids: int = 16384
     maps: int = 0
     lens_rows: int = 16384
+    lens_bytes: int = 0
     staging_bytes: int | None = None
     on_mismatch: str = "raise"
     on_nonfinite: str = "raise"

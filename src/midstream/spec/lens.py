@@ -11,7 +11,7 @@ from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.capture import Capture
 from midstream.spec.forms import LayersLike, PhaseLike, PositionsLike
 from midstream.spec.sink_target import read_name
-from midstream.validation import INT_LIMIT, as_list, at, is_int, kind, listed, read_int, show
+from midstream.validation import INT_LIMIT, as_list, at, is_int, kind, listed, read_int
 
 MAX_TOP = 1024
 MAX_TOKENS = 64
@@ -37,7 +37,7 @@ class Lens(Capture):
     Attributes:
         top: number of largest logits of each position and layer; 0: those of `tokens` alone.
         tokens: token ids, or texts that are one token each, in the given order.
-        kind: "logit".
+        kind: "logit", or the name of a registered lens.
         name: key of the result in `output.lens`.
     """
 
@@ -72,7 +72,8 @@ class Lens(Capture):
             positions: any form of Positions.
             phase: "prompt" or "generated" restricts the positions to tokens of that phase.
             exclude: positions to exclude.
-            kind: "logit".
+            kind: "logit", or the name under which a lens was registered: `llm.lenses`. Its map of
+                the layer is applied to the stream before the norm.
             site: "resid_post", "resid_mid" or "resid_pre".
             name: key of the result in `output.lens`; default `kind`.
             stream: as in `Capture`.
@@ -81,6 +82,8 @@ class Lens(Capture):
             SpecError: a field is malformed; its path starts with the field's name.
         """
         Capture.__init__(self, layers, site, positions, phase, exclude, stream=stream)
+        with at("kind"):
+            object.__setattr__(self, "kind", _read_kind(kind))
         if len(self.sites.names) != 1 or self.sites.names[0] not in SITES:
             raise SpecError(
                 "site", f"a lens reads the stream: expected one of {listed(SITES)}, got {site!r}"
@@ -91,8 +94,6 @@ class Lens(Capture):
             object.__setattr__(self, "tokens", _read_tokens(tokens))
         if not (self.top or self.tokens):
             raise SpecError("top", "expected at least 1 where `tokens` are not given")
-        with at("kind"):
-            object.__setattr__(self, "kind", _read_kind(kind))
         with at("name"):
             object.__setattr__(self, "name", read_name(name) or self.kind)
 
@@ -164,10 +165,11 @@ def is_lens(value: Mapping[str, Any]) -> bool:
 
 def _read_kind(value: object) -> str:
     if not isinstance(value, str):
-        raise SpecError("", f"expected `str`, got {kind(value)}")
-    if value != LOGIT:
-        raise SpecError("", f'expected "{LOGIT}", got {show(value)}')
-    return value
+        problem = f"expected `str`, got {kind(value)}"
+        if hasattr(value, "matrices"):
+            problem += "; register it, and give its name: llm.lenses.register(name, lens)"
+        raise SpecError("", problem)
+    return read_name(value, may_be_empty=False)
 
 
 def _read_top(value: object) -> int:

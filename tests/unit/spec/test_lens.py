@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from midstream import Lens, Plan, SpecError
-from midstream.spec import ModelShape, Prompt
+from midstream.spec import ModelShape, Prompt, ResolvedPlan
 from midstream.spec.attention import parse_capture
 from midstream.spec.resolve.lens import LENS, check_lenses
 from midstream.spec.resolve.resolve import resolve
+from midstream.spec.resolve.resolved import LensMap
 from midstream.spec.resolve.wire import from_bytes, to_bytes
 
 SHAPE = ModelShape(3, 4, [("resid_post", 0), ("resid_post", 1), ("resid_post", 2)])
@@ -50,6 +52,18 @@ def test_its_resolved_form_is_read_back_with_its_tokens_in_order() -> None:
     assert capture.pattern.size == 11
 
 
+def test_a_registered_lens_has_a_map_for_each_layer() -> None:
+    (capture,) = resolve(Plan.make(capture=Lens([0, 2], kind="mine")), SHAPE, Prompt(6), 3).captures
+    assert capture.taps == (("lens.mine", 0), ("lens.mine", 2))
+    assert capture.pattern is not None
+    maps = (LensMap(0, 16, True), LensMap(40))
+    plan = ResolvedPlan(6, (), (replace(capture, pattern=replace(capture.pattern, maps=maps)),))
+    assert from_bytes(to_bytes(plan)) == plan
+    bad = replace(capture, pattern=replace(capture.pattern, maps=maps[:1]))
+    with pytest.raises(SpecError, match="expected the maps of 2 taps"):
+        from_bytes(to_bytes(replace(plan, captures=(bad,))))
+
+
 def test_its_forms_are_alike() -> None:
     assert Lens(tokens=7) == Lens(tokens=[7]) != Lens(tokens="7") == Lens(tokens=["7"])
     assert Lens(0, stream=True).without_place() == Lens(0) == Lens(layer=0)
@@ -70,7 +84,8 @@ def test_its_forms_are_alike() -> None:
         (lambda: Lens(tokens=[""]), "tokens[0]", "expected a token's text"),
         (lambda: Lens(tokens={1: 2}), "tokens", "expected token ids"),
         (lambda: Lens(site="mlp_out"), "site", "a lens reads the stream"),
-        (lambda: Lens(kind="tuned"), "kind", "expected \"logit\", got 'tuned'"),
+        (lambda: Lens(kind="a b"), "kind", "characters"),
+        (lambda: Lens(kind=SimpleNamespace(matrices={})), "kind", "register it, and give its name"),
         (lambda: Lens(name="a b"), "name", "characters"),
         (lambda: Lens(codec="full8"), "codec", "unknown argument of Lens"),
         (lambda: parse_capture({"kind": "logit", "sink": "a"}), "", "unknown field 'sink'"),

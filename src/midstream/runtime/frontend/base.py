@@ -18,6 +18,7 @@ from midstream.config.config import KEY, from_additional_config
 from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.engine_info import EngineInfo
+from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import (
     Budget,
@@ -72,7 +73,12 @@ class BaseFrontEnd:
         set_steering(engine.vllm_config, self.vectors, self.steering)
         self.sinks = open_sinks(engine.vllm_config, info)
         weakref.finalize(self, self.sinks.close)
+        self._needs: dict[str, Need] = {}
         self._resolver = PlanResolver(info, engine)
+        self.lenses = LensRegistry(
+            found.lens_bytes, info.shape, self._is_used, self._resolver.forget
+        )
+        self._resolver.lenses = self.lenses
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
         self._row_limits = [row_limit(workers, found) for workers in self._workers]
@@ -80,7 +86,6 @@ class BaseFrontEnd:
         self._admission = Admission(budgets, busy)
         matrices = 4 * info.room.maps * info.shape.hidden_size**2
         self._sent_vectors = [SentVectors(matrices=matrices) for _ in self._workers]
-        self._needs: dict[str, Need] = {}
 
     def concerns(self, params: Any) -> bool:
         """Return whether server-wide edits or captures apply to a request with these parameters.
@@ -90,6 +95,10 @@ class BaseFrontEnd:
         is_for_all = bool(self.steering.plan_edits()) or bool(self.captures)
         # Pooling requests have an output_kind as well, but no tokens to generate.
         return is_for_all and hasattr(params, "max_tokens")
+
+    def _is_used(self, lens: str) -> bool:
+        """Return whether a running request uses a registered lens."""
+        return any(lens in need.lenses for need in self._needs.values())
 
     def check_id(self, request_id: str) -> None:
         """Check that a request without a plan does not have the id of a running one with a plan.

@@ -217,6 +217,19 @@ class ReadParameter(RpcRequest[ParameterRows], frozen=True):
     answer: ClassVar[type[ProtocolMessage]] = ParameterRows
 
 
+class WriteLenses(RpcRequest[Acknowledged], frozen=True):
+    """Write into the memory for maps of lenses.
+
+    Attributes:
+        offset: first byte.
+        data: the bytes.
+    """
+
+    offset: Natural
+    data: bytes
+    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
+
+
 class ReadUsage(RpcRequest[WorkerUsage], frozen=True):
     """Return the worker's usage."""
 
@@ -241,6 +254,7 @@ _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
         DiscardData,
         ReleaseRequests,
         ReadParameter,
+        WriteLenses,
         ReadUsage,
         CheckIntegrity,
     )

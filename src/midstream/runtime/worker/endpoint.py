@@ -34,6 +34,7 @@ from midstream.runtime.protocol.rpc import (
     RunningScores,
     UpdateVectors,
     WorkerUsage,
+    WriteLenses,
     read_request,
 )
 from midstream.runtime.protocol.runs import joined
@@ -109,7 +110,11 @@ class WorkerEndpoint:
             embeds_given=_gets_embeddings(runner, vllm_config),
         )
         self._taps = _choose_taps(self._decoder, config)
-        self._lens = RankLens(model)
+        last = self._decoder.num_layers - 1
+        has_last = any(layer.index == last for layer in self._decoder.layers)
+        self._lens = RankLens(
+            model, config.lens_bytes, vllm_config.model_config.dtype, runner.device, has_last
+        )
         self._hidden_size: int = vllm_config.model_config.get_hidden_size()
         inner = self._decoder.inner
         widths = {
@@ -130,7 +135,7 @@ class WorkerEndpoint:
             model, self._decoder, self._taps, self._buffers, vllm_config, config
         )
         check_drafter(runner)
-        _count_memory(runner, self._buffers)
+        _count_memory(runner, self._buffers.nbytes + self._lens.maps.nbytes)
         self._max_tokens = self._buffers.tokens.shape[0]
         device = self._buffers.ring.device.type
         workers = parallel.world_size * replicas_of(vllm_config)
@@ -162,7 +167,7 @@ class WorkerEndpoint:
                 lambda group: adapter.block_table(runner, group),
                 # As it is before biases are added to what it returns.
                 head=_head(model, vllm_config),
-                norm=self._lens,
+                lens=self._lens,
             ),
         )
         if self._session.bias is not None:
@@ -219,6 +224,8 @@ class WorkerEndpoint:
                     pass
                 for uid in request.uids:
                     self._results.release(uid)
+            case WriteLenses():
+                self._lens.write(request.offset, request.data)
             case ReadParameter():
                 return self._read_parameter(request)
             case ReadUsage():
@@ -233,9 +240,9 @@ class WorkerEndpoint:
         inner = self._decoder.inner
         lacking = dict(self._decoder.lacking)
         lacking |= {(ATTENTION, layer): why for layer, why in self._attention.reasons.items()}
-        is_last = any(layer.index == self._decoder.num_layers - 1 for layer in self._decoder.layers)
-        if is_last and self._lens.reason:
-            lacking[LENS, self._decoder.num_layers - 1] = self._lens.reason
+        last = self._decoder.num_layers - 1
+        if self._lens.reason and any(layer.index == last for layer in self._decoder.layers):
+            lacking[LENS, last] = self._lens.reason
         return WorkerInfo(
             stage=self._stage,
             tensor_rank=self._tensor_rank,
@@ -463,9 +470,9 @@ def _staging_bytes(device: torch.device, config: Config) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory) // _DEVICE_SHARE
 
 
-def _count_memory(runner: Any, buffers: Buffers) -> None:
-    """Add the buffers to the memory of the model. Until 0.28 vLLM sizes the KV cache by this figure
-    alone.
+def _count_memory(runner: Any, nbytes: int) -> None:
+    """Add midstream's memory on the device to that of the model. Until 0.28 vLLM sizes the KV cache
+    by this figure alone.
     """
     if hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += buffers.nbytes
+        runner.model_memory_usage += nbytes

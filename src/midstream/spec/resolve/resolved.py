@@ -80,6 +80,20 @@ PatternKind = Literal[
 ]
 
 
+class LensMap(NamedTuple):
+    """An affine map of the stream in the memory that the workers have for lenses.
+
+    Attributes:
+        matrix: number of the first element of its matrix; −1: the stream is decoded as it is.
+        bias: the same of its bias; −1: it has none.
+        adds: whether the stream is added to its image.
+    """
+
+    matrix: int = -1
+    bias: int = -1
+    adds: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """What the rows of an `Attention` have for each query and head, or those of a `Logits` or of a
@@ -98,6 +112,7 @@ class Pattern:
         reads: for each tap of the capture, the tap at which its queries are read; of logits,
             `final_norm`; of a lens, the stream.
         counts: for each of these, the number of heads that are computed, over all ranks.
+        maps: of a lens that was registered, the map of each of these; else empty.
     """
 
     kind: PatternKind
@@ -106,6 +121,7 @@ class Pattern:
     heads: tuple[int, ...]
     reads: tuple[Tap, ...]
     counts: tuple[int, ...]
+    maps: tuple[LensMap, ...] = ()
 
     @property
     def of_logits(self) -> bool:

@@ -324,6 +324,11 @@ def _check_pattern(pattern: Pattern, taps: int) -> None:
         is_lens = pattern.kind == "lens"
         for ranges in [(each,) for each in pattern.keys] if is_lens else [pattern.keys]:
             _check_ranges(ranges)
+        if pattern.maps and len(pattern.maps) != taps:
+            raise SpecError("maps", f"expected the maps of {taps} taps")
+        for one in pattern.maps:
+            _check_int("maps", one.matrix, -1)
+            _check_int("maps", one.bias, -1)
         for number in (pattern.size, *pattern.counts):
             _check_int("size", number, 1)
         for head in pattern.heads:

@@ -46,12 +46,14 @@ class Need:
             of one rank.
         vectors: what the plan's bytes name by digest, and the workers must store meanwhile.
         lens_rows: rows, positions times layers, that lenses read in a step at most.
+        lenses: names of the registered lenses that it uses.
     """
 
     kinds: dict[str, dict[Hashable, int]]
     rows: int = 0
     vectors: tuple[Vector, ...] = ()
     lens_rows: int = 0
+    lenses: tuple[str, ...] = ()
 
     def total(self, kind: str) -> int:
         """Return the amount of a kind that the plan takes on its own."""

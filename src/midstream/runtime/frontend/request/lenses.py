@@ -7,12 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import Lens, Plan, ResolvedPlan
+from midstream.spec.lens import LOGIT
 from midstream.spec.positions.ranges import count
 from midstream.spec.resolve.lens import check_lenses, lenses_of
 from midstream.spec.resolve.resolved import ResolvedCapture
 from midstream.validation import at
+
+# Layers that the stream has passed at a site of layer i, beyond i.
+_AFTER = {"resid_pre": 0, "resid_post": 1}
 
 
 def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
@@ -46,6 +51,38 @@ def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
     if all(one is other for one, other in zip(captures, plan.captures, strict=True)):
         return plan
     return replace(plan, captures=tuple(captures))
+
+
+def with_maps(
+    plan: ResolvedPlan, own: Plan | None, registry: LensRegistry | None
+) -> tuple[ResolvedPlan, tuple[str, ...]]:
+    """Return a plan with the maps of its lenses, and the names of the registered ones.
+
+    Args:
+        plan: the resolved plan.
+        own: the plan that was resolved.
+        registry: the registered lenses; None: there can be none.
+
+    Raises:
+        SpecError: there is no lens of a name, or it has no map of a layer.
+    """
+    names: dict[str, None] = {}
+    captures = list(plan.captures)
+    for nth, capture in enumerate(captures):
+        given = None if own is None or capture.source < 0 else own.captures[capture.source]
+        if not isinstance(given, Lens) or given.kind == LOGIT:
+            continue
+        assert capture.pattern is not None
+        assert registry is not None
+        with at(f"capture[{capture.source}]"):
+            after = _AFTER.get(given.sites.names[0])
+            if after is None:
+                raise SpecError("site", "a registered lens reads resid_pre or resid_post")
+            depths = [layer + after for _, layer in capture.pattern.reads]
+            maps = registry.maps_of(given.kind, depths)
+        captures[nth] = replace(capture, pattern=replace(capture.pattern, maps=maps))
+        names[given.kind] = None
+    return (replace(plan, captures=tuple(captures)) if names else plan), tuple(names)
 
 
 def lens_rows(

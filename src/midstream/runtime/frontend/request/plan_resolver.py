@@ -20,7 +20,7 @@ from midstream.runtime.frontend.request.budget import (
     returned_captures,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.runtime.frontend.request.lenses import lens_rows, with_token_ids
+from midstream.runtime.frontend.request.lenses import lens_rows, with_maps, with_token_ids
 from midstream.runtime.frontend.request.prompt.text_map import text_map
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
@@ -48,6 +48,8 @@ from midstream.validation import at
 
 if TYPE_CHECKING:
     from midstream.runtime.frontend.engine_info import EngineInfo
+    from midstream.runtime.frontend.lens_registry import LensRegistry
+    from midstream.runtime.protocol.worker_info import WorkerInfo
 
 # Many requests share a plan: it is resolved and packed once for each length of prompt.
 _CACHED_PLANS = 256
@@ -133,6 +135,7 @@ class PlanResolver:
         # By id of the plan, length of the prompt and max_tokens: a plan that is the very object
         # that was resolved before is not compared part by part, as for `_by_length`.
         self._recent: dict[tuple[int, int, int | None], _Recent] = {}
+        self.lenses: LensRegistry | None = None
         self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
 
     def resolve(
@@ -175,6 +178,11 @@ class PlanResolver:
                 self._recent.clear()
             self._recent[key] = _Recent(own, before, also, prepared)
         return prepared
+
+    def forget(self) -> None:
+        """Forget what was prepared: names of lenses have changed their meaning."""
+        self._recent.clear()
+        self._by_length.cache_clear()
 
     def resolve_session(
         self,
@@ -240,6 +248,7 @@ class PlanResolver:
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
             _check_heads(own, resolved.codec)
+        resolved, names = with_maps(resolved, plan, self.lenses)
         resolved = self._with_parts(with_vocabulary(resolved, self._engine.vllm_config))
         workers, config = self._info.workers, self._engine.vllm_config
         at_once = lens_rows(resolved, config, workers, max_tokens is None)
@@ -247,11 +256,11 @@ class PlanResolver:
         need = need_of(resolved, self._taps, self._info.room, edits, width)
         named = named_vectors(resolved)
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
-        need = replace(need, rows=rows, vectors=named, lens_rows=at_once)
+        need = replace(need, rows=rows, vectors=named, lens_rows=at_once, lenses=names)
         check_biases(resolved, config)
         self._check_ring(resolved)
         check_parts(resolved, self._parts)
-        self._check_gates(resolved)
+        _check_gates(resolved, workers)
         # Workers do not read the prompt's length: without it, prompts of any length have one plan,
         # which a worker reads once.
         packed = to_bytes(replace(resolved, prompt_len=1), frozenset(named))
@@ -335,27 +344,28 @@ class PlanResolver:
                     "sites",
                 )
 
-    def _check_gates(self, plan: ResolvedPlan) -> None:
-        """Check that each gate is on the pipeline stage of its probe, where the score stays."""
-        stages = {tap: worker.stage for worker in self._info.workers for tap in worker.taps}
-        if len(set(stages.values())) == 1:
-            return
-        read = {probe.slot: (probe.site, probe.layer) for probe in plan.probes}
-        for edit in plan.edits:
-            for step in edit.steps.instructions:
-                if step.op is Op.PROBE and step.slot is not None:
-                    read[step.slot] = (edit.site, edit.layer)
-        for edit in plan.edits:
-            for step in edit.steps.instructions:
-                if step.op is not Op.GATE or step.slot is None:
-                    continue
-                site, layer = read[step.slot]
-                if stages[site, layer] != stages[edit.site, edit.layer]:
-                    raise SpecError(
-                        f"edits[{edit.source}].probe",
-                        f"the gate reads {site} of layer {layer}, which is on another pipeline "
-                        f"stage than layer {edit.layer}; read a layer of the same stage",
-                    )
+
+def _check_gates(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
+    """Check that each gate is on the pipeline stage of its probe, where the score stays."""
+    stages = {tap: worker.stage for worker in workers for tap in worker.taps}
+    if len(set(stages.values())) == 1:
+        return
+    read = {probe.slot: (probe.site, probe.layer) for probe in plan.probes}
+    for edit in plan.edits:
+        for step in edit.steps.instructions:
+            if step.op is Op.PROBE and step.slot is not None:
+                read[step.slot] = (edit.site, edit.layer)
+    for edit in plan.edits:
+        for step in edit.steps.instructions:
+            if step.op is not Op.GATE or step.slot is None:
+                continue
+            site, layer = read[step.slot]
+            if stages[site, layer] != stages[edit.site, edit.layer]:
+                raise SpecError(
+                    f"edits[{edit.source}].probe",
+                    f"the gate reads {site} of layer {layer}, which is on another pipeline "
+                    f"stage than layer {edit.layer}; read a layer of the same stage",
+                )
 
 
 def _common(name: str, values: Sequence[str]) -> str:

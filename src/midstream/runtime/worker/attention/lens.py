@@ -1,26 +1,40 @@
-"""The final norm of rows of the stream, which the head reads then: the first half of a lens."""
+"""Rows of the stream through a map and the final norm, which the head reads then: the first half of
+a lens.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.final_norm import find_final_norm
+from midstream.spec.resolve.resolved import LensMap
 
 
 class RankLens:
-    """Applies the final norm on the worker, after the forward pass of a step.
+    """Applies maps and the final norm on the worker, after the forward pass of a step.
 
     Attributes:
         reason: why the model's stream cannot be decoded; empty if it can be.
+        maps: memory for the maps of registered lenses, of the stream's dtype, [numbers]. Which map
+            is where, the front end decides.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(
+        self, model: Any, nbytes: int, dtype: torch.dtype, device: torch.device, has_last: bool
+    ) -> None:
         """Args:
         model: the model of the runner, without taps.
+        nbytes: size of the memory for maps.
+        dtype: dtype of the stream.
+        device: where the model is.
+        has_last: whether the rank has the last layer. Otherwise it has no maps either.
         """
+        numbers = nbytes // dtype.itemsize if has_last else 0
+        self.maps = torch.empty(numbers, dtype=dtype, device=device)
         self._norm: Any = None
         self.reason = ""
         try:
@@ -29,6 +43,21 @@ class RankLens:
             self.reason = str(error)
         if not hasattr(model, "compute_logits") and not self.reason:
             self.reason = f"{type(model).__qualname__} has no head"
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Write bytes into the memory for maps, if the rank has any."""
+        if self.maps.numel() and data:
+            given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self.maps.view(torch.uint8)[offset : offset + len(data)].copy_(given)
+
+    def mapped(self, stream: Tensor, one: LensMap) -> Tensor:
+        """Return the images of rows of the stream, [n, hidden]."""
+        width = stream.shape[1]
+        matrix = self.maps[one.matrix : one.matrix + width * width].view(width, width)
+        found = stream @ matrix.T
+        if one.bias >= 0:
+            found += self.maps[one.bias : one.bias + width]
+        return found.add_(stream) if one.adds else found
 
     def __call__(self, stream: Tensor) -> Tensor:
         """Return what the head reads of rows of the stream, [n, hidden]."""

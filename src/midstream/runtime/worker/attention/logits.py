@@ -12,8 +12,10 @@ from torch.nn.functional import pad
 
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.worker.attention.head_adapters import HeadAdapters
+from midstream.runtime.worker.attention.lens import RankLens
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
+from midstream.spec.resolve.resolved import LensMap
 
 
 class Head:
@@ -101,27 +103,24 @@ class LogitQuery(NamedTuple):
 # Rows of logits, float32 [n, size], by number of the encoding and of its pattern.
 StepLogits = dict[tuple[int, int], Tensor]
 
-# Returns the outputs of the final norm, [n, hidden], of rows of the stream.
-Norm = Callable[[Tensor], Tensor]
-
 
 class LogitReader:
     """Computes logits on the worker, after the forward pass of a step, on the current stream."""
 
-    def __init__(self, head: Head, workspace: int, norm: Norm | None = None) -> None:
+    def __init__(self, head: Head, workspace: int, lens: RankLens | None = None) -> None:
         """Args:
         head: the model's head.
         workspace: see `Head.in_parts`.
-        norm: the model's final norm; None: no request asks for a lens.
+        lens: applies maps and the final norm; None: no request asks for a lens.
         """
         self._head = head
         self._workspace = workspace
-        self._norm = norm
+        self._lens = lens
 
     def rows(self, queries: Sequence[LogitQuery], units: Tensor) -> StepLogits:
         """Return the rows of logits of a step that this rank returns. All records go through the
         head together, in the order of the batch, which is the same on every rank; those of a lens
-        go through the final norm before.
+        go through its map and the final norm before.
 
         Args:
             queries: the records.
@@ -135,18 +134,12 @@ class LogitReader:
         order = np.argsort(rows, kind="stable")
         group = np.repeat(np.arange(len(forms)), sizes)[order]
         target = np.concatenate([np.arange(size) for size in sizes])[order]
-        is_stream = np.array([each[0].columns.kind == "lens" for each in forms])[group]
+        read = _Stream(forms, order)
         begin = on_device(torch.from_numpy(places[order]), device)
         within = torch.arange(queries[0].columns.width // units.shape[1], device=device)
 
         def hidden(first: int, stop: int) -> Tensor:
-            found = units[begin[first:stop, None] + within].flatten(1)
-            chosen = np.flatnonzero(is_stream[first:stop])
-            if chosen.size:
-                assert self._norm is not None
-                at = _index(chosen, device)
-                found[at] = self._norm(found[at])
-            return found
+            return self._normed(units[begin[first:stop, None] + within].flatten(1), read, first)
 
         for first, logits in self._head.in_parts(rows[order], hidden, self._workspace):
             if logits is None:
@@ -156,6 +149,51 @@ class LogitReader:
                 at = np.flatnonzero(of == nth)
                 groups[nth].set(_index(target[first + at], device), logits, _index(at, device))
         return {key: rows for each in groups for key, rows in each.rows()}
+
+    def _normed(self, vectors: Tensor, read: _Stream, first: int) -> Tensor:
+        """Return what the head reads of some vectors, of which those of lenses are the stream.
+
+        Args:
+            vectors: [n, hidden], changed in place.
+            read: which of all vectors are the stream.
+            first: number of the first vector.
+        """
+        number = read.number[first : first + len(vectors)]
+        chosen = np.flatnonzero(number >= 0)
+        if not chosen.size:
+            return vectors
+        assert self._lens is not None
+        for nth in np.unique(number[chosen]).tolist():
+            if read.maps[nth].matrix >= 0:
+                at = _index(np.flatnonzero(number == nth), vectors.device)
+                vectors[at] = self._lens.mapped(vectors[at], read.maps[nth])
+        at = _index(chosen, vectors.device)
+        vectors[at] = self._lens(vectors[at])
+        return vectors
+
+
+class _Stream:
+    """Which vectors are the stream, and their maps.
+
+    Attributes:
+        maps: the distinct maps.
+        number: of each vector, the number of its map; −1: it is an output of the final norm.
+    """
+
+    def __init__(self, forms: Sequence[Sequence[LogitQuery]], order: Ints) -> None:
+        """Args:
+        forms: the records, in groups.
+        order: int64 [n], the number of each vector among all records, group after group.
+        """
+        numbers: dict[LensMap, int] = {}
+        every = []
+        for query in (query for each in forms for query in each):
+            columns, number = query.columns, -1
+            if columns.kind == "lens":
+                number = numbers.setdefault(columns.map, len(numbers))
+            every.append(np.full(len(query.rows), number))
+        self.maps = list(numbers)
+        self.number = np.concatenate(every)[order]
 
 
 class _Group:

@@ -13,7 +13,8 @@ from torch import Tensor
 from midstream.codecs import RowEncoding
 from midstream.runtime.worker.attention import weights as op
 from midstream.runtime.worker.attention.layers import AttentionLayer
-from midstream.runtime.worker.attention.logits import Head, LogitReader, Norm, StepLogits
+from midstream.runtime.worker.attention.lens import RankLens
+from midstream.runtime.worker.attention.logits import Head, LogitReader, StepLogits
 from midstream.runtime.worker.attention.queries import logits_of
 from midstream.runtime.worker.attention.query_run import QueryRun
 from midstream.runtime.worker.step.in_flight import PreparedStep
@@ -42,19 +43,19 @@ class PatternReader:
         block_table: BlockTable,
         workspace: int = WORKSPACE_BYTES,
         head: Head | None = None,
-        norm: Norm | None = None,
+        lens: RankLens | None = None,
     ) -> None:
         """Args:
         layers: returns the attention that reads the queries of a tap, by the tap's index.
         block_table: returns the blocks of the batch's requests.
         workspace: see `WORKSPACE_BYTES`.
         head: the model's head; None: no request asks for logits.
-        norm: the model's final norm; None: no request asks for a lens.
+        lens: applies maps and the final norm; None: no request asks for a lens.
         """
         self._layers = layers
         self._block_table = block_table
         self._workspace = workspace
-        self._logits = None if head is None else LogitReader(head, workspace, norm)
+        self._logits = None if head is None else LogitReader(head, workspace, lens)
 
     def logits(
         self,

@@ -8,6 +8,7 @@ from midstream.codecs import Raw, RowEncoding, parse_codec
 from midstream.runtime.protocol.segments import PatternRead
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
+from midstream.spec.resolve.resolved import LensMap
 
 
 class CodecTable:
@@ -72,6 +73,7 @@ class CodecTable:
                 read.is_row,
                 read.slot,
                 1 if read.slot is None else read.pattern.counts[0],
+                read.pattern.maps[read.place] if read.pattern.maps else LensMap(),
             )
             for read in patterns
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from midstream.codecs import RowEncoding
-from midstream.spec.resolve.resolved import PatternKind
+from midstream.spec.resolve.resolved import LensMap, PatternKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class PatternColumns:
         is_row: see `PatternRead`.
         slot: column of the score, which is not in the encoded row; None: it is a row.
         divisor: of a score, the number of heads over all ranks.
+        map: of a lens, the map of its layer.
     """
 
     capture: int
@@ -40,6 +41,7 @@ class PatternColumns:
     is_row: bool = True
     slot: int | None = None
     divisor: int = 1
+    map: LensMap = LensMap()
 
     @property
     def nbytes(self) -> int:
