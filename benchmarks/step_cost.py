@@ -8,6 +8,10 @@ medians over rounds of the median over steps, of the hook before the forward pas
 it. On a CUDA device the
 work is queued as in an engine, and rows are transferred while the next step is prepared. On a CPU
 the times include the copy of the rows, so they are also measured with vectors of one number.
+
+`prompts`: steps of 16 prompts of 512 tokens, all new, with every layer of every token captured. The
+time before includes adding the requests, and there is a third: ending them and collecting their
+rows.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engines
 
 PROMPT, STEPS = 8, 200
+PROMPTS, LENGTH, PROMPT_STEPS = 16, 512, 80
 
 
 def main() -> int:
@@ -37,6 +42,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=4096)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)  # threads that wait for each other measure the load of the machine
     run = engines.Run("step_cost", args, sequences=args.sequences, layers=args.layers)
     variants = {
         f"{what}, vectors of {hidden}": functools.partial(
@@ -45,6 +51,7 @@ def main() -> int:
         for hidden in (1, args.hidden)
         for what in ("edits", "captures")
     }
+    variants["prompts, vectors of 1"] = functools.partial(measure_prompts, args.layers, device)
     with run.limited():
         run.measure(run.results, "host", variants, medians)
     return run.finish()
@@ -94,6 +101,44 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
     }
 
 
+def measure_prompts(layers: int, device: str) -> dict[str, float]:
+    """Return the microseconds of both hooks and of the collection, for steps of new prompts."""
+    from midstream.runtime.worker.result_buffer import ResultBuffer
+    from midstream.runtime.worker.step.step_batch import StepBatch
+    from midstream.spec.resolve.wire import to_bytes
+
+    tokens = PROMPTS * LENGTH
+    session = make_session(tokens, layers, 1, device)
+    results = ResultBuffer(session._recorder._arena, session.encoding)  # noqa: SLF001
+    plan = to_bytes(make_plan(layers, 1, "captures", LENGTH))
+    scheduled, computed = np.full(PROMPTS, LENGTH, np.int32), np.zeros(PROMPTS, np.int32)
+    seconds: list[tuple[float, float, float]] = []
+    for step in range(PROMPT_STEPS):
+        names = [f"{step}-{nth}" for nth in range(PROMPTS)]
+        start = time.perf_counter()
+        for name in names:
+            session.requests.add(name, name, plan)
+        session.before_forward(StepBatch(names, scheduled, computed, tokens, _no_ids))
+        between = time.perf_counter()
+        _pretend(session)
+        queued = time.perf_counter()
+        session.after_forward()
+        after = time.perf_counter()
+        for name in names:
+            session.requests.finish(name)
+        with session.collection.collect(names) as taken:
+            for name, found in taken.items():
+                results.put(name, found, mapped=False)
+        results.inline(names)
+        seconds.append((between - start, after - queued, time.perf_counter() - after))
+    late = seconds[PROMPT_STEPS // 4 :]
+    names = "before_us", "after_us", "collect_us"
+    return {
+        name: 1e6 * statistics.median(one)
+        for name, one in zip(names, zip(*late, strict=True), strict=True)
+    }
+
+
 def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     """Create a worker's session for an engine of that shape."""
     from midstream.runtime.protocol.segments import WHOLE, Room
@@ -118,8 +163,8 @@ def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     return WorkerSession(buffers, taps, transport, arena, 4096, WHOLE)
 
 
-def make_plan(layers: int, hidden: int, what: str) -> Any:
-    """Return a resolved plan that captures or steers every layer of every generated token."""
+def make_plan(layers: int, hidden: int, what: str, prompt: int = PROMPT) -> Any:
+    """Return a resolved plan that captures or steers every layer of every token."""
     from midstream import Capture, Steer
     from midstream.spec import ModelShape, Plan, Prompt
     from midstream.spec.resolve.resolve import resolve
@@ -130,7 +175,7 @@ def make_plan(layers: int, hidden: int, what: str) -> Any:
         plan = Plan.make(capture=Capture(layers="all"))
     else:
         plan = Plan.make(edits=[Steer([0.1] * hidden, layer=layer) for layer in range(layers)])
-    return resolve(plan, shape, Prompt(PROMPT), None, ())
+    return resolve(plan, shape, Prompt(prompt), None, ())
 
 
 def _pretend(session: Any) -> None:

@@ -180,17 +180,20 @@ def transport(result: dict[str, Any]) -> str:
 
 def step_cost(result: dict[str, Any]) -> str:
     """Render a result of step_cost.py: host time before and after a forward pass."""
-    rows = [
-        [name, f"{one['before_us']:.0f} µs", f"{one['after_us']:.0f} µs"]
+    found = {
+        name: one
         for name, one in result.get("host", result).items()
         if isinstance(one, dict) and "before_us" in one
+    }
+    columns = {"before_us": "before a forward pass", "after_us": "after it"}
+    if any("collect_us" in one for one in found.values()):
+        columns["collect_us"] = "collection"
+    rows = [
+        [name, *(f"{one[key]:.0f} µs" if key in one else "" for key in columns)]
+        for name, one in found.items()
     ]
-    head = [
-        f"host, {result['sequences']} sequences × {result['layers']} layers",
-        "before a forward pass",
-        "after it",
-    ]
-    return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
+    shape = f"host, {result['sequences']} sequences × {result['layers']} layers"
+    return f"{_where(result)}\n\n{markers.table([shape, *columns.values()], rows, numbers=True)}"
 
 
 def disk(result: dict[str, Any]) -> str:

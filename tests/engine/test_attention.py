@@ -19,12 +19,10 @@ from support.attention_served import (
 from support.engines import HAS_GPU, engine, generated, greedy, tokens
 from support.inner_served import PROMPTS, ROOM
 from transformers import AutoTokenizer
-from vllm.model_executor.layers.attention import attention as vllm_attention
 
 from midstream import Attention, Capture, Entropy, Mass, Probe, Scale, SpecError, TopKeys
 from midstream.results.attention_json import from_json, to_json
 
-default_scales = vllm_attention.set_default_quant_scales
 LONG = PROMPTS[2] * 5  # more than a step takes, and than a sliding window
 EVERYTHING = [
     Attention("all", reduce="full"),
@@ -239,7 +237,17 @@ def test_of_a_quantised_cache_the_weights_are_those_of_what_it_holds(
     name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are the weights with which attention made its output."""
-    monkeypatch.setattr(vllm_attention, "set_default_quant_scales", with_scales)
+    from vllm.model_executor.layers.attention import attention
+
+    default_scales = attention.set_default_quant_scales
+
+    def with_scales(layer: Any, register_buffer: bool = False) -> None:
+        default_scales(layer, register_buffer)
+        for what, scale in (("k", 0.25), ("v", 4.0)):
+            getattr(layer, f"_{what}_scale").fill_(scale)
+            setattr(layer, f"_{what}_scale_float", scale)
+
+    monkeypatch.setattr(attention, "set_default_quant_scales", with_scales)
     path, _ = reference("llama", tmp_path)
     sites = ["rot_q", "rot_k", "v", "z"]
     settings = {**ROOM, "kv_cache_dtype": name, "midstream": {"sites": sites}}
@@ -269,13 +277,6 @@ def softmax_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     scores = torch.einsum("qhd,khd->qhk", q, k.repeat_interleave(2, 1)) * q.shape[-1] ** -0.5
     late = torch.arange(len(q))[None, None] > torch.arange(len(q))[:, None, None]
     return torch.softmax(scores.masked_fill(late, -torch.inf), -1)
-
-
-def with_scales(layer: Any, register_buffer: bool = False) -> None:
-    default_scales(layer, register_buffer)
-    for what, scale in (("k", 0.25), ("v", 4.0)):
-        getattr(layer, f"_{what}_scale").fill_(scale)
-        setattr(layer, f"_{what}_scale_float", scale)
 
 
 def has_quantised_queries(model: Any) -> bool:

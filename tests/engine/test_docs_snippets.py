@@ -23,6 +23,7 @@ PAGES = [
     "docs/coming-from.md",
     "docs/dataset-capture.md",
     "docs/guide.md",
+    "docs/lens.md",
     "docs/operations.md",
     "docs/selecting.md",
     "docs/sinks.md",
@@ -56,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the snippets run: the files that they name are here."""
     folder = tmp_path_factory.mktemp("docs")
     tokenizer = byte_level()
+    tokenizer.add_tokens([" Paris", " London"])  # one token each, as in SmolLM2
     config = hf.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN,

@@ -200,7 +200,7 @@ LIMITS = {
     ),
     "maps": (
         {"edits": [Affine(matrix=several(tiny.HIDDEN), layer=1)]},
-        "needs 1 matrices, and there is room for 0; raise midstream's setting maps",
+        "needs 1 matrices, and there is room for 0",
     ),
     "token_ids": (
         {"edits": [Steer(V, 0, positions=TokenIds(list(range(161))))]},

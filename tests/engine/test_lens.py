@@ -41,7 +41,9 @@ LENS_BYTES = 4 * (3 * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH * WIDTH)
 
 
 # gemma2 caps its logits and adds one to the weights of its norm; gpt2 has a LayerNorm.
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
+@pytest.fixture(
+    scope="module", params=["llama", "gemma2", pytest.param("gpt2", marks=pytest.mark.nightly)]
+)
 def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served]:
     path = tiny.make(f"{request.param}-bias", tiny_models, tiny.MODELS[request.param])
     oracle = EndOracle(path, request.param)

@@ -20,11 +20,6 @@ HIDDEN = 64
 LAYERS = 3
 
 
-@pytest.fixture
-def llm(wide):
-    return wide
-
-
 class Messages:
     """What the engine core gives its executor: vectors, and sizes of steps' messages."""
 

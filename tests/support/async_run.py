@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from midstream.testing import inspect
+from support.async_lenses import stream_of_lenses
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 
 TAPPED = [*ALL_SITES, "rot_q", "z"]
@@ -97,6 +98,12 @@ def results(holder: Any) -> dict[str, Any]:
         found["attention"] = {
             key: (rows.values.flatten(1), rows.positions) for key, rows in holder.attention.items()
         }
+    if getattr(holder, "logits", None) is not None:
+        logits = holder.logits
+        found["logits"] = {
+            "values": (logits.values, logits.positions),
+            "logsumexp": (logits.logsumexp, logits.positions),
+        }
     if holder.receipt is not None:
         found["receipt"] = {**holder.receipt.to_dict(), "request_id": ""}
     return found
@@ -108,6 +115,17 @@ def scores(holder: Any) -> Any:
     if probes is None:
         return None
     return {n: (s, probes.positions_of(n), probes.token_ids_of(n)) for n, s in probes.items()}
+
+
+def logprobs(output: Any) -> dict[str, Any]:
+    """The log probability of each generated token, at the position that it was sampled from."""
+    (one,) = output.outputs
+    if not one.logprobs:
+        return {}
+    found = [each[token].logprob for token, each in zip(one.token_ids, one.logprobs, strict=True)]
+    first = len(output.prompt_token_ids) - 1
+    positions = torch.arange(first, first + len(found))
+    return {"logprobs": {"sampled": (torch.tensor(found), positions)}}
 
 
 async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> dict[str, Any]:
@@ -126,6 +144,7 @@ async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> d
         "outputs": [results(one) for one in output.outputs],
         "reason": output.outputs[0].finish_reason,
         **results(output),
+        **(logprobs(output) if sampling.output_kind.name == "CUMULATIVE" else {}),
     }
 
 
@@ -285,7 +304,7 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         await stream_of_attention(llm, f"attention {kind}", kind) for kind in KINDS[:2]
     ]
 
-    found["stream lens"] = await stream_of_lenses(llm)
+    found["stream lens"] = await stream_of_lenses(llm, prompt(5), params(0, max_tokens=20))
 
     async def inputs() -> Any:
         yield StreamingInput(prompt(0))
@@ -321,32 +340,6 @@ async def stream_of_attention(llm: Any, name: str, kind: str) -> list[Any]:
             rows = attention[1]
             shown.append((output.finished, rows.positions, rows.values, rows.keys))
             assert (("end", 1) in attention) == output.finished
-    return shown
-
-
-async def stream_of_lenses(llm: Any) -> list[Any]:
-    """(finished, rows by name of the lens) on each output, whose registered lens is in use until
-    the request ends. Its maps change nothing.
-    """
-    from midstream import BusyError, JacobianLens, Lens
-
-    width = llm.info.shape.hidden_size
-    await llm.lenses.register("same", JacobianLens({0: torch.eye(width), 1: torch.eye(width)}))
-    assert llm.lenses.names == ("same",)
-    asked = [Lens(top=2, tokens=[7], stream=True), Lens(top=2, kind="same", stream=True)]
-    shown = []
-    async for output in llm.generate(prompt(5), params(0, max_tokens=20), "lens", capture=asked):
-        assert output.activations is None
-        if output.lens is not None:
-            rows = {name: (one.positions, one.values) for name, one in output.lens.items()}
-            shown.append((output.finished, rows))
-        if not output.finished:
-            try:
-                llm.lenses.remove("same")
-            except BusyError:
-                continue
-            raise AssertionError("a lens was removed that is in use")
-    llm.lenses.remove("same")
     return shown
 
 

@@ -52,12 +52,14 @@ class Case:
 
     def found(self) -> Tensor:
         """What the kernel returns."""
-        form = self.form
-        return scores_triton(
+        form, shape = self.form, (*self.queries.shape[:3], self.stop - self.begin)
+        out = torch.empty(shape, device=self.queries.device)
+        scores_triton(
             self.queries, self.positions, self.keys, self.table, self.requests, self.key_heads,
-            self.begin, self.stop, scale=form.scale, soft_cap=form.soft_cap, window=form.window,
-            slopes=form.slopes,
+            self.begin, self.stop, out, scale=form.scale, soft_cap=form.soft_cap,
+            window=form.window, slopes=form.slopes,
         )  # fmt: skip
+        return out
 
     def expected(self) -> Tensor:
         """What PyTorch computes."""

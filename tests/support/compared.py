@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_WHAT = ("activations", "probes", "attention", "logits", "logprobs")
+
 
 def differences(
     found: dict[str, dict[str, Any]], expected: dict[str, dict[str, Any]], tolerance: float
@@ -26,7 +28,7 @@ def differences(
             continue
         if mine["receipt"] != wanted["receipt"]:
             problems.append(f"{name}: {mine['receipt']} instead of {wanted['receipt']}")
-        for what in ("activations", "probes", "attention"):
+        for what in _WHAT:
             there, asked = mine.get(what) or {}, wanted.get(what) or {}
             if set(there) != set(asked):
                 problems.append(f"{name}: {sorted(there)} instead of {sorted(asked)}")
@@ -79,7 +81,7 @@ def cut_at_ties(
 def _cut(result: dict[str, Any], shared: int, stop: int) -> dict[str, Any]:
     """A result without what depends on tokens from the first that differs on."""
     short = {**result, "generated": result["generated"][:shared], "receipt": None}
-    for what in ("activations", "probes", "attention"):
+    for what in _WHAT:
         short[what] = {
             key: (values[positions < stop], positions[positions < stop])
             for key, (values, positions, *_) in (result.get(what) or {}).items()

@@ -88,10 +88,26 @@ ATTENTION = (
         "::test_layers_whose_attention_cannot_be_computed_again_say_why",
     ),
     Fault(
+        "Rows of attention of one layer are returned as another's",
+        "runtime/worker/attention/reader.py",
+        "part = rows[:, first * nbytes : stop * nbytes]",
+        "part = rows[:, : (stop - first) * nbytes]",
+        "tests/unit/runtime/worker/attention/test_reader.py"
+        "::test_rows_are_those_of_each_query_by_itself",
+    ),
+    Fault(
+        "The mass of one layer's keys is read in all layers",
+        "runtime/worker/attention/reader.py",
+        "same = all(each is chosen[0] for each in chosen)",
+        "same = True",
+        "tests/unit/runtime/worker/attention/test_reader.py"
+        "::test_rows_are_those_of_each_query_by_itself",
+    ),
+    Fault(
         "Keys that a query does not see have a score",
         "runtime/worker/attention/reader.py",
-        "op.full(scores, begin, self.columns.size, -torch.inf)",
-        "op.full(scores, begin, self.columns.size)",
+        "op.full(scores, begin, columns.size, -torch.inf)",
+        "op.full(scores, begin, columns.size)",
         "tests/unit/runtime/worker/attention/test_reader.py"
         "::test_rows_are_those_of_each_query_by_itself",
     ),
@@ -127,9 +143,9 @@ ATTENTION = (
     ),
     Fault(
         "Logits of a request are those of another request's tokens",
-        "runtime/worker/attention/logits.py",
-        "query.columns, tokens[nth][to])",
-        "query.columns, tokens[nth][: len(at)])",
+        "runtime/worker/attention/queries.py",
+        "np.repeat(np.array(each, np.int64), length, axis=0)",
+        "np.repeat(np.array(each[::-1], np.int64), length, axis=0)",
         f"{_BIAS}test_logits_that_are_asked_for_together_are_each_requests_own",
     ),
     Fault(
@@ -185,15 +201,30 @@ ATTENTION = (
     Fault(
         "Ranks call the head for the rows that each of them has in the order of its own encodings",
         "runtime/worker/attention/logits.py",
-        'np.argsort(rows, kind="stable")',
+        "np.lexsort((nths, rows))",
         "np.arange(len(rows))",
+        _TOGETHER,
+    ),
+    Fault(
+        "Ranks call the head for the logits and the lens of a row each in an order of its own",
+        "runtime/worker/attention/logits.py",
+        "np.lexsort((nths, rows))",
+        'np.argsort(rows, kind="stable")',
+        _TOGETHER,
+    ),
+    Fault(
+        "Logits of the second part of a step are those of the tokens of the first",
+        "runtime/worker/attention/logits.py",
+        "self._tokens[_index(to, device)]",
+        "self._tokens[: len(at)]",
         _TOGETHER,
     ),
     Fault(
         "A rank whose arena is full does not call the head with the others",
         "runtime/worker/step_recorder.py",
-        "            if self._patterns is not None:  # of",
-        "            if not self._slots.incomplete[plan.runs.slot].any():  # of",
+        "            logits = self._patterns.compute(prepared)",
+        "            if not self._slots.incomplete[plan.runs.slot].any():\n"
+        "                logits = self._patterns.compute(prepared)",
         _TOGETHER,
     ),
     Fault(
@@ -202,6 +233,14 @@ ATTENTION = (
         "self._agree is not None and is_joint(plan) and not",
         "False and not",
         _TOGETHER,
+    ),
+    Fault(
+        "The biases of a request's last token are added to the logits before each of its drafts",
+        "runtime/worker/logit_bias.py",
+        "first_tokens = np.cumsum(batch.scheduled) - sampled\n",
+        "first_tokens = np.cumsum(batch.scheduled) - 1\n",
+        "tests/unit/runtime/worker/test_logit_bias.py"
+        "::test_each_row_of_logits_gets_the_switches_of_its_own_token",
     ),
     Fault(
         "Logits are those of the adapter of another request",

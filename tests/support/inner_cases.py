@@ -151,6 +151,10 @@ def _of_one_tap(
         yield case(name, At(edit), some)
     for name, edit, places in maker.placed_edits(size):
         yield case(name, At(edit, frozenset(places).__contains__))
+    if not maker.heads and maker.h.shape[1] <= maker.plain.values[END, 0].shape[1]:
+        for name, edit, some in maker.maps(phase, before):
+            where = At(edit) if isinstance(edit, Gate) else At(edit, wheres[phase])
+            yield case(name, where, some)
 
 
 def _of_experts(maker: InnerMaker, prompt: list[int]) -> Iterator[Case]:

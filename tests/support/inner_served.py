@@ -74,7 +74,7 @@ def reference(name: str, folder: Path) -> tuple[Path, InnerOracle]:
 
 def settings(oracle: InnerOracle, folder: Path) -> dict[str, Any]:
     sinks = {kind: {"root": str(folder / kind)} for kind in ("store", "npz")}
-    return {**ROOM, "midstream": {"sites": [*oracle.sites, END], "sinks": sinks}}
+    return {**ROOM, "midstream": {"sites": [*oracle.sites, END], "sinks": sinks, "maps": 4}}
 
 
 def assert_decoded(found: Tensor, expected: Tensor, codec: str) -> None:

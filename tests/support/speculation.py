@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.testing import inspect
-from support.async_run import ARGUMENTS, ask, results
+from support.async_run import ARGUMENTS, ask, logprobs, results
 from support.engines import engine, greedy, tokens
 from support.own_process import python
 from support.scripted import Script, optimistic
@@ -35,7 +35,7 @@ COMMON = {
     # What is computed, not what is cached, is at stake here.
     "enable_prefix_caching": False,
     "disable_log_stats": False,
-    "midstream": {"sites": [*SITES, "rot_q"]},
+    "midstream": {"sites": [*SITES, "rot_q", "final_norm", "logits"]},
 }
 SPECULATION: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -43,6 +43,8 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "draft": {"method": "draft_model"},
     "eagle": {"method": "eagle"},
 }
+# A bias of an amount that leaves other tokens likely as well.
+FAVOURED = {token: 2.0 + token % 5 / 2 for token in range(3, 120, 7)}
 # (name, how many drafts are right, None: random; whether the host learns of it a step later)
 SCRIPTS = [
     ("all right", DRAFTS, False),
@@ -72,10 +74,13 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
     from midstream import (
         Ablate,
         Attention,
+        Bias,
         Capture,
         Gate,
+        Logits,
         Mass,
         Probe,
+        Reading,
         Replace,
         Scale,
         Steer,
@@ -92,6 +97,7 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
     gate = Gate(
         Steer(vector(4), last, 3.0, positions="generated"), {"direction": vector(5), "layer": 0}
     )
+    opened = Reading(vector(5), site="final_norm")
     rows = torch.stack([vector(10 + n) for n in range(7)])
     asked: dict[str, dict[str, Any]] = {
         "everything": {"capture": everything},
@@ -132,11 +138,22 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
             "probes": Probe(attention=Mass(slice(4, 18)), layer=last, name="mass"),
             "edits": [Steer(vector(9), 1, positions="prompt")],
         },
+        "biased": {"edits": [Bias(FAVOURED)]},
+        "biased generated": {
+            "edits": [Bias({11: 60.0}), Bias({13: 90.0}, TokenIds([11]), phase="generated")],
+        },
+        "biased bounded": {
+            "edits": [Bias({9: 50.0}, **bounded), Gate(Bias(FAVOURED), opened, threshold=0.0)],
+            "capture": Logits(tokens=[9, 3, 60]),
+        },
+        "logits": {"capture": Logits(5, positions=["last_prompt", "generated"])},
     }
     sampling: dict[str, dict[str, Any]] = {
         "one token": {"max_tokens": 1},
         "stopped": {"max_tokens": 30, "stop_token_ids": list(range(3, min(vocabulary, 8000), 9))},
         "to the end": {"max_tokens": 200},
+        "biased": {"logprobs": 1},
+        "biased bounded": {"logprobs": 1},
     }
     return [
         Case(
@@ -228,6 +245,7 @@ def _result(output: Any) -> dict[str, Any]:
         "prompt": list(output.prompt_token_ids),
         "generated": list(output.outputs[0].token_ids),
         **results(output),
+        **logprobs(output),
     }
 
 

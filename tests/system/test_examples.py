@@ -50,6 +50,7 @@ def test_every_example_is_run_here_and_listed_in_the_readme():
     assert NAMES == [
         "conditional_steering",
         "contrastive_steering",
+        "live_lens",
         "refusal_ablation",
         "sae_feature",
         "steering_client",  # in test_serving_docs.py
@@ -71,6 +72,20 @@ def test_an_example_run_by_hand_prints_its_tables_and_nothing_else(smollm2: Path
     assert done.stdout.startswith("Generated texts")
     assert "steering_module_ref=('cheerful', 1.0)" in done.stdout
     assert [word for word in ("INFO", "WARNING", "Triton", "it/s") if word in done.stdout] == []
+
+
+@pytest.mark.nightly
+def test_the_last_layer_of_the_live_table_says_what_the_model_writes(smollm2: Path):
+    script = EXAMPLES / "live_lens.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--model", str(smollm2)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is" in done.stdout
+    assert "\n 29 " in done.stdout
 
 
 @pytest.mark.nightly

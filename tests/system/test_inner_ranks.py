@@ -22,6 +22,7 @@ from midstream import (
     Clamp,
     Entropy,
     Gate,
+    JacobianLens,
     Lens,
     Logits,
     Mass,
@@ -53,6 +54,9 @@ PROMPTS = [torch.randint(3, tiny.VOCAB, (n,), generator=draw).tolist() for n in 
 
 def vector(size: int, scale: float = 2.0) -> list[float]:
     return (torch.randn(size, generator=draw) * scale).tolist()
+
+
+MAP = 4 * HIDDEN * HIDDEN  # bytes of a lens of one layer
 
 
 def square(width: int) -> torch.Tensor:
@@ -98,7 +102,8 @@ def path(tiny_models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(path: Path) -> Iterator[Any]:
-    with engine(path, midstream={"sites": [*EVERY, "logits"], "maps": 2}, **SETTINGS) as llm:
+    midstream = {"sites": [*EVERY, "logits"], "maps": 2, "lens_bytes": MAP}
+    with engine(path, midstream=midstream, **SETTINGS) as llm:
         yield llm
 
 
@@ -108,7 +113,7 @@ def alone(path: Path) -> Iterator[Any]:
 )
 def several(request: Any, path: Path) -> Iterator[Any]:
     how = {"tensor_parallel_size": 2} if request.param == "tensor" else PIPELINE
-    midstream = {"sites": [*EVERY, "logits"], "check_ranks": True, "maps": 2}
+    midstream = {"sites": [*EVERY, "logits"], "check_ranks": True, "maps": 2, "lens_bytes": MAP}
     with ranks(path, midstream=midstream, **SETTINGS, **how) as llm:
         yield llm
 
@@ -238,14 +243,24 @@ def test_logits_are_those_of_transformers_when_requests_are_preempted_and_aborte
 
 def test_lenses_of_the_last_stage_are_those_of_one_rank(alone, several):
     last = [layer for name, layer in several.info.workers[-1].taps if name == "resid_post"]
-    asked = Lens(last, top=4, tokens=[9], positions=slice(1, None))
+    where = {"positions": slice(1, None)}
+    asked = [Lens(last, top=4, tokens=[9], **where), Lens(last[-1], kind="mapped", **where)]
+    mapped = JacobianLens({last[-1]: square(HIDDEN)})
+    for llm in (alone, several):
+        llm.lenses.register("mapped", mapped)
     for one, other in zip(run(several, asked), run(alone, asked), strict=True):
         assert one.receipt.status == "ok"
-        mine, theirs = one.lens["logit"], other.lens["logit"]
-        assert mine.layers == theirs.layers == tuple(last)
-        torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(mine.token_values, theirs.token_values, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(mine.logsumexp, theirs.logsumexp)
+        for name, layers in (("logit", last), ("mapped", last[-1:])):
+            mine, theirs = one.lens[name], other.lens[name]
+            assert mine.layers == theirs.layers == tuple(layers)
+            torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(mine.token_values, theirs.token_values, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(mine.logsumexp, theirs.logsumexp)
+        assert not torch.allclose(
+            one.lens["mapped"].values[:, 0, :4], one.lens["logit"].values[:, -1]
+        )
+    for llm in (alone, several):
+        llm.lenses.remove("mapped")
     if several.info.workers[-1].stage:
         with pytest.raises(SpecError, match="layer 0 is on another pipeline stage"):
             run(several, Lens())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import speculation
 from support.compared import differences
+from support.end_oracle import EndOracle
 from support.engines import engine
 from support.speculation import SCRIPTS, alone
 
@@ -63,6 +64,37 @@ def test_with_ngrams_all_is_as_without_drafts(
     if "told late" in way:
         assert ngram[way]["late steps"] > 3
     assert differences(ngram[way]["results"], expected, 1e-4) == []
+
+
+def test_biased_logits_are_those_of_transformers_for_every_draft(
+    ngram: dict[str, Any], tiny_llama: Path
+) -> None:
+    oracle = EndOracle(tiny_llama, "llama")
+    changes: dict[str, Any] = {
+        "biased": lambda token, is_generated: speculation.FAVOURED,
+        "biased generated": lambda token, is_generated: (
+            {11: 60.0, 13: 90.0} if token == 11 and is_generated else {11: 60.0}
+        ),
+    }
+    for way in ("ngram", "some right", "some right, told late"):
+        for name, change in changes.items():
+            found = ngram[way]["results"][name]
+            prompt, generated = found["prompt"], found["generated"]
+            whole = [*prompt, *generated]
+            logits = oracle.run(whole[:-1]).logits
+            for at in range(len(prompt) - 1, len(whole) - 1):
+                for token, value in change(whole[at], at >= len(prompt)).items():
+                    logits[at, token] += value
+            logits = logits[len(prompt) - 1 :]
+            assert logits.argmax(-1).tolist() == generated
+            if "logprobs" in found:
+                mine = logits.log_softmax(-1).max(-1).values
+                torch.testing.assert_close(found["logprobs"]["sampled"][0], mine, atol=1e-4, rtol=0)
+        found = ngram[way]["results"]["logits"]
+        logits = oracle.run([*found["prompt"], *found["generated"]][:-1]).logits
+        values, positions = found["logits"]["values"]
+        assert positions.tolist() == list(range(len(found["prompt"]) - 1, len(logits)))
+        torch.testing.assert_close(values, logits[positions].topk(5).values, atol=1e-4, rtol=0)
 
 
 def test_with_a_draft_model_all_is_as_without_drafts(

@@ -212,6 +212,7 @@ def _run(
     width: tl.constexpr,
     unit: tl.constexpr,
     has_residual: tl.constexpr,
+    has_maps: tl.constexpr,
 ):
     """Run instructions of any kind; return the sum of what they add, and how many counted."""
     delta = tl.zeros([columns.shape[0]], dtype=tl.float32)
@@ -266,9 +267,11 @@ def _run(
                             top = tl.max(tl.where(inside, base, float("-inf")), axis=0)
                             top += tl.load(param + _B) * tl.maximum(tl.abs(top), 1.0)
                             vector += tl.where(inside, top, 0.0)
-                        if op == _MAP:
-                            vector += tl.load(product + columns, mask=inside, other=0.0)
-                        if (op == _REPLACE) | (op == _RAISE) | (op == _MAP):
+                        if has_maps:  # noqa: SIM102  (known when the kernel is compiled)
+                            if op == _MAP:
+                                vector += tl.load(product + columns, mask=inside, other=0.0)
+                                vector = vector - base
+                        if (op == _REPLACE) | (op == _RAISE):
                             vector = vector - base
                         vector = _masked(vector, mask, bank, columns, inside, unit)
                         delta = delta + factor * vector
@@ -327,6 +330,7 @@ def site_kernel(
     width: tl.constexpr,
     unit: tl.constexpr,
     has_residual: tl.constexpr,
+    has_maps: tl.constexpr,
     block: tl.constexpr,
     limit: tl.constexpr,
     dependent: tl.constexpr,
@@ -377,7 +381,7 @@ def site_kernel(
                 delta, done = _run(
                     start, count, row, token, ids, totals, instructions, numbers, lists, bank,
                     scores + row * slots, mapped + row * mapped_stride, half, rest, columns, inside,
-                    width, unit, has_residual,
+                    width, unit, has_residual, has_maps,
                 )  # fmt: skip
                 value = tl.load(half, mask=inside, other=0.0)
             tl.store(totals + _EDITS, edits + done)

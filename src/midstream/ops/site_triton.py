@@ -58,7 +58,7 @@ def site_triton(
     if num_rows == 0:
         return
     device = hidden.device
-    has_residual = residual is not None
+    has_residual, has_maps = residual is not None, mapped.shape[0] > 0
     rest = hidden if residual is None else residual
     tensors = (
         hidden, residual, tokens, ids, tally, table, instructions, params, lists, bank, scores,
@@ -67,21 +67,24 @@ def site_triton(
     strides = hidden.stride(0), rest.stride(0), scores.shape[1], mapped.shape[1]
     dependent = _dependent_launch(num_rows, width, device)
     dtypes = hidden.dtype, rest.dtype, ring.dtype
-    kind = device, dtypes, width, unit, has_residual, strides, dependent
+    kind = device, dtypes, width, unit, has_residual, has_maps, strides, dependent
     addresses = [None if each is None else each.data_ptr() for each in tensors]
     is_aligned = not reduce(or_, [each for each in addresses if each is not None]) % 16
     kernel = _KERNELS.get(kind) if is_aligned else None
     options = _launch_options(width, unit, hidden.dtype, dependent)
     with _current(device):
-        if mapped.shape[0] and width <= mapped.shape[1]:
+        if has_maps and width <= mapped.shape[1]:
             _launch_maps(hidden, residual, tokens, table, instructions, bank, mapped)
         if kernel is not None:
-            constants = width, unit, has_residual, options["block"], options["limit"], dependent
+            of_shape = width, unit, has_residual, has_maps
+            constants = *of_shape, options["block"], options["limit"], dependent
             # Of a tensor, the launcher would ask the driver whether the device can read it.
             stream = _stream(device)
             kernel[(num_rows, 1, 1)](*addresses, *strides, *constants, stream=stream)
             return
-        kernel = site_kernel[(num_rows,)](*tensors, *strides, has_residual=has_residual, **options)
+        kernel = site_kernel[(num_rows,)](
+            *tensors, *strides, has_residual=has_residual, has_maps=has_maps, **options
+        )
         if is_aligned and torch.version.hip is None and kernel is not None:
             _KERNELS[kind] = kernel
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from midstream.results.arrays import array_of, to_numpy
+from midstream.results.lens_table import Cell, LensTable, shown_by, token_cell
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,9 +63,9 @@ class LensRows:
         chosen = f" and {len(self.tokens)} tokens" if self.tokens else ""
         return f"LensRows({rows} positions × {layers} layers: top {top}{chosen})"
 
-    def table(self, tokenizer: Any = None, row: int = -1, top: int = 5) -> str:
-        """Return a table of one position as plain text: a line for each layer, the last one first,
-        with its most likely tokens and their probabilities.
+    def table(self, tokenizer: Any = None, row: int = -1, top: int = 5) -> LensTable:
+        """Return one position as a table: a line for each layer, the last one first, with its most
+        likely tokens and their probabilities, and the ranks of the chosen tokens.
 
         Args:
             tokenizer: what decodes ids, such as `llm.get_tokenizer()`; None: ids are shown.
@@ -72,20 +73,43 @@ class LensRows:
             top: number of tokens of each layer, where as many were asked for.
         """
         show = shown_by(tokenizer)
+        top = min(top, self.ids.shape[2])
+        lines = []
+        for nth, layer in reversed(list(enumerate(self.layers))):
+            ids, logprobs = (
+                self.ids[row, nth, :top].tolist(),
+                self.logprobs[row, nth, :top].tolist(),
+            )
+            ranks = self.ranks[row, nth].tolist()
+            lines.append(
+                [
+                    Cell(str(layer)),
+                    *(token_cell(show, *pair) for pair in zip(ids, logprobs, strict=True)),
+                    *(Cell(f"#{rank}") for rank in ranks),
+                ]
+            )
+        position = f"position {int(self.positions[row])}"
+        return LensTable([position, *[""] * top, *map(show, self.tokens)], lines)
+
+    def grid(self, tokenizer: Any = None) -> LensTable:
+        """Return the most likely token of each layer, the last one first, at each position.
+
+        Args:
+            tokenizer: as for `table`.
+        """
+        show = shown_by(tokenizer)
+        ids, logprobs = self.ids[..., :1], self.logprobs[..., :1]
         lines = []
         for nth, layer in reversed(list(enumerate(self.layers))):
             pairs = zip(
-                self.ids[row, nth, :top].tolist(), self.logprobs[row, nth].tolist(), strict=False
+                ids[:, nth].reshape(-1).tolist(), logprobs[:, nth].reshape(-1).tolist(), strict=True
             )
-            cells = [f"{show(token)} {100 * np.exp(value):.0f}%" for token, value in pairs]
-            cells += [
-                f"{show(token)} #{rank}"
-                for token, rank in zip(self.tokens, self.ranks[row, nth].tolist(), strict=True)
-            ]
-            lines.append([str(layer), *cells])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        padded = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        return "\n".join([f"position {int(self.positions[row])}", *padded])
+            lines.append([Cell(str(layer)), *(token_cell(show, *pair) for pair in pairs)])
+        top = self.positions.tolist() if self.ids.shape[2] else []
+        return LensTable(["layer", *map(str, top)], lines)
+
+    def _repr_html_(self) -> str:
+        return self.grid()._repr_html_()
 
     @property
     def nbytes(self) -> int:
@@ -159,13 +183,6 @@ class LensResults(Mapping[str, LensRows]):
     def from_json(value: Mapping[str, Any]) -> LensResults:
         """Read what `to_json` returned."""
         return LensResults({name: LensRows.from_json(rows) for name, rows in value.items()})
-
-
-def shown_by(tokenizer: Any) -> Callable[[int], str]:
-    """Return the function that shows a token: its text as Python writes it, or its id."""
-    if tokenizer is None:
-        return str
-    return lambda token: repr(tokenizer.decode([token]))
 
 
 def _text(values: Any, dtype: str) -> str:

@@ -89,7 +89,12 @@ def _request_schema() -> dict[str, Any]:
             "edits": edits,
             "steer": {**edits, "description": "Edits; `op` defaults to `steer`."},
             "probes": one_or_more(
-                "Probes: one score per token.", direction={}, layer={}, name={"type": "string"}
+                "Probes: one score per token.",
+                direction={},
+                attention={},
+                layer={},
+                head={},
+                name={"type": "string"},
             ),
             "activations": {
                 "description": "How to return captured rows that go to no sink.",

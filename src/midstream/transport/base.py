@@ -19,8 +19,9 @@ class Parcel:
         first: the first unit.
         num_units: number of units.
         encoding: how they are encoded.
-        encoded: the encoded rows on the device, uint8 [rows, row_bytes], if they are not made of
-            the units alone; nobody else changes them. None: the transport encodes the units.
+        encoded: the encoded rows on the device or the host, uint8 [rows, row_bytes], if they are
+            not made of the units alone; nobody else changes them. None: the transport encodes the
+            units.
     """
 
     first: int

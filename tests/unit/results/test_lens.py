@@ -50,16 +50,37 @@ def test_the_json_form_is_read_back() -> None:
         given["x"]
 
 
+WORDS = [" a", " b", "<i>", "\n"]
+TOKENIZER: Any = SimpleNamespace(decode=lambda ids: WORDS[ids[0]])
+
+
 def test_the_table_has_a_line_for_each_layer() -> None:
-    words = [" a", " b", "<i>", "\n"]
-    tokenizer: Any = SimpleNamespace(decode=lambda ids: words[ids[0]])
-    assert rows().table(tokenizer, top=1) == (
-        "position 7\n"
-        "11  '<i>' 100%  '<i>' #1\n"
-        "4   ' b' 93%    '<i>' #4"
+    assert str(rows().table(TOKENIZER, top=1)) == (
+        "position 7              '<i>'\n"
+        "11          '<i>' 100%  #1\n"
+        "4           ' b' 93%    #4"
     )  # fmt: skip
-    assert rows().table(row=0) == (
-        "position 3\n"
-        "11  0 64%  1 24%  2 #3\n"
-        "4   3 64%  2 24%  2 #2"
+    assert str(rows().table(row=0)) == (
+        "position 3                2\n"
+        "11          0 64%  1 24%  #3\n"
+        "4           3 64%  2 24%  #2"
     )  # fmt: skip
+
+
+def test_the_grid_has_a_column_for_each_position() -> None:
+    assert str(rows().grid(TOKENIZER)) == (
+        "layer  3         7\n"
+        "11     ' a' 64%  '<i>' 100%\n"
+        "4      '\\n' 64%  ' b' 93%"
+    )  # fmt: skip
+
+
+def test_notebooks_show_tables_whose_texts_are_escaped() -> None:
+    shown = rows().grid(TOKENIZER)._repr_html_()
+    assert shown.startswith("<table><tr><th>layer</th><th>3</th><th>7</th></tr><tr><td>11</td>")
+    assert "<i>" not in shown
+    assert (
+        '<td style="background: rgba(70, 130, 220, 0.70)">&#x27;&lt;i&gt;&#x27; 100%</td>' in shown
+    )
+    assert rows()._repr_html_() == rows().grid()._repr_html_()
+    assert "&lt;i&gt;" in rows().table(TOKENIZER)._repr_html_()

@@ -11,7 +11,7 @@ import pytest
 from midstream import Logits, Plan, SpecError
 from midstream.spec import ModelShape, Prompt
 from midstream.spec.attention import parse_capture
-from midstream.spec.resolve.logits import with_vocabulary
+from midstream.spec.resolve.logits import HEAD, with_vocabulary
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.wire import from_bytes, to_bytes
 
@@ -67,3 +67,9 @@ def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> Non
     with pytest.raises(SpecError, match=problem) as caught:
         make()
     assert caught.value.path == path
+
+
+def test_a_model_whose_head_reads_something_else_than_the_norm_refuses() -> None:
+    shape = ModelShape(2, 4, SHAPE.taps, {(HEAD, 1): "M gives its head x / 2"})
+    with pytest.raises(SpecError, match="logits cannot be read: M gives its head x / 2"):
+        resolve(Plan.make(capture=Logits(2)), shape, Prompt(6), 3)

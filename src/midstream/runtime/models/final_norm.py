@@ -30,17 +30,27 @@ def find_final_norm(model: nn.Module) -> nn.Module:
         inspect.signature(norm.forward).bind(None)
     except TypeError as error:
         raise UnsupportedError(f"{type(norm).__qualname__} needs more than the stream") from error
-    changed = _changed(model)
-    if changed is not None:
-        raise UnsupportedError(
-            f"{type(model).__qualname__} gives its head {changed}, not the output of its norm"
-        )
+    why = why_no_head(model)
+    if why:
+        raise UnsupportedError(why)
     return norm
 
 
-def _changed(model: nn.Module) -> str | None:
-    """Return what a model makes of its trunk's output, in code; None: it returns it as it is."""
-    forward = tree_of(type(model).forward)
+def why_no_head(model: nn.Module) -> str:
+    """Return why the head of a model does not read the output of its final norm as it is; empty:
+    it does.
+
+    Raises:
+        UnsupportedError: the model's forward cannot be read.
+    """
+    changed = _changed(tree_of(type(model).forward))
+    if changed is None:
+        return ""
+    return f"{type(model).__qualname__} gives its head {changed}, not the output of its norm"
+
+
+def _changed(forward: ast.FunctionDef) -> str | None:
+    """Return what a forward makes of its trunk's output, in code; None: it returns it as it is."""
     values = {
         name.id
         for node in ast.walk(forward)

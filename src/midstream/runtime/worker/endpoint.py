@@ -67,6 +67,7 @@ from midstream.runtime.worker.taps.taps import check_drafter
 from midstream.sites import ENDS, Tap
 from midstream.spec.resolve.attention import ATTENTION
 from midstream.spec.resolve.lens import LENS
+from midstream.spec.resolve.logits import HEAD
 from midstream.transport.arena import Arena
 from midstream.transport.ring_copy import host_transport
 from midstream.transport.sizing import arena_settings
@@ -241,8 +242,9 @@ class WorkerEndpoint:
         lacking = dict(self._decoder.lacking)
         lacking |= {(ATTENTION, layer): why for layer, why in self._attention.reasons.items()}
         last = self._decoder.num_layers - 1
-        if self._lens.reason and any(layer.index == last for layer in self._decoder.layers):
-            lacking[LENS, last] = self._lens.reason
+        if any(layer.index == last for layer in self._decoder.layers):
+            reasons = {(LENS, last): self._lens.reason, (HEAD, last): self._lens.no_logits}
+            lacking |= {tap: why for tap, why in reasons.items() if why}
         return WorkerInfo(
             stage=self._stage,
             tensor_rank=self._tensor_rank,

@@ -42,7 +42,7 @@ class LogitBias:
         switches: float32 [T, n], which the tap changes; see `Buffers.switches`.
         """
         self._switches = switches
-        # Of the step whose logits are computed next: its number of requests, and int64 [3, m] of
+        # Of the step whose logits are computed next: their number of rows, and int64 [3, m] of
         # logits row, token row and switch, int64 [m] token ids and float32 [m] values.
         self._pending: tuple[int, Tensor, Tensor, Tensor] | None = None
 
@@ -57,18 +57,25 @@ class LogitBias:
         places: list[tuple[int, int, int]] = []
         tokens: list[int] = []
         values: list[float] = []
-        last = np.cumsum(batch.scheduled) - 1
+        # Tokens are sampled from a request's last row, and before it from those before its drafts.
+        sampled = np.ones(len(batch.request_ids), np.int64)
+        if batch.drafts is not None:
+            sampled += batch.drafts
+        first_logits = np.cumsum(sampled) - sampled
+        first_tokens = np.cumsum(batch.scheduled) - sampled
         for row, name in enumerate(batch.request_ids):
             for nth, bias in enumerate(biases_of(name)):
-                places += [(row, int(last[row]), nth)] * len(bias.tokens)
-                tokens += bias.tokens
-                values += bias.values
+                for place in range(int(sampled[row])):
+                    where = int(first_logits[row]) + place, int(first_tokens[row]) + place, nth
+                    places += [where] * len(bias.tokens)
+                    tokens += bias.tokens
+                    values += bias.values
         if not places:
             return
         device = self._switches.device
         self._switches[: batch.num_tokens].zero_()
         self._pending = (
-            len(batch.request_ids),
+            int(sampled.sum()),
             on_device(torch.tensor(places).T.contiguous(), device),
             on_device(torch.tensor(tokens), device),
             on_device(torch.tensor(values, dtype=torch.float32), device),
@@ -80,8 +87,9 @@ class LogitBias:
 
     def attach(self, model: Any) -> None:
         """Wrap a model's `compute_logits`. The first call after a forward pass is that of the
-        sampled rows, one row per request of the batch; later ones are of prompts' log
-        probabilities, which have no bias.
+        sampled rows: one of each request of the batch, and one for each of its draft tokens. Later
+        ones are of prompts' log probabilities, which have no bias. A drafter has a model of its
+        own.
         """
         compute_logits: Any = model.compute_logits
 
@@ -95,10 +103,10 @@ class LogitBias:
         pending, self._pending = self._pending, None
         if pending is None or logits is None:  # another rank has them
             return logits
-        requests, places, tokens, values = pending
-        if logits.shape[0] != requests:
+        rows, places, tokens, values = pending
+        if logits.shape[0] != rows:
             raise TapError(
-                f"compute_logits returned {logits.shape[0]} rows for {requests} requests"
+                f"compute_logits returned {logits.shape[0]} rows where {rows} tokens are sampled"
             )
         on = self._switches[places[1], places[2]]
         # Sampling is in float32 as well: nothing changes for the other rows.

@@ -14,6 +14,8 @@ from midstream.spec.resolve.resolved import Pattern, ResolvedCapture, ResolvedPl
 from midstream.spec.shape import ModelShape
 
 LOGITS = "logits"
+# What a model lacks whose head does not read the output of its final norm.
+HEAD = "head"
 
 
 def resolve_logits(logits: Logits, source: int, where: Where, shape: ModelShape) -> ResolvedCapture:
@@ -26,9 +28,12 @@ def resolve_logits(logits: Logits, source: int, where: Where, shape: ModelShape)
         shape: the model.
 
     Raises:
-        SpecError: the engine does not tap `final_norm`.
+        SpecError: the engine does not tap `final_norm`, or the head reads something else.
     """
     read = "final_norm", shape.num_layers - 1
+    why = shape.reason((HEAD, shape.num_layers - 1))
+    if why is not None:
+        raise SpecError("", f"logits cannot be read: {why}")
     if read not in shape.taps:
         why = shape.reason(read) or (
             'the engine does not tap final_norm; add "final_norm" to midstream\'s setting `sites`, '

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from midstream.errors import UnsupportedError
-from midstream.runtime.models.final_norm import find_final_norm
+from midstream.runtime.models.final_norm import find_final_norm, why_no_head
 
 
 class Norm(nn.Module):
@@ -75,3 +75,8 @@ def test_it_is_the_one_that_the_trunk_ends_with() -> None:
 def test_a_model_whose_head_reads_something_else_says_so(model: nn.Module, problem: str) -> None:
     with pytest.raises(UnsupportedError, match=problem):
         find_final_norm(model)
+
+
+def test_whether_the_head_reads_the_norm_is_known_apart_from_the_norm() -> None:
+    assert why_no_head(Model(NormOfBoth())) == ""
+    assert why_no_head(MiniCPM()).startswith("MiniCPM gives its head output / self.scale_width")

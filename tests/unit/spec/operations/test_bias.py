@@ -27,9 +27,8 @@ def resolved(*edits: Any, prompt_len: int = 5, max_tokens: int = 4) -> Any:
     return resolve(plan, SHAPE, Prompt(prompt_len), max_tokens)
 
 
-def config(speculative: object = None, sharded: bool = False) -> Any:
+def config(sharded: bool = False) -> Any:
     return SimpleNamespace(
-        speculative_config=speculative,
         parallel_config=SimpleNamespace(enable_batch_sharded_sampling=sharded),
         model_config=SimpleNamespace(get_vocab_size=lambda: 100),
     )
@@ -125,7 +124,6 @@ def test_where_no_token_is_sampled_it_is_refused(edit, path, problem):
 @pytest.mark.parametrize(
     ("settings", "token", "problem"),
     [
-        (config(speculative=object()), 1, "unsupported with speculative decoding: remove spec"),
         (config(sharded=True), 1, "unsupported with enable_batch_sharded_sampling"),
         (config(), 100, "there is no token 100: the model has 100, 0 to 99"),
     ],

@@ -22,10 +22,6 @@ def check_biases(plan: ResolvedPlan, vllm_config: Any) -> None:
         return
     source = next(edit.source for edit in plan.edits if edit.site == "logits")
     path = f"edits[{source}]" if source >= 0 else f"steering[{source}]"
-    if vllm_config.speculative_config is not None:
-        raise SpecError(
-            path, "a bias is unsupported with speculative decoding: remove speculative_config"
-        )
     if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
         raise SpecError(path, "a bias is unsupported with enable_batch_sharded_sampling: remove it")
     vocabulary = int(vllm_config.model_config.get_vocab_size())

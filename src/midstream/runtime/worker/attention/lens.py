@@ -4,13 +4,14 @@ a lens.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from midstream.errors import UnsupportedError
-from midstream.runtime.models.final_norm import find_final_norm
+from midstream.runtime.models.final_norm import find_final_norm, why_no_head
 from midstream.spec.resolve.resolved import LensMap
 
 
@@ -19,6 +20,8 @@ class RankLens:
 
     Attributes:
         reason: why the model's stream cannot be decoded; empty if it can be.
+        no_logits: why the head does not read the output of the final norm; empty: it does, or that
+            is not known.
         maps: memory for the maps of registered lenses, of the stream's dtype, [numbers]. Which map
             is where, the front end decides.
     """
@@ -36,7 +39,9 @@ class RankLens:
         numbers = nbytes // dtype.itemsize if has_last else 0
         self.maps = torch.empty(numbers, dtype=dtype, device=device)
         self._norm: Any = None
-        self.reason = ""
+        self.reason = self.no_logits = ""
+        with suppress(UnsupportedError):
+            self.no_logits = why_no_head(model)
         try:
             self._norm = find_final_norm(model)
         except UnsupportedError as error:

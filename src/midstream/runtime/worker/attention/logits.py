@@ -17,6 +17,10 @@ from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
 from midstream.spec.resolve.resolved import LensMap
 
+# Logits of a step that take more device memory than this are copied to the host in parts: those of
+# the whole vocabulary, of each token of a prompt, can take gigabytes.
+MOST_BYTES = 256 << 20
+
 
 class Head:
     """Computes logits of outputs of the final norm, as the model's own `compute_logits` does.
@@ -118,9 +122,12 @@ class LogitReader:
         self._lens = lens
 
     def rows(self, queries: Sequence[LogitQuery], units: Tensor) -> StepLogits:
-        """Return the rows of logits of a step that this rank returns. All records go through the
-        head together, in the order of the batch, which is the same on every rank; those of a lens
-        go through its map and the final norm before.
+        """Return the rows of logits of a step that this rank returns, on the host if they take more
+        than `MOST_BYTES`. All records go through the head together; those of a lens go through its
+        map and the final norm before.
+
+        Their order is the same on every rank: that of the batch, and of the patterns of each row.
+        Numbers of encodings, and with them the order of the queries, are each rank's own.
 
         Args:
             queries: the records.
@@ -128,10 +135,12 @@ class LogitReader:
         """
         device = units.device
         forms = _by_form(queries)
-        groups = [_Group(each, device) for each in forms]
-        rows, places = (np.concatenate(each) for each in zip(*map(_places, forms), strict=True))
+        nbytes = sum(4 * len(q.rows) * q.columns.size for q in queries if q.columns.is_row)
+        out = device if nbytes <= MOST_BYTES else torch.device("cpu")
+        groups = [_Group(each, device, out) for each in forms]
+        rows, nths, places = map(np.concatenate, zip(*map(_places, forms), strict=True))
         sizes = [sum(len(query.rows) for query in each) for each in forms]
-        order = np.argsort(rows, kind="stable")
+        order = np.lexsort((nths, rows))
         group = np.repeat(np.arange(len(forms)), sizes)[order]
         target = np.concatenate([np.arange(size) for size in sizes])[order]
         read = _Stream(forms, order)
@@ -147,7 +156,7 @@ class LogitReader:
             of = group[first : first + len(logits)]
             for nth in np.unique(of).tolist():
                 at = np.flatnonzero(of == nth)
-                groups[nth].set(_index(target[first + at], device), logits, _index(at, device))
+                groups[nth].set(target[first + at], logits, at)
         return {key: rows for each in groups for key, rows in each.rows()}
 
     def _normed(self, vectors: Tensor, read: _Stream, first: int) -> Tensor:
@@ -199,18 +208,23 @@ class _Stream:
 class _Group:
     """The rows of all queries of one form, one query after the other."""
 
-    def __init__(self, queries: Sequence[LogitQuery], device: torch.device) -> None:
+    def __init__(
+        self, queries: Sequence[LogitQuery], device: torch.device, out: torch.device
+    ) -> None:
         self._queries = queries
         self._columns = queries[0].columns
         tokens = np.concatenate([query.tokens for query in queries])
         self._tokens = on_device(torch.from_numpy(tokens), device)
         size = len(tokens) if self._columns.is_row else 0, self._columns.size
-        self._out = torch.empty(size, dtype=torch.float32, device=device)
+        self._out = torch.empty(size, dtype=torch.float32, device=out)
 
-    def set(self, to: Tensor | slice, logits: Tensor, at: Tensor | slice) -> None:
+    def set(self, to: Ints, logits: Tensor, at: Ints) -> None:
         """Set rows by the logits of some rows of a part, if this rank returns them."""
         if self._columns.is_row:
-            self._out[to] = _row(logits[at], self._columns, self._tokens[to])
+            device, out = logits.device, self._out.device
+            tokens = self._tokens[_index(to, device)]
+            row = _row(logits[_index(at, device)], self._columns, tokens)
+            self._out[_index(to, out)] = row.to(out)
 
     def rows(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
         """Yield the rows of each query, with its key in `StepLogits`, if this rank returns them."""
@@ -230,10 +244,13 @@ def _by_form(queries: Sequence[LogitQuery]) -> list[list[LogitQuery]]:
     return list(found.values())
 
 
-def _places(queries: Sequence[LogitQuery]) -> tuple[Ints, Ints]:
-    """Return the row of the batch of each record of some queries, and where its vector begins."""
+def _places(queries: Sequence[LogitQuery]) -> tuple[Ints, Ints, Ints]:
+    """Return the row of the batch of each record of some queries, the number of the pattern, and
+    where its vector begins.
+    """
     rows = np.concatenate([query.rows for query in queries])
-    return rows, np.concatenate([query.units for query in queries])
+    nths = np.repeat([query.nth for query in queries], [len(query.rows) for query in queries])
+    return rows, nths, np.concatenate([query.units for query in queries])
 
 
 def _index(numbers: Ints, device: torch.device) -> Tensor | slice:

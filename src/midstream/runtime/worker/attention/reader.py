@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -17,15 +17,17 @@ from midstream.runtime.worker.attention.lens import RankLens
 from midstream.runtime.worker.attention.logits import Head, LogitReader, StepLogits
 from midstream.runtime.worker.attention.queries import logits_of
 from midstream.runtime.worker.attention.query_run import QueryRun
+from midstream.runtime.worker.attention.tiles import Tile, Tiles, most_cells
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
-from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
-from midstream.spec.positions.ranges import Ranges
 
 # Device memory that rows of attention may take at a time, beside the rows themselves. A single
 # query of a very long request may take more: 4 bytes for each head and key.
 WORKSPACE_BYTES = 64 << 20
+
+# Choices of heads of a layer that are remembered.
+_CHOICES = 1024
 
 # Returns the blocks of each request of the batch, integers [requests, blocks], by KV cache group.
 BlockTable = Callable[[int], Tensor]
@@ -56,6 +58,10 @@ class PatternReader:
         self._block_table = block_table
         self._workspace = workspace
         self._logits = None if head is None else LogitReader(head, workspace, lens)
+        # By tap and heads: what attention does for these, their key-value heads, and the heads.
+        self._chosen: dict[
+            tuple[int, tuple[int, ...]], tuple[op.AttentionForm, Tensor, Tensor]
+        ] = {}
 
     def logits(
         self,
@@ -87,7 +93,7 @@ class PatternReader:
         runs: Sequence[QueryRun],
         logits: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Tensor:
-        """Return encoded records, uint8 [n, row_bytes].
+        """Return encoded records, uint8 [n, row_bytes], on the host if their logits are.
 
         Args:
             encoding: their encoding.
@@ -97,15 +103,27 @@ class PatternReader:
             logits: rows of logits of the records, by number of the pattern.
         """
         row_bytes = encoding.row_bytes(records.dtype)
-        out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=records.device)
+        (device,) = {rows.device for rows in logits.values()} or {records.device}
+        out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=device)
         end = encoding.encode_vectors(records, out)
-        tiles = _Tiles(runs, positions, self._workspace)
+        begins, reads = [], []
         for nth, columns in enumerate(encoding.patterns):
+            begins.append(end)
             if not columns.is_row:
                 continue
-            rows = logits[nth] if columns.of_logits else self._rows(nth, columns, records, tiles)
-            out[:, end : end + columns.nbytes] = rows.view(torch.uint8)
+            if columns.of_logits:
+                out[:, end : end + columns.nbytes] = logits[nth].view(torch.uint8)
+            else:
+                reads.append(_Read(nth, columns, self._layers(columns.tap)))
             end += columns.nbytes
+        tiles = Tiles(runs, positions, self._workspace)
+        for stack in self._stacks(reads, len(records)):
+            rows = self._rows(stack, records, tiles).view(torch.uint8)
+            nbytes = stack[0].columns.nbytes
+            for first, stop in _neighbours([begins[read.nth] for read in stack], nbytes):
+                begin = begins[stack[first].nth]
+                part = rows[:, first * nbytes : stop * nbytes]
+                out[:, begin : begin + part.shape[1]] = part
         return out
 
     def score(
@@ -125,165 +143,191 @@ class PatternReader:
             places: int64 [n], row of `out` of each record.
             out: float32 [rows, slots], to be written.
         """
-        tiles = _Tiles(runs, positions, self._workspace)
+        reads = []
         for nth, columns in enumerate(encoding.patterns):
-            if columns.slot is None:
-                continue
-            if columns.count:
-                score = self._rows(nth, columns, records, tiles).sum(1) / columns.divisor
-            else:
-                score = out.new_zeros(len(records))
-            out[:, columns.slot].index_copy_(0, places, score)
+            if columns.slot is not None and columns.count:
+                reads.append(_Read(nth, columns, self._layers(columns.tap)))
+            elif columns.slot is not None:
+                out[:, columns.slot].index_fill_(0, places, 0.0)
+        tiles = Tiles(runs, positions, self._workspace)
+        for stack in self._stacks(reads, len(records)):
+            rows = self._rows(stack, records, tiles).unflatten(1, (len(stack), -1))
+            for read, sums in zip(stack, rows.sum(2).unbind(1), strict=True):
+                assert read.columns.slot is not None
+                score = sums / read.columns.divisor
+                out[:, read.columns.slot].index_copy_(0, places, score)
 
-    def _rows(self, nth: int, columns: PatternColumns, records: Tensor, tiles: _Tiles) -> Tensor:
-        """Return the rows of one pattern, float32 [n, heads · size]."""
-        layer = self._layers(columns.tap)
-        queries = records[:, columns.start : columns.start + columns.width]
-        queries = queries.unflatten(1, (layer.key_heads.numel(), -1))
-        form, key_heads = layer.form, layer.key_heads
-        if columns.heads:
-            heads = _index(columns.heads, records.device)
-            queries, form = queries[:, heads], form.of_heads(heads)
-            key_heads = key_heads[heads]
-        table = self._block_table(layer.group)
-        size = records.shape[0], columns.count, columns.size
-        out = torch.empty(size, dtype=torch.float32, device=records.device)
-        queries = layer.queries(queries)
-        reading = _Reading(layer, form, key_heads, table, columns, self._workspace)
-        for tile in tiles.of(columns.count, layer.form.window):
-            found = queries[tile.at].unflatten(0, (-1, tile.positions.shape[1]))
-            out[tile.at] = reading.rows(found, tile, nth).flatten(0, 1)
-        return out.flatten(1)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Tile:
-    """Rows that are computed together: several runs of one row, or some rows of one run.
-
-    Attributes:
-        runs: the runs.
-        at: their records, as an index of those of the step.
-        positions: int64 [runs, rows].
-        requests: int64 [runs], index of each one's request in the batch.
-        begin, stop: positions of the keys that the rows see.
-        chosen: by the last key + 1 and the ranges of a mass of each run: which keys they are; see
-            `chosen_keys`.
-    """
-
-    runs: Sequence[QueryRun]
-    at: Tensor | slice
-    positions: Tensor
-    requests: Tensor
-    begin: int
-    stop: int
-    chosen: dict[tuple[int, tuple[Ranges, ...]], Tensor]
-
-    @classmethod
-    def of(cls, runs: Sequence[QueryRun], window: int, positions: Tensor) -> _Tile:
-        """Return the tile of some runs; `positions` are those of all records."""
-        device, first = positions.device, runs[0]
-        at: Tensor | slice = slice(first.record, first.record + first.length)
-        if len(runs) > 1:
-            at = on_device(torch.tensor([run.record for run in runs]), device)
-        requests = on_device(torch.tensor([run.request for run in runs]), device)
-        given = positions[at].view(len(runs), -1)
-        return cls(runs, at, given, requests, *_span(runs, window), {})
-
-    def keys_of_mass(self, nth: int, stop: int) -> Tensor:
-        """Return the keys [begin, stop) of the pattern's mass, by its number."""
-        ranges = tuple(run.keys[nth] for run in self.runs)
-        key = stop, ranges
-        if key not in self.chosen:
-            device = self.positions.device
-            self.chosen[key] = on_device(op.chosen_keys(ranges, self.begin, stop), device)
-        return self.chosen[key]
-
-
-class _Tiles:
-    """The tiles of a step's records."""
-
-    def __init__(self, runs: Sequence[QueryRun], positions: Tensor, workspace: int) -> None:
-        """Args:
-        runs: the runs of all records, in order.
-        positions: int64 [n], position of each record.
-        workspace: see `WORKSPACE_BYTES`.
-        """
-        self._runs = runs
-        self._positions = positions
-        self._workspace = workspace
-        self._known: dict[tuple[int, int], list[_Tile]] = {}
-
-    def of(self, heads: int, window: int) -> list[_Tile]:
-        """Return the tiles for a number of heads and a window."""
-        found = self._known.get((heads, window))
-        if found is None:
-            batches = _batches(self._runs, heads, window, self._workspace)
-            found = [_Tile.of(some, window, self._positions) for some in batches]
-            self._known[heads, window] = found
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """One pattern of some records; see `PatternReader` and `scores`."""
-
-    layer: AttentionLayer
-    form: op.AttentionForm
-    key_heads: Tensor
-    table: Tensor
-    columns: PatternColumns
-    workspace: int
-
-    def rows(self, queries: Tensor, tile: _Tile, nth: int) -> Tensor:
-        """Return rows [runs, rows, heads, size].
+    def _stacks(self, reads: Sequence[_Read], count: int) -> Iterator[list[_Read]]:
+        """Yield rows of several layers that are computed together, as each operation on the device
+        takes the host some time.
 
         Args:
-            queries: [runs, rows, heads, head_dim].
-            tile: what is computed.
-            nth: number of the pattern.
+            reads: the rows.
+            count: number of records.
         """
-        begin = tile.begin
-        # Where only the device knows positions, the host's bounds may be beyond the last block.
-        stop = min(tile.stop, self.table.shape[1] * self.layer.layout.size)
-        scores = self._scores(queries, tile, stop)
-        if self.columns.kind == "scores":
-            return op.full(scores, begin, self.columns.size, -torch.inf)
-        weights = op.softmax(scores, self.form)
-        match self.columns.kind:
-            case "top":
-                return op.top_keys(weights, begin, self.columns.size // 2)
-            case "mass":
-                return op.mass(weights, tile.keys_of_mass(nth, stop))
-            case "entropy":
-                return op.entropy(weights)
-            case "full":
-                return op.full(weights, begin, self.columns.size)
-            case other:
-                raise AssertionError(other)
+        alike: dict[tuple[object, ...], list[_Read]] = {}
+        for read in reads:
+            alike.setdefault(read.form, []).append(read)
+        for stack in alike.values():
+            columns = stack[0].columns
+            row_bytes = 4 * columns.count * columns.size * max(1, count)
+            most = max(1, self._workspace // 4 // row_bytes)
+            for first in range(0, len(stack), most):
+                yield stack[first : first + most]
 
-    def _scores(self, queries: Tensor, tile: _Tile, stop: int) -> Tensor:
-        begin, form = tile.begin, self.form
-        keys = self.layer.all_keys()
+    def _select(self, read: _Read, device: torch.device) -> _Selected:
+        """Return a row with what belongs to its heads, which is made once for each choice."""
+        columns, layer = read.columns, read.layer
+        if not columns.heads:
+            return _Selected(read.nth, columns, layer, layer.form, layer.key_heads, None)
+        key = columns.tap, columns.heads
+        found = self._chosen.get(key)
+        if found is None:
+            if len(self._chosen) >= _CHOICES:
+                self._chosen.clear()
+            heads = _index(columns.heads, device)
+            found = layer.form.of_heads(heads), layer.key_heads[heads], heads
+            self._chosen[key] = found
+        return _Selected(read.nth, columns, layer, *found)
+
+    def _rows(self, stack: Sequence[_Read], records: Tensor, tiles: Tiles) -> Tensor:
+        """Return the rows of a stack, float32 [n, layers · heads · size]."""
+        columns, layer = stack[0].columns, stack[0].layer
+        table = self._block_table(layer.group)
+        chosen = [self._select(read, records.device) for read in stack]
+        shape = records.shape[0], len(stack), columns.count, columns.size
+        out = torch.empty(shape, dtype=torch.float32, device=records.device)
+        for tile in tiles.of(columns.count, layer.form.window):
+            # Where only the device knows positions, the host's bounds may be beyond the last block.
+            keys = min(tile.stop, table.shape[1] * layer.layout.size) - tile.begin
+            shape = *tile.positions.shape, columns.count, keys
+            count = tile.positions.numel()
+            query_bytes = count * columns.width * records.itemsize
+            most = most_cells(self._workspace, columns.count) // (count * keys)
+            most = max(1, min(most, self._workspace // 4 // query_bytes))
+            for first in range(0, len(stack), most):
+                some = chosen[first : first + most]
+                begin = min(read.columns.start for read in some)
+                end = max(read.columns.start for read in some) + columns.width
+                queries = records[:, begin:end][tile.at]
+                scores = torch.empty((len(some), *shape), dtype=out.dtype, device=out.device)
+                for read, each in zip(some, scores, strict=True):
+                    at = read.columns.start - begin
+                    mine = queries[:, at : at + read.columns.width]
+                    self._score_keys(read, mine, tile, table, each)
+                rows = _reduced(some, scores, tile).flatten(1, 2)
+                out[tile.at, first : first + len(some)] = rows.transpose(0, 1)
+        return out.flatten(1)
+
+    def _score_keys(
+        self, read: _Selected, queries: Tensor, tile: Tile, table: Tensor, out: Tensor
+    ) -> None:
+        """Write the scores of one layer, float32 [runs, rows, heads, keys]; see `op.scores`.
+
+        Args:
+            read: the layer.
+            queries: [runs · rows, numbers], those of all heads.
+            tile: the rows.
+            table: blocks of the batch's requests.
+            out: to be written.
+        """
+        columns, layer, form = read.columns, read.layer, read.form
+        stop = tile.begin + out.shape[-1]
+        queries = queries.view(*out.shape[:2], layer.key_heads.numel(), -1)
+        if read.heads is not None:
+            queries = queries[:, :, read.heads]
+        queries = layer.queries(queries)
+        keys = layer.all_keys()
         if queries.is_cuda and keys is not None and _kernel_reads(keys.dtype, keys.device):
             from midstream.runtime.worker.attention.scores_kernel import scores_triton
 
             given = queries if keys.itemsize == 1 else queries.to(keys.dtype)
-            return scores_triton(
-                given, tile.positions, keys, self.table, tile.requests,
-                self.key_heads, begin, stop, scale=form.scale, soft_cap=form.soft_cap,
-                window=form.window, slopes=form.slopes,
+            scores_triton(
+                given, tile.positions, keys, table, tile.requests, read.key_heads, tile.begin, stop,
+                out, scale=form.scale, soft_cap=form.soft_cap, window=form.window,
+                slopes=form.slopes,
             )  # fmt: skip
-        size = self.layer.layout.size
+            return
+        size = layer.layout.size
 
-        def read(first: int, last: int) -> Tensor:
-            blocks = self.table[tile.requests, first // size : -(-last // size)]
-            found = self.layer.keys(blocks)
+        def read_keys(first: int, last: int) -> Tensor:
+            blocks = table[tile.requests, first // size : -(-last // size)]
+            found = layer.keys(blocks)
             return found[:, first % size : first % size + last - first]
 
-        per_key = len(tile.runs) * self.columns.count * queries.shape[-1] * 4
-        step = max(size, self.workspace // 2 // per_key // size * size)
-        shared = None if not self.columns.heads else self.key_heads
-        return op.scores(queries, tile.positions, read, begin, stop, shared, form, step)
+        per_key = len(tile.runs) * columns.count * queries.shape[-1] * 4
+        step = max(size, self._workspace // 2 // per_key // size * size)
+        shared = None if read.heads is None else read.key_heads
+        op.scores(queries, tile.positions, read_keys, tile.begin, stop, shared, form, step, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A row of attention of one layer.
+
+    Attributes:
+        nth: number of the pattern.
+        columns: what the row is.
+        layer: the layer.
+    """
+
+    nth: int
+    columns: PatternColumns
+    layer: AttentionLayer
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What rows have in common that are computed together."""
+        columns, layer = self.columns, self.layer
+        form = layer.form
+        own = columns.kind, columns.size, columns.heads, columns.count, columns.width
+        return *own, form.window, form.sinks is None, layer.group
+
+
+@dataclass(frozen=True, slots=True)
+class _Selected:
+    """A `_Read`, what attention does for its heads, their key-value heads, and the heads, int64;
+    None: all.
+    """
+
+    nth: int
+    columns: PatternColumns
+    layer: AttentionLayer
+    form: op.AttentionForm
+    key_heads: Tensor
+    heads: Tensor | None
+
+
+def _reduced(stack: Sequence[_Selected], scores: Tensor, tile: Tile) -> Tensor:
+    """Return rows [layers, runs, rows, heads, size] of scores [layers, runs, rows, heads, keys]."""
+    columns, begin = stack[0].columns, tile.begin
+    if columns.kind == "scores":
+        return op.full(scores, begin, columns.size, -torch.inf)
+    sinks = [read.form.sinks for read in stack if read.form.sinks is not None]
+    weights = op.softmax(scores, torch.stack(sinks) if sinks else None)
+    match columns.kind:
+        case "top":
+            return op.top_keys(weights, begin, columns.size // 2)
+        case "mass":
+            stop = begin + scores.shape[-1]
+            chosen = [tile.keys_of_mass(read.nth, stop) for read in stack]
+            same = all(each is chosen[0] for each in chosen)
+            return op.mass(weights, chosen[0] if same else torch.stack(chosen))
+        case "entropy":
+            return op.entropy(weights)
+        case "full":
+            return op.full(weights, begin, columns.size)
+        case other:
+            raise AssertionError(other)
+
+
+def _neighbours(begins: Sequence[int], nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of places of rows of `nbytes` bytes that lie one after the other."""
+    first = 0
+    for place in range(1, len(begins) + 1):
+        if place == len(begins) or begins[place] != begins[place - 1] + nbytes:
+            yield first, place
+            first = place
 
 
 @lru_cache(maxsize=8)
@@ -295,52 +339,3 @@ def _kernel_reads(dtype: torch.dtype, device: torch.device) -> bool:
 @lru_cache(maxsize=256)
 def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device)
-
-
-def _span(runs: Sequence[QueryRun], window: int) -> tuple[int, int]:
-    """Return the first position of a key that a row of the runs sees, and the last + 1."""
-    begin = max(0, min(run.lowest for run in runs) - window + 1) if window else 0
-    return begin, max(run.position + run.length for run in runs)
-
-
-def _batches(
-    runs: Sequence[QueryRun], heads: int, window: int, workspace: int
-) -> list[list[QueryRun]]:
-    """Return the runs in groups that are computed together: several of one row, or a part of one
-    run. The weights of a group take half of the workspace at most, if it has several rows.
-
-    Args:
-        runs: the runs.
-        heads: number of heads.
-        window: see `AttentionForm`.
-        workspace: bytes.
-    """
-    # The products, what a softmax makes of them, and the distances.
-    limit = workspace // 2 // (4 * heads * 3)
-    found: list[list[QueryRun]] = []
-    single: list[QueryRun] = []
-    for run in sorted(runs, key=lambda run: run.position):
-        if run.length == 1:
-            begin, stop = _span([*single, run], window)
-            if single and (len(single) + 1) * (stop - begin) > limit:
-                found.append(single)
-                single = []
-            single.append(run)
-            continue
-        begin, stop = _span([run], window)
-        rows = max(1, limit // (stop - begin))
-        for first in range(0, run.length, rows):
-            count = min(rows, run.length - first)
-            found.append(
-                [
-                    QueryRun(
-                        run.request,
-                        run.record + first,
-                        count,
-                        run.lowest + first,
-                        run.position + first,
-                        run.keys,
-                    )
-                ]
-            )
-    return [*found, single] if single else found

@@ -82,13 +82,14 @@ def scores_triton(
     key_heads: Tensor,
     begin: int,
     stop: int,
+    out: Tensor,
     *,
     scale: float,
     soft_cap: float,
     window: int,
     slopes: Tensor | None,
-) -> Tensor:
-    """Return the scores of keys [begin, stop): products of queries and keys, changed as attention
+) -> None:
+    """Write the scores of keys [begin, stop): products of queries and keys, changed as attention
     does, −∞ for keys that a query does not see.
 
     Args:
@@ -99,16 +100,13 @@ def scores_triton(
         requests: int64 [runs], row of `table` of each run.
         key_heads: int64 [heads], key-value head of each query head.
         begin, stop: positions of the keys. No query may see an earlier or a later one.
+        out: float32 [runs, rows, heads, stop − begin], contiguous, to be written.
         scale, soft_cap, window: see `AttentionForm`.
         slopes: float32 [heads]; None: there are none.
-
-    Returns:
-        float32 [runs, rows, heads, stop − begin].
     """
     runs, rows, heads, dim = queries.shape
-    out = torch.empty((runs, rows, heads, stop - begin), dtype=torch.float32, device=keys.device)
     if not out.numel():
-        return out
+        return
     queries = queries if queries.stride(3) == 1 else queries.contiguous()
     # `tl.dot` takes sixteen rows or more.
     block_rows = min(max(16, triton.next_power_of_2(rows)), 64)
@@ -123,4 +121,3 @@ def scores_triton(
             has_cap=soft_cap != 0, has_slopes=slopes is not None,
             block_rows=block_rows, block_keys=KEYS,
         )  # fmt: skip
-    return out

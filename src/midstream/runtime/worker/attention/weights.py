@@ -52,6 +52,7 @@ def scores(
     key_heads: Tensor | None,
     form: AttentionForm,
     step: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return the scores of keys [begin, stop): products of queries and keys, changed as attention
     does, −∞ for keys that a query does not see.
@@ -65,12 +66,14 @@ def scores(
             heads, of which as many neighbours share each key-value head.
         form: what attention does with the products. Its slopes and sinks are those of these heads.
         step: number of keys that are read at a time.
+        out: float32 of the shape of the result, to be written and returned; None: a new tensor.
 
     Returns:
         float32 [requests, rows, heads, stop − begin].
     """
-    requests, rows, heads, _ = queries.shape
-    found = queries.new_empty((requests, rows, heads, stop - begin), dtype=torch.float32)
+    found = out
+    if found is None:
+        found = queries.new_empty((*queries.shape[:3], stop - begin), dtype=torch.float32)
     scaled = queries.float() * form.scale
     for first in range(begin, stop, step):
         last = min(first + step, stop)
@@ -83,7 +86,7 @@ def scores(
             products = torch.einsum("nrhd,nkhd->nrhk", scaled, some)
         found[..., first - begin : last - begin] = products
     if form.soft_cap:
-        found = form.soft_cap * torch.tanh(found / form.soft_cap)
+        found.div_(form.soft_cap).tanh_().mul_(form.soft_cap)
     distance = positions[:, :, None] - torch.arange(begin, stop, device=queries.device)
     if form.slopes is not None:
         found -= form.slopes[:, None] * distance[:, :, None]
@@ -94,16 +97,16 @@ def scores(
     return found.masked_fill_(~seen[:, :, None], -torch.inf)
 
 
-def softmax(scores: Tensor, form: AttentionForm) -> Tensor:
-    """Return the weights of keys with these scores, [requests, rows, heads, keys].
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the weights of keys with these scores, [layers, requests, rows, heads, keys].
 
     Args:
-        scores: float32 [requests, rows, heads, keys].
-        form: what attention does. Its sinks are those of these heads.
+        scores: float32 [layers, requests, rows, heads, keys].
+        sinks: see `AttentionForm`, float32 [layers, heads].
     """
-    if form.sinks is None:
+    if sinks is None:
         return torch.softmax(scores, -1)
-    sinks = form.sinks[:, None].expand(*scores.shape[:3], 1)
+    sinks = sinks[:, None, None, :, None].expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
 
 
@@ -130,13 +133,13 @@ def top_keys(weights: Tensor, begin: int, k: int) -> Tensor:
 
 
 def mass(weights: Tensor, chosen: Tensor) -> Tensor:
-    """Return the sum of some keys' weights, float32 [requests, rows, heads, 1].
+    """Return the sum of some keys' weights, float32 [layers, requests, rows, heads, 1].
 
     Args:
-        weights: [requests, rows, heads, keys].
-        chosen: bool [requests, keys], which keys.
+        weights: [layers, requests, rows, heads, keys].
+        chosen: bool [requests, keys] or [layers, requests, keys], which keys.
     """
-    return torch.where(chosen[:, None, None], weights, 0.0).sum(-1, keepdim=True)
+    return torch.where(chosen[..., None, None, :], weights, 0.0).sum(-1, keepdim=True)
 
 
 def entropy(weights: Tensor) -> Tensor:

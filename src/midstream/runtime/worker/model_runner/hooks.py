@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ class Hooks:
         # scheduler did not know when it decided on this step.
         self._drafted: dict[str, int] = {}
         self._unknown: deque[dict[str, int]] = deque(maxlen=ahead)
+        # vLLM's own, which its runner may still change: by request, its draft tokens of this step.
+        self._drafts: Mapping[str, Sequence[int]] = {}
 
     def on_schedule(self, scheduler_output: Any) -> set[str]:
         """Finish and add requests, as the scheduler decided for a step.
@@ -43,10 +45,10 @@ class Hooks:
         Returns:
             vLLM's ids of the finished requests that had a value that is not finite.
         """
+        self._drafts = scheduler_output.scheduled_spec_decode_tokens
         if self._unknown.maxlen:
-            drafted = scheduler_output.scheduled_spec_decode_tokens
             self._unknown.append(self._drafted)
-            self._drafted = {name: len(tokens) for name, tokens in drafted.items()}
+            self._drafted = {name: len(tokens) for name, tokens in self._drafts.items()}
         requests = self._session.requests
         nonfinite = requests.pop_nonfinite(scheduler_output.finished_req_ids)
         for request_id in scheduler_output.finished_req_ids:
@@ -80,6 +82,13 @@ class Hooks:
             )
 
         return UnknownPositions(slack, positions)
+
+    def drafts(self, request_ids: Sequence[str]) -> NDArray[np.int64] | None:
+        """Return how many tokens of each request of a step's batch are drafts; None: none are."""
+        drafts = self._drafts
+        if not drafts:
+            return None
+        return np.fromiter((len(drafts.get(name, ())) for name in request_ids), np.int64)
 
     def before_forward(self, batch: StepBatch) -> None:
         """Prepare a step whose batch is laid out; its forward pass is queued next."""

@@ -82,4 +82,5 @@ def _batch(runner: Any, hooks: Hooks) -> StepBatch:
         num_tokens=num_tokens,
         token_ids=lambda: runner.input_ids.gpu[:num_tokens],
         unknown=hooks.unknown_positions(request_ids, lambda: runner.positions[:num_tokens]),
+        drafts=hooks.drafts(request_ids),
     )

@@ -63,4 +63,5 @@ def _batch(batch: Any, hooks: Hooks) -> StepBatch:
         num_tokens=batch.num_tokens,
         token_ids=lambda: batch.input_ids[: batch.num_tokens],
         unknown=hooks.unknown_positions(batch.req_ids, lambda: batch.positions[: batch.num_tokens]),
+        drafts=hooks.drafts(batch.req_ids),
     )

@@ -35,6 +35,8 @@ class StepBatch(NamedTuple):
         num_tokens: sum of `scheduled`; later rows are padding.
         token_ids: returns int32 [num_tokens] on the device, the id of each row's token.
         unknown: None if `computed` is exact.
+        drafts: integers [requests], how many of each request's tokens are drafts: its last ones;
+            None: none are.
     """
 
     request_ids: Sequence[str]
@@ -43,3 +45,4 @@ class StepBatch(NamedTuple):
     num_tokens: int
     token_ids: Callable[[], Tensor]
     unknown: UnknownPositions | None = None
+    drafts: NDArray[np.int64] | None = None

@@ -132,3 +132,17 @@ def test_an_update_that_was_lost_is_sent_with_the_next_request(ends_first):
     sent.release("v")
     assert sent.in_use == 0
     sent.check_integrity([1])
+
+
+def test_as_many_matrices_stay_as_the_device_has_room_for(monkeypatch):
+    monkeypatch.setattr(sent_vectors, "MOST_UNUSED", SIZE)
+    sent = SentVectors(matrices=2 * SIZE)
+    for vector in (A, B, C):
+        assert sent.take(vector.digest, (vector,)) == added(vector)
+        sent.release(vector.digest)
+    assert sent.take("again", (A,)) is None
+    sent.release("again")
+    assert sent.take("more", (D,)) == added(D)
+    sent.release("more")
+    found = sent.take("most", (E,))
+    assert found == VectorUpdate((B.digest,), (E.data,))

@@ -27,6 +27,7 @@ from midstream.spec.positions.ranges import merge
 from midstream.spec.resolve.resolved import Pattern
 
 VOCABULARY, PADDED = 11, 14
+LENS = 7  # numbers of a row of two tokens and one of a lens
 NORM = ("resid_post", 2)  # stands for the exit of the final norm
 WEIGHTS = torch.randn(WIDTH, PADDED, generator=torch.Generator().manual_seed(1))
 
@@ -111,7 +112,7 @@ class Rank(FakeEngine):
 
     def __init__(self, rank: int, together: Together, **sizes):
         super().__init__(**sizes)
-        patterns = PatternReader(None, None, 400, Head(self._head, VOCABULARY))  # type: ignore[arg-type]
+        patterns = PatternReader(None, None, 400, Head(self._head, VOCABULARY), torch.tanh)  # type: ignore[arg-type]
         self.session = WorkerSession(
             self.buffers, TAPS, self.transport, self.arena, 64, RankShare(rank, 2),
             patterns=patterns, agree=lambda mine: together.meet(rank, "agree", mine, all),
@@ -156,23 +157,31 @@ def random_logits(draw: random.Random, length: int) -> ResolvedPlan:
     # The vectors tell what the logits must be.
     captures = (ResolvedCapture((NORM,), where, 0), *plan.captures)
     captures = (*captures, ResolvedCapture((("logits", 2),), where, len(captures), pattern))
+    if draw.random() < 0.5:
+        taps = tuple((f"lens.{draw.choice('ab')}", layer) for layer in (0, 1))
+        reads = tuple(("resid_post", layer) for layer in (0, 1))
+        pattern = Pattern("lens", LENS, ((3, 4),), (), reads, (1, 1))
+        where = where_of(random_ranges(draw, length))
+        captures = (*captures, ResolvedCapture(taps, where, len(captures), pattern))
     return replace(plan, captures=captures, sharded=draw.random() < 0.5)
 
 
 def assert_logits(state) -> int:
     """The logits of a request are those of the vectors that were captured with them."""
-    (capture,) = [each for each in state.plan.captures if each.pattern is not None]
+    (capture,) = [each for each in state.plan.captures if each.taps[0][0] == "logits"]
     kind, count = capture.pattern.kind, 0
     names = list(TAPS)
     for block in state.blocks:
         records = block.values.reshape(block.positions.size, -1)
         taps = [names[tap] for tap in block.taps]
         numbers = records.view(torch.float32)
-        if NORM not in taps or numbers.shape[1] == len(taps) * WIDTH:
+        begin = len(taps) * WIDTH
+        end = begin + capture.pattern.size
+        if NORM not in taps or numbers.shape[1] - begin in (0, 2 * LENS):  # of a lens alone
             continue
         at = taps.index(NORM) * WIDTH
         expected = head(numbers[:, at : at + WIDTH])[:, :VOCABULARY]
-        row, total = numbers[:, len(taps) * WIDTH : -1], numbers[:, -1]
+        row, total = numbers[:, begin : end - 1], numbers[:, end - 1]
         torch.testing.assert_close(total, expected.logsumexp(-1))
         if kind == "logits_top":
             ids = row[:, :3].contiguous().view(torch.int32).long()
@@ -186,7 +195,7 @@ def assert_logits(state) -> int:
     return count
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_ranks_call_the_head_together_whatever_each_one_drops_or_cannot_run(seed):
     """Each rank is a thread, with an arena and tables of its own size. A rank that left out a call
     of the head, or called it with other rows, would make the other wait in vain.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from midstream.runtime.worker.tables.pattern_records import PatternColumns, Patt
 
 SIZE, HEADS, GROUPS, DIM, OTHER = 4, 4, 2, 8, 3
 WIDTH = HEADS * DIM
-FULL = 32
+FULL, LAYERS = 32, 3
 
 
 def naive(query: Tensor, keys: Tensor, position: int, form: AttentionForm) -> list[np.ndarray]:
@@ -53,27 +55,42 @@ def naive(query: Tensor, keys: Tensor, position: int, form: AttentionForm) -> li
 
 
 class Cache:
-    """Requests of several lengths, whose keys are in blocks in any order; all else is NaN."""
+    """Requests of several lengths, whose keys are in blocks in any order; all else is NaN.
+
+    Attributes:
+        keys: of each layer and request, [keys, groups, dim].
+        table: the blocks of each request.
+    """
 
     def __init__(self, lengths: list[int], seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
-        self.keys = [torch.randn(length, GROUPS, DIM, generator=draw) for length in lengths]
         blocks = [-(-length // SIZE) for length in lengths]
         order = (1 + torch.randperm(sum(blocks), generator=draw)).tolist()
-        self.cache = torch.full((1 + sum(blocks), 2, SIZE, GROUPS, DIM), torch.nan)
+        self.keys: list[list[Tensor]] = []
+        self.caches = torch.full((LAYERS, 1 + sum(blocks), 2, SIZE, GROUPS, DIM), torch.nan)
         self.table = torch.zeros(len(lengths), max(blocks) + 1, dtype=torch.int32)
-        for nth, keys in enumerate(self.keys):
-            for block in range(blocks[nth]):
-                self.table[nth, block] = where = order.pop()
-                part = keys[block * SIZE : (block + 1) * SIZE]
-                self.cache[where, 0, : len(part)] = part
+        for nth, count in enumerate(blocks):
+            self.table[nth, :count] = torch.tensor([order.pop() for _ in range(count)])
+        for cache in self.caches:
+            self.keys.append([torch.randn(n, GROUPS, DIM, generator=draw) for n in lengths])
+            for nth, keys in enumerate(self.keys[-1]):
+                for block in range(blocks[nth]):
+                    part = keys[block * SIZE : (block + 1) * SIZE]
+                    cache[self.table[nth, block], 0, : len(part)] = part
 
-    def layer(self, form: AttentionForm) -> AttentionLayer:
-        strides = (GROUPS * DIM, DIM, 1)
-        layout = KeyLayout(0, 0, SIZE, strides, None, GROUPS, DIM, self.cache.dtype)
-        module = SimpleNamespace(kv_cache=self.cache)
+    def layer(self, nth: int, form: AttentionForm) -> AttentionLayer:
+        """A layer, whose products have a scale of their own."""
+        cache = self.caches[nth]
+        layout = KeyLayout(0, 0, SIZE, (GROUPS * DIM, DIM, 1), None, GROUPS, DIM, cache.dtype)
         key_heads = torch.arange(HEADS) // (HEADS // GROUPS)
-        return AttentionLayer(module, 0, layout, form, key_heads)
+        return AttentionLayer(
+            SimpleNamespace(kv_cache=cache), 0, layout, of_layer(form, nth), key_heads
+        )
+
+
+def of_layer(form: AttentionForm, nth: int) -> AttentionForm:
+    sinks = None if form.sinks is None else form.sinks + nth
+    return replace(form, scale=form.scale / (1 + nth), sinks=sinks)
 
 
 FORMS = [
@@ -83,71 +100,93 @@ FORMS = [
     AttentionForm(0.2, slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625])),
     AttentionForm(0.2, sinks=torch.tensor([0.0, 2.0, -1.0, 0.5])),
 ]
+KINDS = {"full": FULL, "top": 10, "mass": 1, "entropy": 1, "scores": FULL}
 RUNS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("workspace", [1, 1 << 11, 1 << 26])
-@given(RUNS, st.sampled_from(FORMS), st.sampled_from([(), (2,), (1, 3)]), st.integers(0, 99))
-@settings(max_examples=rounds(suite=25, nightly=300), deadline=None)
-def test_rows_are_those_of_each_query_by_itself(workspace, spans, form, heads, seed):
-    """Whatever runs a step has, and however little memory at a time."""
+@given(
+    RUNS,
+    st.sampled_from(FORMS),
+    st.sampled_from([(), (2,), (1, 3)]),
+    st.permutations(list(itertools.product(range(LAYERS), KINDS))),
+    st.integers(0, 99),
+)
+@settings(max_examples=rounds(suite=20, nightly=300), deadline=None)
+def test_rows_are_those_of_each_query_by_itself(workspace, spans, form, heads, order, seed):
+    """Whatever runs and layers a step has, and however little memory at a time."""
     cache = Cache([first + length for first, length in spans], seed)
-    ranges = [((0, 1 + nth % 3), (6, None)) for nth in range(len(spans))]
     count = len(heads) or HEADS
+    starts = [OTHER + nth * (WIDTH + 1) for nth in range(LAYERS)]
     columns = [
-        PatternColumns(0, nth, 7, OTHER, WIDTH, kind, size, heads, count)
-        for nth, (kind, size) in enumerate(
-            [("full", FULL), ("top", 10), ("mass", 1), ("entropy", 1), ("scores", FULL)]
-        )
+        PatternColumns(0, 0, tap, starts[tap], WIDTH, kind, KINDS[kind], heads, count)
+        for tap, kind in (order if seed % 2 else sorted(order, key=lambda one: one[1]))
     ]
-    encoding = PatternEncoding(Raw(), (), 1, ((0, OTHER),), tuple(columns))
     runs, positions, records = [], [], 0
     for nth, (first, length) in enumerate(spans):
-        keys = ((), (), ranges[nth], (), ())
-        runs.append(QueryRun(nth, records, length, first, first, keys))
+        # Of a mass, keys of its own for each layer, or the same for all.
+        keys = [((0, 1 + (nth + each.tap * (seed % 3 > 0)) % 3), (6, None)) for each in columns]
+        runs.append(QueryRun(nth, records, length, first, first, tuple(keys)))
         positions += range(first, first + length)
         records += length
     draw = torch.Generator().manual_seed(seed + 1)
-    given_ = torch.randn(records, OTHER + WIDTH + 2, generator=draw)
-    reader = PatternReader(lambda tap: cache.layer(form), lambda group: cache.table, workspace)
-    data = reader.encode(encoding, given_, torch.tensor(positions), runs)
-    assert data.shape == (records, encoding.row_bytes(torch.float32))
-    assert torch.equal(data[:, : 4 * OTHER].contiguous().view(torch.float32), given_[:, :OTHER])
-    rows = data[:, 4 * OTHER :].contiguous().view(torch.float32)
-    scored = [replace(each, slot=nth, divisor=5) for nth, each in enumerate(columns[2:4], 2)]
-    scored += [replace(scored[0], count=0, slot=0)]
-    own = PatternEncoding(Raw(), (), 1, (), (*columns[:2], *scored))
+    given_ = torch.randn(records, starts[-1] + WIDTH + 2, generator=draw)
+    reader = PatternReader(lambda tap: cache.layer(tap, form), lambda group: cache.table, workspace)
+    slots = [None if each.kind != "mass" else each.tap for each in columns]
+    scored = [
+        replace(each, slot=slot, divisor=5) for each, slot in zip(columns, slots, strict=True)
+    ]
+    scored.append(replace(columns[0], kind="entropy", size=1, slot=4, count=0))
     places = torch.randperm(records, generator=draw) + 1
     scores = torch.full((records + 2, 5), torch.nan)
+    own = PatternEncoding(Raw(), (), 1, (), tuple(scored))
     reader.score(own, given_, torch.tensor(positions), runs, places, scores)
-    assert not scores[places, 0].any()
-    assert scores[:, [1, 4]].isnan().all()
+    assert not scores[places, 4].any()
+    assert scores[:, 3].isnan().all()
     assert scores[[0, -1]].isnan().all()
-    full, top, mass, entropy, before = rows.split([count * each.size for each in columns], 1)
+    encoding = PatternEncoding(Raw(), (), 1, ((0, OTHER),), tuple(columns))
+    data = reader.encode(encoding, given_, torch.tensor(positions), runs)
+    assert data.shape == (records, encoding.row_bytes(torch.float32))
+    rows = data.contiguous().view(torch.float32)
+    vectors, *found = rows.split([OTHER, *(count * each.size for each in columns)], 1)
+    assert torch.equal(vectors, given_[:, :OTHER])
     chosen = list(heads) or list(range(HEADS))
-    for run in runs:
-        for step in range(run.length):
-            at, position = run.record + step, run.position + step
-            query = given_[at, OTHER : OTHER + WIDTH].view(HEADS, DIM)
-            keys = cache.keys[run.request]
-            expected, logits = (each[chosen] for each in naive(query, keys, position, form))
-            mine = full[at].view(count, FULL).numpy()
-            np.testing.assert_allclose(mine[:, : expected.shape[1]], expected, atol=2e-6)
-            assert not mine[:, expected.shape[1] :].any()
-            mine = before[at].view(count, FULL).numpy()
-            np.testing.assert_allclose(mine[:, : expected.shape[1]], logits, atol=1e-5)
-            assert (mine[:, expected.shape[1] :] == -np.inf).all()
-            inside = np.zeros(expected.shape[1], bool)
-            for start, stop in run.keys[2]:
+    for run, step in ((one, step) for one in runs for step in range(one.length)):
+        at, position = run.record + step, run.position + step
+        naives = []
+        for tap in range(LAYERS):
+            query = given_[at, starts[tap] : starts[tap] + WIDTH].view(HEADS, DIM)
+            mine = naive(query, cache.keys[tap][run.request], position, of_layer(form, tap))
+            naives.append([each[chosen] for each in mine])
+        for nth, each in enumerate(columns):
+            weights_, logits = naives[each.tap]
+            row = found[nth][at].view(count, each.size)
+            check_row(each.kind, row, weights_, logits, run.keys[nth])
+            if each.kind == "mass":
+                mean = float(row.sum()) / 5
+                assert abs(float(scores[places[at], each.tap]) - mean) <= 3e-6
+
+
+def check_row(kind: str, row: Tensor, weights_: Any, logits: Any, keys: Any) -> None:
+    """A row of some heads is the reduction of these weights [heads, keys]."""
+    seen = weights_.shape[1]
+    logs = np.log(np.where(weights_ > 0, weights_, 1))
+    match kind:
+        case "full":
+            np.testing.assert_allclose(row[:, :seen], weights_, atol=2e-6)
+            assert not row[:, seen:].any()
+        case "scores":
+            np.testing.assert_allclose(row[:, :seen], logits, atol=1e-5)
+            assert (row[:, seen:] == -torch.inf).all()
+        case "mass":
+            inside = np.zeros(seen, bool)
+            for start, stop in keys:
                 inside[start:stop] = True
-            np.testing.assert_allclose(mass[at].numpy(), (expected * inside).sum(1), atol=3e-6)
-            mean = (expected * inside).sum() / 5
-            np.testing.assert_allclose(scores[places[at], 2].numpy(), mean, atol=3e-6)
-            logs = np.log(np.where(expected > 0, expected, 1))
-            np.testing.assert_allclose(entropy[at].numpy(), -(expected * logs).sum(1), atol=1e-5)
-            mean = -(expected * logs).sum() / 5
-            np.testing.assert_allclose(scores[places[at], 3].numpy(), mean, atol=1e-5)
-            check_top(top[at].view(count, 10), expected)
+            np.testing.assert_allclose(row[:, 0], (weights_ * inside).sum(1), atol=3e-6)
+        case "entropy":
+            np.testing.assert_allclose(row[:, 0], -(weights_ * logs).sum(1), atol=1e-5)
+        case "top":
+            check_top(row, weights_)
 
 
 def check_top(row: Tensor, expected: np.ndarray) -> None:
@@ -177,6 +216,6 @@ def test_a_row_that_is_not_finite_is_no_number():
         torch.full((1, 1, 1, 2), torch.nan), torch.tensor([[1]]),
         lambda first, last: torch.ones(1, last - first, 1, 2), 0, 4, torch.tensor([0]), form, 2,
     )  # fmt: skip
-    row = weights.softmax(scores, form)
+    row = weights.softmax(scores[None], None)
     assert row.isnan().all()
     assert weights.entropy(row).isnan().all()
