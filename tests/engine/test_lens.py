@@ -48,7 +48,7 @@ def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served
     path = tiny.make(f"{request.param}-bias", tiny_models, tiny.MODELS[request.param])
     oracle = EndOracle(path, request.param)
     sites = SITES if request.param != "gpt2" else SITES[:-1]
-    with engine(path, **ROOM, midstream={"sites": sites, "lens_bytes": LENS_BYTES}) as llm:
+    with engine(path, **ROOM, midstream={"sites": sites, "readout_bytes": LENS_BYTES}) as llm:
         yield Served(request.param, oracle, llm)
 
 
@@ -168,7 +168,7 @@ def test_registered_lenses_map_the_stream_by_the_formulas_of_their_papers(served
         assert lenses.names == ("tuned", "jacobian")
         check_registered(served, weights, biases, jacobians)
         with pytest.raises(
-            SpecError, match=rf"lens_bytes is {LENS_BYTES}, of which {LENS_BYTES} are"
+            SpecError, match=rf"readout_bytes is {LENS_BYTES}, of which {LENS_BYTES} are"
         ):
             lenses.register("more", JacobianLens(jacobians))
         with pytest.raises(SpecError, match="'jacobian' has no map of the stream after 0 layers"):

@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
     "seed": 0,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 8,
-    "midstream": {"sites": TAPPED, "bank_rows": 24, "lens_bytes": 1 << 15},
+    "midstream": {"sites": TAPPED, "bank_rows": 24, "readout_bytes": 1 << 16},
 }
 
 

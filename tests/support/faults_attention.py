@@ -6,6 +6,7 @@ from support.fault import Fault
 
 _ENGINE = "tests/engine/test_attention.py::"
 _LENS = "tests/engine/test_lens.py::"
+_FEATURES = "tests/engine/test_features.py::"
 _BIAS = "tests/engine/test_bias.py::"
 _HEAD = "tests/unit/runtime/worker/attention/test_logits.py::"
 _TOGETHER = f"{_HEAD}test_ranks_call_the_head_together_whatever_each_one_drops_or_cannot_run"
@@ -178,9 +179,9 @@ ATTENTION = (
     ),
     Fault(
         "A lens is overwritten while requests use it",
-        "runtime/frontend/lens_registry.py",
-        "        if name in self._lenses and self._in_use(name):\n",
-        "        if name in self._lenses and False:\n",
+        "runtime/frontend/weight_memory.py",
+        "        if name in self._registered and self._memory.in_use",
+        "        if name in self._registered and not self._memory.in_use",
         "tests/unit/runtime/frontend/test_lens_registry.py"
         "::test_a_lens_stays_while_requests_use_it",
     ),
@@ -191,6 +192,42 @@ ATTENTION = (
         "blocks.amax(-1).topk(min(count, 3), -1).indices",
         "tests/unit/runtime/worker/attention/test_logits.py"
         "::test_the_largest_logits_are_those_of_topk",
+    ),
+    Fault(
+        "Features are encoded without the encoder's bias",
+        "runtime/worker/attention/sae.py",
+        "        found += self._at(encoder.bias, count)\n",
+        "",
+        f"{_FEATURES}test_every_architecture_encodes_as_its_formulas_do",
+    ),
+    Fault(
+        "Features are those of the layer after the SAE's own",
+        "runtime/frontend/sae_registry.py",
+        "return None if self.hook_name is None else hook_tap(self.hook_name)",
+        'return None if self.hook_name is None else ("resid_post", hook_tap(self.hook_name)[1] + 1)',
+        f"{_FEATURES}test_every_architecture_encodes_as_its_formulas_do",
+    ),
+    Fault(
+        "Chosen features of a request are those of another request",
+        "runtime/worker/attention/sae.py",
+        "for run in runs]\n        length",
+        "for run in runs[::-1]]\n        length",
+        f"{_FEATURES}test_features_that_are_asked_for_together_are_each_requests_own",
+    ),
+    Fault(
+        "The gate of a gated SAE is open where its magnitude is positive",
+        "sae/tensors.py",
+        'found["threshold"] = found["b_mag"] - factor * found["b_gate"]',
+        'found["threshold"] = 0 * found["b_mag"]',
+        "tests/unit/sae/test_sae.py::test_every_architecture_encodes_as_its_formulas_do",
+    ),
+    Fault(
+        "An SAE is overwritten by another that is registered later",
+        "runtime/frontend/weight_memory.py",
+        "            first = max(first, -(-end // align) * align)\n",
+        "            first = max(first, end // align * align)\n",
+        "tests/unit/runtime/frontend/test_sae_registry.py"
+        "::test_encoders_are_read_where_they_were_written_beside_lenses",
     ),
     Fault(
         "The rank of a token in a lens counts tokens that are as likely",

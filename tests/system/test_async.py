@@ -224,14 +224,18 @@ def test_rows_of_heads_on_the_way_are_by_head(found):
         torch.testing.assert_close(values, every[: len(values), [1]], rtol=1e-4, atol=1e-4)
 
 
-def test_streamed_lenses_come_with_their_tokens_through_registered_maps_too(found):
+def test_streamed_lenses_and_features_come_with_their_tokens_through_registered_maps_too(found):
     *partial, (finished, last) = found["stream lens"]
     assert finished
     assert len(partial) > 2
     for name, (positions, values) in last.items():
         assert positions.tolist() == list(range(rows(5) + 20 - 1))
-        assert values.shape == (len(positions), 3, 2)
-        assert torch.equal(values, last["logit"][1])
+        if name == "features":
+            assert values.shape == (len(positions), 3)
+            assert (values[:, 0] > 0).all()
+        else:
+            assert values.shape == (len(positions), 3, 2)
+            assert torch.equal(values, last["logit"][1])
         for is_last, shown in partial:
             assert not is_last
             some, part = shown[name]

@@ -13,8 +13,10 @@ from support.end_oracle import EndOracle
 from support.engines import GPU_MEMORY, engine, generated, greedy, tokens
 from support.oracle_edits import At
 from support.ranks import PIPELINE, assert_same, ranks
+from support.sae_oracle import RandomSae
 
 from midstream import (
+    SAE,
     Ablate,
     Affine,
     Attention,
@@ -22,6 +24,7 @@ from midstream import (
     Capture,
     Clamp,
     Entropy,
+    Features,
     Gate,
     JacobianLens,
     Lens,
@@ -59,6 +62,7 @@ def vector(size: int, scale: float = 2.0) -> list[float]:
 
 
 MAP = 4 * HIDDEN * HIDDEN  # bytes of a lens of one layer
+SAES = 2 * (4 * 40 * (HIDDEN + 2) + 256)  # of two SAEs
 
 
 def square(width: int) -> torch.Tensor:
@@ -104,7 +108,7 @@ def path(tiny_models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(path: Path) -> Iterator[Any]:
-    midstream = {"sites": [*EVERY, "logits"], "maps": 2, "lens_bytes": MAP}
+    midstream = {"sites": [*EVERY, "logits"], "maps": 2, "readout_bytes": MAP + SAES}
     with engine(path, midstream=midstream, **SETTINGS) as llm:
         yield llm
 
@@ -115,7 +119,12 @@ def alone(path: Path) -> Iterator[Any]:
 )
 def several(request: Any, path: Path) -> Iterator[Any]:
     how = {"tensor_parallel_size": 2} if request.param == "tensor" else PIPELINE
-    midstream = {"sites": [*EVERY, "logits"], "check_ranks": True, "maps": 2, "lens_bytes": MAP}
+    midstream = {
+        "sites": [*EVERY, "logits"],
+        "check_ranks": True,
+        "maps": 2,
+        "readout_bytes": MAP + SAES,
+    }
     with ranks(path, midstream=midstream, **SETTINGS, **how) as llm:
         yield llm
 
@@ -242,6 +251,30 @@ def test_logits_are_those_of_transformers_when_requests_are_preempted_and_aborte
             total = expected.logsumexp(-1)
             torch.testing.assert_close(output.logits.logsumexp, total, atol=5e-4, rtol=1e-4)
     inspect(several).check_integrity()
+
+
+def test_features_of_every_stage_are_those_of_one_rank(alone, several, tmp_path):
+    asked = []
+    for kind, layer in (("jumprelu", 0), ("topk", several.info.shape.num_layers - 1)):
+        sae = RandomSae(kind, HIDDEN, 40, f"blocks.{layer}.hook_resid_post")
+        loaded = SAE.load(sae.write(tmp_path / kind))
+        for llm in (alone, several):
+            llm.saes.register(kind, loaded)
+        asked.append(Features(kind, 4, slice(1, None), features=[9, 3]))
+    for one, other in zip(run(several, asked), run(alone, asked), strict=True):
+        assert one.receipt.status == "ok"
+        assert one.receipt.captured == other.receipt.captured
+        for name in ("jumprelu", "topk"):
+            mine, theirs = one.features[name], other.features[name]
+            assert torch.equal(mine.positions, theirs.positions)
+            torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                mine.feature_values, theirs.feature_values, atol=1e-4, rtol=0
+            )
+            assert float((mine.ids == theirs.ids).float().mean()) > 0.99
+    for llm in (alone, several):
+        for name in ("jumprelu", "topk"):
+            llm.saes.remove(name)
 
 
 def test_lenses_of_the_last_stage_are_those_of_one_rank(alone, several):

@@ -14,21 +14,39 @@ import torch
 from safetensors.torch import load_file
 from support import serving
 from support.others_words import direction, packed
+from support.sae_oracle import RandomSae
 from support.serving import NAME, Running
 from support.serving_offline import HELLO, TOKENS, VECTOR, assert_equal, plain
 
-from midstream import Attention, Capture, Client, Lens, Logits, Mass, Probe, Steer, TopKeys
+from midstream import (
+    Attention,
+    Capture,
+    Client,
+    Features,
+    Lens,
+    Logits,
+    Mass,
+    Probe,
+    Steer,
+    TopKeys,
+)
 from midstream.client import ServerError
 from midstream.compat.foreign_fields import FOREIGN, OWN
 
 ASKED = {"model": NAME, "temperature": 0, "max_tokens": TOKENS}
 PROMPT = "The capital of France is"
+RANDOM = RandomSae("topk", 576, 400, "blocks.10.hook_resid_post")
 
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    allowed = serving.settings(http={"parameters": ["lm_head.weight", "model.norm.weight"]})
-    command = serving.command(smollm2, "--sites=resid_post,rot_q,final_norm", allowed)
+    folder = RANDOM.write(tmp_path_factory.mktemp("saes") / "random")
+    settings = serving.settings(
+        http={"parameters": ["lm_head.weight", "model.norm.weight"]},
+        saes={"random": str(folder)},
+        readout_bytes=1 << 20,
+    )
+    command = serving.command(smollm2, "--sites=resid_post,rot_q,final_norm", settings)
     with serving.running(command, tmp_path_factory.mktemp("others")) as found:
         yield found
 
@@ -145,6 +163,42 @@ def test_lenses_come_over_http(client, asks):
             at = torch.searchsorted(rows.positions, part.positions)
             assert torch.equal(part.values, rows.values[at])
             assert torch.equal(part.ranks, rows.ranks[at])
+
+
+@pytest.mark.parametrize("asks", ["complete", "stream"])
+def test_features_come_over_http(client, asks):
+    """Of an SAE that the server has from its start: they are those of what was captured."""
+    last = {"positions": ["last_prompt", "generated"]}
+    asked = [Features("random", 9, features=[3, 1], **last, stream=asks == "stream"), Capture(10)]
+    if asks == "stream":
+        *_, found = client.stream(PROMPT, **ASKED, capture=asked)
+    else:
+        found = client.complete(PROMPT, **ASKED, capture=asked)
+    rows = found.features["random"]
+    assert rows.positions.tolist() == list(range(4, 4 + TOKENS))
+    assert (rows.site, rows.layer, rows.features) == ("resid_post", 10, (3, 1))
+    active = RANDOM.encode(found.activations["resid_post", 10].float()[rows.positions])
+    assert torch.equal(rows.l0, (active > 0).sum(-1))
+    torch.testing.assert_close(rows.values.double(), active.topk(9).values, atol=1e-3, rtol=1e-4)
+    shown = active.gather(1, rows.ids.clamp(min=0)) * (rows.ids >= 0)
+    torch.testing.assert_close(rows.values.double(), shown, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(
+        rows.feature_values.double(), active[:, [3, 1]], atol=1e-3, rtol=1e-4
+    )
+    [one] = found.outputs
+    if asks == "stream":
+        parts = [part["random"] for part in one.feature_rows]
+        assert parts
+        for part in parts:
+            at = torch.searchsorted(rows.positions, part.positions)
+            assert torch.equal(part.values, rows.values[at])
+            assert torch.equal(part.ids, rows.ids[at])
+
+
+def test_an_sae_that_the_server_has_not_is_refused(client):
+    with pytest.raises(ServerError, match="there is no SAE 'mine'; there is `random`") as caught:
+        client.complete(PROMPT, **ASKED, capture=Features("mine"))
+    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("asks", ["complete", "stream"])

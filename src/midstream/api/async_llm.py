@@ -157,7 +157,9 @@ class AsyncLLM(AsyncRegistries, VllmAsyncLLM):
                 client = self.engine_core
                 # A proxy: the engine's tasks must not keep it alive; see `_run_output_handler`.
                 front = await AsyncFrontEnd.start(weakref.proxy(self), client)
-                front.lenses.write = functools.partial(call_all, client)
+                front.weights.write = functools.partial(call_all, client)
+                for message in front.saes.from_settings(self.vllm_config):
+                    await front.weights.write(message)
                 deliver = client.add_request_async
                 # Replaced on this client alone.
                 client.add_request_async = lambda request: front.send(request, deliver)

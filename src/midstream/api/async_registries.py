@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from midstream.api.lenses import AsyncLenses
+from midstream.api.registered import AsyncLenses, AsyncSaes
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AsyncRegistries:
-    """Registries of an `AsyncLLM`: named vectors, lenses, server-wide edits and captures."""
+    """Registries of an `AsyncLLM`: named vectors, lenses, SAEs, server-wide edits and captures."""
 
     @property
     def _front(self) -> AsyncFrontEnd:
@@ -34,6 +34,11 @@ class AsyncRegistries:
     def lenses(self) -> AsyncLenses:
         """Registered lenses: register, remove, names. Raises RuntimeError before `ready()`."""
         return AsyncLenses(self._front.lenses)
+
+    @property
+    def saes(self) -> AsyncSaes:
+        """Registered SAEs: register, remove, names. Raises RuntimeError before `ready()`."""
+        return AsyncSaes(self._front.saes)
 
     @property
     def captures(self) -> ServerCaptures:

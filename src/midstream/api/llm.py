@@ -17,9 +17,9 @@ from midstream.api.arguments import (
     check_names,
 )
 from midstream.api.default_capture import DefaultCapture
-from midstream.api.lenses import Lenses
 from midstream.api.offline_call import OfflineCall
 from midstream.api.outputs import GenerateOutput
+from midstream.api.registered import Lenses, Saes
 from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
 from midstream.errors import SpecError, UnsupportedError
@@ -116,6 +116,11 @@ class LLM(VllmLLM):
     def lenses(self) -> Lenses:
         """Registered lenses: register, remove, names."""
         return Lenses(self._front_end.lenses)
+
+    @property
+    def saes(self) -> Saes:
+        """Registered sparse autoencoders: register, remove, names."""
+        return Saes(self._front_end.saes)
 
     @property
     def steering(self) -> Steering:

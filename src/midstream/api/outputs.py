@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from midstream.results.activations import Activations
     from midstream.results.attention import AttentionResults
+    from midstream.results.features import FeatureResults
     from midstream.results.lens import LensResults
     from midstream.results.logits import LogitRows
     from midstream.results.probe_scores import Probes
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
         """One completion of an output.
 
         Attributes:
-            activations, attention, lens, logits, probes, receipt, capture_results: of this
-                completion, if n > 1; else None.
+            activations, attention, features, lens, logits, probes, receipt, capture_results: of
+                this completion, if n > 1; else None.
         """
 
         activations: Activations
         attention: AttentionResults
+        features: FeatureResults
         lens: LensResults
         logits: LogitRows
         probes: Probes
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
             outputs: completions.
             activations: captured rows; None if nothing was captured.
             attention: attention weights by layer; None if none were asked for.
+            features: active features of SAEs by name of the `Features`; None without one.
             lens: tokens of layers by name of the `Lens`; None without one.
             logits: logits of the positions that a `Logits` selects; None without one.
             probes: scores by probe name; None without probes.
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
         outputs: list[GenerateCompletion]
         activations: Activations
         attention: AttentionResults
+        features: FeatureResults
         lens: LensResults
         logits: LogitRows
         probes: Probes

@@ -14,6 +14,7 @@ from midstream.results.activations import Activations
 from midstream.results.arrays import array_of
 from midstream.results.attention import AttentionResults
 from midstream.results.attention_json import from_json
+from midstream.results.features import FeatureResults
 from midstream.results.lens import LensResults
 from midstream.results.logits import LogitRows
 from midstream.results.probe_scores import Probes
@@ -41,6 +42,9 @@ class ServedCompletion:
         logits: logits of the positions that a `Logits` selects; None without one, or not yet known.
         lens: tokens of layers by name of the `Lens`; None without one, or not yet known.
         lens_rows: of a stream, partial rows of a `Lens` with `stream`, in the order received.
+        features: active features of SAEs by name of the `Features`; None without one, or not yet
+            known.
+        feature_rows: of a stream, partial rows of a `Features` with `stream`, likewise.
         captured: rows that the server keeps for edits of later requests; None if it keeps none.
     """
 
@@ -58,6 +62,8 @@ class ServedCompletion:
     logits: LogitRows | None = None
     lens: LensResults | None = None
     lens_rows: list[LensResults] = field(default_factory=list)
+    features: FeatureResults | None = None
+    feature_rows: list[FeatureResults] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -101,6 +107,12 @@ class ServedOutput:
     def lens(self) -> LensResults | None:
         """Tokens of layers of the only choice; None with several choices."""
         found: LensResults | None = self._only("lens")
+        return found
+
+    @property
+    def features(self) -> FeatureResults | None:
+        """Active features of SAEs of the only choice; None with several choices."""
+        found: FeatureResults | None = self._only("features")
         return found
 
     @property
@@ -196,6 +208,11 @@ class Reader:
         one.lens_rows += [LensResults.from_json(each) for each in results.get("lens_rows", ())]
         if "lens" in results:
             one.lens = LensResults.from_json(results["lens"])
+        one.feature_rows += [
+            FeatureResults.from_json(each) for each in results.get("feature_rows", ())
+        ]
+        if "features" in results:
+            one.features = FeatureResults.from_json(results["features"])
         if "logits" in results:
             one.logits = LogitRows.from_json(results["logits"])
         rows = results.get("activations")

@@ -18,7 +18,7 @@ from midstream import sites
 from midstream.config.http import plain_http, read_http
 from midstream.config.reader import check_mapping, check_names, read_bool, read_choice, read_count
 from midstream.config.sinks import plain_sinks
-from midstream.config.steering import plain_steering, plain_vectors
+from midstream.config.steering import plain_saes, plain_steering, plain_vectors
 from midstream.errors import ConfigError
 from midstream.spec.capture import RETURNS, SHARDED
 from midstream.version import __version__
@@ -36,8 +36,8 @@ _LEAST = {
     "probes": 1,
     "token_ids": 1,
     "maps": 0,
-    "lens_rows": 1,
-    "lens_bytes": 0,
+    "readout_rows": 1,
+    "readout_bytes": 0,
 }
 _CHOICES = {
     "overflow": ("block", "spill", "drop"),
@@ -69,12 +69,13 @@ class Config:
         maps: maximum number of distinct matrices of `Affine(matrix=…)` in use by running requests.
             Each takes 4 · hidden² bytes on the device, in addition to `bank_rows`, and on a GPU all
             together 4 · hidden per token of a step. 0: such edits are rejected.
-        lens_rows: maximum number of rows that lenses of all running requests may read in one step:
-            positions times layers. All requests of a step wait for this work. A request that would
-            exceed it together with others waits in the front end. Generated tokens that are
-            computed again after a preemption are not counted.
-        lens_bytes: device memory for the maps of registered lenses (`llm.lenses`), taken before the
-            KV cache is sized. A lens takes width² numbers of the model's dtype for each layer.
+        readout_rows: maximum number of rows that lenses and SAEs of all running requests may read
+            in one step: positions times layers. All requests of a step wait for this work. A
+            request that would exceed it together with others waits in the front end. Generated
+            tokens that are computed again after a preemption are not counted.
+        readout_bytes: device memory on each rank for registered lenses and SAEs (`llm.lenses`,
+            `llm.saes`), taken before the KV cache is sized. A lens takes width² numbers of the
+            model's dtype for each layer, an SAE 4 · features · (width + 2) bytes.
         staging_bytes: size of the staging ring on the device, through which captured vectors are
             transferred. None: enough for every token of the largest step at every tapped site, on a
             GPU twice that (rows are transferred while the next step fills the ring), but at most
@@ -110,6 +111,8 @@ class Config:
             `{"store": {"root": "acts"}}`, or one string `"filesystem:root=acts"`.
         vectors: named vectors from the start: paths of `.safetensors`, `.npz`, `.gguf` or `.json`
             files by name, such as `{"happy": "happy.safetensors"}`.
+        saes: sparse autoencoders from the start: what `SAE.load` reads by name, such as
+            `{"layer-12": "saes/layer-12"}`. Their memory is `readout_bytes`.
         steering: server-wide edits from the start, by tier (`base`, `prompt`, `generated`), in the
             forms of `llm.steering.set`, such as `{"base": ["happy", 2.0]}`.
         http: settings of `vllm serve` for HTTP clients, see `midstream.config.http`; False:
@@ -125,8 +128,8 @@ class Config:
     probes: int = 16
     token_ids: int = 16384
     maps: int = 0
-    lens_rows: int = 16384
-    lens_bytes: int = 0
+    readout_rows: int = 16384
+    readout_bytes: int = 0
     staging_bytes: int | None = None
     on_mismatch: str = "raise"
     on_nonfinite: str = "raise"
@@ -139,6 +142,7 @@ class Config:
     tapped_model: str = "startup"
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     vectors: Mapping[str, str] = field(default_factory=dict)
+    saes: Mapping[str, str] = field(default_factory=dict)
     steering: Mapping[str, Any] = field(default_factory=dict)
     http: bool | Mapping[str, Any] = True
 
@@ -180,6 +184,8 @@ class Config:
             given["sinks"] = plain_sinks(given["sinks"])
         if "vectors" in given:
             given["vectors"] = plain_vectors(given["vectors"])
+        if "saes" in given:
+            given["saes"] = plain_saes(given["saes"])
         if "steering" in given:
             given["steering"] = plain_steering(given["steering"])
         if given.get("http", True) is not True:

@@ -1,4 +1,5 @@
-"""Parser of the settings `vectors` and `steering`: what an engine is steered with from its start.
+"""Parser of the settings `vectors` and `steering`, what an engine is steered with from its start,
+and `saes`.
 
 Only their form is checked here. Files are read, and names and layers looked up, where the engine
 starts: see `midstream.runtime.frontend.start_steering`.
@@ -17,7 +18,7 @@ from midstream.spec.operations import Edit
 from midstream.spec.vector import Vector
 
 TIER_NAMES = ("base", "prompt", "generated")
-_VECTORS, _STEERING = "midstream.vectors", "midstream.steering"
+_VECTORS, _SAES, _STEERING = "midstream.vectors", "midstream.saes", "midstream.steering"
 
 
 def plain_vectors(value: object) -> dict[str, str]:
@@ -26,17 +27,27 @@ def plain_vectors(value: object) -> dict[str, str]:
     Raises:
         ConfigError: another type, or an invalid name or path.
     """
+    return _paths(_VECTORS, value, "a .safetensors, .npz, .gguf or .json file")
+
+
+def plain_saes(value: object) -> dict[str, str]:
+    """Return the setting `saes` as {name: path of a file or folder}.
+
+    Raises:
+        ConfigError: another type, or an invalid name or path.
+    """
+    return _paths(_SAES, value, "an SAE's folder or file")
+
+
+def _paths(setting: str, value: object, what: str) -> dict[str, str]:
     found = {}
-    for name, path in check_mapping(_VECTORS, value, "a dict of files by name").items():
+    for name, path in check_mapping(setting, value, "a dict of files by name").items():
         try:
             read_name(name)
         except SpecError as error:
-            raise ConfigError(f"{_VECTORS}: name {name!r}: {error}") from None
+            raise ConfigError(f"{setting}: name {name!r}: {error}") from None
         if not isinstance(path, (str, os.PathLike)) or not (text := os.fspath(path)):
-            raise ConfigError(
-                f"{_VECTORS}.{name}: expected the path of a .safetensors, .npz, .gguf or .json "
-                f"file, got {path!r}"
-            )
+            raise ConfigError(f"{setting}.{name}: expected the path of {what}, got {path!r}")
         found[name] = str(text)
     return found
 

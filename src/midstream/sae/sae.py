@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from midstream.errors import SpecError
-from midstream.sae.saelens import CONFIG, WEIGHTS, SaeConfig, hook_tap, read_config, read_weights
+from midstream.sae.files import load_sae, sae_of
+from midstream.sae.saelens import hook_tap
 from midstream.spec.forms import LayersLike, NumberLike, PhaseLike, PositionsLike, SitesLike
 from midstream.spec.operations import Feature
 from midstream.validation import at, read_int
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
     Array = TypeVar("Array", NDArray[np.float32], Tensor)
 
-_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".npy")
+# Of layer_norm, as SAELens has it: it is added to the standard deviation.
+_EPSILON = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,19 +30,25 @@ class SAE:
     """A sparse autoencoder: a = act((x − b_dec?) W_enc + b_enc), x̂ = a W_dec + b_dec.
 
     act is ReLU; with thresholds it is a where a > threshold, else 0 (JumpReLU: Rajamanoharan et
-    al. 2024, arXiv:2407.14435). Tensors are float32, on the host.
+    al. 2024, arXiv:2407.14435); with `top_k` all but the largest become 0 (TopK: Gao et al. 2024,
+    arXiv:2406.04093). Gated and BatchTopK SAEs are JumpReLU SAEs here, which give the same.
+    Tensors are float32, on the host.
 
     Attributes:
         w_enc: [width, features].
         b_enc: [features].
-        w_dec: [features, width].
-        b_dec: [width].
+        w_dec: [features, width]; of a transcoder [features, width of its output].
+        b_dec: [width], likewise.
         threshold: [features], for JumpReLU; None for ReLU.
         apply_b_dec_to_input: whether b_dec is subtracted from x first.
         centered: whether the mean of x is subtracted first: the SAE was trained on a model whose
             residual stream TransformerLens had centered (`center_writing_weights`), as it does
             for models with LayerNorm.
         hook_name: TransformerLens's name of the hook point; None if unknown.
+        top_k: number of activations that are kept; 0: all.
+        normalize: "none", "constant_norm_rescale" (x is brought to the norm √width), or
+            "layer_norm" (to the mean 0 and the standard deviation 1), before b_dec is subtracted.
+        is_transcoder: whether what it reconstructs is another vector than it reads.
     """
 
     w_enc: Tensor = field(repr=False)
@@ -51,49 +59,47 @@ class SAE:
     apply_b_dec_to_input: bool
     centered: bool = False
     hook_name: str | None = None
+    top_k: int = 0
+    normalize: str = "none"
+    is_transcoder: bool = False
 
     @staticmethod
-    def load(path: str | os.PathLike[str], apply_b_dec_to_input: bool | None = None) -> SAE:
+    def load(
+        path: str | os.PathLike[str],
+        apply_b_dec_to_input: bool | None = None,
+        *,
+        hook_name: str | None = None,
+        input_scale: float | None = None,
+    ) -> SAE:
         """Load an SAE from a folder in the format of SAELens, or from a file of tensors.
 
         Args:
-            path: a folder with `cfg.json` and `sae_weights.safetensors`, or a safetensors file
-                with W_enc, b_enc, W_dec, b_dec and, for JumpReLU, threshold. A `cfg.json` in the
-                same folder is read too.
+            path: a folder with `cfg.json` and `sae_weights.safetensors`; a safetensors file of the
+                same tensors, where a `cfg.json` in its folder is read too; or a file `.npz` of
+                Gemma Scope, or a folder with its `params.npz`.
             apply_b_dec_to_input: whether b_dec is subtracted before the encoder. Only for a file
                 without `cfg.json`, and optional if b_dec is zero.
+            hook_name: TransformerLens's name of the hook point, such as
+                "blocks.20.hook_resid_post"; None: that of `cfg.json`.
+            input_scale: factor of the vectors, for an SAE with the normalisation
+                "expected_average_only_in": √width / their mean norm in training.
 
         Raises:
-            SpecError: the file does not exist or is not safetensors; the architecture, activation
+            SpecError: the file does not exist or is of another format; the architecture, activation
                 or normalisation is unsupported; or shapes do not match. The message starts with
                 the file and the field.
         """
-        given = Path(path)
-        weights = given / WEIGHTS if given.is_dir() else given
-        if weights.suffix != ".safetensors":
-            raise SpecError("", _not_safetensors(weights))
-        config_path = weights.with_name(CONFIG)
-        config: SaeConfig | None = None
-        try:
-            if given.is_dir() or config_path.exists():
-                with at(str(config_path)):
-                    config = read_config(config_path)
-            with at(str(weights)):
-                tensors = read_weights(weights)
-        except OSError as error:
-            raise SpecError("", f"{error.filename or weights}: {error.strerror or error}") from None
-        if config is None:
-            with at(str(weights)):
-                return _without_config(tensors, apply_b_dec_to_input)
-        if apply_b_dec_to_input is not None:
-            raise SpecError(
-                "apply_b_dec_to_input", f"already specified by {config_path}; must be omitted"
-            )
-        with at(str(config_path)):
-            _check(config, tensors)
-        return SAE(
-            *_in_order(tensors), config.apply_b_dec_to_input, config.centered, config.hook_name
-        )
+        found = SAE(**load_sae(Path(path), apply_b_dec_to_input, input_scale))
+        return found if hook_name is None else replace(found, hook_name=hook_name)
+
+    @staticmethod
+    def from_saelens(sae: Any) -> SAE:
+        """Return the SAE of an object of the package `sae_lens`, with copies of its tensors.
+
+        Raises:
+            SpecError: it is none, or is unsupported.
+        """
+        return SAE(**sae_of(sae))
 
     @property
     def width(self) -> int:
@@ -117,13 +123,20 @@ class SAE:
         import torch
 
         h = torch.as_tensor(x).to(self.w_enc)
-        if self.centered:
+        if self.centered or self.normalize == "layer_norm":
             h = h - h.mean(-1, keepdim=True)
+        if self.normalize == "constant_norm_rescale":
+            h = h * (self.width**0.5 / h.norm(dim=-1, keepdim=True))
+        elif self.normalize == "layer_norm":
+            h = h / (h.std(-1, keepdim=True) + _EPSILON)
         if self.apply_b_dec_to_input:
             h = h - self.b_dec
         found = torch.relu(h @ self.w_enc + self.b_enc)
         if self.threshold is not None:
             found = found * (found > self.threshold)
+        if 0 < self.top_k < self.num_features:
+            values, ids = found.topk(self.top_k, -1)
+            found = torch.zeros_like(found).scatter_(-1, ids, values)
         result: Array = _like(x, found)
         return result
 
@@ -135,8 +148,14 @@ class SAE:
 
         Returns:
             float32 [..., width], a tensor or array like `a`.
+
+        Raises:
+            SpecError: the vectors were normalised before they were encoded.
         """
         import torch
+
+        if self.normalize != "none":
+            raise SpecError("normalize", f"{self.normalize} cannot be undone without the vectors")
 
         result: Array = _like(a, torch.as_tensor(a).to(self.w_dec) @ self.w_dec + self.b_dec)
         return result
@@ -162,8 +181,11 @@ class SAE:
 
         Raises:
             SpecError: the feature does not exist, a field is malformed, or `layer` or `site` is
-                omitted and `hook_name` does not determine it.
+                omitted and `hook_name` does not determine it; or one feature cannot be changed: it
+                depends on others (`top_k`), on the norm of h (`normalize`), or h is not what it is
+                decoded to (a transcoder).
         """
+        self._check_edits()
         with at("index"):
             nth = read_int(index)
             if not 0 <= nth < self.num_features:
@@ -193,6 +215,29 @@ class SAE:
             exclude=exclude,
         )
 
+    def folded(self) -> tuple[Tensor, Tensor]:
+        """Return what is added to x W_enc, with b_dec folded in, and what an activation must
+        exceed, at least 0: float32 [features] each.
+        """
+        import torch
+
+        bias = self.b_enc.double()
+        if self.apply_b_dec_to_input:
+            bias = bias - self.b_dec.double() @ self.w_enc.double()
+        threshold = torch.zeros_like(self.b_enc) if self.threshold is None else self.threshold
+        return bias.float(), threshold.clamp(min=0)
+
+    def _check_edits(self) -> None:
+        why = ""
+        if self.is_transcoder:
+            why = "a transcoder's features are decoded to another vector than they are read from"
+        elif self.top_k:
+            why = "which features of a TopK SAE are active depends on all of them"
+        elif self.normalize != "none":
+            why = f"its input is normalised ({self.normalize})"
+        if why:
+            raise SpecError("", f"a feature cannot be changed by itself: {why}")
+
     def _encoder(self, index: int) -> tuple[Tensor, float]:
         """Return a feature's encoder row, float64 [width], and its bias with b_dec folded in."""
         row = self.w_enc[:, index].double()
@@ -201,57 +246,6 @@ class SAE:
             bias -= float(row @ self.b_dec.double())
         # ⟨x − mean(x), row⟩ = ⟨x, row − mean(row)⟩
         return (row - row.mean() if self.centered else row), bias
-
-
-def _in_order(
-    tensors: dict[str, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    return (
-        tensors["W_enc"].contiguous(),
-        tensors["b_enc"],
-        tensors["W_dec"],
-        tensors["b_dec"],
-        tensors.get("threshold"),
-    )
-
-
-def _without_config(tensors: dict[str, Tensor], subtract: bool | None) -> SAE:
-    if subtract is None:
-        if bool(tensors["b_dec"].any()):
-            raise SpecError(
-                "",
-                f"missing {CONFIG}, which specifies whether b_dec is subtracted from the input; "
-                "give `apply_b_dec_to_input`",
-            )
-        subtract = False
-    return SAE(*_in_order(tensors), subtract)
-
-
-def _check(config: SaeConfig, tensors: dict[str, Tensor]) -> None:
-    jumps = config.architecture == "jumprelu"
-    if jumps != ("threshold" in tensors):
-        has = "there is no tensor" if jumps else "there is a tensor"
-        raise SpecError("architecture", f"`{config.architecture}`, but {has} `threshold`")
-    width, features = tensors["W_enc"].shape
-    sizes = (("d_in", config.width, width), ("d_sae", config.features, features))
-    for name, declared, found in sizes:
-        if declared is not None and declared != found:
-            raise SpecError(name, f"{declared}, but W_enc has shape {[width, features]}")
-
-
-def _not_safetensors(path: Path) -> str:
-    if path.suffix in _PICKLES:
-        return (
-            f"{path}: {path.suffix} files are unsupported, since they can contain pickles, which "
-            "can run code; save the tensors with safetensors.torch.save_file"
-        )
-    expected = f"{path}: expected a folder with {CONFIG} and {WEIGHTS}, or a .safetensors file"
-    if path.exists():
-        return expected
-    return (
-        f"{expected}, and there is no such path; names of releases are not looked up: download the "
-        "SAE from the Hugging Face Hub first, and give its folder"
-    )
 
 
 def _like(given: Any, found: Tensor) -> Any:

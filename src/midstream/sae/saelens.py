@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
+from midstream.sae.tensors import ARCHITECTURES, Arrays, check_names, check_shapes
 from midstream.validation import at, kind, listed, read_int, read_json, show
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 CONFIG = "cfg.json"
 WEIGHTS = "sae_weights.safetensors"
-ARCHITECTURES = ("standard", "jumprelu")
+AVERAGE = "expected_average_only_in"
+NORMALIZATIONS = ("none", AVERAGE, "constant_norm_rescale", "layer_norm")
 
 # TransformerLens hooks that correspond to a site. `hook_attn_in` and `hook_mlp_in` are missing
 # because their meaning depends on the version.
@@ -37,8 +39,17 @@ HOOKS = {
 
 _HOOK = re.compile(r"blocks\.(0|[1-9][0-9]{0,4})\.([A-Za-z_.0-9]+)")
 _MAX_CONFIG_BYTES = 1 << 20
-_REQUIRED = ("W_enc", "b_enc", "W_dec", "b_dec")
-_KNOWN = (*_REQUIRED, "threshold", "scaling_factor")
+# Fields of an SAE in the layout of SAELens 6; others might change the features.
+_FIELDS = (
+    "architecture", "d_in", "d_sae", "d_out", "dtype", "device", "apply_b_dec_to_input",
+    "normalize_activations", "reshape_activations", "metadata", "k", "rescale_acts_by_decoder_norm",
+    "normalize_decoder", "activation_fn", "activation_fn_str", "activation_fn_kwargs",
+    "activation_fn_kwargs", "finetuning_scaling_factor", "hook_name", "hook_layer", "hook_point",
+    "hook_point_layer", "hook_head_index", "hook_point_head_index", "hook_name_out",
+    "hook_layer_out", "hook_head_index_out", "model_name", "model_from_pretrained_kwargs",
+    "sae_lens_version", "sae_lens_training_version", "dataset_path", "context_size", "prepend_bos",
+    "dataset_trust_remote_code", "neuronpedia_id", "seqpos_slice", "exclude_special_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +63,20 @@ class SaeConfig:
         centered: whether the SAE was trained on a model whose residual stream has mean 0
             (`center_writing_weights`).
         width, features: H and F; None if not specified.
+        top_k: number of activations that are kept; 0: all.
+        normalize: one of `NORMALIZATIONS`.
+        rescales: whether activations are multiplied by the norms of the decoder's rows.
     """
 
     architecture: str
     hook_name: str | None
     apply_b_dec_to_input: bool
-    centered: bool
-    width: int | None
-    features: int | None
+    centered: bool = False
+    width: int | None = None
+    features: int | None = None
+    top_k: int = 0
+    normalize: str = "none"
+    rescales: bool = False
 
 
 def read_config(path: Path) -> SaeConfig:
@@ -72,29 +89,49 @@ def read_config(path: Path) -> SaeConfig:
     """
     if path.stat().st_size > _MAX_CONFIG_BYTES:
         raise SpecError("", f"not a SAELens configuration: more than {_MAX_CONFIG_BYTES} bytes")
-    found = read_json(path.read_bytes())
+    return config_of(read_json(path.read_bytes()))
+
+
+def config_of(found: object) -> SaeConfig:
+    """Return the configuration of the content of a `cfg.json`.
+
+    Raises:
+        SpecError: a field is unsupported. The path is the field's.
+    """
     if not isinstance(found, dict):
         raise SpecError("", f"expected an object, got {kind(found)}")
     more = found.get("metadata", {})
     if not isinstance(more, dict):
         raise SpecError("metadata", f"expected an object, got {kind(more)}")
+    if "metadata" in found:
+        for name, value in found.items():
+            if name not in _FIELDS and value not in (None, False, "none"):
+                raise SpecError(name, "unknown field, which might change the features")
     fields = {**more, **found}
     _check_supported(fields)
     hook_name = fields.get("hook_name", fields.get("hook_point"))
     if hook_name is not None and not isinstance(hook_name, str):
         raise SpecError("hook_name", f"expected `str`, got {kind(hook_name)}")
     _check_layer(fields.get("hook_layer", fields.get("hook_point_layer")), hook_name)
-    subtract = fields.get("apply_b_dec_to_input", True)
+    architecture = str(fields.get("architecture", "standard"))
+    is_transcoder = "transcoder" in architecture
+    subtract = fields.get("apply_b_dec_to_input", not is_transcoder)
     if not isinstance(subtract, bool):
         raise SpecError("apply_b_dec_to_input", f"expected `bool`, got {kind(subtract)}")
+    if subtract and is_transcoder:
+        raise SpecError("apply_b_dec_to_input", "a transcoder's b_dec is none of its input")
     loading = fields.get("model_from_pretrained_kwargs") or {}
     return SaeConfig(
-        architecture=str(fields.get("architecture", "standard")),
+        architecture=architecture,
         hook_name=hook_name,
         apply_b_dec_to_input=subtract,
         centered=isinstance(loading, Mapping) and loading.get("center_writing_weights") is True,
         width=_size(fields, "d_in"),
         features=_size(fields, "d_sae"),
+        top_k=_top_k(fields),
+        # Older files have a bool; False means "none".
+        normalize=fields.get("normalize_activations") or "none",
+        rescales=fields.get("rescale_acts_by_decoder_norm") is True,
     )
 
 
@@ -114,30 +151,40 @@ def hook_tap(hook_name: str) -> tuple[str, int]:
     return HOOKS[match[2]], int(match[1])
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read W_enc [H, F], b_enc [F], W_dec [F, H], b_dec [H] and, if present, threshold [F].
+def read_weights(path: Path, config: SaeConfig | None) -> dict[str, Tensor]:
+    """Read the tensors of an SAE: float32, on the host.
 
-    Tensors are float32 on the host.
+    Args:
+        path: a safetensors file.
+        config: its configuration; None: there is none.
 
     Raises:
         SpecError: the file is damaged, or a tensor is missing, unknown or has a wrong shape. The
             path is the tensor's name.
         OSError: the file cannot be read.
     """
-    import torch
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            _check_names(names)
-            tensors = {name: file.get_tensor(name).to(torch.float32) for name in names}
+            check_names(list(file.keys()), None if config is None else config.architecture)
+            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise SpecError("", f"expected a safetensors file: {error}") from None
+    return checked(tensors, config)
+
+
+def checked(tensors: Arrays, config: SaeConfig | None) -> Arrays:
+    """Return the tensors that are read, if their shapes fit.
+
+    Raises:
+        SpecError: a shape does not fit, or factors would change the features.
+    """
     scaling = tensors.pop("scaling_factor", None)
     if scaling is not None and not bool((scaling == 1).all()):
         raise SpecError("scaling_factor", "unsupported; all factors must be 1")
-    _check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_shapes(shapes, config is not None and "transcoder" in config.architecture)
     return tensors
 
 
@@ -146,30 +193,52 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
     if architecture not in ARCHITECTURES:
         raise SpecError(
             "architecture",
-            f"expected one of {listed(ARCHITECTURES)}, got {_shown(architecture)}: in other "
-            "architectures a feature may depend on more than its own encoder row",
+            f"expected one of {listed(ARCHITECTURES)}, got {_shown(architecture)}: how another "
+            "architecture computes features is not known",
         )
-    activation = fields.get("activation_fn", fields.get("activation_fn_str", "relu"))
-    if activation not in ("relu", "jumprelu"):
-        raise SpecError("activation_fn", f"expected `relu`, got {_shown(activation)}")
-    # Older files have a bool; False means "none".
+    activation = _activation(fields)
+    if activation not in ("relu", "jumprelu", "topk"):
+        raise SpecError("activation_fn", f"expected `relu` or `topk`, got {_shown(activation)}")
     normalize = fields.get("normalize_activations", "none")
-    if normalize not in ("none", None, False):
+    if normalize not in (*NORMALIZATIONS, None, False) or isinstance(normalize, int) and normalize:
         raise SpecError(
             "normalize_activations",
-            f"expected `none`, got {_shown(normalize)}: fold the normalisation into the weights "
-            "and save the SAE again",
+            f"expected one of {listed(NORMALIZATIONS)}, got {_shown(normalize)}",
         )
+    rescales = fields.get("rescale_acts_by_decoder_norm")
+    if rescales and architecture not in ("topk", "batchtopk", "matryoshka_batchtopk"):
+        raise SpecError("rescale_acts_by_decoder_norm", f"expected False, got {_shown(rescales)}")
     for name, right in (
         ("reshape_activations", "none"),
         ("finetuning_scaling_factor", False),
-        ("rescale_acts_by_decoder_norm", False),
+        ("normalize_decoder", False),
         ("hook_head_index", None),
         ("hook_point_head_index", None),
     ):
         value = fields.get(name)
-        if value is not None and value != right:
+        # Of a standard SAE it says how it was trained: its files have the decoder as it is.
+        is_training = name == "normalize_decoder" and architecture != "gated"
+        if value is not None and value != right and not is_training:
             raise SpecError(name, f"expected {_shown(right)}, got {_shown(value)}")
+
+
+def _activation(fields: Mapping[str, Any]) -> object:
+    return fields.get("activation_fn", fields.get("activation_fn_str", "relu"))
+
+
+def _top_k(fields: Mapping[str, Any]) -> int:
+    """Return the number of activations that are kept; 0: all."""
+    if fields.get("architecture") != "topk" and _activation(fields) != "topk":
+        return 0
+    given = fields.get("activation_fn_kwargs") or {}
+    value = fields.get("k", given.get("k") if isinstance(given, Mapping) else None)
+    with at("k"):
+        if value is None:
+            raise SpecError("", "missing: how many activations a TopK SAE keeps")
+        found = read_int(value)
+        if found < 1:
+            raise SpecError("", f"expected at least 1, got {found}")
+        return found
 
 
 def _check_layer(layer: object, hook_name: str | None) -> None:
@@ -180,39 +249,6 @@ def _check_layer(layer: object, hook_name: str | None) -> None:
     with at("hook_layer"):
         if match is not None and int(match[1]) != read_int(layer):
             raise SpecError("", f"{layer} contradicts `hook_name`, {show(hook_name)}")
-
-
-def _check_names(names: list[str]) -> None:
-    for name in _REQUIRED:
-        if name not in names:
-            raise SpecError("", f"missing tensor `{name}`; found {listed(sorted(names)[:8])}")
-    for name in names:
-        if name not in _KNOWN:
-            raise SpecError(
-                "",
-                f"unknown tensor {show(name)}, which might change the features; expected "
-                f"{listed(_KNOWN)}",
-            )
-
-
-def _check_shapes(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    encoder = shapes["W_enc"]
-    if len(encoder) != 2:
-        raise SpecError("W_enc", f"expected shape [width, features], got {list(encoder)}")
-    width, features = encoder
-    wanted = {
-        "b_enc": (features,),
-        "W_dec": (features, width),
-        "b_dec": (width,),
-        "threshold": (features,),
-    }
-    for name, shape in wanted.items():
-        if name in shapes and shapes[name] != shape:
-            raise SpecError(
-                name,
-                f"expected shape {list(shape)} to match W_enc {list(encoder)}, got "
-                f"{list(shapes[name])}",
-            )
 
 
 def _size(fields: Mapping[str, Any], name: str) -> int | None:

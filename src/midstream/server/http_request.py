@@ -29,6 +29,7 @@ class ChoiceUpdate:
         rows: partial rows received since the last update, without overlap.
         attention: partial rows of attention, likewise.
         lens: partial rows of lenses, likewise.
+        features: partial rows of SAEs, likewise.
         final: vLLM's CompletionOutput, once the choice has ended; else None.
         request_id: vLLM's request id.
     """
@@ -37,6 +38,7 @@ class ChoiceUpdate:
     rows: list[Any] = field(default_factory=list)
     attention: list[Any] = field(default_factory=list)
     lens: list[Any] = field(default_factory=list)
+    features: list[Any] = field(default_factory=list)
     final: Any = None
     request_id: str = ""
 
@@ -150,3 +152,5 @@ class RequestContext:
             update.attention.append(completion.attention)
         if completion.lens is not None:
             update.lens.append(completion.lens)
+        if completion.features is not None:
+            update.features.append(completion.features)

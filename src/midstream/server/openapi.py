@@ -125,6 +125,7 @@ def _response_schema() -> dict[str, Any]:
                 "description": "Captured rows as safetensors: in base64, or the URL to fetch.",
             },
             "attention": {"type": "array", "description": "Attention weights, by layer."},
+            "features": {"type": "object", "description": "Active features, by name."},
             "lens": {"type": "object", "description": "Tokens of layers, by name of the lens."},
             "logits": {"type": "object", "description": "Logits of the positions asked for."},
             "captures": {"type": "object", "description": "Result of storing the rows, by sink."},

@@ -16,6 +16,7 @@ from midstream.errors import HttpError
 from midstream.results.activations import Activations, groups_of, owns_memory, rows_after
 from midstream.results.attention import AttentionResults
 from midstream.results.attention_json import nbytes_of, to_json
+from midstream.results.features import FeatureResults
 from midstream.results.lens import LensResults
 from midstream.results.logits import LogitRows
 from midstream.results.probe_scores import Probes
@@ -23,8 +24,7 @@ from midstream.results.serialization import PackedRows, pack
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.sites import ENDS, Tap
-from midstream.spec.attention import Attention
-from midstream.spec.lens import Lens
+from midstream.spec.attention import is_vectors
 from midstream.spec.selection import Layers
 from midstream.spec.sink_target import MEMORY
 
@@ -85,6 +85,10 @@ class ResultEncoder:
             encoded["lens_rows"] = [self._lens(each) for each in update.lens]
         if update.final is not None and update.final.lens is not None:
             encoded["lens"] = self._lens(update.final.lens)
+        if update.features:
+            encoded["feature_rows"] = [self._features(each) for each in update.features]
+        if update.final is not None and update.final.features is not None:
+            encoded["features"] = self._features(update.final.features)
         if update.final is not None and update.final.logits is not None:
             encoded["logits"] = self._logits(update.final.logits)
         if update.final is not None:
@@ -113,6 +117,10 @@ class ResultEncoder:
     def _lens(self, results: LensResults) -> dict[str, Any]:
         fewer = "fewer positions, layers or tokens"
         self._check_inline("lens", sum(rows.nbytes for rows in results.values()), fewer)
+        return results.to_json()
+
+    def _features(self, results: FeatureResults) -> dict[str, Any]:
+        self._check_inline("features", results.nbytes, "fewer positions, or a smaller `top`")
         return results.to_json()
 
     def _logits(self, rows: LogitRows) -> dict[str, Any]:
@@ -213,7 +221,7 @@ def _streamed(context: RequestContext, rows: Activations) -> list[Tap]:
     """Return the taps whose rows a stream has as they are computed."""
     plan = context.request_field.plan
     given = () if plan is None else plan.captures
-    captures = [one for one in given if one.stream and not isinstance(one, (Attention, Lens))]
+    captures = [one for one in given if one.stream and is_vectors(one)]
     return [
         (site, layer)
         for site, layer in rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import CapturedRows
+from midstream.spec.features import Features
 from midstream.spec.instructions import Instruction
 from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
@@ -54,6 +55,7 @@ __all__ = [
     "Edit",
     "Entropy",
     "Feature",
+    "Features",
     "Gate",
     "Instruction",
     "Layers",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.capture import Capture
+from midstream.spec.features import Features
 from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike
 from midstream.spec.lens import Lens, is_lens
 from midstream.spec.logits import Logits
@@ -181,7 +182,7 @@ class Attention(Capture):
 
 
 def parse_capture(value: object) -> Capture:
-    """Read a Capture, an Attention, a Lens, a Logits, or the dict of one.
+    """Read a Capture, an Attention, a Features, a Lens, a Logits, or the dict of one.
 
     Raises:
         SpecError: a field is unknown, missing or malformed.
@@ -189,12 +190,19 @@ def parse_capture(value: object) -> Capture:
     is_attention = isinstance(value, Mapping) and ("reduce" in value or "queries" in value)
     if is_attention or isinstance(value, Attention):
         return Attention.parse(value)
+    if (isinstance(value, Mapping) and "sae" in value) or isinstance(value, Features):
+        return Features.parse(value)
     if (isinstance(value, Mapping) and is_lens(value)) or isinstance(value, Lens):
         return Lens.parse(value)
     is_logits = isinstance(value, Mapping) and ("top" in value or "tokens" in value)
     if is_logits or isinstance(value, Logits):
         return Logits.parse(value)
     return Capture.parse(value)
+
+
+def is_vectors(capture: Capture) -> bool:
+    """Return whether a capture returns vectors, and nothing that is made of them."""
+    return not isinstance(capture, (Attention, Features, Lens, Logits))
 
 
 def read_reduction(value: object) -> Reduction:

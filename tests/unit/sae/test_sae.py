@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.formulas import apply
+from support.sae_oracle import KINDS, RandomSae
 
 from midstream.errors import SpecError
 from midstream.sae.sae import SAE
@@ -218,24 +220,28 @@ def test_a_feature_that_is_not_there_is_refused(tmp_path, index):
 @pytest.mark.parametrize(
     ("change", "field", "problem"),
     [
-        ({"architecture": "gated"}, "architecture", "`standard`, `jumprelu`, got 'gated'"),
-        ({"architecture": "topk"}, "architecture", "got 'topk'"),
-        ({"architecture": "transcoder"}, "architecture", "got 'transcoder'"),
+        ({"architecture": "temporal"}, "architecture", "`standard`, `jumprelu`, .*got 'temporal'"),
+        ({"architecture": "batchtopk"}, "architecture", "`batchtopk`, but there is no tensor"),
+        ({"architecture": "topk"}, "k", "missing: how many"),
+        ({"architecture": "topk", "k": 0}, "k", "at least 1, got 0"),
+        ({"architecture": "transcoder"}, "apply_b_dec_to_input", "b_dec is none of its input"),
+        ({"rescale_acts_by_decoder_norm": True}, "rescale_acts_by_decoder_norm", "got True"),
+        ({"metadata": {}, "new": 1}, "new", "unknown field, which might change the features"),
         ({"architecture": 3}, "architecture", "got 3"),
         (
             {"architecture": "jumprelu"},
             "architecture",
             "`jumprelu`, but there is no tensor `threshold`",
         ),
-        ({"activation_fn_str": "topk"}, "activation_fn", "expected `relu`, got 'topk'"),
+        ({"activation_fn_str": "topk"}, "k", "missing"),
         ({"activation_fn": "tanh-relu"}, "activation_fn", "got 'tanh-relu'"),
-        ({"normalize_activations": "layer_norm"}, "normalize_activations", "got 'layer_norm'"),
+        ({"normalize_activations": "batch"}, "normalize_activations", "`none`.*, got 'batch'"),
         (
             {"normalize_activations": "expected_average_only_in"},
             "normalize_activations",
-            "expected `none`, got 'expected_average_only_in'",
+            "does not have the factor; give `input_scale`",
         ),
-        ({"normalize_activations": True}, "normalize_activations", "expected `none`, got True"),
+        ({"normalize_activations": True}, "normalize_activations", "one of `none`.*, got True"),
         ({"reshape_activations": "hook_z"}, "reshape_activations", "got 'hook_z'"),
         ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor", "got True"),
         ({"hook_head_index": 0}, "hook_head_index", "expected `None`, got 0"),
@@ -311,3 +317,101 @@ def test_a_damaged_file_is_refused(tmp_path):
 def test_a_folder_without_its_files_is_refused(tmp_path):
     with pytest.raises(SpecError, match="cfg.json: No such file"):
         SAE.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_architecture_encodes_as_its_formulas_do(tmp_path, kind):
+    given = RandomSae(kind, 24, 60, "blocks.1.hook_resid_post")
+    sae = SAE.load(given.write(tmp_path))
+    x = torch.randn(40, 24, generator=torch.Generator().manual_seed(2))
+    active = given.encode(x)
+    assert 0 < (active > 0).sum() < active.numel()
+    assert torch.allclose(sae.encode(x).double(), active, atol=1e-5)
+    assert sae.hook_name == "blocks.1.hook_resid_post"
+    if sae.top_k or sae.is_transcoder or sae.normalize != "none":
+        with pytest.raises(SpecError, match="a feature cannot be changed by itself"):
+            sae.feature(0, value=1)
+    else:
+        assert sae.feature(0, value=1).layers.indices == (1,)
+    if sae.normalize != "none":
+        with pytest.raises(SpecError, match="cannot be undone"):
+            sae.decode(active)
+
+
+def test_changing_a_feature_of_a_gated_sae_keeps_the_others(tmp_path):
+    given = RandomSae("gated", WIDTH, FEATURES, "blocks.1.hook_resid_post")
+    sae = SAE.load(given.write(tmp_path))
+    x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    active = given.encode(x).numpy()
+    assert 0 < (active > 0).sum() < active.size
+    for index in range(FEATURES):
+        found = apply(sae.feature(index, "ablate"), x)
+        wanted = x.numpy() - active[:, index : index + 1] * sae.w_dec[index].double().numpy()
+        assert np.allclose(found, wanted, atol=1e-4)
+
+
+def test_activations_that_are_multiplied_by_norms_are_decoded_by_rows_of_norm_one(tmp_path):
+    given = RandomSae("topk of norms", 24, 60, "blocks.1.hook_resid_post")
+    sae = SAE.load(given.write(tmp_path))
+    active = given.encode(torch.randn(4, 24))
+    rows = given.tensors["W_dec"].double()
+    wanted = active @ (rows / rows.norm(dim=1, keepdim=True)) + given.tensors["b_dec"].double()
+    assert torch.allclose(sae.decode(active).double(), wanted, atol=1e-5)
+
+
+def test_a_mean_norm_is_a_factor_of_the_input(tmp_path):
+    given = RandomSae("standard", 24, 60, "blocks.1.hook_resid_post")
+    x = torch.randn(4, 24)
+    active = given.encode(0.25 * x)
+    given.config["normalize_activations"] = "expected_average_only_in"
+    sae = SAE.load(given.write(tmp_path), input_scale=0.25)
+    assert torch.allclose(sae.encode(x).double(), active, atol=1e-5)
+    decoded = active @ given.tensors["W_dec"].double() + given.tensors["b_dec"].double()
+    assert torch.allclose(sae.decode(active).double(), decoded / 0.25, atol=1e-4)
+
+
+def test_files_of_gemma_scope_are_read(tmp_path):
+    given = RandomSae("jumprelu", 24, 60, "blocks.1.hook_resid_post")
+    path = given.write_npz(tmp_path / "params.npz")
+    x = torch.randn(4, 24)
+    for one in (path, tmp_path):
+        sae = SAE.load(one, hook_name="blocks.20.hook_resid_post")
+        assert torch.allclose(sae.encode(x).double(), given.encode(x), atol=1e-5)
+        assert sae.feature(0, value=1).layers.indices == (20,)
+    del given.tensors["threshold"]
+    with pytest.raises(SpecError, match=r"params\.npz\.architecture: .*no tensor `threshold`"):
+        SAE.load(given.write_npz(path))
+    np.savez(path, W_enc=np.array([object()]))
+    with pytest.raises(SpecError, match=r"params\.npz: missing tensor `b_enc`"):
+        SAE.load(path)
+    given.tensors["threshold"] = torch.ones(60)
+    arrays = {name: tensor.numpy() for name, tensor in given.tensors.items()}
+    np.savez(path, **arrays | {"W_enc": np.array([object()])})
+    with pytest.raises(SpecError, match=r"params\.npz: expected a \.npz file of arrays"):
+        SAE.load(path)
+
+
+@pytest.mark.parametrize("kind", ["gated", "topk", "jumprelu", "skip"])
+def test_objects_of_sae_lens_are_read(kind):
+    """As they are used here: `cfg.to_dict()` with `metadata`, and `state_dict()`."""
+    given = RandomSae(kind, 24, 60, "blocks.1.hook_resid_post")
+    fields = {name: value for name, value in given.config.items() if name != "hook_name"}
+    fields["metadata"] = SimpleNamespace(hook_name=given.config["hook_name"])
+    architecture = fields.pop("architecture")
+    config = SimpleNamespace(to_dict=lambda: fields, architecture=lambda: architecture)
+    sae = SAE.from_saelens(SimpleNamespace(cfg=config, state_dict=lambda: given.tensors))
+    x = torch.randn(4, 24)
+    assert torch.allclose(sae.encode(x).double(), given.encode(x), atol=1e-5)
+    assert sae.hook_name == "blocks.1.hook_resid_post"
+    with pytest.raises(SpecError, match="expected an SAE of the package sae_lens, got `str`"):
+        SAE.from_saelens("gpt2-small")
+
+
+def test_what_a_gated_sae_lacks_is_refused_by_name(tmp_path):
+    given = RandomSae("gated", 24, 60, "blocks.1.hook_resid_post")
+    given.config["normalize_decoder"] = True
+    with pytest.raises(SpecError, match="normalize_decoder: expected False, got True"):
+        SAE.load(given.write(tmp_path))
+    del given.config["normalize_decoder"], given.tensors["r_mag"]
+    with pytest.raises(SpecError, match="missing tensor `r_mag`"):
+        SAE.load(given.write(tmp_path))

@@ -29,11 +29,14 @@ from midstream.runtime.frontend.request.budget import (
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan, other_args
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
+from midstream.runtime.frontend.request.readouts import Registries
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.frontend.request.sink_routes import routes_of
 from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
+from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.start_steering import set_steering
+from midstream.runtime.frontend.weight_memory import WeightMemory
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
 from midstream.runtime.protocol.rpc import IntegrityReport
 from midstream.sinks.server_captures import ServerCaptures
@@ -75,10 +78,10 @@ class BaseFrontEnd:
         weakref.finalize(self, self.sinks.close)
         self._needs: dict[str, Need] = {}
         self._resolver = PlanResolver(info, engine)
-        self.lenses = LensRegistry(
-            found.lens_bytes, info.shape, self._is_used, self._resolver.forget
-        )
-        self._resolver.lenses = self.lenses
+        self.weights = WeightMemory(found.readout_bytes, self._is_used, self._resolver.forget)
+        self.lenses = LensRegistry(self.weights, info.shape)
+        self.saes = SaeRegistry(self.weights, info.shape)
+        self._resolver.registries = Registries(self.lenses, self.saes)
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
         self._row_limits = [row_limit(workers, found) for workers in self._workers]
@@ -96,9 +99,9 @@ class BaseFrontEnd:
         # Pooling requests have an output_kind as well, but no tokens to generate.
         return is_for_all and hasattr(params, "max_tokens")
 
-    def _is_used(self, lens: str) -> bool:
-        """Return whether a running request uses a registered lens."""
-        return any(lens in need.lenses for need in self._needs.values())
+    def _is_used(self, weights: tuple[str, str]) -> bool:
+        """Return whether a running request reads registered weights, (kind, name)."""
+        return any(weights in need.weights for need in self._needs.values())
 
     def check_id(self, request_id: str) -> None:
         """Check that a request without a plan does not have the id of a running one with a plan.
@@ -163,7 +166,7 @@ class BaseFrontEnd:
         if own is not None:
             self._check_streams(own, kind)
         one = prepared.need
-        need = replace(one, rows=one.rows * params.n, lens_rows=one.lens_rows * params.n)
+        need = replace(one, rows=one.rows * params.n, readout_rows=one.readout_rows * params.n)
         chosen = self._chosen_replica(request)
         limits = self._row_limits if chosen is None else [self._row_limits[chosen]]
         check_rows(need, max(limits, key=lambda one: one.limit or 0))

@@ -113,7 +113,9 @@ class FrontEnd(BaseFrontEnd):
         self._is_sleeping: Callable[[], bool] = engine.is_sleeping
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
-        self.lenses.write = self._call
+        self.weights.write = self._call
+        for message in self.saes.from_settings(engine.vllm_config):
+            self._call(message)
         self._reporter = ReceiptReporter(self._config)
         self._reports = True
         self._outputs = engine.output_processor

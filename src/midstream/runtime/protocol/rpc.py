@@ -217,8 +217,8 @@ class ReadParameter(RpcRequest[ParameterRows], frozen=True):
     answer: ClassVar[type[ProtocolMessage]] = ParameterRows
 
 
-class WriteLenses(RpcRequest[Acknowledged], frozen=True):
-    """Write into the memory for maps of lenses.
+class WriteWeights(RpcRequest[Acknowledged], frozen=True):
+    """Write into the memory for registered weights: maps of lenses, and encoders of SAEs.
 
     Attributes:
         offset: first byte.
@@ -254,7 +254,7 @@ _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
         DiscardData,
         ReleaseRequests,
         ReadParameter,
-        WriteLenses,
+        WriteWeights,
         ReadUsage,
         CheckIntegrity,
     )

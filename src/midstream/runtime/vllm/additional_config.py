@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from midstream.compat.act_environment import (
@@ -54,7 +55,7 @@ def with_midstream(
 
 
 # Settings that do not change what is compiled.
-_UNHASHED = ("sinks", "steering", "vectors")
+_UNHASHED = ("saes", "sinks", "steering", "vectors")
 
 
 class Settings(dict[str, Any]):
@@ -67,6 +68,7 @@ class Settings(dict[str, Any]):
     Attributes:
         sinks: the sinks' settings, as `plain_sinks` returns them.
         vectors: files of named vectors, as `plain_vectors` returns them.
+        saes: files of sparse autoencoders, as `plain_saes` returns them.
         steering: server-wide edits by tier, as `plain_steering` returns them.
         replicas: number of engines of this front end on this machine, known once vLLM has completed
             its settings. vLLM does not tell its engines.
@@ -82,6 +84,7 @@ class Settings(dict[str, Any]):
         super().__init__({name: value for name, value in plain.items() if name not in _UNHASHED})
         self.sinks: Mapping[str, Mapping[str, Any]] = plain["sinks"]
         self.vectors: Mapping[str, str] = plain["vectors"]
+        self.saes: Mapping[str, str] = plain["saes"]
         self.steering: Mapping[str, Any] = plain["steering"]
         self.replicas = replicas
 
@@ -91,7 +94,8 @@ class Settings(dict[str, Any]):
 
 
 def check_steering(settings: Settings) -> None:
-    """Check vector files and server-wide edits before the engine starts, which takes a while.
+    """Check files of vectors and server-wide edits before the engine starts, which takes a while.
+    Of SAEs, which are large, only that there is one.
 
     Names, layers and sizes are checked when the model is known.
 
@@ -103,6 +107,9 @@ def check_steering(settings: Settings) -> None:
             read_json_file(path) if is_json_file(path) else read_file(path)
         except SpecError as error:
             raise ConfigError(f"{KEY}.vectors.{name}: {error}") from None
+    for name, path in settings.saes.items():
+        if not Path(path).exists():
+            raise ConfigError(f"{KEY}.saes.{name}: there is no file or folder {path!r}")
     for tier, value in settings.steering.items():
         try:
             read_tier(value, TIERS[tier])

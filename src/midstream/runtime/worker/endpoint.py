@@ -34,7 +34,7 @@ from midstream.runtime.protocol.rpc import (
     RunningScores,
     UpdateVectors,
     WorkerUsage,
-    WriteLenses,
+    WriteWeights,
     read_request,
 )
 from midstream.runtime.protocol.runs import joined
@@ -56,6 +56,7 @@ from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
 from midstream.runtime.worker.rank_agreement import all_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
+from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_index import RowBlock, Scores
@@ -111,11 +112,8 @@ class WorkerEndpoint:
             embeds_given=_gets_embeddings(runner, vllm_config),
         )
         self._taps = _choose_taps(self._decoder, config)
-        last = self._decoder.num_layers - 1
-        has_last = any(layer.index == last for layer in self._decoder.layers)
-        self._lens = RankLens(
-            model, config.lens_bytes, vllm_config.model_config.dtype, runner.device, has_last
-        )
+        self._weights = RankWeights(config.readout_bytes, runner.device)
+        self._lens = RankLens(model, self._weights, vllm_config.model_config.dtype)
         self._hidden_size: int = vllm_config.model_config.get_hidden_size()
         inner = self._decoder.inner
         widths = {
@@ -136,7 +134,7 @@ class WorkerEndpoint:
             model, self._decoder, self._taps, self._buffers, vllm_config, config
         )
         check_drafter(runner)
-        _count_memory(runner, self._buffers.nbytes + self._lens.maps.nbytes)
+        _count_memory(runner, self._buffers.nbytes + self._weights.nbytes)
         self._max_tokens = self._buffers.tokens.shape[0]
         device = self._buffers.ring.device.type
         workers = parallel.world_size * replicas_of(vllm_config)
@@ -169,6 +167,7 @@ class WorkerEndpoint:
                 # As it is before biases are added to what it returns.
                 head=_head(model, vllm_config),
                 lens=self._lens,
+                weights=self._weights,
             ),
         )
         if self._session.bias is not None:
@@ -225,8 +224,8 @@ class WorkerEndpoint:
                     pass
                 for uid in request.uids:
                     self._results.release(uid)
-            case WriteLenses():
-                self._lens.write(request.offset, request.data)
+            case WriteWeights():
+                self._weights.write(request.offset, request.data)
             case ReadParameter():
                 return self._read_parameter(request)
             case ReadUsage():

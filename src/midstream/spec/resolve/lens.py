@@ -13,6 +13,8 @@ from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.shape import ModelShape
 
 LENS = "lens"
+# Kinds of results that have names.
+_WORDS = {"lens": "a lens", "features": "a `Features`"}
 
 
 def resolve_lens(lens: Lens, source: int, where: Where, shape: ModelShape) -> ResolvedCapture:
@@ -46,20 +48,21 @@ def resolve_lens(lens: Lens, source: int, where: Where, shape: ModelShape) -> Re
 
 
 def check_names(captures: Sequence[ResolvedCapture]) -> None:
-    """Check that no two lenses have one name.
+    """Check that no two lenses have one name, and no two read-outs of SAEs.
 
     Raises:
         SpecError: two have.
     """
     seen: dict[str, int] = {}
     for capture in captures:
-        if capture.pattern is None or capture.pattern.kind != "lens":
+        if capture.pattern is None or capture.pattern.kind not in _WORDS:
             continue
         other = seen.setdefault(capture.taps[0][0], capture.source)
         if other != capture.source:
             raise SpecError(
                 f"capture[{capture.source}].name",
-                f"capture[{other}] is a lens of this name too; give one of them another `name`",
+                f"capture[{other}] is {_WORDS[capture.pattern.kind]} of this name too; give one of "
+                "them another `name`",
             )
 
 

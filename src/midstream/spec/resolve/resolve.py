@@ -10,6 +10,7 @@ from midstream.ops.layout import Flags, Op, limit_of
 from midstream.sites import Tap, order
 from midstream.spec.attention import Attention, queries_named
 from midstream.spec.capture import Capture
+from midstream.spec.features import Features
 from midstream.spec.heads import head_size
 from midstream.spec.instructions import Instruction
 from midstream.spec.lens import Lens
@@ -27,6 +28,7 @@ from midstream.spec.resolve.attention import (
     resolve_attention_probe,
 )
 from midstream.spec.resolve.biases import bias_of, check_sampled, with_switch
+from midstream.spec.resolve.features import resolve_features
 from midstream.spec.resolve.lens import check_names, resolve_lens
 from midstream.spec.resolve.logits import check_logits, resolve_logits
 from midstream.spec.resolve.resolved import (
@@ -158,6 +160,8 @@ class _Resolver:
             return resolve_attention(capture, source, where, *given)
         if isinstance(capture, Logits):
             return resolve_logits(capture, source, self._select(capture.positions), self._shape)
+        if isinstance(capture, Features):
+            return resolve_features(capture, source, self._select(capture.positions), self._shape)
         if isinstance(capture, Lens):
             return resolve_lens(capture, source, self._select(capture.positions), self._shape)
         taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")

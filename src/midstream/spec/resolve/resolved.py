@@ -76,8 +76,9 @@ class ResolvedEdit:
 
 
 PatternKind = Literal[
-    "top", "mass", "entropy", "full", "scores", "logits_top", "logits_of", "logits_all", "lens"
-]
+    "top", "mass", "entropy", "full", "scores", "logits_top", "logits_of", "logits_all", "lens",
+    "features",
+]  # fmt: skip
 
 
 class LensMap(NamedTuple):
@@ -94,10 +95,32 @@ class LensMap(NamedTuple):
     adds: bool = False
 
 
+class SaeEncoder(NamedTuple):
+    """The encoder of an SAE in the memory that the workers have for registered weights: float32.
+
+    Attributes:
+        matrix: number of the first element of W_enc, [width, features].
+        features: their number.
+        bias, threshold: of the first element of what is added to x W_enc, and of what an activation
+            must exceed, [features] each.
+        top_k: number of the largest activations that are kept; 0: all.
+        normalize: what is done to x before; see `SAE`.
+        centered: whether the mean of x is subtracted before that.
+    """
+
+    matrix: int
+    features: int
+    bias: int
+    threshold: int
+    top_k: int = 0
+    normalize: str = "none"
+    centered: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What the rows of an `Attention` have for each query and head, or those of a `Logits` or of a
-    layer of a `Lens`: numbers of 4 bytes.
+    """What the rows of an `Attention` have for each query and head, or those of a `Logits`, a
+    `Features` or of a layer of a `Lens`: numbers of 4 bytes.
 
     Attributes:
         kind: the reduction, or which logits.
@@ -105,14 +128,18 @@ class Pattern:
             `scores`, those of so many keys; of `mass` and `entropy` 1. Of logits, all numbers:
             those of `logits_top` are k token ids as int32, and k logits; the last is
             ln Σ exp(logit). Those of `lens` are k token ids and k logits, the logits of the tokens
-            and their ranks as int32, and likewise the last.
+            and their ranks as int32, and likewise the last. Those of `features` are k ids as int32
+            and k activations, those of the chosen features, and the number of active features as
+            int32.
         keys: of `mass`, the positions of the keys; of `logits_of`, the tokens; of `lens`, each
-            token by itself, in the order of the request.
+            token by itself, in the order of the request; of `features`, likewise the features.
         heads: the query heads that are computed, ascending; empty: all.
         reads: for each tap of the capture, the tap at which its queries are read; of logits,
-            `final_norm`; of a lens, the stream.
+            `final_norm`; of a lens, the stream; of
+            features, what the SAE reads.
         counts: for each of these, the number of heads that are computed, over all ranks.
         maps: of a lens that was registered, the map of each of these; else empty.
+        encoder: of features, that of the SAE.
     """
 
     kind: PatternKind
@@ -122,6 +149,7 @@ class Pattern:
     reads: tuple[Tap, ...]
     counts: tuple[int, ...]
     maps: tuple[LensMap, ...] = ()
+    encoder: SaeEncoder | None = None
 
     @property
     def of_logits(self) -> bool:
@@ -188,13 +216,13 @@ class ResolvedCapture:
     """One capture: its taps and positions.
 
     Attributes:
-        taps: in the order of a forward pass. Those of an `Attention`, a `Lens` or a `Logits` are
-            no taps of the engine: a site that begins with "attention", "lens" or "logits", and the
-            layer.
+        taps: in the order of a forward pass. Those of an `Attention`, a `Features`, a `Lens` or
+            a `Logits` are no taps of the engine: a site that begins with "attention", "features",
+            "lens" or "logits", and the layer.
         where: the positions.
         source: index of the plan's capture; negative: of the server-wide captures, whose last is
             −1.
-        pattern: of an `Attention`, `Lens` or `Logits`, what its rows are; else None.
+        pattern: of an `Attention`, `Features`, `Lens` or `Logits`, what its rows are; else None.
     """
 
     taps: tuple[Tap, ...]

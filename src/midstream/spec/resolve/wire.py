@@ -29,6 +29,7 @@ from midstream.spec.resolve.resolved import (
     ResolvedEdit,
     ResolvedPlan,
     ResolvedProbe,
+    SaeEncoder,
     SlottedPattern,
     Steps,
 )
@@ -320,10 +321,14 @@ def _check_pattern(pattern: Pattern, taps: int) -> None:
     with at("pattern"):
         if len(pattern.reads) != taps or len(pattern.counts) != taps:
             raise SpecError("", f"expected the queries and heads of {taps} taps")
-        # Of a lens, each token is a range, in the order of the request.
-        is_lens = pattern.kind == "lens"
-        for ranges in [(each,) for each in pattern.keys] if is_lens else [pattern.keys]:
+        # Of these, each token or feature is a range, in the order of the request.
+        is_each = pattern.kind in ("lens", "features")
+        for ranges in [(each,) for each in pattern.keys] if is_each else [pattern.keys]:
             _check_ranges(ranges)
+        if (pattern.encoder is None) == (pattern.kind == "features"):
+            raise SpecError("encoder", "expected one of features, and of nothing else")
+        if pattern.encoder is not None:
+            _check_encoder(pattern.encoder, pattern)
         if pattern.maps and len(pattern.maps) != taps:
             raise SpecError("maps", f"expected the maps of {taps} taps")
         for one in pattern.maps:
@@ -333,6 +338,17 @@ def _check_pattern(pattern: Pattern, taps: int) -> None:
             _check_int("size", number, 1)
         for head in pattern.heads:
             _check_int("heads", head)
+
+
+def _check_encoder(encoder: SaeEncoder, pattern: Pattern) -> None:
+    _check_int("encoder", encoder.features, 1)
+    for number in (encoder.matrix, encoder.bias, encoder.threshold, encoder.top_k):
+        _check_int("encoder", number)
+    chosen = len(pattern.keys)
+    if (pattern.size - 1 - chosen) % 2 or (pattern.size - 1 - chosen) // 2 > encoder.features:
+        raise SpecError("size", "expected at most as many features as the SAE has")
+    if any(first >= encoder.features for first, _ in pattern.keys):
+        raise SpecError("keys", "expected features of the SAE")
 
 
 def _check_bias(bias: ResolvedBias) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from midstream import BusyError, JacobianLens, SpecError, TunedLens
 from midstream.runtime.frontend.lens_registry import LensRegistry
+from midstream.runtime.frontend.weight_memory import WeightMemory
 from midstream.spec import ModelShape
 from midstream.spec.resolve.resolved import LensMap
 
@@ -22,7 +23,8 @@ class Fixture:
         self.used: set[str] = set()
         self.changes = 0
         shape = ModelShape(LAYERS, WIDTH, [("resid_post", 0)])
-        self.registry = LensRegistry(nbytes, shape, self.used.__contains__, self.change)
+        memory = WeightMemory(nbytes, lambda read: read[1] in self.used, self.change)
+        self.registry = LensRegistry(memory, shape)
 
     def change(self) -> None:
         self.changes += 1
@@ -63,7 +65,7 @@ def test_memory_of_a_lens_that_is_gone_is_taken_again() -> None:
     engine.register("a", jacobian(0))
     engine.register("b", jacobian(0))
     engine.register("c", jacobian(0))
-    with pytest.raises(SpecError, match=r"take 64 bytes, .* lens_bytes is 192, of which 192 are"):
+    with pytest.raises(SpecError, match="take 64 bytes, .* readout_bytes is 192, of which 192"):
         engine.register("d", jacobian(0))
     engine.registry.remove("b")
     with pytest.raises(SpecError, match="take 128 bytes"):
@@ -75,7 +77,7 @@ def test_memory_of_a_lens_that_is_gone_is_taken_again() -> None:
     engine.register("d", jacobian(0, seed=6))
     assert engine.registry.maps_of("d", [1]) == (found,)
     assert torch.equal(engine.at(16, 16).view(4, 4), jacobian(0, seed=6).matrices[1])
-    with pytest.raises(SpecError, match=r"setting lens_bytes is 0, of which 0"):
+    with pytest.raises(SpecError, match=r"setting readout_bytes is 0, of which 0"):
         Fixture(0).register("a", jacobian(0))
 
 

@@ -115,6 +115,8 @@ READ = {
             "heads": [2],
             "reads": [["rot_q", 3]],
             "counts": [1],
+            "maps": [],
+            "encoder": None,
         },
         4,
     ],

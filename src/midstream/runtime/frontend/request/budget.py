@@ -45,15 +45,15 @@ class Need:
         rows: bytes of captured rows, at most, until they are fetched; where ranks share rows, those
             of one rank.
         vectors: what the plan's bytes name by digest, and the workers must store meanwhile.
-        lens_rows: rows, positions times layers, that lenses read in a step at most.
-        lenses: names of the registered lenses that it uses.
+        readout_rows: rows, positions times layers, that lenses and SAEs read in a step at most.
+        weights: (kind, name) of the registered weights that it reads.
     """
 
     kinds: dict[str, dict[Hashable, int]]
     rows: int = 0
     vectors: tuple[Vector, ...] = ()
-    lens_rows: int = 0
-    lenses: tuple[str, ...] = ()
+    readout_rows: int = 0
+    weights: tuple[tuple[str, str], ...] = ()
 
     def total(self, kind: str) -> int:
         """Return the amount of a kind that the plan takes on its own."""
@@ -67,12 +67,13 @@ class RowLimit:
     Attributes:
         limit: bytes; None: requests do not wait for memory.
         held: returns the number of bytes that readers lease.
-        lens_rows: rows that lenses may read in a step; None: requests do not wait for these.
+        readout_rows: rows that lenses and SAEs may read in a step; None: requests do not wait for
+            these.
     """
 
     limit: int | None
     held: Callable[[], int]
-    lens_rows: int | None = None
+    readout_rows: int | None = None
 
 
 NO_LIMIT = RowLimit(None, lambda: 0)
@@ -140,7 +141,7 @@ class Budget:
     def __init__(self, room: Room, rows: RowLimit = NO_LIMIT) -> None:
         self._limits = _limits(room)
         self._row_limit = rows
-        self._rows = self._lens_rows = 0
+        self._rows = self._readout_rows = 0
         self._used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
         # Requests of one plan share `Need.kinds`, which is counted once for all of them: the number
@@ -153,8 +154,8 @@ class Budget:
         rows = self._rows + need.rows
         if need.rows and limit is not None and rows + self._row_limit.held() > limit:
             return False
-        most = self._row_limit.lens_rows
-        if need.lens_rows and most is not None and self._lens_rows + need.lens_rows > most:
+        most = self._row_limit.readout_rows
+        if need.readout_rows and most is not None and self._readout_rows + need.readout_rows > most:
             return False
         return id(need.kinds) in self._requests or all(
             self._used[kind] + self._new(kind, things) <= self._limits[kind]
@@ -164,7 +165,7 @@ class Budget:
     def take(self, need: Need) -> None:
         """Take the capacity of a plan that fits. Pair with `release_tables` and `release_rows`."""
         self._rows += need.rows
-        self._lens_rows += need.lens_rows
+        self._readout_rows += need.readout_rows
         self._requests[id(need.kinds)] += 1
         if self._requests[id(need.kinds)] > 1:
             return
@@ -174,7 +175,7 @@ class Budget:
 
     def release_tables(self, need: Need) -> None:
         """Release the capacity of a plan, except for its rows."""
-        self._lens_rows -= need.lens_rows
+        self._readout_rows -= need.readout_rows
         self._requests[id(need.kinds)] -= 1
         if self._requests[id(need.kinds)]:
             return
@@ -267,11 +268,11 @@ def row_limit(workers: Sequence[RemoteWorker], config: Config) -> RowLimit:
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
     if config.overflow != "block":
-        return RowLimit(None, lambda: 0, config.lens_rows)
+        return RowLimit(None, lambda: 0, config.readout_rows)
     return RowLimit(
         sum(worker.info.arena_bytes for worker in capturing),
         lambda: sum(worker.held for worker in capturing),
-        config.lens_rows,
+        config.readout_rows,
     )
 
 
@@ -324,7 +325,7 @@ def row_sizes(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, int]:
 
 
 def check_rows(need: Need, room: RowLimit) -> None:
-    """Check that the rows of a request, and those that its lenses read, fit in an idle engine.
+    """Check that the rows of a request, and those of its read-outs, fit in an idle engine.
 
     Raises:
         SpecError: they do not.
@@ -338,13 +339,13 @@ def check_rows(need: Need, room: RowLimit) -> None:
             "fewer layers or positions, lower max_tokens, raise midstream's setting arena_bytes, "
             'or let rows that do not fit go to the disk with overflow="spill"',
         )
-    if room.lens_rows is not None and need.lens_rows > room.lens_rows:
+    if room.readout_rows is not None and need.readout_rows > room.readout_rows:
         raise SpecError(
             "capture",
-            f"the lenses may read {need.lens_rows} rows (positions times layers, of all "
-            f"completions) in one step, and a step has room for {room.lens_rows}; choose fewer "
-            "positions or layers, lower max_num_batched_tokens, or raise midstream's setting "
-            "lens_rows",
+            f"the lenses and SAEs may read {need.readout_rows} rows (positions times layers, of "
+            f"all completions) in one step, and a step has room for {room.readout_rows}; choose "
+            "fewer positions or layers, lower max_num_batched_tokens, or raise midstream's setting "
+            "readout_rows",
         )
 
 

@@ -1,4 +1,4 @@
-"""Lenses of a request: texts of their tokens, what the engine can decode, and what a step costs."""
+"""Lenses of a request: texts of their tokens, their maps, and what the engine can decode."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import Lens, Plan, ResolvedPlan
 from midstream.spec.lens import LOGIT
-from midstream.spec.positions.ranges import count
-from midstream.spec.resolve.lens import check_lenses, lenses_of
+from midstream.spec.resolve.lens import check_lenses
 from midstream.spec.resolve.resolved import ResolvedCapture
 from midstream.validation import at
 
@@ -85,35 +84,25 @@ def with_maps(
     return (replace(plan, captures=tuple(captures)) if names else plan), tuple(names)
 
 
-def lens_rows(
-    plan: ResolvedPlan, vllm_config: Any, workers: Sequence[WorkerInfo], grows: bool
-) -> int:
-    """Return the most rows, positions times layers, that lenses of one completion read in a step.
-    Generated tokens that are computed again after a preemption do not count.
+def check_decodable(
+    lenses: Sequence[ResolvedCapture],
+    plan: ResolvedPlan,
+    vllm_config: Any,
+    workers: Sequence[WorkerInfo],
+) -> None:
+    """Check that the engine can carry out the lenses of a plan.
 
     Args:
-        plan: the resolved plan of the completion.
+        lenses: the lenses, at least one.
+        plan: the resolved plan.
         vllm_config: the engine's settings.
         workers: descriptions of its workers.
-        grows: whether the prompt grows, as that of a session does.
 
     Raises:
-        SpecError: the engine cannot carry out the lenses.
+        SpecError: it cannot.
     """
-    lenses = lenses_of(plan)
-    if not lenses:
-        return 0
     check_lenses(plan, vllm_config)
     _check_stage(lenses, workers)
-    step_tokens = workers[0].step_tokens
-    speculative = vllm_config.speculative_config
-    at_once = 1 if speculative is None else 1 + speculative.num_speculative_tokens
-    found = 0
-    for lens in lenses:
-        prompt = count(lens.where.possible, plan.prompt_len)
-        positions = step_tokens if grows else min(step_tokens, max(prompt, at_once))
-        found += positions * len(lens.taps)
-    return found
 
 
 def _check_stage(lenses: Sequence[ResolvedCapture], workers: Sequence[WorkerInfo]) -> None:

@@ -20,8 +20,13 @@ from midstream.runtime.frontend.request.budget import (
     returned_captures,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.runtime.frontend.request.lenses import lens_rows, with_maps, with_token_ids
 from midstream.runtime.frontend.request.prompt.text_map import text_map
+from midstream.runtime.frontend.request.readouts import (
+    Registries,
+    bound,
+    readout_rows,
+    with_weights,
+)
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
 from midstream.runtime.protocol.rank_parts import check_parts
@@ -29,14 +34,13 @@ from midstream.sites import order
 from midstream.spec import (
     Attention,
     Capture,
-    Lens,
-    Logits,
     ModelShape,
     Plan,
     Positions,
     Prompt,
     ResolvedPlan,
 )
+from midstream.spec.attention import is_vectors
 from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
@@ -48,7 +52,6 @@ from midstream.validation import at
 
 if TYPE_CHECKING:
     from midstream.runtime.frontend.engine_info import EngineInfo
-    from midstream.runtime.frontend.lens_registry import LensRegistry
     from midstream.runtime.protocol.worker_info import WorkerInfo
 
 # Many requests share a plan: it is resolved and packed once for each length of prompt.
@@ -135,7 +138,7 @@ class PlanResolver:
         # By id of the plan, length of the prompt and max_tokens: a plan that is the very object
         # that was resolved before is not compared part by part, as for `_by_length`.
         self._recent: dict[tuple[int, int, int | None], _Recent] = {}
-        self.lenses: LensRegistry | None = None
+        self.registries = Registries()
         self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
 
     def resolve(
@@ -180,7 +183,7 @@ class PlanResolver:
         return prepared
 
     def forget(self) -> None:
-        """Forget what was prepared: names of lenses have changed their meaning."""
+        """Forget what was prepared: names of lenses or SAEs have changed their meaning."""
         self._recent.clear()
         self._by_length.cache_clear()
 
@@ -237,26 +240,26 @@ class PlanResolver:
         prompt: Prompt,
         max_tokens: int | None,
     ) -> PreparedPlan:
-        plan = with_token_ids(plan, self._engine)
+        plan = bound(plan, self._engine, self.registries)
         resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, also)
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
             own = () if plan is None else plan.captures
-            vectors = tuple(each for each in own if not isinstance(each, (Attention, Lens, Logits)))
+            vectors = tuple(each for each in own if is_vectors(each))
             decisive = vectors or also or own
             resolved = replace(
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
             _check_heads(own, resolved.codec)
-        resolved, names = with_maps(resolved, plan, self.lenses)
+        resolved, read = with_weights(resolved, plan, self.registries)
         resolved = self._with_parts(with_vocabulary(resolved, self._engine.vllm_config))
         workers, config = self._info.workers, self._engine.vllm_config
-        at_once = lens_rows(resolved, config, workers, max_tokens is None)
+        at_once = readout_rows(resolved, config, workers, max_tokens is None)
         edits, width = workers[0].edits_per_site, self._info.shape.hidden_size
         need = need_of(resolved, self._taps, self._info.room, edits, width)
         named = named_vectors(resolved)
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
-        need = replace(need, rows=rows, vectors=named, lens_rows=at_once, lenses=names)
+        need = replace(need, rows=rows, vectors=named, readout_rows=at_once, weights=read)
         check_biases(resolved, config)
         self._check_ring(resolved)
         check_parts(resolved, self._parts)

@@ -104,7 +104,7 @@ class AsyncCompletion:
             output.probes = single.probes = call.stream.probes()
             if call.partial_rows is not None and call.partial_rows.is_streamed:
                 shown = parted(await self._streamer.show(call, output.finished), call.admitted)
-                for name in ("activations", "attention", "lens"):
+                for name in ("activations", "attention", "features", "lens"):
                     setattr(single, name, getattr(shown, name))
                     setattr(output, name, getattr(shown, name))
         if call.failure is not None:

@@ -1,4 +1,6 @@
-"""Rows of attention, lenses and logits among the rows of a completion, as the caller gets them."""
+"""Rows of attention, lenses, features and logits among those of a completion, as the caller gets
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ import torch
 
 from midstream.results.activations import Activations
 from midstream.results.attention import AttentionResults, AttentionRows, Key
+from midstream.results.features import FeatureResults, FeatureRows
 from midstream.results.gathered_rows import GatheredRows
 from midstream.results.lens import LensResults, LensRows
 from midstream.results.logits import LogitRows
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.sites import Tap
 from midstream.spec.attention import Attention
+from midstream.spec.features import Features
 from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.resolve.resolved import Pattern, ResolvedCapture
@@ -28,10 +32,12 @@ class Parted(NamedTuple):
     attention: AttentionResults | None = None
     logits: LogitRows | None = None
     lens: LensResults | None = None
+    features: FeatureResults | None = None
 
 
 def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
-    """Return the captured vectors among some rows, the attention, the logits and the lenses.
+    """Return the captured vectors among some rows, the attention, the logits, the lenses and
+    the features.
 
     Args:
         rows: rows of captures of a request.
@@ -43,6 +49,7 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
     assert admitted.own is not None
     found: dict[Key, AttentionRows] = {}
     lenses: dict[str, LensRows] = {}
+    features: dict[str, FeatureRows] = {}
     logits = None
     for capture in admitted.plan.captures:
         if capture.pattern is None:
@@ -56,6 +63,10 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
             if capture.taps[0] in rows.counts():
                 lenses[asked.name] = _lens_of(rows, capture, asked.top)
             continue
+        if isinstance(asked, Features):
+            if capture.taps[0] in rows.counts():
+                features[asked.name] = _features_of(rows, capture, asked.top)
+            continue
         assert isinstance(asked, Attention)
         for place, tap in enumerate(capture.taps):
             if tap in rows.counts():
@@ -63,7 +74,8 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
                 found[asked.name, tap[1]] = _rows_of(rows, tap, capture.pattern, count, asked.heads)
     attention = AttentionResults(found, rows.num_layers) if found else None
     lens = LensResults(lenses) if lenses else None
-    return Parted(_vectors(rows, widths), attention, logits, lens)
+    active = FeatureResults(features) if features else None
+    return Parted(_vectors(rows, widths), attention, logits, lens, active)
 
 
 def _logits_of(rows: Activations, tap: Tap, asked: Logits) -> LogitRows:
@@ -99,6 +111,25 @@ def _lens_of(rows: Activations, capture: ResolvedCapture, top: int) -> LensRows:
         total[..., 0].clone(),
         rows.positions_of(*capture.taps[0]).clone(),
         tuple(layer for _, layer in capture.taps),
+    )
+
+
+def _features_of(rows: Activations, capture: ResolvedCapture, top: int) -> FeatureRows:
+    """Return the rows of an SAE, in memory of their own."""
+    pattern = capture.pattern
+    assert pattern is not None
+    (tap,) = capture.taps
+    features = tuple(feature for feature, _ in pattern.keys)
+    every = rows[tap].as_subclass(torch.Tensor)
+    ids, values, chosen, number = every.split([top, top, len(features), 1], -1)
+    return FeatureRows(
+        ids.contiguous().view(torch.int32).long(),
+        values.clone(),
+        features,
+        chosen.clone(),
+        number.contiguous().view(torch.int32).long()[:, 0],
+        rows.positions_of(*tap).clone(),
+        *pattern.reads[0],
     )
 
 

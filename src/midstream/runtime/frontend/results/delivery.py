@@ -37,6 +37,7 @@ from midstream.spec.sink_target import MEMORY
 RESULTS = (
     "activations",
     "attention",
+    "features",
     "lens",
     "logits",
     "probes",

@@ -10,6 +10,7 @@ from vllm import RequestOutput
 PER_COMPLETION = (
     "activations",
     "attention",
+    "features",
     "lens",
     "logits",
     "probes",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.final_norm import find_final_norm, why_no_head
+from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.spec.resolve.resolved import LensMap
 
 
@@ -22,22 +23,15 @@ class RankLens:
         reason: why the model's stream cannot be decoded; empty if it can be.
         no_logits: why the head does not read the output of the final norm; empty: it does, or that
             is not known.
-        maps: memory for the maps of registered lenses, of the stream's dtype, [numbers]. Which map
-            is where, the front end decides.
     """
 
-    def __init__(
-        self, model: Any, nbytes: int, dtype: torch.dtype, device: torch.device, has_last: bool
-    ) -> None:
+    def __init__(self, model: Any, weights: RankWeights, dtype: torch.dtype) -> None:
         """Args:
         model: the model of the runner, without taps.
-        nbytes: size of the memory for maps.
-        dtype: dtype of the stream.
-        device: where the model is.
-        has_last: whether the rank has the last layer. Otherwise it has no maps either.
+        weights: the memory where the maps of registered lenses are.
+        dtype: dtype of the stream, and of the maps.
         """
-        numbers = nbytes // dtype.itemsize if has_last else 0
-        self.maps = torch.empty(numbers, dtype=dtype, device=device)
+        self._maps = weights.numbers(dtype)
         self._norm: Any = None
         self.reason = self.no_logits = ""
         with suppress(UnsupportedError):
@@ -49,19 +43,13 @@ class RankLens:
         if not hasattr(model, "compute_logits") and not self.reason:
             self.reason = f"{type(model).__qualname__} has no head"
 
-    def write(self, offset: int, data: bytes) -> None:
-        """Write bytes into the memory for maps, if the rank has any."""
-        if self.maps.numel() and data:
-            given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self.maps.view(torch.uint8)[offset : offset + len(data)].copy_(given)
-
     def mapped(self, stream: Tensor, one: LensMap) -> Tensor:
         """Return the images of rows of the stream, [n, hidden]."""
         width = stream.shape[1]
-        matrix = self.maps[one.matrix : one.matrix + width * width].view(width, width)
+        matrix = self._maps[one.matrix : one.matrix + width * width].view(width, width)
         found = stream @ matrix.T
         if one.bias >= 0:
-            found += self.maps[one.bias : one.bias + width]
+            found += self._maps[one.bias : one.bias + width]
         return found.add_(stream) if one.adds else found
 
     def __call__(self, stream: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ from midstream.runtime.worker.attention.lens import RankLens
 from midstream.runtime.worker.attention.logits import PART_BYTES, Head, LogitReader, StepLogits
 from midstream.runtime.worker.attention.queries import logits_of
 from midstream.runtime.worker.attention.query_run import QueryRun
+from midstream.runtime.worker.attention.sae import SaeReader
 from midstream.runtime.worker.attention.tiles import Tile, Tiles, most_cells
+from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
@@ -47,6 +49,7 @@ class PatternReader:
         part: int = PART_BYTES,
         head: Head | None = None,
         lens: RankLens | None = None,
+        weights: RankWeights | None = None,
     ) -> None:
         """Args:
         layers: returns the attention that reads the queries of a tap, by the tap's index.
@@ -55,11 +58,13 @@ class PatternReader:
         part: see `PART_BYTES`.
         head: the model's head; None: no request asks for logits.
         lens: applies maps and the final norm; None: no request asks for a lens.
+        weights: where encoders of SAEs are; None: no request asks for features.
         """
         self._layers = layers
         self._block_table = block_table
         self._workspace = workspace
         self._logits = None if head is None else LogitReader(head, part, lens)
+        self._saes = None if weights is None else SaeReader(weights, workspace)
         # By tap and heads: what attention does for these, their key-value heads, and the heads.
         self._chosen: dict[
             tuple[int, tuple[int, ...]], tuple[op.AttentionForm, Tensor, Tensor]
@@ -115,6 +120,10 @@ class PatternReader:
                 continue
             if columns.of_logits:
                 out[:, end : end + columns.nbytes] = logits[nth].view(torch.uint8)
+            elif columns.kind == "features":
+                assert self._saes is not None
+                rows = self._saes.rows(nth, columns, records, runs)
+                out[:, end : end + columns.nbytes] = rows.view(torch.uint8)
             else:
                 reads.append(_Read(nth, columns, self._layers(columns.tap)))
             end += columns.nbytes

@@ -74,6 +74,7 @@ class CodecTable:
                 read.slot,
                 1 if read.slot is None else read.pattern.counts[0],
                 read.pattern.maps[read.place] if read.pattern.maps else LensMap(),
+                read.pattern.encoder,
             )
             for read in patterns
         )

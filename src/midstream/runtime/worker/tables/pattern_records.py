@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from midstream.codecs import RowEncoding
-from midstream.spec.resolve.resolved import LensMap, PatternKind
+from midstream.spec.resolve.resolved import LensMap, PatternKind, SaeEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class PatternColumns:
         slot: column of the score, which is not in the encoded row; None: it is a row.
         divisor: of a score, the number of heads over all ranks.
         map: of a lens, the map of its layer.
+        encoder: of features, that of the SAE.
     """
 
     capture: int
@@ -42,6 +43,7 @@ class PatternColumns:
     slot: int | None = None
     divisor: int = 1
     map: LensMap = LensMap()
+    encoder: SaeEncoder | None = None
 
     @property
     def nbytes(self) -> int:

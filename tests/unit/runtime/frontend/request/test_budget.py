@@ -128,18 +128,18 @@ def test_all_workers_that_capture_have_room_and_one_request_half_of_it():
 
 
 def test_requests_wait_where_lenses_would_read_more_rows_in_a_step_than_the_setting():
-    room = row_limit([worker(0, 1000)], Config(lens_rows=50))
+    room = row_limit([worker(0, 1000)], Config(readout_rows=50))
     budget, sent = Budget(ROOM, room), []
     admission = Admission([budget])
     for uid, rows in (("a", 30), ("b", 30), ("c", 0), ("d", 20)):
-        admission.submit(uid, replace(need(0), lens_rows=rows), lambda uid=uid: sent.append(uid))
+        admission.submit(uid, replace(need(0), readout_rows=rows), lambda uid=uid: sent.append(uid))
     # Those behind it wait too, in the order of their arrival.
     assert sent == ["a"]
     admission.end(["a"])
     assert sent == ["a", "b", "c", "d"]
-    check_rows(replace(need(0), lens_rows=50), room)
-    with pytest.raises(SpecError, match=r"may read 51 rows .* room for 50; .*setting lens_rows"):
-        check_rows(replace(need(0), lens_rows=51), room)
+    check_rows(replace(need(0), readout_rows=50), room)
+    with pytest.raises(SpecError, match=r"may read 51 rows .* room for 50; .*setting readout_rows"):
+        check_rows(replace(need(0), readout_rows=51), room)
 
 
 @pytest.mark.parametrize("overflow", ["spill", "drop"])

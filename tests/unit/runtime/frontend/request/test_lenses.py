@@ -9,7 +9,8 @@ import pytest
 from support.stored import worker_info
 
 from midstream import Lens, Plan, SpecError
-from midstream.runtime.frontend.request.lenses import lens_rows, with_token_ids
+from midstream.runtime.frontend.request.lenses import with_token_ids
+from midstream.runtime.frontend.request.readouts import readout_rows
 from midstream.spec import ModelShape, Prompt
 from midstream.spec.resolve.resolve import resolve
 
@@ -65,11 +66,11 @@ def test_texts_of_tokens_become_ids() -> None:
 def test_the_rows_of_a_step_are_positions_times_layers(lens: Lens, rows: int) -> None:
     plan = resolve(Plan.make(capture=lens), SHAPE, Prompt(10), 5)
     workers = [worker_info(taps=TAPS, step_tokens=32)]
-    assert lens_rows(plan, config(), workers, False) == rows
+    assert readout_rows(plan, config(), workers, False) == rows
     layers = len(plan.captures[0].taps)
-    assert lens_rows(plan, config(3), workers, False) == max(rows, 4 * layers)
-    assert lens_rows(plan, config(), workers, True) == 32 * layers
-    assert lens_rows(plan, config(), [worker_info(taps=TAPS, step_tokens=8)], False) == min(
+    assert readout_rows(plan, config(3), workers, False) == max(rows, 4 * layers)
+    assert readout_rows(plan, config(), workers, True) == 32 * layers
+    assert readout_rows(plan, config(), [worker_info(taps=TAPS, step_tokens=8)], False) == min(
         rows, 8 * layers
     )
 
@@ -77,7 +78,7 @@ def test_the_rows_of_a_step_are_positions_times_layers(lens: Lens, rows: int) ->
 def test_layers_of_other_stages_than_the_last_are_refused() -> None:
     workers = [worker_info(stage=0, taps=TAPS[:2]), worker_info(stage=1, taps=TAPS[2:])]
     plan = resolve(Plan.make(capture=Lens([2, 3])), SHAPE, Prompt(10), 5)
-    assert lens_rows(plan, config(), workers, False)
+    assert readout_rows(plan, config(), workers, False)
     plan = resolve(Plan.make(capture=Lens([1, 3])), SHAPE, Prompt(10), 5)
     with pytest.raises(SpecError, match=r"layer 1 is on another .* of the last stage: \[2, 3\]"):
-        lens_rows(plan, config(), workers, False)
+        readout_rows(plan, config(), workers, False)

@@ -17,6 +17,7 @@ from midstream.runtime.vllm.additional_config import Settings
 from midstream.spec.shape import ModelShape
 
 APART = {
+    "saes": {"a": "a"},
     "sinks": {"log": {"level": "debug"}},
     "vectors": {"a": "a.npz"},
     "steering": {"base": "a"},

@@ -1,0 +1,90 @@
+"""Registered lenses and SAEs of an engine, as the caller manages them."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+from midstream.lenses import LinearLens
+from midstream.runtime.frontend.weight_memory import NamedWeights
+from midstream.sae.sae import SAE
+
+Weights = TypeVar("Weights")
+
+
+class Registered(Generic[Weights]):
+    """Weights by name: register, remove, names."""
+
+    def __init__(self, registry: NamedWeights[Weights, Any]) -> None:
+        self._registry = registry
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The registered names."""
+        return self._registry.names
+
+    def register(self, name: str, weights: Weights) -> None:
+        """Send weights to the workers, into the memory of the setting `readout_bytes`.
+
+        Args:
+            name: their name; what is registered under it is replaced.
+            weights: the weights.
+
+        Raises:
+            SpecError: the name is malformed, the weights are of another model, or there is no
+                memory for them.
+            BusyError: a running request uses what has this name.
+        """
+        with self._registry.adding(name, weights) as messages:
+            for one in messages:
+                self._registry.write(one)
+
+    def remove(self, name: str) -> None:
+        """Forget weights.
+
+        Raises:
+            SpecError: there are none of this name.
+            BusyError: a running request uses them.
+        """
+        self._registry.remove(name)
+
+
+class AsyncRegistered(Generic[Weights]):
+    """Weights by name of an `AsyncLLM`; see `Registered`."""
+
+    def __init__(self, registry: NamedWeights[Weights, Any]) -> None:
+        self._registry = registry
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The registered names."""
+        return self._registry.names
+
+    async def register(self, name: str, weights: Weights) -> None:
+        """Send weights to the workers of all replicas; see `Registered.register`."""
+        with self._registry.adding(name, weights) as messages:
+            for one in messages:
+                await self._registry.write(one)
+
+    def remove(self, name: str) -> None:
+        """Forget weights; see `Registered.remove`."""
+        self._registry.remove(name)
+
+
+class Lenses(Registered[LinearLens]):
+    """Registered lenses, `TunedLens` or `JacobianLens`, stored in the model's dtype. Requests use
+    them as `Lens(kind=name)`.
+    """
+
+
+class AsyncLenses(AsyncRegistered[LinearLens]):
+    """Registered lenses of an `AsyncLLM`; see `Lenses`."""
+
+
+class Saes(Registered[SAE]):
+    """Registered SAEs, whose encoders are stored in float32. Requests use them as
+    `Features(sae=name)`.
+    """
+
+
+class AsyncSaes(AsyncRegistered[SAE]):
+    """Registered SAEs of an `AsyncLLM`; see `Saes`."""

@@ -1,0 +1,183 @@
+"""Features of sparse autoencoders that were active in one completion."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from midstream.results.arrays import array_of, to_numpy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Arrays of the JSON form, with the dtypes in it and here.
+_ARRAYS = {
+    "values": ("<f4", "float32"),
+    "feature_values": ("<f4", "float32"),
+    "ids": ("<i4", "int64"),
+    "l0": ("<i4", "int64"),
+}
+# Features of a row that a picture shows.
+_SHOWN = 8
+_STYLE = "text-align:right;padding:1px 6px;white-space:nowrap;background:rgba(255,140,0,{:.2f})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureRows:
+    """What a `Features` returned.
+
+    Attributes:
+        ids: int64 [rows, top], the most active features, the most active first; −1 where fewer are
+            active.
+        values: float32 [rows, top], their activations; 0 where fewer are active.
+        features: the ids of the chosen features, in the given order.
+        feature_values: float32 [rows, features], their activations.
+        l0: int64 [rows], the number of active features.
+        positions: int64 [rows], ascending.
+        site, layer: where the vectors were read.
+    """
+
+    ids: Tensor
+    values: Tensor
+    features: tuple[int, ...]
+    feature_values: Tensor
+    l0: Tensor
+    positions: Tensor
+    site: str
+    layer: int
+
+    def __len__(self) -> int:
+        """Return the number of positions."""
+        return len(self.positions)
+
+    def __repr__(self) -> str:
+        chosen = f" and {len(self.features)} features" if self.features else ""
+        top = self.values.shape[1]
+        return (
+            f"FeatureRows({len(self)} positions at {self.site} of layer {self.layer}: "
+            f"top {top}{chosen})"
+        )
+
+    def table(self, tokens: Any = None, top: int = _SHOWN) -> str:
+        """Return a table as plain text: a line for each position, with its most active features and
+        their activations.
+
+        Args:
+            tokens: texts of the tokens by position, of the prompt and the generated ones; None:
+                positions alone are shown.
+            top: number of features of each position.
+        """
+        lines = []
+        for row, cells in self._cells(top):
+            position = int(self.positions[row])
+            word = [] if tokens is None else [repr(tokens[position])]
+            lines.append([str(position), *word, *(f"{one} {value:.3g}" for one, value in cells)])
+        columns = max(map(len, lines), default=0)
+        widths = [
+            max(len(each[nth]) for each in lines if nth < len(each)) for nth in range(columns)
+        ]
+        return "\n".join("  ".join(map(str.ljust, each, widths)).rstrip() for each in lines)
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML; the most active feature has the strongest colour."""
+        highest = max((value for _, cells in self._cells() for _, value in cells), default=1.0)
+        lines = []
+        for row, cells in self._cells():
+            shown = "".join(
+                f'<td style="{_STYLE.format(value / highest)}" title="{value:.6g}">{one}</td>'
+                for one, value in cells
+            )
+            lines.append(f"<tr><th>{int(self.positions[row])}</th>{shown}</tr>")
+        caption = f"features at {self.site} of layer {self.layer}, by position"
+        return f"<table><caption>{caption}</caption>{''.join(lines)}</table>"
+
+    def _cells(self, top: int = _SHOWN) -> Iterator[tuple[int, list[tuple[int, float]]]]:
+        """Yield the number of each row, and its active features with their activations."""
+        for row in range(len(self)):
+            pairs = zip(self.ids[row, :top].tolist(), self.values[row, :top].tolist(), strict=True)
+            yield row, [pair for pair in pairs if pair[0] >= 0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the JSON form's numbers, before base64."""
+        rows, top = self.values.shape
+        return 4 * rows * (2 * top + len(self.features) + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object with `positions`, `site`, `layer`, `features`, `shape` of `values`, and
+        as little-endian bytes in base64 `values` and `feature_values`, float32, and `ids` and
+        `l0`, int32.
+        """
+        return {
+            "positions": self.positions.tolist(),
+            "site": self.site,
+            "layer": self.layer,
+            "features": list(self.features),
+            "shape": list(self.values.shape),
+            **{name: _text(getattr(self, name), sent) for name, (sent, _) in _ARRAYS.items()},
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> FeatureRows:
+        """Read what `to_json` returned."""
+        shape, features = tuple(value["shape"]), tuple(value["features"])
+        shapes = {"l0": shape[:1], "feature_values": (*shape[:1], len(features))}
+        found: dict[str, Any] = {}
+        for name, (sent, kept) in _ARRAYS.items():
+            array = np.frombuffer(base64.b64decode(value[name]), sent).astype(kept)
+            found[name] = array_of(array.reshape(shapes.get(name, shape)), kept)
+        positions = array_of(value["positions"], "int64")
+        where = {"site": value["site"], "layer": value["layer"]}
+        return FeatureRows(**found, features=features, positions=positions, **where)
+
+
+class FeatureResults(Mapping[str, FeatureRows]):
+    """What the SAEs of a request returned for one completion, by the names of the `Features`:
+    by default those of the SAEs.
+    """
+
+    def __init__(self, rows: Mapping[str, FeatureRows]) -> None:
+        self._rows = dict(rows)
+
+    def __getitem__(self, name: str) -> FeatureRows:
+        """Return the rows of a `Features`.
+
+        Raises:
+            KeyError: there are none; the message lists the names.
+        """
+        try:
+            return self._rows[name]
+        except KeyError:
+            known = ", ".join(map(repr, self._rows))
+            raise KeyError(f"there are no features {name!r}; there are {known}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"FeatureResults({', '.join(f'{name}: {rows!r}' for name, rows in self.items())})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the JSON form's numbers, before base64."""
+        return sum(rows.nbytes for rows in self.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return `FeatureRows.to_json` of each, by name."""
+        return {name: rows.to_json() for name, rows in self.items()}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> FeatureResults:
+        """Read what `to_json` returned."""
+        return FeatureResults({name: FeatureRows.from_json(rows) for name, rows in value.items()})
+
+
+def _text(values: Any, dtype: str) -> str:
+    return base64.b64encode(to_numpy(values).astype(dtype).tobytes()).decode()

@@ -1,0 +1,139 @@
+"""Read-outs of a request, lenses and SAEs: the registered weights, and what a step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from midstream.errors import SpecError
+from midstream.runtime.frontend.request.lenses import check_decodable, with_maps, with_token_ids
+from midstream.runtime.protocol.worker_info import WorkerInfo
+from midstream.spec import Features, Plan, ResolvedPlan
+from midstream.spec.positions.ranges import count
+from midstream.spec.resolve.lens import lenses_of
+from midstream.validation import at
+
+if TYPE_CHECKING:
+    from midstream.runtime.frontend.lens_registry import LensRegistry
+    from midstream.runtime.frontend.sae_registry import SaeRegistry
+
+
+@dataclass(frozen=True, slots=True)
+class Registries:
+    """Registered weights of an engine; None: there can be none."""
+
+    lenses: LensRegistry | None = None
+    saes: SaeRegistry | None = None
+
+
+def bound(plan: Plan | None, engine: Any, registries: Registries) -> Plan | None:
+    """Return a plan whose lenses have the ids of their tokens, and whose SAEs have layers and
+    sites.
+
+    Args:
+        plan: a plan; None: there is none.
+        engine: vLLM's engine, for its tokenizer.
+        registries: the registered weights.
+
+    Raises:
+        SpecError: a text is not one token, or there is no such SAE.
+    """
+    plan = with_token_ids(plan, engine)
+    if plan is None or not any(isinstance(one, Features) for one in plan.captures):
+        return plan
+    captures = list(plan.captures)
+    for nth, capture in enumerate(captures):
+        if isinstance(capture, Features):
+            assert registries.saes is not None
+            with at(f"capture[{nth}]"):
+                sae = registries.saes.get(capture.sae)
+                if capture.layer is not None and capture.site is not None:
+                    continue
+                tap = sae.tap
+                if tap is not None:
+                    captures[nth] = capture.at_tap(*tap)
+    return replace(plan, captures=tuple(captures))
+
+
+def with_weights(
+    plan: ResolvedPlan, own: Plan | None, registries: Registries
+) -> tuple[ResolvedPlan, tuple[tuple[str, str], ...]]:
+    """Return a plan with the maps of its lenses and the encoders of its SAEs, and which registered
+    weights these are: (kind, name).
+
+    Args:
+        plan: the resolved plan.
+        own: the plan that was resolved, after `bound`.
+        registries: the registered weights.
+
+    Raises:
+        SpecError: there is no lens of a name, it has no map of a layer, or an SAE lacks a feature.
+    """
+    plan, lenses = with_maps(plan, own, registries.lenses)
+    read = dict.fromkeys(("lens", name) for name in lenses)
+    captures = list(plan.captures)
+    for nth, capture in enumerate(captures):
+        if capture.pattern is None or capture.pattern.kind != "features":
+            continue
+        assert own is not None
+        asked = own.captures[capture.source]
+        assert isinstance(asked, Features)
+        assert registries.saes is not None
+        encoder = registries.saes.get(asked.sae).encoder
+        with at(f"capture[{capture.source}]"):
+            _check(asked, encoder.features)
+        captures[nth] = replace(capture, pattern=replace(capture.pattern, encoder=encoder))
+        read["sae", asked.sae] = None
+    return (replace(plan, captures=tuple(captures)) if read else plan), tuple(read)
+
+
+def readout_rows(
+    plan: ResolvedPlan, vllm_config: Any, workers: Sequence[WorkerInfo], grows: bool
+) -> int:
+    """Return the most rows, positions times layers, that lenses and SAEs of one completion read in
+    a step. Generated tokens that are computed again after a preemption do not count.
+
+    Args:
+        plan: the resolved plan of the completion.
+        vllm_config: the engine's settings.
+        workers: descriptions of its workers.
+        grows: whether the prompt grows, as that of a session does.
+
+    Raises:
+        SpecError: the engine cannot carry out the lenses.
+    """
+    lenses = lenses_of(plan)
+    if lenses:
+        check_decodable(lenses, plan, vllm_config, workers)
+    reads = lenses + [
+        one for one in plan.captures if one.pattern is not None and one.pattern.kind == "features"
+    ]
+    if not reads:
+        return 0
+    step_tokens = workers[0].step_tokens
+    speculative = vllm_config.speculative_config
+    at_once = 1 if speculative is None else 1 + speculative.num_speculative_tokens
+    found = 0
+    for one in reads:
+        prompt = count(one.where.possible, plan.prompt_len)
+        positions = step_tokens if grows else min(step_tokens, max(prompt, at_once))
+        found += positions * len(one.taps)
+    return found
+
+
+def _check(asked: Features, features: int) -> None:
+    """Check that an SAE has what is asked for.
+
+    Raises:
+        SpecError: it has fewer features.
+    """
+    if asked.top > features:
+        raise SpecError("top", f"the SAE {asked.sae!r} has {features} features")
+    for nth, feature in enumerate(asked.features):
+        if feature >= features:
+            raise SpecError(
+                f"features[{nth}]",
+                f"there is no feature {feature}: the SAE {asked.sae!r} has {features}, 0 to "
+                f"{features - 1}",
+            )

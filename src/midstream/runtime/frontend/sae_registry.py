@@ -1,0 +1,121 @@
+"""Sparse autoencoders that requests name, and where their encoders are in the workers' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from midstream.config.config import KEY
+from midstream.errors import ConfigError, SpecError
+from midstream.runtime.frontend.weight_memory import NamedWeights, WeightMemory, WeightPart
+from midstream.runtime.protocol.rpc import WriteWeights
+from midstream.runtime.vllm.additional_config import Settings
+from midstream.sae.sae import SAE
+from midstream.sae.saelens import hook_tap
+from midstream.sites import Tap
+from midstream.spec import ModelShape
+from midstream.spec.resolve.resolved import SaeEncoder
+from midstream.validation import kind, listed, show
+
+# What products of matrices on a GPU want.
+_ALIGN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredSae:
+    """An SAE whose encoder the workers have.
+
+    Attributes:
+        encoder: where it is.
+        hook_name: see `SAE`.
+    """
+
+    encoder: SaeEncoder
+    hook_name: str | None
+
+    @property
+    def tap(self) -> Tap | None:
+        """The site and layer that it was trained on; None: it does not say.
+
+        Raises:
+            SpecError: it was trained on what is no site.
+        """
+        return None if self.hook_name is None else hook_tap(self.hook_name)
+
+
+class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
+    """The registered SAEs of an engine. Encoders are stored in float32, and decoders not at all."""
+
+    kind = "sae"
+    word = "SAE"
+
+    def __init__(self, memory: WeightMemory, shape: ModelShape) -> None:
+        """Args:
+        memory: where the encoders are.
+        shape: the model.
+        """
+        super().__init__(memory)
+        self._shape = shape
+
+    def from_settings(self, vllm_config: Any) -> Iterator[WriteWeights]:
+        """Register the SAEs of the setting `saes`, and yield the messages, which are to be sent.
+
+        Raises:
+            ConfigError: one cannot be read, is of another model, or there is no memory for it. The
+                message names the setting.
+        """
+        settings = vllm_config.additional_config[KEY]
+        if not isinstance(settings, Settings):
+            return
+        for name, path in settings.saes.items():
+            try:
+                with self.adding(name, SAE.load(path)) as messages:
+                    yield from messages
+            except SpecError as error:
+                raise ConfigError(f"{KEY}.saes.{name}: {error}") from None
+
+    def get(self, name: str) -> RegisteredSae:
+        """Return the SAE of a name.
+
+        Raises:
+            SpecError: there is none.
+        """
+        found = self._registered.get(name)
+        if found is None:
+            known = f"there is {listed(self._registered)}" if self._registered else "there is none"
+            raise SpecError(
+                "sae",
+                f"there is no SAE {show(name)}; {known}; register it with "
+                "llm.saes.register(name, sae), or in midstream's setting `saes`",
+            )
+        return found.made
+
+    def check(self, weights: SAE) -> None:
+        if not isinstance(weights, SAE):
+            raise SpecError("", f"expected an SAE, such as SAE.load(folder), got {kind(weights)}")
+        width = self._shape.hidden_size
+        if weights.width != width:
+            raise SpecError("", f"it reads vectors of {weights.width} numbers, the model's {width}")
+        for name, tensor in (("w_enc", weights.w_enc), ("b_enc", weights.b_enc)):
+            if not bool(torch.isfinite(tensor).all()):
+                raise SpecError(name, "has numbers that are not finite")
+
+    def size(self, weights: SAE) -> tuple[int, int]:
+        return 4 * weights.num_features * (weights.width + 2), _ALIGN
+
+    def laid_out(self, first: int, weights: SAE) -> tuple[RegisteredSae, list[WeightPart]]:
+        matrix, width, count = first // 4, weights.width, weights.num_features
+        bias, threshold = weights.folded()
+        at = matrix + width * count
+        encoder = SaeEncoder(
+            matrix, count, at, at + count, weights.top_k, weights.normalize, weights.centered
+        )
+        parts = [
+            WeightPart(4 * matrix, torch.float32, weights.w_enc),
+            WeightPart(4 * at, torch.float32, bias),
+            WeightPart(4 * (at + count), torch.float32, threshold),
+        ]
+        return RegisteredSae(encoder, weights.hook_name), parts

@@ -1,0 +1,203 @@
+"""Weights that are registered by name, and where they are in the workers' memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from midstream.errors import BusyError, SpecError
+from midstream.runtime.protocol.rpc import WriteWeights
+from midstream.spec.sink_target import read_name
+from midstream.validation import at, show
+
+T = TypeVar("T")
+Weights = TypeVar("Weights")
+
+# Bytes of one message to the workers.
+_MESSAGE_BYTES = 16 << 20
+
+
+def _no_workers(message: WriteWeights) -> None:
+    raise AssertionError("the engine is not ready")
+
+
+@dataclass(eq=False)
+class WeightMemory:
+    """One tensor of the setting `readout_bytes` on each worker; here is decided what is where in
+    it.
+
+    Attributes:
+        nbytes: the setting.
+        in_use: returns whether a running request reads (kind, name).
+        changed: is called after the meaning of a name has changed.
+        write: sends a message to all workers; with an asynchronous engine, what it returns is to be
+            awaited.
+        taken: the parts in use, (first byte, stop).
+    """
+
+    nbytes: int
+    in_use: Callable[[tuple[str, str]], bool]
+    changed: Callable[[], None]
+    write: Callable[[WriteWeights], Any] = _no_workers
+    taken: set[tuple[int, int]] = field(default_factory=set)
+
+    def find(
+        self, size: int, align: int, kind: str, given: tuple[int, int] | None
+    ) -> tuple[int, int]:
+        """Return the first place that is large enough, (first byte, stop).
+
+        Args:
+            size: bytes.
+            align: what the first byte is a multiple of.
+            kind: what is to be there, for the message.
+            given: a place that will be free.
+
+        Raises:
+            SpecError: there is none.
+        """
+        taken = sorted(self.taken - {given})
+        first = 0
+        for begin, end in (*taken, (self.nbytes, self.nbytes)):
+            if begin - first >= size:
+                return first, first + size
+            first = max(first, -(-end // align) * align)
+        raise SpecError(
+            kind,
+            f"its weights take {size} bytes, and midstream's setting readout_bytes is "
+            f"{self.nbytes}, of which {sum(end - begin for begin, end in taken)} are in use; raise "
+            "it, or remove a lens or an SAE",
+        )
+
+
+class WeightPart(NamedTuple):
+    """A tensor of weights in the memory.
+
+    Attributes:
+        offset: its first byte.
+        dtype: as which it is stored.
+        tensor: the numbers.
+    """
+
+    offset: int
+    dtype: torch.dtype
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights(Generic[T]):
+    """Weights that the workers have.
+
+    Attributes:
+        place: where: (first byte, stop).
+        made: what plans say of them.
+    """
+
+    place: tuple[int, int]
+    made: T
+
+
+class NamedWeights(Generic[Weights, T]):
+    """Weights by name, in a `WeightMemory`. Subclasses say what is stored of them."""
+
+    kind: str
+    word: str
+
+    def __init__(self, memory: WeightMemory) -> None:
+        self._memory = memory
+        self._registered: dict[str, StoredWeights[T]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The registered names, in order."""
+        return tuple(self._registered)
+
+    @property
+    def write(self) -> Callable[[WriteWeights], Any]:
+        """Sends a message to all workers; see `WeightMemory`."""
+        return self._memory.write
+
+    @contextmanager
+    def adding(self, name: str, weights: Weights) -> Iterator[Iterator[WriteWeights]]:
+        """Register weights. In the `with` block, all messages that it yields are to be sent.
+
+        Args:
+            name: their name; what is registered under it is replaced.
+            weights: the weights.
+
+        Raises:
+            SpecError: the name or the weights are malformed, they are of another model, or there is
+                no memory for them.
+            BusyError: a running request reads what has this name.
+        """
+        with at("name"):
+            read_name(name, may_be_empty=False)
+            self.check_name(name)
+        with at(self.kind):
+            self.check(weights)
+        self._check_free(name)
+        old = self._registered.get(name)
+        size, align = self.size(weights)
+        place = self._memory.find(size, align, self.kind, old.place if old else None)
+        made, parts = self.laid_out(place[0], weights)
+        if old:
+            self._forget(name)
+        self._memory.taken.add(place)
+        try:
+            yield _messages(parts)
+        except BaseException:
+            self._memory.taken.discard(place)
+            raise
+        if name in self._registered:
+            # By a call at the same time.
+            self._forget(name)
+        self._registered[name] = StoredWeights(place, made)
+        self._memory.changed()
+
+    def remove(self, name: str) -> None:
+        """Forget weights; their memory is used for others.
+
+        Raises:
+            SpecError: there are none of this name.
+            BusyError: a running request reads them.
+        """
+        if name not in self._registered:
+            raise SpecError("name", f"there is no {self.word} {show(str(name))}")
+        self._check_free(name)
+        self._forget(name)
+
+    def check_name(self, name: str) -> None:
+        """Raise SpecError if a name is not to be used."""
+
+    def check(self, weights: Weights) -> None:
+        """Raise SpecError if weights are none of this model."""
+        raise NotImplementedError
+
+    def size(self, weights: Weights) -> tuple[int, int]:
+        """Return the bytes that weights take, and what their first byte is a multiple of."""
+        raise NotImplementedError
+
+    def laid_out(self, first: int, weights: Weights) -> tuple[T, list[WeightPart]]:
+        """Return what plans say of weights that begin at a byte, and the weights."""
+        raise NotImplementedError
+
+    def _check_free(self, name: str) -> None:
+        if name in self._registered and self._memory.in_use((self.kind, name)):
+            raise BusyError(
+                f"running requests use the {self.word} {show(name)}; wait until they end", 1
+            )
+
+    def _forget(self, name: str) -> None:
+        self._memory.taken.discard(self._registered.pop(name).place)
+        self._memory.changed()
+
+
+def _messages(parts: list[WeightPart]) -> Iterator[WriteWeights]:
+    for offset, dtype, tensor in parts:
+        numbers = tensor.detach().to("cpu", dtype).contiguous().view(-1)
+        data = numbers.view(torch.uint8).numpy()
+        for first in range(0, data.size, _MESSAGE_BYTES):
+            yield WriteWeights(offset + first, data[first : first + _MESSAGE_BYTES].tobytes())

@@ -1,0 +1,170 @@
+"""Files and objects of sparse autoencoders, as arguments of `SAE`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.sae.saelens import (
+    AVERAGE,
+    CONFIG,
+    WEIGHTS,
+    SaeConfig,
+    checked,
+    config_of,
+    read_config,
+    read_weights,
+)
+from midstream.sae.tensors import Arrays, check_names, has_threshold, reduced
+from midstream.validation import at, kind
+
+# The file of Gemma Scope.
+_PARAMS = "params.npz"
+_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".npy")
+
+
+def load_sae(path: Path, subtract: bool | None, scale: float | None) -> dict[str, Any]:
+    """Read an SAE; see `SAE.load`.
+
+    Raises:
+        SpecError: the file does not exist or is of another format, or the SAE is unsupported.
+    """
+    if path.is_dir() and not (path / WEIGHTS).exists() and (path / _PARAMS).exists():
+        path = path / _PARAMS
+    weights = path / WEIGHTS if path.is_dir() else path
+    if weights.suffix == ".npz":
+        return _gemma_scope(weights, subtract, scale)
+    if weights.suffix != ".safetensors":
+        raise SpecError("", _not_safetensors(weights))
+    config_path = weights.with_name(CONFIG)
+    config: SaeConfig | None = None
+    try:
+        if path.is_dir() or config_path.exists():
+            with at(str(config_path)):
+                config = read_config(config_path)
+        with at(str(weights)):
+            tensors = read_weights(weights, config)
+    except OSError as error:
+        raise SpecError("", f"{error.filename or weights}: {error.strerror or error}") from None
+    if config is None:
+        with at(str(weights)):
+            return _without_config(tensors, subtract, scale)
+    if subtract is not None:
+        raise SpecError(
+            "apply_b_dec_to_input", f"already specified by {config_path}; must be omitted"
+        )
+    with at(str(config_path)):
+        return _made(config, tensors, scale)
+
+
+def sae_of(given: Any) -> dict[str, Any]:
+    """Read an object of the package `sae_lens`; see `SAE.from_saelens`.
+
+    Raises:
+        SpecError: it is none, or is unsupported.
+    """
+    config, state = getattr(given, "cfg", None), getattr(given, "state_dict", None)
+    to_dict = getattr(config, "to_dict", None)
+    if not callable(state) or not callable(to_dict):
+        raise SpecError("", f"expected an SAE of the package sae_lens, got {kind(given)}")
+    fields = dict(to_dict())
+    architecture = fields.get("architecture", getattr(config, "architecture", "standard"))
+    fields["architecture"] = architecture() if callable(architecture) else architecture
+    more = fields.get("metadata")
+    if more is not None and not isinstance(more, Mapping):
+        more = getattr(more, "__dict__", {})
+    fields["metadata"] = dict(more or {})
+    with at("cfg"):
+        found = config_of(fields)
+    tensors = {name: tensor.detach().cpu().float() for name, tensor in state().items()}
+    check_names(list(tensors), found.architecture)
+    return _made(found, checked(tensors, found), None)
+
+
+def _gemma_scope(path: Path, subtract: bool | None, scale: float | None) -> dict[str, Any]:
+    """Read a file of Gemma Scope: JumpReLU SAEs, which do not subtract b_dec."""
+    import zipfile
+
+    import numpy as np
+    import torch
+
+    with at(str(path)):
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                check_names(list(file.files), "jumprelu")
+                tensors = {
+                    name: torch.from_numpy(np.asarray(file[name], np.float32))
+                    for name in file.files
+                }
+        except (ValueError, OSError, AttributeError, zipfile.BadZipFile) as error:
+            if isinstance(error, SpecError):
+                raise
+            raise SpecError("", f"expected a .npz file of arrays: {error}") from None
+        config = SaeConfig("jumprelu", None, bool(subtract))
+        return _made(config, checked(tensors, config), scale)
+
+
+def _without_config(tensors: Arrays, subtract: bool | None, scale: float | None) -> dict[str, Any]:
+    if subtract is None:
+        if bool(tensors["b_dec"].any()):
+            raise SpecError(
+                "",
+                f"missing {CONFIG}, which specifies whether b_dec is subtracted from the input; "
+                "give `apply_b_dec_to_input`",
+            )
+        subtract = False
+    architecture = "jumprelu" if "threshold" in tensors else "standard"
+    return _made(SaeConfig(architecture, None, subtract), tensors, scale)
+
+
+def _made(config: SaeConfig, tensors: Arrays, scale: float | None) -> dict[str, Any]:
+    _check(config, tensors)
+    if config.normalize == AVERAGE and scale is None:
+        raise SpecError(
+            "normalize_activations",
+            f"{AVERAGE}: the file does not have the factor; give `input_scale`, √width / the mean "
+            "norm of the vectors in training",
+        )
+    found = reduced(tensors, config.rescales, 1.0 if scale is None else float(scale))
+    return {
+        "w_enc": found["W_enc"],
+        "b_enc": found["b_enc"],
+        "w_dec": found["W_dec"],
+        "b_dec": found["b_dec"],
+        "threshold": found.get("threshold"),
+        "apply_b_dec_to_input": config.apply_b_dec_to_input,
+        "centered": config.centered,
+        "hook_name": config.hook_name,
+        "top_k": config.top_k,
+        "normalize": "none" if config.normalize == AVERAGE else config.normalize,
+        "is_transcoder": "transcoder" in config.architecture,
+    }
+
+
+def _check(config: SaeConfig, tensors: Arrays) -> None:
+    jumps = has_threshold(config.architecture)
+    if jumps != any(name in tensors for name in ("threshold", "topk_threshold")):
+        has = "there is no tensor" if jumps else "there is a tensor"
+        raise SpecError("architecture", f"`{config.architecture}`, but {has} `threshold`")
+    width, features = tensors["W_enc"].shape
+    sizes = (("d_in", config.width, width), ("d_sae", config.features, features))
+    for name, declared, found in sizes:
+        if declared is not None and declared != found:
+            raise SpecError(name, f"{declared}, but W_enc has shape {[width, features]}")
+
+
+def _not_safetensors(path: Path) -> str:
+    if path.suffix in _PICKLES:
+        return (
+            f"{path}: {path.suffix} files are unsupported, since they can contain pickles, which "
+            "can run code; save the tensors with safetensors.torch.save_file"
+        )
+    expected = f"{path}: expected a folder with {CONFIG} and {WEIGHTS}, or a .safetensors file"
+    if path.exists():
+        return expected
+    return (
+        f"{expected}, and there is no such path; names of releases are not looked up: download the "
+        "SAE from the Hugging Face Hub first, and give its folder"
+    )

@@ -1,0 +1,186 @@
+"""`Features`: which features of a sparse autoencoder are active."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.spec.argument_names import accept_spellings, read_named
+from midstream.spec.capture import Capture
+from midstream.spec.forms import PhaseLike, PositionsLike
+from midstream.spec.sink_target import read_name
+from midstream.validation import INT_LIMIT, as_list, at, is_int, kind, listed, read_int
+
+MAX_TOP = 1024
+MAX_FEATURES = 1024
+# The sites whose vectors are of the model's width, whole on every rank.
+SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
+_FIELDS = (
+    "sae", "top", "positions", "phase", "exclude", "features", "layer", "site", "name", "stream",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Features(Capture):
+    """Return the active features of a registered sparse autoencoder (SAE).
+
+    The vectors at the SAE's site and layer are encoded on the worker, after the step, and only the
+    most active features leave it. They are in `output.features`, by name; see
+    `midstream.results.features.FeatureRows`.
+
+    The engine must tap the site.
+
+    Attributes:
+        sae: the name under which the SAE was registered: `llm.saes`.
+        top: number of the most active features of each position; 0: those of `features` alone.
+        features: ids of chosen features, in the given order.
+        layer, site: where the vectors are read; None: where the SAE was trained.
+        name: key of the result in `output.features`.
+    """
+
+    sae: str
+    top: int
+    features: tuple[int, ...]
+    layer: int | None
+    site: str | None
+    name: str
+
+    @accept_spellings
+    def __init__(
+        self,
+        sae: str,
+        top: int = 32,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+        *,
+        features: Sequence[int] | int = (),
+        layer: int | None = None,
+        site: str | None = None,
+        name: str = "",
+        stream: bool = False,
+    ) -> None:
+        """Create it; each field accepts any of its forms.
+
+        Args:
+            sae: the name under which the SAE was registered: `llm.saes`.
+            top: 0 to 1024: so many of the most active features of each position. 0 needs
+                `features`.
+            positions: any form of Positions.
+            phase: "prompt" or "generated" restricts the positions to tokens of that phase.
+            exclude: positions to exclude.
+            features: up to 1024 ids of features, whose activations are returned at each position.
+            layer: index of a layer; None: that of the SAE's hook point.
+            site: a site of the model's width; None: that of the SAE's hook point.
+            name: key of the result in `output.features`; default `sae`.
+            stream: as in `Capture`.
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        with at("layer"):
+            found = None if layer is None else read_int(layer)
+        sites = "resid_post" if site is None else site
+        layers: Any = "all" if found is None else [found]
+        Capture.__init__(self, layers, sites, positions, phase, exclude, stream=stream)
+        if len(self.sites.names) != 1 or self.sites.names[0] not in SITES:
+            raise SpecError("site", f"expected one of {listed(SITES)}, got {site!r}")
+        object.__setattr__(self, "layer", found)
+        object.__setattr__(self, "site", None if site is None else self.sites.names[0])
+        with at("sae"):
+            object.__setattr__(self, "sae", _read_sae(sae))
+        with at("top"):
+            object.__setattr__(self, "top", _read_top(top))
+        with at("features"):
+            object.__setattr__(self, "features", _read_features(features))
+        if not (self.top or self.features):
+            raise SpecError("top", "expected at least 1 where `features` are not given")
+        with at("name"):
+            object.__setattr__(self, "name", read_name(name) or self.sae)
+
+    @staticmethod
+    def parse(value: object) -> Features:
+        """Read a Features, or a dict of the constructor's arguments.
+
+        Raises:
+            SpecError: a field is unknown or malformed.
+        """
+        if isinstance(value, Features):
+            return value
+        assert isinstance(value, Mapping)
+        return Features(**read_named(value, ("sae",), _FIELDS))
+
+    def at_tap(self, site: str, layer: int) -> Features:
+        """Return it with the site and layer of its SAE, where these are not given."""
+        if self.layer is not None and self.site is not None:
+            return self
+        found = layer if self.layer is None else self.layer
+        return self._copy(found, self.site or site, self.stream)
+
+    def without_place(self) -> Capture:
+        """Return a copy without `stream`."""
+        return self._copy(self.layer, self.site, False) if self.stream else self
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON form, which `parse` reads."""
+        found: dict[str, object] = {"sae": self.sae, "top": self.top}
+        if self.features:
+            found["features"] = list(self.features)
+        found |= self.positions.to_dict()
+        if self.layer is not None:
+            found["layer"] = self.layer
+        if self.site is not None:
+            found["site"] = self.site
+        if self.name != self.sae:
+            found["name"] = self.name
+        if self.stream:
+            found["stream"] = True
+        return found
+
+    def _copy(self, layer: int | None, site: str | None, stream: bool) -> Features:
+        return Features(
+            self.sae,
+            self.top,
+            self.positions,
+            features=self.features,
+            layer=layer,
+            site=site,
+            name=self.name,
+            stream=stream,
+        )
+
+
+def _read_sae(value: object) -> str:
+    if not isinstance(value, str):
+        problem = f"expected `str`, got {kind(value)}"
+        if hasattr(value, "encode"):
+            problem += "; register it, and give its name: llm.saes.register(name, sae)"
+        raise SpecError("", problem)
+    return read_name(value, may_be_empty=False)
+
+
+def _read_top(value: object) -> int:
+    found = read_int(value)
+    if not 0 <= found <= MAX_TOP:
+        raise SpecError("", f"expected 0 to {MAX_TOP}, got {found}")
+    return found
+
+
+def _read_features(value: Any) -> tuple[int, ...]:
+    values = [value] if is_int(value) else as_list(value)
+    if not isinstance(values, (list, tuple, range)):
+        raise SpecError("", f"expected ids of features, got {kind(value)}")
+    if len(values) > MAX_FEATURES:
+        raise SpecError("", f"expected at most {MAX_FEATURES} features, got {len(values)}")
+    found: dict[int, None] = {}
+    for nth, one in enumerate(values):
+        with at(f"[{nth}]"):
+            feature = read_int(one)
+            if not 0 <= feature <= INT_LIMIT:
+                raise SpecError("", f"expected ids from 0, got {feature}")
+            if feature in found:
+                raise SpecError("", f"feature {feature} is given twice")
+            found[feature] = None
+    return tuple(found)

@@ -1,0 +1,85 @@
+"""Where the encoders of registered SAEs are in the workers' memory, beside lenses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.sae_oracle import RandomSae
+
+from midstream import SAE, BusyError, JacobianLens, SpecError
+from midstream.runtime.frontend.lens_registry import LensRegistry
+from midstream.runtime.frontend.sae_registry import SaeRegistry
+from midstream.runtime.frontend.weight_memory import WeightMemory
+from midstream.runtime.worker.attention.sae import SaeReader
+from midstream.runtime.worker.rank_weights import RankWeights
+from midstream.spec import ModelShape
+
+WIDTH, FEATURES = 6, 40
+ONE = 4 * FEATURES * (WIDTH + 2)
+
+
+class Fixture:
+    def __init__(self, nbytes: int) -> None:
+        self.used: set[tuple[str, str]] = set()
+        shape = ModelShape(3, WIDTH, [("resid_post", 0)], dtype="bfloat16")
+        memory = WeightMemory(nbytes, self.used.__contains__, lambda: None)
+        self.saes, self.lenses = SaeRegistry(memory, shape), LensRegistry(memory, shape)
+        self.weights = RankWeights(nbytes, torch.device("cpu"))
+
+    def register(self, registry: SaeRegistry | LensRegistry, name: str, weights: object) -> None:
+        with registry.adding(name, weights) as messages:  # type: ignore[arg-type]
+            for one in messages:
+                self.weights.write(one.offset, one.data)
+
+
+def sae(kind: str, folder: Path) -> tuple[RandomSae, SAE]:
+    given = RandomSae(kind, WIDTH, FEATURES, "blocks.2.hook_resid_post")
+    return given, SAE.load(given.write(folder / kind))
+
+
+def test_encoders_are_read_where_they_were_written_beside_lenses(tmp_path: Path) -> None:
+    engine = Fixture(4 * ONE)
+    draw = torch.randn(WIDTH, WIDTH)
+    made = {kind: sae(kind, tmp_path) for kind in ("gated", "topk")}
+    # Of an odd number of bytes, as far as float32 is concerned.
+    engine.register(engine.lenses, "gated", JacobianLens({0: draw}))
+    for kind, (_, loaded) in made.items():
+        engine.register(engine.saes, kind, loaded)
+    engine.register(engine.lenses, "other", JacobianLens({1: draw}))
+    assert (engine.saes.names, engine.lenses.names) == (("gated", "topk"), ("gated", "other"))
+    numbers = engine.weights.numbers(torch.bfloat16)
+    for name, depth in (("gated", 1), ("other", 2)):
+        (found,) = engine.lenses.maps_of(name, [depth])
+        assert torch.equal(numbers[found.matrix : found.matrix + 36], draw.bfloat16().view(-1))
+    x = torch.randn(9, WIDTH)
+    reader = SaeReader(engine.weights, 1)
+    for kind, (given, _) in made.items():
+        encoder = engine.saes.get(kind).encoder
+        assert encoder.matrix * 4 % 256 == 0
+        assert torch.allclose(reader.encode(x, encoder).double(), given.encode(x), atol=1e-5)
+        assert engine.saes.get(kind).tap == ("resid_post", 2)
+
+
+def test_an_sae_stays_while_requests_use_it(tmp_path: Path) -> None:
+    engine = Fixture(ONE)
+    _, loaded = sae("gated", tmp_path)
+    engine.register(engine.saes, "a", loaded)
+    engine.used.add(("lens", "a"))
+    engine.register(engine.saes, "a", loaded)
+    engine.used.add(("sae", "a"))
+    with pytest.raises(BusyError, match="running requests use the SAE 'a'"):
+        engine.saes.remove("a")
+    engine.used.clear()
+    with pytest.raises(SpecError, match=f"sae: its weights take {ONE} bytes, .* {ONE} are in use"):
+        engine.register(engine.saes, "b", loaded)
+    engine.saes.remove("a")
+    engine.register(engine.saes, "b", loaded)
+    with pytest.raises(SpecError, match="there is no SAE 'a'; there is `b`"):
+        engine.saes.get("a")
+    with pytest.raises(SpecError, match=r"sae: expected an SAE, such as .*, got `str`"):
+        engine.register(engine.saes, "a", "folder")
+    loaded.w_enc[0, 0] = torch.nan
+    with pytest.raises(SpecError, match=r"sae\.w_enc: has numbers that are not finite"):
+        engine.register(engine.saes, "b", loaded)
