@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support.engines import engine, generated, greedy, tokens
@@ -46,7 +47,9 @@ def spoiled(monkeypatch):
             plan = prepared.plan
             hit = [
                 int(row)
-                for row, slot in zip(plan.active, plan.slots, strict=True)
+                for row, slot in zip(
+                    np.arange(len(plan.tokens))[plan.active], plan.slots, strict=True
+                )
                 if slot >= 0
                 and any(
                     step.a == 7.25

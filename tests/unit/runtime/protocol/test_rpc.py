@@ -48,6 +48,7 @@ CALLS = [
     (rpc.DiscardData("u"), rpc.Acknowledged()),
     (rpc.ReleaseRequests([]), rpc.Acknowledged()),
     (rpc.ReadParameter("x", 0, 2), rpc.ParameterRows([], [2, 1], "float16", 0, b"abcd")),
+    (rpc.WriteWeights(128, bytes(range(8))), rpc.Acknowledged()),
     (rpc.ReadUsage(), USAGE),
     (rpc.CheckIntegrity(), rpc.IntegrityReport({"leases": 0}, 3)),
 ]
