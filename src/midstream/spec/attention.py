@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
-from midstream.spec.capture import Capture
+from midstream.spec.capture import REDUCTIONS, Capture
 from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike
 from midstream.spec.lens import Lens, is_lens
 from midstream.spec.logits import Logits
@@ -186,7 +186,9 @@ def parse_capture(value: object) -> Capture:
     Raises:
         SpecError: a field is unknown, missing or malformed.
     """
-    is_attention = isinstance(value, Mapping) and ("reduce" in value or "queries" in value)
+    is_attention = isinstance(value, Mapping) and (
+        "queries" in value or ("reduce" in value and not _reduces_rows(value))
+    )
     if is_attention or isinstance(value, Attention):
         return Attention.parse(value)
     if (isinstance(value, Mapping) and is_lens(value)) or isinstance(value, Lens):
@@ -195,6 +197,14 @@ def parse_capture(value: object) -> Capture:
     if is_logits or isinstance(value, Logits):
         return Logits.parse(value)
     return Capture.parse(value)
+
+
+def _reduces_rows(value: Mapping[str, Any]) -> bool:
+    """Return whether a dict with `reduce` is the form of a Capture."""
+    word = value["reduce"]
+    if not isinstance(word, str) or word in ("entropy", FULL, SCORES):
+        return False
+    return word in ("", *REDUCTIONS) or "sites" in value or "site" in value
 
 
 def read_reduction(value: object) -> Reduction:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -47,6 +47,7 @@ class Need:
         vectors: what the plan's bytes name by digest, and the workers must store meanwhile.
         lens_rows: rows, positions times layers, that lenses read in a step at most.
         lenses: names of the registered lenses that it uses.
+        sums: vectors of sums that its reductions need.
     """
 
     kinds: dict[str, dict[Hashable, int]]
@@ -54,6 +55,13 @@ class Need:
     vectors: tuple[Vector, ...] = ()
     lens_rows: int = 0
     lenses: tuple[str, ...] = ()
+    sums: int = 0
+
+    def times(self, count: int) -> Need:
+        """Return the need of a request of so many completions."""
+        return replace(
+            self, rows=self.rows * count, lens_rows=self.lens_rows * count, sums=self.sums * count
+        )
 
     def total(self, kind: str) -> int:
         """Return the amount of a kind that the plan takes on its own."""
@@ -68,11 +76,13 @@ class RowLimit:
         limit: bytes; None: requests do not wait for memory.
         held: returns the number of bytes that readers lease.
         lens_rows: rows that lenses may read in a step; None: requests do not wait for these.
+        sums: vectors of sums that there is room for; None: requests do not wait for these.
     """
 
     limit: int | None
     held: Callable[[], int]
     lens_rows: int | None = None
+    sums: int | None = None
 
 
 NO_LIMIT = RowLimit(None, lambda: 0)
@@ -140,7 +150,7 @@ class Budget:
     def __init__(self, room: Room, rows: RowLimit = NO_LIMIT) -> None:
         self._limits = _limits(room)
         self._row_limit = rows
-        self._rows = self._lens_rows = 0
+        self._rows = self._lens_rows = self._sums = 0
         self._used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
         # Requests of one plan share `Need.kinds`, which is counted once for all of them: the number
@@ -156,6 +166,9 @@ class Budget:
         most = self._row_limit.lens_rows
         if need.lens_rows and most is not None and self._lens_rows + need.lens_rows > most:
             return False
+        most = self._row_limit.sums
+        if need.sums and most is not None and self._sums + need.sums > most:
+            return False
         return id(need.kinds) in self._requests or all(
             self._used[kind] + self._new(kind, things) <= self._limits[kind]
             for kind, things in need.kinds.items()
@@ -165,6 +178,7 @@ class Budget:
         """Take the capacity of a plan that fits. Pair with `release_tables` and `release_rows`."""
         self._rows += need.rows
         self._lens_rows += need.lens_rows
+        self._sums += need.sums
         self._requests[id(need.kinds)] += 1
         if self._requests[id(need.kinds)] > 1:
             return
@@ -175,6 +189,7 @@ class Budget:
     def release_tables(self, need: Need) -> None:
         """Release the capacity of a plan, except for its rows."""
         self._lens_rows -= need.lens_rows
+        self._sums -= need.sums
         self._requests[id(need.kinds)] -= 1
         if self._requests[id(need.kinds)]:
             return
@@ -267,11 +282,12 @@ def row_limit(workers: Sequence[RemoteWorker], config: Config) -> RowLimit:
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
     if config.overflow != "block":
-        return RowLimit(None, lambda: 0, config.lens_rows)
+        return RowLimit(None, lambda: 0, config.lens_rows, config.reductions)
     return RowLimit(
         sum(worker.info.arena_bytes for worker in capturing),
         lambda: sum(worker.held for worker in capturing),
         config.lens_rows,
+        config.reductions,
     )
 
 
@@ -296,7 +312,7 @@ def max_row_bytes(
     sizes = row_sizes(plan, shape)
     first = RankShare(0, ranks)
     nbytes = 0
-    for start, stop, indices in overlay([each.where.possible for each in plan.captures]):
+    for start, stop, indices in overlay([each.returned for each in plan.captures]):
         taps = tuple({tap for nth in indices for tap in plan.captures[nth].taps})
         positions = max(0, (length if stop is None else min(stop, length)) - start)
         whole = first.of(tuple(tap for tap in taps if tap not in parts), plan.sharded)
@@ -346,6 +362,12 @@ def check_rows(need: Need, room: RowLimit) -> None:
             "positions or layers, lower max_num_batched_tokens, or raise midstream's setting "
             "lens_rows",
         )
+    if room.sums is not None and need.sums > room.sums:
+        raise SpecError(
+            "capture",
+            f"the reductions need {need.sums} vectors of sums (of all completions), and there is "
+            f"room for {room.sums}; choose fewer layers, or raise midstream's setting reductions",
+        )
 
 
 def returned_captures(plan: ResolvedPlan, own: Plan) -> tuple[int, ...]:
@@ -376,7 +398,10 @@ def prompt_bytes(plan: ResolvedPlan, captures: tuple[int, ...], shape: ModelShap
         return 0
     sizes = row_sizes(plan, shape)
     rows = plan.only(captures).expected_rows(plan.prompt_len, ())
-    return sum(count * sizes[tap] for tap, count in rows.items())
+    return sum(
+        (min(count, 1) if tap in plan.reduced else count) * sizes[tap]
+        for tap, count in rows.items()
+    )
 
 
 def check_returned(nbytes: int, most: int) -> None:

@@ -13,6 +13,7 @@ from midstream.errors import ReceiptError, ReceiptWarning
 from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Captured, Edited, Nonfinite, Probed, Receipt, Selected
+from midstream.runtime.frontend.results.reduced import num_reduced
 from midstream.runtime.protocol.results import WorkerResult
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, MOST_APPLIED, NONFINITE, UNSEEN
@@ -56,6 +57,8 @@ def make_receipt(
     problems += _missing(parts)
     dropped = sum([part.dropped for part in parts])
     came = {} if activations is None else activations.counts()
+    if activations is not None and plan.reduced:
+        came = {**came, **num_reduced(activations, plan)}
     rows = plan.expected_rows(length, tokens)
     lost = 0
     if came == rows:
@@ -196,7 +199,7 @@ def _add_up(finals: Iterable[Final], length: int) -> Ints:
 
 def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[Selected, ...]:
     """Return the positions that each selection of the plan selected."""
-    found = [
+    every = [
         # Captures of every request have negative indices, as server-wide edits have.
         Selected(
             f"capture[{one.source}]" if one.source >= 0 else f"sinks[{one.source}]",
@@ -204,6 +207,8 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
         )
         for one in plan.captures
     ]
+    # A capture whose rows are reduced may have been resolved to several.
+    found = list(dict.fromkeys(every))
     by_source: dict[int, list[tuple[int, int]]] = {}
     for edit in {(edit.source, edit.where): edit for edit in plan.edits}.values():
         by_source.setdefault(edit.source, []).extend(edit.where.final(length, tokens))
