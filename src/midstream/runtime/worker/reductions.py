@@ -15,6 +15,7 @@ from torch import Tensor
 
 from midstream.errors import NoRoomError
 from midstream.runtime.worker.request_state import Segment
+from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 from midstream.spec.resolve.reduced import SUMS
 from midstream.spec.resolve.resolved import REDUCING
@@ -116,7 +117,7 @@ class Reductions:
         left = iter(request.rows)
         for capture, (kind, total, rows) in needs.items():
             mine = [[next(left) for _ in range(rows)] for _ in range(SUMS[kind])]
-            places = tuple(torch.tensor(each, device=self._table.device) for each in mine)
+            places = tuple(on_device(torch.tensor(each), self._table.device) for each in mine)
             counted = self._counts[mine[0][0]]
             counted.zero_()
             for place in places:

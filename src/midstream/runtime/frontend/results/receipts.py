@@ -65,9 +65,13 @@ def make_receipt(
         captured = plan.remember("captured", length, lambda: _captured(rows, rows))
     else:
         captured = _captured(rows, came)
-        lost = sum(max(0, one.expected - one.actual) for one in captured)
+        lost = sum(_lost(one, plan) for one in captured)
+        partly = any(
+            0 < one.actual < one.expected and (one.site, one.layer) in plan.reduced
+            for one in captured
+        )
         # A row that was dropped may have been computed again, and stored then.
-        if lost > dropped or any(one.actual > one.expected for one in captured):
+        if lost > dropped or partly or any(one.actual > one.expected for one in captured):
             problems += [
                 f"{one.site} of layer {one.layer}: {one.actual} rows came, expected {one.expected}"
                 for one in captured
@@ -110,6 +114,13 @@ def _nonfinite(parts: list[WorkerResult], length: int) -> Nonfinite | None:
         found[: states.size] |= states >= NONFINITE
     where = np.flatnonzero(found)
     return Nonfinite(int(where.size), int(where[0])) if where.size else None
+
+
+def _lost(one: Captured, plan: ResolvedPlan) -> int:
+    """Return the number of rows of a tap that did not come; a reduced one is one row."""
+    if not one.actual and (one.site, one.layer) in plan.reduced:
+        return min(1, one.expected)
+    return max(0, one.expected - one.actual)
 
 
 def _captured(expected: Mapping[Tap, int], actual: Mapping[Tap, int]) -> tuple[Captured, ...]:
