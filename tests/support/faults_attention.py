@@ -302,4 +302,26 @@ ATTENTION = (
         "        lacking = 0\n",
         f"{_HEAD}test_a_head_returns_the_logits_of_the_vocabulary_whatever_the_model_pads_or_lacks",
     ),
+    Fault(
+        "A row that is computed again after a preemption counts twice in a mean",
+        "runtime/worker/attention/step_patterns.py",
+        "skip = max(0, reductions.counted(slot) - position)",
+        "skip = 0",
+        "tests/engine/test_reduce.py::test_rows_that_are_computed_again_count_once",
+    ),
+    Fault(
+        "Sums of a request begin with those of the one before it",
+        "runtime/worker/reductions.py",
+        '                self._table.index_fill_(0, place, -torch.inf if kind == "max" else 0.0)\n',
+        "                pass\n",
+        "tests/engine/test_reduce.py"
+        "::test_each_completion_has_its_own_and_an_aborted_request_leaves_nothing",
+    ),
+    Fault(
+        "Sums of a request that ended are never given back",
+        "runtime/worker/request_table.py",
+        "            self._reductions[0].release(slot)\n",
+        "            pass\n",
+        "tests/engine/test_reduce.py::test_requests_wait_for_room_or_are_refused_by_its_setting",
+    ),
 )

@@ -327,6 +327,7 @@ def test_a_planned_job_counts_what_each_rank_transfers(several, path):
         ({"edits": Steer(vector(HIDDEN), 1, site="q", norm="keep")}, "edits.*q is split over"),
         ({"probes": Probe(vector(HIDDEN), 1, site="z")}, "probes.*z is split over the ranks"),
         ({"capture": Capture(1, "mlp_act", codec="full8")}, "mlp_act is split over 2 ranks"),
+        ({"capture": Capture(1, "z", reduce="norm")}, r"reduce: z is split over the ranks"),
         (
             {"edits": Affine(matrix=square(HIDDEN), layer=1, site="z")},
             "matrix: z is split over 2 ranks, and a matrix needs all of its vectors",
@@ -341,6 +342,21 @@ def test_what_needs_the_parts_of_several_ranks_at_once_is_refused(several, asked
         return
     with pytest.raises(SpecError, match=problem):
         several.generate(prompts, params, **asked)
+
+
+@pytest.mark.parametrize("kind", ["mean", "max", "moments"])
+def test_reduced_rows_of_every_site_are_those_of_one_rank(alone, several, kind):
+    """Each rank reduces its parts, of a prompt of two steps too."""
+    asked = Capture("all", EVERY, "prompt", reduce=kind)
+    for one, other in zip(run(several, asked), run(alone, asked), strict=True):
+        assert one.receipt.status == other.receipt.status == "ok"
+        assert list(one.activations) == list(other.activations)
+        for tap, rows in other.activations.items():
+            torch.testing.assert_close(one.activations[tap], rows, rtol=1e-3, atol=1e-4)
+    norms = Capture("all", ["resid_post", "final_norm"], reduce="norm")
+    for one, other in zip(run(several, norms), run(alone, norms), strict=True):
+        for tap, rows in other.activations.items():
+            torch.testing.assert_close(one.activations[tap], rows, rtol=1e-3, atol=1e-4)
 
 
 def test_attention_of_every_head_is_that_of_one_rank(alone, several):

@@ -132,6 +132,31 @@ def test_logits_come_over_http(client, asks):
 
 
 @pytest.mark.parametrize("asks", ["complete", "stream"])
+def test_reduced_rows_come_over_http(client, asks):
+    """They are reductions of the rows of another request."""
+    asked = [
+        Capture([3], positions="prompt", reduce="moments"),
+        Capture([10], reduce="norm"),
+        Capture([-1], positions="last_prompt"),
+    ]
+    whole = client.complete(PROMPT, **ASKED, capture=Capture([3, 10, -1])).activations
+    if asks == "stream":
+        *_, found = client.stream(PROMPT, **ASKED, capture=asked)
+    else:
+        found = client.complete(PROMPT, **ASKED, capture=asked)
+    length = len(whole.positions) + 1 - TOKENS
+    rows = whole["resid_post", 3][:length].double()
+    moments = torch.stack([rows.mean(0), rows.var(0, correction=0)])
+    mine = found.activations
+    torch.testing.assert_close(mine["resid_post", 3].double(), moments, rtol=1e-4, atol=1e-4)
+    assert mine.positions_of("resid_post", 3).tolist() == [length - 1] * 2
+    norms = whole["resid_post", 10].double().norm(dim=1, keepdim=True)
+    torch.testing.assert_close(mine["resid_post", 10].double(), norms, rtol=1e-4, atol=1e-4)
+    last = whole["resid_post", -1][length - 1 : length]
+    torch.testing.assert_close(mine["resid_post", -1], last, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("asks", ["complete", "stream"])
 def test_lenses_come_over_http(client, asks):
     """They are the head's and the norm's of what was captured, and those of a stream are parts."""
     last = {"positions": ["last_prompt", "generated"]}

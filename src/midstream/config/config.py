@@ -38,6 +38,7 @@ _LEAST = {
     "maps": 0,
     "readout_rows": 1,
     "readout_bytes": 0,
+    "reductions": 0,
 }
 _CHOICES = {
     "overflow": ("block", "spill", "drop"),
@@ -76,6 +77,10 @@ class Config:
         readout_bytes: device memory on each rank for registered lenses and SAEs (`llm.lenses`,
             `llm.saes`), taken before the KV cache is sized. A lens takes width² numbers of the
             model's dtype for each layer, an SAE 4 · features · (width + 2) bytes.
+        reductions: maximum number of vectors of sums of running requests that reduce rows: one for
+            each layer of a mean or maximum, three of moments. Each takes 8 · hidden bytes on the
+            device, taken before the KV cache is sized. A request that would exceed it together with
+            others waits in the front end.
         staging_bytes: size of the staging ring on the device, through which captured vectors are
             transferred. None: enough for every token of the largest step at every tapped site, on a
             GPU twice that (rows are transferred while the next step fills the ring), but at most
@@ -130,6 +135,7 @@ class Config:
     maps: int = 0
     readout_rows: int = 16384
     readout_bytes: int = 0
+    reductions: int = 256
     staging_bytes: int | None = None
     on_mismatch: str = "raise"
     on_nonfinite: str = "raise"

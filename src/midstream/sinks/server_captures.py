@@ -209,8 +209,8 @@ class ServerCaptures:
 
     def _read_one(self, name: str, part: object, sink: str | None) -> Capture:
         capture = Capture.parse(part)
-        for field, value in (("stream", capture.stream), ("request_id", capture.request_id)):
-            if value:
+        for field in ("stream", "request_id", "reduce"):
+            if getattr(capture, field):
                 raise SpecError(field, "must be omitted in a capture of every request")
         find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
         if capture.sink == KEPT and capture.tag in ("", name):  # as `list` shows it

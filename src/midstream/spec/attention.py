@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
-from midstream.spec.capture import Capture
+from midstream.spec.capture import REDUCTIONS, Capture
 from midstream.spec.features import Features
 from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike
 from midstream.spec.lens import Lens, is_lens
@@ -187,7 +187,9 @@ def parse_capture(value: object) -> Capture:
     Raises:
         SpecError: a field is unknown, missing or malformed.
     """
-    is_attention = isinstance(value, Mapping) and ("reduce" in value or "queries" in value)
+    is_attention = isinstance(value, Mapping) and (
+        "queries" in value or ("reduce" in value and not _reduces_rows(value))
+    )
     if is_attention or isinstance(value, Attention):
         return Attention.parse(value)
     if (isinstance(value, Mapping) and "sae" in value) or isinstance(value, Features):
@@ -202,7 +204,16 @@ def parse_capture(value: object) -> Capture:
 
 def is_vectors(capture: Capture) -> bool:
     """Return whether a capture returns vectors, and nothing that is made of them."""
-    return not isinstance(capture, (Attention, Features, Lens, Logits))
+    made = isinstance(capture, (Attention, Features, Lens, Logits))
+    return not made and not capture.reduce
+
+
+def _reduces_rows(value: Mapping[str, Any]) -> bool:
+    """Return whether a dict with `reduce` is the form of a Capture."""
+    word = value["reduce"]
+    if not isinstance(word, str) or word in ("entropy", FULL, SCORES):
+        return False
+    return word in ("", *REDUCTIONS) or "sites" in value or "site" in value
 
 
 def read_reduction(value: object) -> Reduction:

@@ -30,6 +30,7 @@ FIELDS = (
     "stream",
     "layout",
     "heads",
+    "reduce",
 )
 
 
@@ -52,6 +53,7 @@ class Capture:
     stream: bool
     layout: str
     heads: tuple[int, ...] | None
+    reduce: Any  # a str; of an `Attention` its `Reduction`
 
     @accept_spellings
     def __init__(
@@ -71,6 +73,7 @@ class Capture:
         stream: bool = False,
         layout: str = "",
         heads: IndicesLike | None = None,
+        reduce: str = "",
     ) -> None:
         """Create a capture; each field accepts any of its forms.
 
@@ -106,6 +109,13 @@ class Capture:
                 Only for the sink "memory". The vectors of all heads are transferred, and count as
                 bytes; heads are chosen as the rows are read. If several captures of a request
                 select a site of a layer, its rows have the heads of any of them. None: all heads.
+            reduce: what of the rows is returned, float32, computed on the device. "norm": the
+                length of each row, [rows, 1]. The others reduce all selected rows, which must be
+                of the prompt, to one that has the position of the last of them: "mean" and "max",
+                of each component, [1, width]; "moments": mean and population variance of each
+                component, [2, width]. Only for the sink "memory", without `stream`, `heads` and a
+                lossy codec; no other capture of the request may select the same site and layer.
+                Empty: the rows themselves.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -136,6 +146,10 @@ class Capture:
         with at("layout"):
             object.__setattr__(self, "layout", _read_layout(layout, self.sink))
         object.__setattr__(self, "heads", _read_heads(heads, self.sink))
+        with at("reduce"):
+            object.__setattr__(self, "reduce", _read_reduce(reduce))
+        if self.reduce:
+            self._check_reduced()
 
     @staticmethod
     def parse(value: object) -> Capture:
@@ -197,7 +211,20 @@ class Capture:
             found["layout"] = self.layout
         if self.heads:
             found["heads"] = list(self.heads)
+        if self.reduce:
+            found["reduce"] = self.reduce
         return found
+
+    def _check_reduced(self) -> None:
+        """Check that the other fields are possible where rows are reduced."""
+        for field, given, right in (
+            ("codec", self.codec not in ("", "raw"), "codec raw"),
+            ("sink", self.sink != MEMORY, 'sink "memory"'),
+            ("stream", self.stream, "stream=False"),
+            ("heads", self.heads is not None, "all heads"),
+        ):
+            if given:
+                raise SpecError(field, f'with reduce="{self.reduce}" there is only {right}')
 
 
 def bad_capture(value: object) -> SpecError:
@@ -246,6 +273,14 @@ def _read_heads(value: object, sink: str) -> tuple[int, ...] | None:
     return found
 
 
+def _read_reduce(value: object) -> str:
+    if not isinstance(value, str):
+        raise SpecError("", f"expected `str`, got {kind(value)}")
+    if value and value not in REDUCTIONS:
+        raise SpecError("", f"expected one of {', '.join(REDUCTIONS)}, got {show(value)}")
+    return value
+
+
 def _read_return(value: object) -> str:
     if not isinstance(value, str):
         raise SpecError("", f"expected `str`, got {kind(value)}")
@@ -261,3 +296,4 @@ def _read_codec(value: object) -> str:
 
 
 GATHERED, SHARDED = RETURNS = ("gathered", "sharded")
+REDUCTIONS = ("mean", "max", "norm", "moments")

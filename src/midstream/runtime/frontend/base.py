@@ -9,7 +9,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -166,7 +165,7 @@ class BaseFrontEnd:
         if own is not None:
             self._check_streams(own, kind)
         one = prepared.need
-        need = replace(one, rows=one.rows * params.n, readout_rows=one.readout_rows * params.n)
+        need = one.times(params.n)
         chosen = self._chosen_replica(request)
         limits = self._row_limits if chosen is None else [self._row_limits[chosen]]
         check_rows(need, max(limits, key=lambda one: one.limit or 0))

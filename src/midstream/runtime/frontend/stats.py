@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,18 +37,26 @@ class RequestTotals:
     scores: int = 0
     sink_failures: int = 0
 
-    def add(self, receipts: Iterable[Receipt], sizes: Mapping[Tap, int]) -> None:
+    def add(
+        self,
+        receipts: Iterable[Receipt],
+        sizes: Mapping[Tap, int],
+        reduced: Container[Tap] = (),
+    ) -> None:
         """Add a call that has ended.
 
         Args:
             receipts: receipts of its completions.
             sizes: bytes of an encoded row of each captured tap.
+            reduced: taps whose rows are reduced to one.
         """
         for receipt in receipts:
             self.completions[receipt.status] += 1
             for one in receipt.captured:
-                self.rows += one.actual
-                self.row_bytes += one.actual * sizes[one.site, one.layer]
+                tap = one.site, one.layer
+                rows = min(1, one.actual) if tap in reduced else one.actual
+                self.rows += rows
+                self.row_bytes += rows * sizes[tap]
             self.dropped += receipt.dropped
             self.scores += sum(one.actual for one in receipt.probed)
             self.sink_failures += sum(kept.status != "ok" for _, kept in receipt.kept)

@@ -10,7 +10,7 @@ import numpy as np
 
 from midstream.sites import Tap
 from midstream.spec import Instruction, ResolvedPlan, Vector
-from midstream.spec.positions.range_set import overlay
+from midstream.spec.positions.range_set import overlay, subtract
 from midstream.spec.positions.ranges import Ranges
 from midstream.spec.resolve.resolved import Pattern, SlottedPattern
 
@@ -160,7 +160,7 @@ class PatternRead(NamedTuple):
         heads: the heads of this rank that are computed, ascending; empty: all of them.
         num_heads: their number. Of a score it may be 0: other ranks have its heads.
         returned: whether this rank returns the row; if not, it computes its part of the logits,
-            which only all ranks together can.
+            which only all ranks together can, or counts the vector among those of a later row.
         slot: column of the score; None: it is a row.
     """
 
@@ -268,7 +268,12 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
         if capture.pattern is not None:
             reads = _reads(nth, capture.pattern, taps, share)
             if reads:
-                parts.append(_Part(capture.where.possible, patterns=reads))
+                parts.append(_Part(capture.returned, patterns=reads))
+            before = subtract(capture.where.possible, capture.returned)
+            if reads and before:
+                # Rows that are counted for the row that the last of them returns.
+                counted = tuple(read._replace(returned=False) for read in reads)
+                parts.append(_Part(before, patterns=counted))
             continue
         places = tuple(taps[tap] for tap in capture.taps if tap in taps)
         if places:
@@ -279,8 +284,8 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
 def _reads(
     capture: int, pattern: Pattern, taps: dict[Tap, int], share: RankShare
 ) -> tuple[PatternRead, ...]:
-    """Return the rows of attention of a capture that a rank makes, or the logits, which each rank
-    of a tensor-parallel group makes with the others.
+    """Return the rows of attention or of reduced vectors of a capture that a rank makes, or the
+    logits, which each rank of a tensor-parallel group makes with the others.
     """
     return tuple(
         PatternRead(

@@ -57,6 +57,7 @@ from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
 from midstream.runtime.worker.rank_agreement import all_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.rank_weights import RankWeights
+from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_index import RowBlock, Scores
@@ -134,7 +135,9 @@ class WorkerEndpoint:
             model, self._decoder, self._taps, self._buffers, vllm_config, config
         )
         check_drafter(runner)
-        _count_memory(runner, self._buffers.nbytes + self._weights.nbytes)
+        reductions = Reductions(config.reductions, self._hidden_size, runner.device)
+        nbytes = self._buffers.nbytes + self._weights.nbytes + reductions.nbytes
+        _count_memory(runner, nbytes)
         self._max_tokens = self._buffers.tokens.shape[0]
         device = self._buffers.ring.device.type
         workers = parallel.world_size * replicas_of(vllm_config)
@@ -169,6 +172,7 @@ class WorkerEndpoint:
                 lens=self._lens,
                 weights=self._weights,
             ),
+            reductions=reductions,
         )
         if self._session.bias is not None:
             self._session.bias.attach(model)

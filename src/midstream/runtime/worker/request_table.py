@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from midstream.errors import NoRoomError
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
-from midstream.runtime.worker.request_state import RequestState, idle_segment
+from midstream.runtime.worker.reductions import Reductions
+from midstream.runtime.worker.request_state import RankPlan, RequestState, idle_segment
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step_recorder import StepRecorder
 from midstream.spec import ResolvedPlan
@@ -35,6 +37,7 @@ class RequestTable:
         recorder: StepRecorder,
         checksum: RankChecksum | None = None,
         agree: Agree | None = None,
+        reductions: tuple[Reductions, Sequence[int]] | None = None,
     ) -> None:
         """Args:
         slots: the running requests.
@@ -43,12 +46,15 @@ class RequestTable:
         checksum: receives every plan; None if ranks are not compared.
         agree: asks the other ranks whether they can run a plan with work that all do together; None
             if there are none.
+        reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
+            None: nothing is reduced.
         """
         self.plans = plans
         self._slots = slots
         self._recorder = recorder
         self._checksum = checksum
         self._agree = agree
+        self._reductions = reductions
         self._added = 0
         # Finished requests with the number of their last step, which is not settled.
         self._finishing: list[tuple[int, RequestState]] = []
@@ -77,14 +83,15 @@ class RequestTable:
             self.settle_requests([known])
         problem = ""
         own = None
+        slot = self._slots.new_slot()
         try:
-            own = self.plans.acquire(plan)
+            own = self._acquire(plan, slot)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
         if self._agree is not None and is_joint(plan) and not self._agree(not problem):
             if own is not None:
-                self.plans.release(own)
+                self._release(own, slot)
                 own = None
             problem = problem or "another rank cannot run the plan"
         self._added += 1
@@ -92,7 +99,7 @@ class RequestTable:
             id=request_id,
             uid=uid,
             plan=_NO_PLAN if own is None else own.resolved,
-            slot=self._slots.new_slot(),
+            slot=slot,
             segments=[idle_segment()] if own is None else own.segments,
             shared=own,
             serial=self._added,
@@ -101,6 +108,23 @@ class RequestTable:
         self._slots.add(request)
         if problem:
             self._slots.fail(request, computed, problem)
+
+    def _acquire(self, packed: bytes, slot: int) -> RankPlan:
+        """Return a request's plan, and give it the sums that it needs. Pair with `_release`."""
+        found = self.plans.acquire(packed)
+        if self._reductions is not None:
+            reductions, widths = self._reductions
+            try:
+                reductions.acquire(slot, found.segments, widths)
+            except NoRoomError:
+                self.plans.release(found)
+                raise
+        return found
+
+    def _release(self, plan: RankPlan, slot: int) -> None:
+        self.plans.release(plan)
+        if self._reductions is not None:
+            self._reductions[0].release(slot)
 
     def grow(self, request_id: str, uid: str, prompt: Sequence[int] | None) -> None:
         """Record the prompt of a known request that is scheduled as new once more: the prompt has
@@ -122,7 +146,7 @@ class RequestTable:
         if request is None or any(request is finishing for _, finishing in self._finishing):
             return
         if request.shared is not None:
-            self.plans.release(request.shared)
+            self._release(request.shared, request.slot)
         self._slots.retire(request)
         self._finishing.append((self._recorder.last_step_of([request]), request))
         self._remove_settled()

@@ -11,6 +11,7 @@ from midstream.runtime.worker.collection import Collection
 from midstream.runtime.worker.logit_bias import LogitBias
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_check import RankChecksum
+from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_table import Agree, RequestTable
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
@@ -49,6 +50,7 @@ class WorkerSession:
         only_armed: bool = False,
         patterns: PatternReader | None = None,
         agree: Agree | None = None,
+        reductions: Reductions | None = None,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -63,7 +65,11 @@ class WorkerSession:
             all other steps run vLLM's own model.
         patterns: makes rows of attention and logits; None: no request asks for any.
         agree: see `RequestTable`.
+        reductions: what requests reduce rows to; None: there is no room for any.
         """
+        if reductions is None:
+            reductions = Reductions(0, 1, buffers.ring.device)
+        self._reductions = reductions
         self._checksum = checksum
         self._codecs = CodecTable(buffers)
         self._tables = ProgramTable(buffers)
@@ -78,9 +84,13 @@ class WorkerSession:
             taps,
             only_armed=only_armed,
             patterns=patterns,
+            reductions=self._reductions,
         )
         plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
-        self.requests = RequestTable(slots, plans, self._recorder, checksum, agree)
+        widths = tuple(map(buffers.width, taps.values()))
+        self.requests = RequestTable(
+            slots, plans, self._recorder, checksum, agree, (self._reductions, widths)
+        )
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
 
@@ -132,7 +142,9 @@ class WorkerSession:
         """
         self._recorder.check_integrity()
         self._tables.check_integrity()
+        self._reductions.check_integrity()
         if self.requests.is_empty:
             assert not len(self.requests.plans)
+            assert not len(self._reductions)
             assert not len(self._recorder.rows)
             assert not len(self._recorder.scores)

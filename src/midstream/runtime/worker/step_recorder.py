@@ -13,6 +13,7 @@ from midstream.ops import layout
 from midstream.runtime.worker.attention.logits import StepLogits
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.attention.step_patterns import StepPatterns
+from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
@@ -84,6 +85,7 @@ class StepRecorder:
         *,
         only_armed: bool = False,
         patterns: PatternReader | None = None,
+        reductions: Reductions,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -94,6 +96,7 @@ class StepRecorder:
         taps: the rank's taps.
         only_armed: every forward pass that fires the taps is armed. Nothing is disarmed then.
         patterns: makes rows of attention; None: no request asks for any.
+        reductions: what rows are reduced to.
         """
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
@@ -104,7 +107,7 @@ class StepRecorder:
         self._arena = arena
         self._slots = slots
         self._codecs = codecs
-        self._patterns = StepPatterns(buffers, slots, codecs, patterns)
+        self._patterns = StepPatterns(buffers, slots, codecs, patterns, reductions)
         self._signature = TapSignature(taps)
         self._score_kind = self.scores.kind((0,))
         self._armed = ArmedBuffers(buffers, only_armed)

@@ -31,6 +31,7 @@ from midstream.spec.resolve.biases import bias_of, check_sampled, with_switch
 from midstream.spec.resolve.features import resolve_features
 from midstream.spec.resolve.lens import check_names, resolve_lens
 from midstream.spec.resolve.logits import check_logits, resolve_logits
+from midstream.spec.resolve.reduced import check_reduced, resolve_reduced
 from midstream.spec.resolve.resolved import (
     ResolvedBias,
     ResolvedCapture,
@@ -107,16 +108,17 @@ class _Resolver:
     def resolve(
         self, plan: Plan | Nothing, before: tuple[Edit, ...], also: tuple[Capture, ...]
     ) -> ResolvedPlan:
-        captures = []
+        captures: list[ResolvedCapture] = []
         for index, capture in enumerate(plan.captures):
             with at(f"capture[{index}]"):
-                captures.append(self._resolve_capture(capture, index))
+                captures += self._resolve_capture(capture, index)
         check_logits(captures)
+        check_reduced(captures)
         check_names(captures)
         check_attention(captures)
         for index, capture in enumerate(also, -len(also)):
             with at(f"sinks[{index}]"), suppress(NothingSelectedError):
-                captures.append(self._resolve_capture(capture, index))
+                captures += self._resolve_capture(capture, index)
         for index, probe in enumerate(plan.probes):
             with at(f"probes[{index}]"):
                 self._probes.append(self._resolve_probe(probe))
@@ -152,24 +154,28 @@ class _Resolver:
         self._free_ranges -= where.num_ranges
         return where
 
-    def _resolve_capture(self, capture: Capture, source: int) -> ResolvedCapture:
+    def _resolve_capture(self, capture: Capture, source: int) -> list[ResolvedCapture]:
         if isinstance(capture, Attention):
             with queries_named():
                 where = self._select(capture.positions)
             given = (self._shape, self._prompt, self._max_tokens)
-            return resolve_attention(capture, source, where, *given)
+            return [resolve_attention(capture, source, where, *given)]
         if isinstance(capture, Logits):
-            return resolve_logits(capture, source, self._select(capture.positions), self._shape)
+            return [resolve_logits(capture, source, self._select(capture.positions), self._shape)]
         if isinstance(capture, Features):
-            return resolve_features(capture, source, self._select(capture.positions), self._shape)
+            return [resolve_features(capture, source, self._select(capture.positions), self._shape)]
         if isinstance(capture, Lens):
-            return resolve_lens(capture, source, self._select(capture.positions), self._shape)
+            return [resolve_lens(capture, source, self._select(capture.positions), self._shape)]
         taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
         if capture.heads is not None:
             for site, layer in taps:
                 size = self._shape.size((site, layer))
                 head_size(capture.heads, size, "heads", f"{site} of layer {layer}")
-        return ResolvedCapture(taps, self._select(capture.positions), source)
+        where = self._select(capture.positions)
+        if capture.reduce:
+            length = self._prompt.length
+            return resolve_reduced(capture.reduce, source, taps, where, length, self._shape)
+        return [ResolvedCapture(taps, where, source)]
 
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
         if probe.attention is not None:

@@ -77,8 +77,10 @@ class ResolvedEdit:
 
 PatternKind = Literal[
     "top", "mass", "entropy", "full", "scores", "logits_top", "logits_of", "logits_all", "lens",
-    "features",
+    "features", "norm", "mean", "max", "moments",
 ]  # fmt: skip
+# Kinds whose row is made of several captured rows.
+REDUCING = ("mean", "max", "moments")
 
 
 class LensMap(NamedTuple):
@@ -119,8 +121,8 @@ class SaeEncoder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What the rows of an `Attention` have for each query and head, or those of a `Logits`, a
-    `Features` or of a layer of a `Lens`: numbers of 4 bytes.
+    """What the rows of an `Attention` have for each query and head, those of a `Logits`, a
+    `Features` or of a layer of a `Lens`, or what a `Capture` reduces rows to: numbers of 4 bytes.
 
     Attributes:
         kind: the reduction, or which logits.
@@ -130,14 +132,17 @@ class Pattern:
             ln Σ exp(logit). Those of `lens` are k token ids and k logits, the logits of the tokens
             and their ranks as int32, and likewise the last. Those of `features` are k ids as int32
             and k activations, those of the chosen features, and the number of active features as
-            int32.
+            int32. Of `norm` 1; of `mean` and `max`, those of one part of a row: the number of rows
+            as int32, and then the components; of `moments` likewise, the means and then the
+            variances.
         keys: of `mass`, the positions of the keys; of `logits_of`, the tokens; of `lens`, each
             token by itself, in the order of the request; of `features`, likewise the features.
         heads: the query heads that are computed, ascending; empty: all.
         reads: for each tap of the capture, the tap at which its queries are read; of logits,
-            `final_norm`; of a lens, the stream; of
-            features, what the SAE reads.
-        counts: for each of these, the number of heads that are computed, over all ranks.
+            `final_norm`; of a lens, the stream; of features, what the SAE reads; of reduced rows,
+            where these are captured.
+        counts: for each of these, the number of heads that are computed, over all ranks; of reduced
+            rows, the number of parts in which the ranks have a row.
         maps: of a lens that was registered, the map of each of these; else empty.
         encoder: of features, that of the SAE.
     """
@@ -155,6 +160,11 @@ class Pattern:
     def of_logits(self) -> bool:
         """Whether the rows are those of a `Logits` or a `Lens`."""
         return self.kind == "lens" or self.kind.startswith("logits")
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a row is made of all selected rows."""
+        return self.kind in REDUCING
 
     def width(self, place: int) -> int:
         """Return the numbers of a row of one tap, by its index in the capture."""
@@ -218,17 +228,30 @@ class ResolvedCapture:
     Attributes:
         taps: in the order of a forward pass. Those of an `Attention`, a `Features`, a `Lens` or
             a `Logits` are no taps of the engine: a site that begins with "attention", "features",
-            "lens" or "logits", and the layer.
+            "lens" or "logits", and the layer. Nor are those of reduced rows: `mean.resid_post` and
+            the layer.
         where: the positions.
         source: index of the plan's capture; negative: of the server-wide captures, whose last is
             −1.
-        pattern: of an `Attention`, `Features`, `Lens` or `Logits`, what its rows are; else None.
+        pattern: of an `Attention`, `Features`, `Lens` or `Logits`, or where rows are reduced, what
+            its rows are; else None.
     """
 
     taps: tuple[Tap, ...]
     where: Where
     source: int = 0
     pattern: Pattern | None = None
+
+    @property
+    def returned(self) -> Ranges:
+        """Every position of which a row may be returned: of rows that are reduced to one, the last
+        that is selected.
+        """
+        if self.pattern is None or not self.pattern.reduces:
+            return self.where.possible
+        stop = self.where.ranges[-1][1]
+        assert stop is not None
+        return ((stop - 1, stop),)
 
     def of_all_heads(self, shape: ModelShape) -> ResolvedCapture:
         """Return the capture with rows of attention of all heads."""
@@ -282,6 +305,7 @@ class ResolvedPlan:
         biases: what the biases among the edits add to logits.
         taps: all captured taps, in the order of a forward pass.
         pattern_widths: numbers of a row of each tap of an `Attention`.
+        reduced: taps whose row is made of all selected rows.
         alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
         reads_tokens: whether some positions are selected by the ids of generated tokens.
     """
@@ -296,6 +320,7 @@ class ResolvedPlan:
     # Computed once, because many requests share a plan.
     taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
     pattern_widths: dict[Tap, int] = field(init=False, compare=False, repr=False)
+    reduced: frozenset[Tap] = field(init=False, compare=False, repr=False)
     alike: tuple[Alike, ...] = field(init=False, compare=False, repr=False)
     reads_tokens: bool = field(init=False, compare=False, repr=False)
     _known: dict[Hashable, Any] = field(init=False, compare=False, repr=False, default_factory=dict)
@@ -319,6 +344,9 @@ class ResolvedPlan:
         object.__setattr__(self, "taps", taps)
         object.__setattr__(self, "pattern_widths", widths)
         object.__setattr__(self, "alike", found)
+        reducing = [one for one in self.captures if one.pattern is not None and one.pattern.reduces]
+        reduced = frozenset(tap for one in reducing for tap in one.taps)
+        object.__setattr__(self, "reduced", reduced)
         where = [one.where for one in self.edits] + [one.where for one in self.captures]
         where += [one.where for one in self.probes]
         object.__setattr__(self, "reads_tokens", any(one.matches for one in where))
@@ -369,7 +397,9 @@ class ResolvedPlan:
         return self.remember(("ranges", captures), length, make)
 
     def expected_rows(self, length: int, tokens: Sequence[int]) -> dict[Tap, int]:
-        """Return the number of captured rows of each captured tap."""
+        """Return the number of captured rows of each captured tap; of reduced ones, those that are
+        reduced.
+        """
 
         def make() -> dict[Tap, int]:
             found = dict.fromkeys(self.taps, 0)

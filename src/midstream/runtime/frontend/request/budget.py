@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -47,6 +47,7 @@ class Need:
         vectors: what the plan's bytes name by digest, and the workers must store meanwhile.
         readout_rows: rows, positions times layers, that lenses and SAEs read in a step at most.
         weights: (kind, name) of the registered weights that it reads.
+        sums: vectors of sums that its reductions need.
     """
 
     kinds: dict[str, dict[Hashable, int]]
@@ -54,6 +55,16 @@ class Need:
     vectors: tuple[Vector, ...] = ()
     readout_rows: int = 0
     weights: tuple[tuple[str, str], ...] = ()
+    sums: int = 0
+
+    def times(self, count: int) -> Need:
+        """Return the need of a request of so many completions."""
+        return replace(
+            self,
+            rows=self.rows * count,
+            readout_rows=self.readout_rows * count,
+            sums=self.sums * count,
+        )
 
     def total(self, kind: str) -> int:
         """Return the amount of a kind that the plan takes on its own."""
@@ -69,11 +80,13 @@ class RowLimit:
         held: returns the number of bytes that readers lease.
         readout_rows: rows that lenses and SAEs may read in a step; None: requests do not wait for
             these.
+        sums: vectors of sums that there is room for; None: requests do not wait for these.
     """
 
     limit: int | None
     held: Callable[[], int]
     readout_rows: int | None = None
+    sums: int | None = None
 
 
 NO_LIMIT = RowLimit(None, lambda: 0)
@@ -141,7 +154,7 @@ class Budget:
     def __init__(self, room: Room, rows: RowLimit = NO_LIMIT) -> None:
         self._limits = _limits(room)
         self._row_limit = rows
-        self._rows = self._readout_rows = 0
+        self._rows = self._readout_rows = self._sums = 0
         self._used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
         # Requests of one plan share `Need.kinds`, which is counted once for all of them: the number
@@ -157,6 +170,9 @@ class Budget:
         most = self._row_limit.readout_rows
         if need.readout_rows and most is not None and self._readout_rows + need.readout_rows > most:
             return False
+        most = self._row_limit.sums
+        if need.sums and most is not None and self._sums + need.sums > most:
+            return False
         return id(need.kinds) in self._requests or all(
             self._used[kind] + self._new(kind, things) <= self._limits[kind]
             for kind, things in need.kinds.items()
@@ -166,6 +182,7 @@ class Budget:
         """Take the capacity of a plan that fits. Pair with `release_tables` and `release_rows`."""
         self._rows += need.rows
         self._readout_rows += need.readout_rows
+        self._sums += need.sums
         self._requests[id(need.kinds)] += 1
         if self._requests[id(need.kinds)] > 1:
             return
@@ -176,6 +193,7 @@ class Budget:
     def release_tables(self, need: Need) -> None:
         """Release the capacity of a plan, except for its rows."""
         self._readout_rows -= need.readout_rows
+        self._sums -= need.sums
         self._requests[id(need.kinds)] -= 1
         if self._requests[id(need.kinds)]:
             return
@@ -268,11 +286,12 @@ def row_limit(workers: Sequence[RemoteWorker], config: Config) -> RowLimit:
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
     if config.overflow != "block":
-        return RowLimit(None, lambda: 0, config.readout_rows)
+        return RowLimit(None, lambda: 0, config.readout_rows, config.reductions)
     return RowLimit(
         sum(worker.info.arena_bytes for worker in capturing),
         lambda: sum(worker.held for worker in capturing),
         config.readout_rows,
+        config.reductions,
     )
 
 
@@ -297,7 +316,7 @@ def max_row_bytes(
     sizes = row_sizes(plan, shape)
     first = RankShare(0, ranks)
     nbytes = 0
-    for start, stop, indices in overlay([each.where.possible for each in plan.captures]):
+    for start, stop, indices in overlay([each.returned for each in plan.captures]):
         taps = tuple({tap for nth in indices for tap in plan.captures[nth].taps})
         positions = max(0, (length if stop is None else min(stop, length)) - start)
         whole = first.of(tuple(tap for tap in taps if tap not in parts), plan.sharded)
@@ -347,6 +366,12 @@ def check_rows(need: Need, room: RowLimit) -> None:
             "fewer positions or layers, lower max_num_batched_tokens, or raise midstream's setting "
             "readout_rows",
         )
+    if room.sums is not None and need.sums > room.sums:
+        raise SpecError(
+            "capture",
+            f"the reductions need {need.sums} vectors of sums (of all completions), and there is "
+            f"room for {room.sums}; choose fewer layers, or raise midstream's setting reductions",
+        )
 
 
 def returned_captures(plan: ResolvedPlan, own: Plan) -> tuple[int, ...]:
@@ -377,7 +402,10 @@ def prompt_bytes(plan: ResolvedPlan, captures: tuple[int, ...], shape: ModelShap
         return 0
     sizes = row_sizes(plan, shape)
     rows = plan.only(captures).expected_rows(plan.prompt_len, ())
-    return sum(count * sizes[tap] for tap, count in rows.items())
+    return sum(
+        (min(count, 1) if tap in plan.reduced else count) * sizes[tap]
+        for tap, count in rows.items()
+    )
 
 
 def check_returned(nbytes: int, most: int) -> None:

@@ -45,6 +45,7 @@ from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
 from midstream.spec.resolve.logits import with_vocabulary
+from midstream.spec.resolve.reduced import check_codec, num_sums, with_split_rows
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.session_rules import check_growing
 from midstream.spec.resolve.wire import to_bytes
@@ -251,6 +252,7 @@ class PlanResolver:
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
             _check_heads(own, resolved.codec)
+            check_codec(resolved)
         resolved, read = with_weights(resolved, plan, self.registries)
         resolved = self._with_parts(with_vocabulary(resolved, self._engine.vllm_config))
         workers, config = self._info.workers, self._engine.vllm_config
@@ -259,7 +261,10 @@ class PlanResolver:
         need = need_of(resolved, self._taps, self._info.room, edits, width)
         named = named_vectors(resolved)
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
-        need = replace(need, rows=rows, vectors=named, readout_rows=at_once, weights=read)
+        sums = num_sums(resolved, self._info.shape)
+        need = replace(
+            need, rows=rows, vectors=named, readout_rows=at_once, weights=read, sums=sums
+        )
         check_biases(resolved, config)
         self._check_ring(resolved)
         check_parts(resolved, self._parts)
@@ -288,6 +293,7 @@ class PlanResolver:
         """Return the plan with attention of all heads where ranks have parts of these."""
         if not any(tap in self._parts for tap in plan.read_taps):
             return plan
+        plan = with_split_rows(plan, self._parts)
         return replace(
             plan, captures=tuple(one.of_all_heads(self._info.shape) for one in plan.captures)
         )

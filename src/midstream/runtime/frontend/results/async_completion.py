@@ -175,7 +175,8 @@ class AsyncCompletion:
         """Add a call's receipts to the totals and to vLLM's spans."""
         assert call.admitted is not None
         receipts = [one.receipt for one in output.outputs]
-        self.totals.add(receipts, row_sizes(call.admitted.plan, self._shape))
+        plan = call.admitted.plan
+        self.totals.add(receipts, row_sizes(plan, self._shape), plan.reduced)
         for span in call.spans:
             span.finish(receipts[span.completion])
         call.spans.clear()

@@ -15,11 +15,13 @@ from midstream.results.gathered_rows import GatheredRows
 from midstream.results.lens import LensResults, LensRows
 from midstream.results.logits import LogitRows
 from midstream.runtime.frontend.admitted import AdmittedRequest
+from midstream.runtime.frontend.results.reduced import with_reduced
 from midstream.sites import Tap
 from midstream.spec.attention import Attention
 from midstream.spec.features import Features
 from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
+from midstream.spec.resolve.reduced import is_reduced
 from midstream.spec.resolve.resolved import Pattern, ResolvedCapture
 
 _WORDS = {"top": "top_keys"}
@@ -52,7 +54,7 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
     features: dict[str, FeatureRows] = {}
     logits = None
     for capture in admitted.plan.captures:
-        if capture.pattern is None:
+        if capture.pattern is None or is_reduced(capture.pattern):
             continue
         asked = admitted.own.captures[capture.source]
         if isinstance(asked, Logits):
@@ -75,7 +77,8 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
     attention = AttentionResults(found, rows.num_layers) if found else None
     lens = LensResults(lenses) if lenses else None
     active = FeatureResults(features) if features else None
-    return Parted(_vectors(rows, widths), attention, logits, lens, active)
+    vectors = with_reduced(_vectors(rows, widths), rows, admitted.plan)
+    return Parted(vectors, attention, logits, lens, active)
 
 
 def _logits_of(rows: Activations, tap: Tap, asked: Logits) -> LogitRows:

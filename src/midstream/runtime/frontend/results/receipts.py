@@ -13,6 +13,7 @@ from midstream.errors import ReceiptError, ReceiptWarning
 from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Captured, Edited, Nonfinite, Probed, Receipt, Selected
+from midstream.runtime.frontend.results.reduced import num_reduced
 from midstream.runtime.protocol.results import WorkerResult
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, MOST_APPLIED, NONFINITE, UNSEEN
@@ -56,15 +57,21 @@ def make_receipt(
     problems += _missing(parts)
     dropped = sum([part.dropped for part in parts])
     came = {} if activations is None else activations.counts()
+    if activations is not None and plan.reduced:
+        came = {**came, **num_reduced(activations, plan)}
     rows = plan.expected_rows(length, tokens)
     lost = 0
     if came == rows:
         captured = plan.remember("captured", length, lambda: _captured(rows, rows))
     else:
         captured = _captured(rows, came)
-        lost = sum(max(0, one.expected - one.actual) for one in captured)
+        lost = sum(_lost(one, plan) for one in captured)
+        partly = any(
+            0 < one.actual < one.expected and (one.site, one.layer) in plan.reduced
+            for one in captured
+        )
         # A row that was dropped may have been computed again, and stored then.
-        if lost > dropped or any(one.actual > one.expected for one in captured):
+        if lost > dropped or partly or any(one.actual > one.expected for one in captured):
             problems += [
                 f"{one.site} of layer {one.layer}: {one.actual} rows came, expected {one.expected}"
                 for one in captured
@@ -107,6 +114,13 @@ def _nonfinite(parts: list[WorkerResult], length: int) -> Nonfinite | None:
         found[: states.size] |= states >= NONFINITE
     where = np.flatnonzero(found)
     return Nonfinite(int(where.size), int(where[0])) if where.size else None
+
+
+def _lost(one: Captured, plan: ResolvedPlan) -> int:
+    """Return the number of rows of a tap that did not come; a reduced one is one row."""
+    if not one.actual and (one.site, one.layer) in plan.reduced:
+        return min(1, one.expected)
+    return max(0, one.expected - one.actual)
 
 
 def _captured(expected: Mapping[Tap, int], actual: Mapping[Tap, int]) -> tuple[Captured, ...]:
@@ -196,7 +210,7 @@ def _add_up(finals: Iterable[Final], length: int) -> Ints:
 
 def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[Selected, ...]:
     """Return the positions that each selection of the plan selected."""
-    found = [
+    every = [
         # Captures of every request have negative indices, as server-wide edits have.
         Selected(
             f"capture[{one.source}]" if one.source >= 0 else f"sinks[{one.source}]",
@@ -204,6 +218,8 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
         )
         for one in plan.captures
     ]
+    # A capture whose rows are reduced may have been resolved to several.
+    found = list(dict.fromkeys(every))
     by_source: dict[int, list[tuple[int, int]]] = {}
     for edit in {(edit.source, edit.where): edit for edit in plan.edits}.values():
         by_source.setdefault(edit.source, []).extend(edit.where.final(length, tokens))

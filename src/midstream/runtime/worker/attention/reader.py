@@ -107,7 +107,7 @@ class PatternReader:
             records: [n, numbers], the captured vectors, queries among them.
             positions: int64 [n], position of each record.
             runs: the runs of all records, in order.
-            logits: rows of logits of the records, by number of the pattern.
+            logits: rows of logits of the records, and reduced ones, by number of the pattern.
         """
         row_bytes = encoding.row_bytes(records.dtype)
         (device,) = {rows.device for rows in logits.values()} or {records.device}
@@ -118,7 +118,7 @@ class PatternReader:
             begins.append(end)
             if not columns.is_row:
                 continue
-            if columns.of_logits:
+            if nth in logits:
                 out[:, end : end + columns.nbytes] = logits[nth].view(torch.uint8)
             elif columns.kind == "features":
                 assert self._saes is not None

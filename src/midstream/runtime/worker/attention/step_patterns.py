@@ -10,35 +10,45 @@ from midstream.runtime.protocol.runs import within_runs
 from midstream.runtime.worker.attention.logits import StepLogits
 from midstream.runtime.worker.attention.queries import queries_of
 from midstream.runtime.worker.attention.reader import PatternReader
+from midstream.runtime.worker.reductions import Reductions, place_of
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_plan import CodecBatch
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers, on_device
 from midstream.runtime.worker.tables.pattern_records import PatternEncoding
+from midstream.spec.resolve.resolved import REDUCING
 
 
 class StepPatterns:
     """Rows and scores of the batches of a step, after its forward pass was queued."""
 
     def __init__(
-        self, buffers: Buffers, slots: SlotTable, codecs: CodecTable, reader: PatternReader | None
+        self,
+        buffers: Buffers,
+        slots: SlotTable,
+        codecs: CodecTable,
+        reader: PatternReader | None,
+        reductions: Reductions,
     ) -> None:
         """Args:
         buffers: the rank's buffers; queries are in its ring.
         slots: the requests.
         codecs: the encodings of captured rows.
-        reader: computes rows and scores; None: no request asks for any.
+        reader: computes rows and scores; None: no request asks for any but reduced ones.
+        reductions: what rows are reduced to.
         """
         self._buffers = buffers
         self._slots = slots
         self._codecs = codecs
         self._reader = reader
+        self._reductions = reductions
 
     def compute(self, prepared: PreparedStep) -> StepLogits:
-        """Write the scores of a step that are made of attention into the buffer of scores, and
-        return the logits of all of its records whose logits are asked for.
+        """Count the rows of a step that are reduced, write the scores that are made of attention
+        into the buffer of scores, and return the logits of all records whose logits are asked for.
         """
+        self._count(prepared)
         if self._reader is None:
             return {}
         self._score(prepared, self._reader)
@@ -62,7 +72,55 @@ class StepPatterns:
         records = self._records(prepared, batch, encoding)
         queries = queries_of(prepared, batch, self._slots, records.device)
         mine = _logits_of(prepared, batch, logits, encoding.units)
+        reduced = self._reduced(prepared, batch, encoding, records)
+        device = next(iter(mine.values())).device if mine else records.device
+        mine |= {nth: rows.to(device) for nth, rows in reduced.items()}
         return self._reader.encode(encoding, records, *queries, mine)
+
+    def _count(self, prepared: PreparedStep) -> None:
+        """Add the rows of a step to the sums of their requests, each position once: a request that
+        was preempted computes its positions again.
+        """
+        if not len(self._reductions):
+            return
+        runs, reductions = prepared.plan.runs, self._reductions
+        reached: dict[int, int] = {}
+        for batch in prepared.plan.batches:
+            encoding = self._codecs.encoding(batch.codec)
+            if not isinstance(encoding, PatternEncoding) or not encoding.has_sums:
+                continue
+            records = self._records(prepared, batch, encoding)
+            first = (batch.record // encoding.units).tolist()
+            columns = runs.slot, runs.position, runs.length
+            every = zip(first, *(each[batch.runs].tolist() for each in columns), strict=True)
+            for record, slot, position, length in every:
+                skip = max(0, reductions.counted(slot) - position)
+                if skip < length:
+                    reductions.add(slot, encoding, records[record + skip : record + length])
+                reached[slot] = max(reached.get(slot, 0), position + length)
+        for slot, stop in reached.items():
+            reductions.advance(slot, stop)
+
+    def _reduced(
+        self, prepared: PreparedStep, batch: CodecBatch, encoding: PatternEncoding, records: Tensor
+    ) -> dict[int, Tensor]:
+        """Return norms and reduced rows of some records, float32 [n, size], by number of the
+        pattern.
+        """
+        found = {}
+        for nth, columns in enumerate(encoding.patterns):
+            if not columns.is_row:
+                continue
+            if columns.kind == "norm":
+                vectors = records[:, columns.start : columns.start + columns.width]
+                norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=torch.float64)
+                found[nth] = norms.float()
+            elif columns.kind in REDUCING:
+                length = batch.length
+                slots = np.repeat(prepared.plan.runs.slot[batch.runs], length).tolist()
+                place = place_of(encoding, columns)
+                found[nth] = self._reductions.rows(slots, columns, place)
+        return found
 
     def _score(self, prepared: PreparedStep, reader: PatternReader) -> None:
         runs, scores = prepared.plan.runs, self._buffers.scores

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from midstream.codecs import RowEncoding
-from midstream.spec.resolve.resolved import LensMap, PatternKind, SaeEncoder
+from midstream.spec.resolve.resolved import REDUCING, LensMap, PatternKind, SaeEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,11 @@ class PatternEncoding(RowEncoding):
     def has_scores(self) -> bool:
         """Whether scores are made of a record."""
         return any(each.slot is not None for each in self.patterns)
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether vectors of a record are counted in sums."""
+        return any(each.kind in REDUCING for each in self.patterns)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of an encoded record; 0: this rank returns nothing of it."""

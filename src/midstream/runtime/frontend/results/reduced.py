@@ -1,0 +1,86 @@
+"""Reduced rows among the rows of a completion: their values, and how many rows they are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from midstream.results.activations import Activations
+from midstream.results.encoded_rows import Rows
+from midstream.sites import Tap, order
+from midstream.spec import ResolvedPlan
+from midstream.spec.resolve.reduced import RETURNED, is_reduced
+from midstream.spec.resolve.resolved import Pattern, ResolvedCapture
+
+
+def num_reduced(rows: Activations, plan: ResolvedPlan) -> dict[Tap, int]:
+    """Return the number of rows that each reduced row is made of, by its tap in the plan.
+
+    Args:
+        rows: rows of a completion.
+        plan: its plan.
+    """
+    found = {}
+    for capture in plan.captures:
+        pattern = capture.pattern
+        if pattern is None or not pattern.reduces:
+            continue
+        for place, tap in enumerate(capture.taps):
+            if tap in rows.counts():
+                counts = _parts(rows, tap, pattern, place)[..., 0].contiguous().view(torch.int32)
+                # Ranks with parts of a row have counted the same rows.
+                found[tap] = int(counts.min()) if counts.numel() else 0
+    return found
+
+
+def with_reduced(
+    whole: Activations | None, rows: Activations, plan: ResolvedPlan
+) -> Activations | None:
+    """Return captured vectors together with reduced rows, by the sites and layers of the engine.
+
+    Args:
+        whole: captured vectors of a completion; None: there are none.
+        rows: all rows of it.
+        plan: its plan.
+    """
+    captures = [one for one in plan.captures if one.pattern and is_reduced(one.pattern)]
+    if not captures:
+        return whole
+    values: dict[Tap, Tensor | Rows] = {}
+    positions: dict[Tap, Tensor] = {}
+    if whole is not None:
+        for tap in whole:
+            values[tap] = whole._rows(tap)  # noqa: SLF001
+            positions[tap] = whole.positions_of(*tap)
+    for capture in captures:
+        for place, tap in enumerate(capture.taps):
+            if tap in rows.counts():
+                assert capture.pattern is not None
+                read = capture.pattern.reads[place]
+                values[read], positions[read] = _reduced(rows, tap, capture, place)
+    if not values:
+        return whole
+    values = {tap: values[tap] for tap in sorted(values, key=order)}
+    tokens = rows._given_tokens  # noqa: SLF001
+    return Activations(values, positions, tokens, rows.num_layers, rows.heads)
+
+
+def _parts(rows: Activations, tap: Tap, pattern: Pattern, place: int) -> Tensor:
+    """Return the parts of a tap's reduced rows, float32 [rows, parts, size]."""
+    values: Tensor = rows[tap].as_subclass(torch.Tensor)
+    return values.view(-1, pattern.counts[place], pattern.size)
+
+
+def _reduced(
+    rows: Activations, tap: Tap, capture: ResolvedCapture, place: int
+) -> tuple[Tensor, Tensor]:
+    """Return the values of reduced rows, in memory of their own, and their positions."""
+    pattern = capture.pattern
+    assert pattern is not None
+    positions = rows.positions_of(*tap)
+    if not pattern.reduces:
+        return rows[tap].as_subclass(torch.Tensor).clone(), positions.clone()
+    each = RETURNED[pattern.kind]
+    # [rows, parts, numbers, components] to [rows · numbers, width].
+    parts = _parts(rows, tap, pattern, place)[..., 1:].unflatten(2, (each, -1))
+    return parts.transpose(1, 2).flatten(2).flatten(0, 1).clone(), positions.repeat_interleave(each)

@@ -1,0 +1,249 @@
+"""Sums of captured rows on the device: what requests reduce their rows to.
+
+Each running request has vectors of sums for each of its captures that reduce rows. A step adds the
+rows of positions that were not counted before. All work is queued on the current stream, so sums
+of a request that has ended can be given to another at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from midstream.errors import NoRoomError
+from midstream.runtime.worker.request_state import Segment
+from midstream.runtime.worker.tables.device_buffers import on_device
+from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
+from midstream.spec.resolve.reduced import SUMS
+from midstream.spec.resolve.resolved import REDUCING
+
+# Device memory in bytes that the rows of one request may take as float64 at a time.
+_WORKSPACE = 32 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Sums:
+    """Sums of one capture of one request.
+
+    Attributes:
+        kind: the reduction.
+        width: numbers of the vectors of all taps on this rank.
+        places: for each sum, its rows of the table, int64 on the device. Of `moments` the first
+            row that was counted, and of the differences from it the sums and the sums of squares.
+        count: number of rows, int64 [] on the device.
+        is_begun: whether a row was counted.
+    """
+
+    kind: str
+    width: int
+    places: tuple[Tensor, ...]
+    count: Tensor
+    is_begun: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """Sums of a request.
+
+    Attributes:
+        rows: rows of the table that it has.
+        sums: by capture.
+        counted: number of positions, from the first, whose rows were counted if they are selected.
+    """
+
+    rows: list[int]
+    sums: dict[int, _Sums] = field(default_factory=dict)
+    counted: int = 0
+
+
+class Reductions:
+    """Owner of the sums of all requests, by the slot of each.
+
+    Sums are float64. Each row is added to them with a relative error of 2⁻⁵³, and moments are sums
+    of differences from one of the rows, so values that are close to each other lose nothing.
+    """
+
+    def __init__(self, vectors: int, width: int, device: torch.device) -> None:
+        """Args:
+        vectors: number of vectors of sums.
+        width: numbers of a vector.
+        device: where the rows are.
+        """
+        self._table = torch.zeros(vectors, width, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(vectors, dtype=torch.int64, device=device)
+        self._free = list(range(vectors - 1, -1, -1))
+        self._requests: dict[int, _Request] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._table.nbytes + self._counts.nbytes
+
+    def __len__(self) -> int:
+        """Return the number of requests that have sums."""
+        return len(self._requests)
+
+    def acquire(self, slot: int, segments: Iterable[Segment], widths: Sequence[int]) -> None:
+        """Give a request the sums that its plan needs, if any. Pair with `release`.
+
+        Args:
+            slot: slot of the request.
+            segments: of its plan.
+            widths: width of the vectors of each tap, by index.
+
+        Raises:
+            NoRoomError: there are not enough.
+        """
+        taps: dict[int, tuple[str, set[int]]] = {}
+        for segment in segments:
+            for read in segment.patterns:
+                if read.pattern.reduces:
+                    taps.setdefault(read.capture, (read.pattern.kind, set()))[1].add(read.tap)
+        if not taps:
+            return
+        width = self._table.shape[1]
+        needs = {
+            capture: (kind, total, -(-total // width))
+            for capture, (kind, mine) in taps.items()
+            if (total := sum(widths[tap] for tap in mine))
+        }
+        count = sum(SUMS[kind] * rows for kind, _, rows in needs.values())
+        if count > len(self._free):
+            raise NoRoomError("", f"no room for {count} vectors of sums")
+        request = self._requests[slot] = _Request([self._free.pop() for _ in range(count)])
+        left = iter(request.rows)
+        for capture, (kind, total, rows) in needs.items():
+            mine = [[next(left) for _ in range(rows)] for _ in range(SUMS[kind])]
+            places = tuple(on_device(torch.tensor(each), self._table.device) for each in mine)
+            counted = self._counts[mine[0][0]]
+            counted.zero_()
+            for place in places:
+                self._table.index_fill_(0, place, -torch.inf if kind == "max" else 0.0)
+            request.sums[capture] = _Sums(kind, total, places, counted)
+
+    def release(self, slot: int) -> None:
+        """Take back the sums of a request that has ended, if it has any."""
+        request = self._requests.pop(slot, None)
+        if request is not None:
+            self._free += request.rows
+
+    def counted(self, slot: int) -> int:
+        """Return the number of positions of a request that were counted, from the first on."""
+        request = self._requests.get(slot)
+        return 0 if request is None else request.counted
+
+    def advance(self, slot: int, stop: int) -> None:
+        """Record that the rows of a request before position `stop` were counted."""
+        request = self._requests.get(slot)
+        if request is not None:
+            request.counted = max(request.counted, stop)
+
+    def add(self, slot: int, encoding: PatternEncoding, records: Tensor) -> None:
+        """Count rows of a request.
+
+        Args:
+            slot: slot of the request.
+            encoding: of its records.
+            records: [n, numbers], the records.
+        """
+        request = self._requests.get(slot)
+        if request is None:  # it has ended, and nobody reads its sums
+            return
+        for capture, columns in _by_capture(encoding).items():
+            self._add(request.sums[capture], _vectors(columns, records))
+
+    def rows(self, slots: Sequence[int], columns: PatternColumns, place: int) -> Tensor:
+        """Return what the rows of some requests are reduced to, float32 [requests, size].
+
+        Args:
+            slots: slot of each request.
+            columns: the tap and the reduction.
+            place: index of the tap among those of the capture on this rank.
+        """
+        found = []
+        for slot in slots:
+            request = self._requests.get(slot)
+            if request is None:
+                found.append(torch.zeros(columns.size, device=self._table.device))
+                continue
+            sums = request.sums[columns.capture]
+            begin = place * columns.width
+            parts = [each[begin : begin + columns.width].float() for each in self._values(sums)]
+            count = sums.count.to(torch.int32).view(torch.float32).view(1)
+            found.append(torch.cat([count, *parts]))
+        return torch.stack(found)
+
+    def check_integrity(self) -> None:
+        """Check that each vector is free, or that of one request.
+
+        Raises:
+            AssertionError: that is not so.
+        """
+        used = [row for request in self._requests.values() for row in request.rows]
+        assert sorted([*self._free, *used]) == list(range(self._table.shape[0]))
+
+    def _add(self, sums: _Sums, rows: Tensor) -> None:
+        if sums.kind == "max":
+            self._set(sums, 0, torch.maximum(self._get(sums, 0), rows.amax(0).double()))
+        elif sums.kind == "mean":
+            self._set(sums, 0, self._get(sums, 0) + rows.sum(0, dtype=torch.float64))
+        else:
+            if not sums.is_begun:
+                self._set(sums, 0, rows[0].double())
+            first, total, squares = (self._get(sums, nth) for nth in range(3))
+            for part in rows.split(max(1, _WORKSPACE // (8 * rows.shape[1]))):
+                apart = part.double() - first
+                total = total + apart.sum(0)
+                squares = squares + apart.square_().sum(0)
+            self._set(sums, 1, total)
+            self._set(sums, 2, squares)
+        sums.is_begun = True
+        sums.count.add_(rows.shape[0])
+
+    def _values(self, sums: _Sums) -> list[Tensor]:
+        """Return what a capture's rows are reduced to, float64 [width] each."""
+        if sums.kind == "max":
+            return [self._get(sums, 0)]
+        if sums.kind == "mean":
+            return [self._get(sums, 0) / sums.count]
+        first, total, squares = (self._get(sums, nth) for nth in range(3))
+        apart = total / sums.count
+        return [first + apart, (squares / sums.count - apart.square()).clamp_(min=0)]
+
+    def _get(self, sums: _Sums, nth: int) -> Tensor:
+        return self._table[sums.places[nth]].view(-1)[: sums.width]
+
+    def _set(self, sums: _Sums, nth: int, values: Tensor) -> None:
+        place, width = sums.places[nth], self._table.shape[1]
+        padded = torch.nn.functional.pad(values, (0, place.numel() * width - sums.width))
+        self._table.index_copy_(0, place, padded.view(-1, width))
+
+
+def _by_capture(encoding: PatternEncoding) -> dict[int, list[PatternColumns]]:
+    """Return the taps of each capture that reduces the vectors of an encoding's records."""
+    found: dict[int, list[PatternColumns]] = {}
+    for columns in encoding.patterns:
+        if columns.kind in REDUCING:
+            found.setdefault(columns.capture, []).append(columns)
+    return found
+
+
+def _vectors(columns: Sequence[PatternColumns], records: Tensor) -> Tensor:
+    """Return the vectors of some taps, [n, numbers]: a view if they are neighbours."""
+    begin, end = columns[0].start, columns[0].start
+    for each in columns:
+        if each.start != end:
+            break
+        end += each.width
+    else:
+        return records[:, begin:end]
+    return torch.cat([records[:, one.start : one.start + one.width] for one in columns], 1)
+
+
+def place_of(encoding: PatternEncoding, columns: PatternColumns) -> int:
+    """Return the index of a tap among those of its capture on this rank."""
+    mine = [one.place for one in encoding.patterns if one.capture == columns.capture]
+    return sorted(mine).index(columns.place)
