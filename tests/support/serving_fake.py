@@ -143,6 +143,7 @@ def completion(index: int = 0, **changes: Any) -> SimpleNamespace:
         "receipt": None,
         "capture_results": None,
         "attention": None,
+        "features": None,
         "lens": None,
         "logits": None,
     }
