@@ -148,6 +148,8 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
             "capture": Logits(tokens=[9, 3, 60]),
         },
         "logits": {"capture": Logits(5, positions=["last_prompt", "generated"])},
+        "reduced": {"capture": Capture("all", SITES, positions="prompt", reduce="moments")},
+        "norms": {"capture": Capture("all", SITES, reduce="norm")},
     }
     sampling: dict[str, dict[str, Any]] = {
         "one token": {"max_tokens": 1},

@@ -137,6 +137,12 @@ def test_rows_that_come_on_the_way_are_of_no_rejected_draft(
         for tap, (values, positions) in (expected[name]["activations"] or {}).items():
             mine, places = rows[tap]
             assert places.tolist() == list(range(len(places)))
-            torch.testing.assert_close(mine[positions], values, rtol=1e-4, atol=1e-4)
+            whole = mine[positions]
+            if name == "norms":
+                whole = whole.norm(dim=1, keepdim=True)
+            elif name == "reduced":
+                prompt = mine[: len(expected[name]["prompt"])]
+                whole = torch.stack([prompt.mean(0), prompt.var(0, correction=0)])
+            torch.testing.assert_close(whole, values, rtol=1e-4, atol=1e-4)
             compared += len(values)
     assert compared > 1000
