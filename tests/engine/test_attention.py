@@ -237,6 +237,8 @@ def test_of_a_quantised_cache_the_weights_are_those_of_what_it_holds(
     name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are the weights with which attention made its output."""
+    if HAS_GPU and name == "fp8_e5m2":
+        pytest.skip("vLLM's FlashAttention has no such cache")
     from vllm.model_executor.layers.attention import attention
 
     default_scales = attention.set_default_quant_scales

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from midstream.codecs import RowEncoding
-from midstream.runtime.protocol.runs import within_runs
+from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.worker.attention.logits import LogitQuery
 from midstream.runtime.worker.attention.query_run import QueryRun
 from midstream.runtime.worker.request_state import Segment
@@ -18,6 +18,7 @@ from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_plan import CodecBatch, TokenRuns
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternEncoding
+from midstream.spec.positions.ranges import Ranges
 
 
 def queries_of(
@@ -74,29 +75,40 @@ def logits_of(
     found = []
     for batch in prepared.plan.batches:
         how = encoding(batch.codec)
-        if not isinstance(how, PatternEncoding):
+        if not isinstance(how, PatternEncoding) or not any(one.of_logits for one in how.patterns):
             continue
+        length, within = batch.length, within_runs(batch.length)
+        rows = np.repeat(plan.row[batch.runs], length) + within
+        units = np.repeat(plan.record[batch.runs], length) + within * how.units
+        segments = list(_segments(plan, batch, slots))
+        tokens: dict[tuple[Ranges, ...], Ints] = {}  # the layers of a lens have the same
         for nth, columns in enumerate(how.patterns):
             if not columns.of_logits:
                 continue
-            length = batch.length
-            within = within_runs(length)
-            rows = np.repeat(plan.row[batch.runs], length) + within
-            units = np.repeat(plan.record[batch.runs], length) + within * how.units
-            tokens = np.zeros((len(rows), 0), np.int64)
+            keys: tuple[Ranges, ...] = ()
             if columns.kind in ("logits_of", "lens"):
-                each = [
-                    [
-                        token
-                        for first, stop in segment.patterns[nth].pattern.keys
-                        for token in range(first, stop or 0)
-                    ]
-                    for segment in _segments(plan, batch, slots)
-                ]
-                tokens = np.repeat(np.array(each, np.int64), length, axis=0)
+                keys = tuple([segment.patterns[nth].pattern.keys for segment in segments])
+            if keys not in tokens:
+                tokens[keys] = _tokens(keys, length)
             begin = columns.start // unit
-            found.append(LogitQuery(batch.codec, nth, columns, rows, units + begin, tokens))
+            query = LogitQuery(batch.codec, nth, columns, rows, units + begin, tokens[keys])
+            found.append(query)
     return found
+
+
+def _tokens(keys: Sequence[Ranges], length: Ints) -> Ints:
+    """Return the tokens of each record, int64 [n, tokens]; without keys, none.
+
+    Args:
+        keys: the tokens of each run, as ranges.
+        length: number of records of each run.
+    """
+    if not keys:
+        return np.zeros((int(length.sum()), 0), np.int64)
+    each = [
+        [token for first, stop in ranges for token in range(first, stop or 0)] for ranges in keys
+    ]
+    return np.repeat(np.array(each, np.int64), length, axis=0)
 
 
 def _segments(plan: TokenRuns, batch: CodecBatch, slots: SlotTable) -> Iterable[Segment]:

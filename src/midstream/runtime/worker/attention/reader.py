@@ -113,13 +113,13 @@ class PatternReader:
         (device,) = {rows.device for rows in logits.values()} or {records.device}
         out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=device)
         end = encoding.encode_vectors(records, out)
-        begins, reads = [], []
+        begins, reads, made = [], [], []
         for nth, columns in enumerate(encoding.patterns):
             begins.append(end)
             if not columns.is_row:
                 continue
             if nth in logits:
-                out[:, end : end + columns.nbytes] = logits[nth].view(torch.uint8)
+                made.append((end, logits[nth]))
             elif columns.kind == "features":
                 assert self._saes is not None
                 rows = self._saes.rows(nth, columns, records, runs)
@@ -127,6 +127,8 @@ class PatternReader:
             else:
                 reads.append(_Read(nth, columns, self._layers(columns.tap)))
             end += columns.nbytes
+        for begin, rows in _joined(made):
+            out[:, begin : begin + rows.shape[1]] = rows
         tiles = Tiles(runs, positions, self._workspace)
         for stack in self._stacks(reads, len(records)):
             rows = self._rows(stack, records, tiles).view(torch.uint8)
@@ -330,6 +332,24 @@ def _reduced(stack: Sequence[_Selected], scores: Tensor, tile: Tile) -> Tensor:
             return op.full(weights, begin, columns.size)
         case other:
             raise AssertionError(other)
+
+
+def _joined(made: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    """Yield rows with the column at which they begin; rows that are next to each other as one.
+
+    Args:
+        made: (column, rows [n, numbers of 4 bytes]), in the order of columns.
+    """
+    for nth, (begin, rows) in enumerate(made):
+        if nth and made[nth - 1][0] + 4 * made[nth - 1][1].shape[1] == begin:
+            continue
+        some, end = [], begin
+        for first, one in made[nth:]:
+            if first != end:
+                break
+            some.append(one)
+            end += 4 * one.shape[1]
+        yield begin, (rows if len(some) == 1 else torch.cat(some, 1)).view(torch.uint8)
 
 
 def _neighbours(begins: Sequence[int], nbytes: int) -> Iterator[tuple[int, int]]:
