@@ -60,6 +60,13 @@ class SweepReceipts:
         return sum(one.edited.applied for one in self.every if one.edited is not None)
 
     @property
+    def cached(self) -> int:
+        """Number of edits of tokens that the prefix cache had, of an earlier run of the same cell.
+        `applied + cached == expected`.
+        """
+        return sum(one.edited.cached for one in self.every if one.edited is not None)
+
+    @property
     def problems(self) -> tuple[str, ...]:
         """The problems of all receipts."""
         return tuple(one.complaint for one in self.every if one.problems)
