@@ -325,39 +325,45 @@ STREAM = ["resid_pre", "attn_out", "mlp_out"]
 @pytest.fixture(scope="module")
 def smol(smollm2: Path) -> Iterator[Any]:
     settings = {"max_num_batched_tokens": 256, "max_num_seqs": 32, "enable_prefix_caching": True}
-    with engine(smollm2, **settings, midstream={"sites": STREAM}) as found:
+    with engine(smollm2, **settings, midstream={"sites": [*STREAM, "final_norm"]}) as found:
         yield found
 
 
-def assert_grid(smol: Any, path: Path, layers: list[int]) -> None:
+def assert_grid(smol: Any, path: Path, layers: list[int], every_metric: bool) -> None:
     oracle = PatchOracle(path)
     corrupt, clean = (ids(smol, text) for text in QUESTION)
     assert len(corrupt) == len(clean) == 8
-    tokens = [ids(smol, text)[0] for text in (" Rome", " Tokyo")]
+    rome, tokyo = (ids(smol, text)[0] for text in (" Rome", " Tokyo"))
     taps = list(product(STREAM, layers))
     rows = oracle.rows(clean, taps)
     cells = [Patch(tap, put([place], rows[tap][[place]])) for tap, place in product(taps, range(8))]
     found = oracle.logprobs(corrupt, cells)
-    asked = {"sites": STREAM, "layers": layers, **QUIET}
-    one = smol.sweep(*QUESTION, LogProb(" Rome"), **asked)
-    assert np.abs(one.values.ravel() - found[:, tokens[0]].numpy()).max() < TOLERANCE
     own, other = oracle.logprobs(corrupt)[0], oracle.logprobs(clean)[0]
-    wanted = (found[:, tokens[0]] - found[:, tokens[1]]).numpy()
-    start, end = (float(each[tokens[0]] - each[tokens[1]]) for each in (own, other))
-    two = smol.sweep(*QUESTION, Recovered(LogitDiff(" Rome", " Tokyo")), **asked)
-    share = (wanted - start) / (end - start)
-    assert np.abs(two.values.ravel() - share).max() < TOLERANCE
-    best = two.best(1)[0]
+    asked = {"sites": STREAM, "layers": layers, **QUIET}
+    start, end = (float(each[rome] - each[tokyo]) for each in (own, other))
+    wanted = (found[:, rome] - found[:, tokyo]).numpy()
+    share = smol.sweep(*QUESTION, Recovered(LogitDiff(" Rome", " Tokyo")), **asked)
+    assert share.clean == pytest.approx(end, abs=TOLERANCE)
+    assert share.corrupt == pytest.approx(start, abs=TOLERANCE)
+    errors = [np.abs(share.values.ravel() * (end - start) + start - wanted).max()]
+    best = share.best(1)[0]
     assert (best["site"], best["token"]) == ("resid_pre", " Japan")
-    assert two.noise_floor < 1e-5
+    assert share.noise_floor < 1e-5
+    if every_metric:
+        one = smol.sweep(*QUESTION, LogProb(" Rome"), **asked)
+        errors.append(np.abs(one.values.ravel() - found[:, rome].numpy()).max())
+        kl = smol.sweep(*QUESTION, KL(), **asked)
+        p, q = other.double(), found.double()
+        errors.append(np.abs(kl.values.ravel() - (p.exp() * (p - q)).sum(-1).numpy()).max())
+    assert max(errors) < TOLERANCE
 
 
 @pytest.mark.model
 def test_a_grid_of_smollm2_is_what_hooks_give(smol: Any, smollm2: Path) -> None:
-    assert_grid(smol, smollm2, [0, 6, 12, 18, 24, 29])
+    assert_grid(smol, smollm2, [0, 6, 12, 18, 24, 29], every_metric=False)
 
 
 @pytest.mark.model
 @pytest.mark.nightly
 def test_the_whole_grid_of_smollm2_is_what_hooks_give(smol: Any, smollm2: Path) -> None:
-    assert_grid(smol, smollm2, list(range(30)))
+    assert_grid(smol, smollm2, list(range(30)), every_metric=True)

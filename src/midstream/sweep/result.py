@@ -76,7 +76,7 @@ class SweepReceipts:
 
     def __str__(self) -> str:
         cached = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from the prefix cache"
-        return f"{len(self)} runs: {self.status}; {self.applied} of {self.expected} edits; {cached}"
+        return f"{len(self)} runs: {self.status}; {self.applied + self.cached} of {self.expected} edits; {cached}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,9 +179,9 @@ class Sweep:
             "dims": list(self.dims),
             "coords": {name: list(self.coords[name]) for name in self.dims},
             "metric": self._metric_json(),
-            "clean": self.clean,
-            "corrupt": self.corrupt,
-            "noise_floor": None if np.isnan(self.noise_floor) else self.noise_floor,
+            "clean": _plain(self.clean),
+            "corrupt": _plain(self.corrupt),
+            "noise_floor": _plain(self.noise_floor),
             "tokens": list(self.tokens),
             "receipts": [one.to_dict() for one in self.receipts.every],
             "prompt_tokens": self.receipts.prompt_tokens,
@@ -202,7 +202,6 @@ class Sweep:
         is_function = isinstance(metric, Mapping) and set(metric) == {"function"}
         with at("metric"):
             found = str(metric["function"]) if is_function else read_metric(metric)
-        noise = given["noise_floor"]
         try:
             values = np.array(given["values"], dtype=np.float64)  # null becomes nan
             return Sweep(
@@ -210,9 +209,9 @@ class Sweep:
                 tuple(given["dims"]),
                 {name: list(given["coords"][name]) for name in given["dims"]},
                 found,
-                float(given["corrupt"]),
-                None if given["clean"] is None else float(given["clean"]),
-                float("nan") if noise is None else float(noise),
+                _number(given["corrupt"]),
+                None if given["clean"] is None else _number(given["clean"]),
+                _number(given["noise_floor"]),
                 tuple(given["tokens"]),
                 SweepReceipts(
                     tuple(Receipt.from_dict(one) for one in given["receipts"]),
@@ -311,6 +310,15 @@ def show_metric(metric: Metric) -> str:
     if isinstance(metric, Recovered):
         return f"Recovered({show_metric(metric.metric)})"
     return f"{type(metric).__name__}({', '.join(map(repr, metric.tokens))})"
+
+
+def _plain(value: float | None) -> float | None:
+    """Return a number as it is in JSON, which has no nan."""
+    return None if value is None or np.isnan(value) else float(value)
+
+
+def _number(value: Any) -> float:
+    return float("nan") if value is None else float(value)
 
 
 def _lists(values: NDArray[np.float32]) -> Any:
