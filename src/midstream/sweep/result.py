@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError, SpecError
 from midstream.results.receipt import Receipt
-from midstream.sweep.charts import Panel, html_of, plot
+from midstream.sweep.charts import Panel, picture_of, plot
 from midstream.sweep.metrics import Metric, Recovered, read_metric
 from midstream.validation import at, read_fields, read_json
+from midstream.viz.picture import Picture
 
 if TYPE_CHECKING:
     import pandas
@@ -76,7 +77,8 @@ class SweepReceipts:
 
     def __str__(self) -> str:
         cached = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from the prefix cache"
-        return f"{len(self)} runs: {self.status}; {self.applied + self.cached} of {self.expected} edits; {cached}"
+        edits = f"{self.applied + self.cached} of {self.expected} edits"
+        return f"{len(self)} runs: {self.status}; {edits}; {cached}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,8 +161,15 @@ class Sweep:
 
         return pandas.DataFrame([self._cell(flat) for flat in range(self.values.size)])
 
+    def picture(self) -> Picture:
+        """Return heatmaps, one for each site and head: what a notebook shows. Its `save(path)`
+        writes a page.
+        """
+        found = picture_of(self.panels(), self.title, *self._scale())
+        return Picture(found.title, f"{found.body}<p>{escape(repr(self))}</p>", found.text)
+
     def plot(self, **options: Any) -> Any:
-        """Draw heatmaps, one for each site and head, and return matplotlib's figure.
+        """Draw the heatmaps of `picture` with matplotlib, and return the figure.
 
         Args:
             options: arguments of `matplotlib.pyplot.subplots`.
@@ -168,8 +177,7 @@ class Sweep:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        center, most = self._scale()
-        return plot(self.panels(), self.title, center, most, **options)
+        return plot(self.panels(), self.title, *self._scale(), **options)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, which `from_json` reads; nan is null."""
@@ -281,7 +289,7 @@ class Sweep:
         )
 
     def _repr_html_(self) -> str:
-        return html_of(self.panels(), self.title) + f"<p>{html.escape(repr(self))}</p>"
+        return self.picture()._repr_html_()
 
     @property
     def title(self) -> str:

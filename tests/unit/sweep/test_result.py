@@ -121,16 +121,26 @@ def test_a_missing_package_is_named_with_its_extra(
         use(made())
 
 
-def test_pictures_have_a_panel_for_each_site() -> None:
+def test_pictures_have_a_panel_for_each_site(tmp_path: Path) -> None:
     html = made()._repr_html_()
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
-    assert "resid_pre" in html
-    assert "-3.00" in html
     panels = made().panels()
     assert [one.title for one in panels] == ["resid_pre", "z"]
     assert panels[0].columns == ["3 ' the'", "4 '<b>'", "end"]
     assert panels[1].values.tolist() == made().values[1].tolist()
+    text = str(made().picture())
+    assert "Recovered(LogProb(' a')), resid_pre" in text
+    assert "\N{MINUS SIGN}3.00" in text
+    assert "\N{MINUS SIGN}3.00" in made().picture().save(tmp_path / "sweep.html").read_text()
+
+
+def test_panels_that_are_not_drawn_are_counted() -> None:
+    heads = list(range(14))
+    values = np.zeros((1, 1, 2, 14), np.float32)
+    coords = {"site": ["z"], "layer": [0], "position": [3, 4], "head": heads}
+    sweep = made(values=values, dims=(*DIMS, "head"), coords=coords, tokens=("a", "b"))
+    assert "2 of 14 heatmaps are not shown" in str(sweep.picture())
 
 
 def test_heads_are_columns_where_there_is_one_position() -> None:
