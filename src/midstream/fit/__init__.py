@@ -1,0 +1,10 @@
+"""Directions between two classes of texts: fitted, scored on held-out texts, and used to steer.
+
+Importing it needs neither torch nor vLLM; scikit-learn and gguf are the extra `fit`.
+"""
+
+from midstream.fit.direction import Direction
+from midstream.fit.directions import Directions
+from midstream.fit.scores import LayerScore
+
+__all__ = ["Direction", "Directions", "LayerScore"]
