@@ -17,6 +17,7 @@ from midstream.fit.scores import LayerScore
 from midstream.spec.matrix import Matrix
 from midstream.spec.vector import Vector
 from midstream.steering.files import read_file
+from midstream.steering.gguf import read_gguf
 from midstream.steering.parse import DEFAULT_SITE, Placed
 from midstream.validation import (
     at,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 KEY, VERSION = "midstream.directions", 1
 ARCHITECTURE = "controlvector"
+_HINT = f"{ARCHITECTURE}.model_hint"
 _SUFFIX = ".safetensors"
 _FIELDS = ("version", "method", "num_folds", "model_type", "midpoints", "scores")
 _MAX_METADATA = 64 << 20
@@ -102,7 +104,10 @@ def load_gguf(path: str | os.PathLike[str]) -> Loaded:
     name = os.fspath(path)
     if os.path.splitext(name)[1].lower() != ".gguf":
         raise SpecError("path", f"expected a name that ends in .gguf, got {show(name)}")
-    return load(name)
+    *found, _ = load(name)
+    with open(name, "rb") as file:
+        hint = read_gguf(file.read()).metadata.get(_HINT, "")
+    return (*found, hint if isinstance(hint, str) else "")  # type: ignore[return-value]
 
 
 def check_site(site: str) -> None:
@@ -134,7 +139,7 @@ def write_gguf(
 
     def write(part: str) -> None:
         writer = gguf.GGUFWriter(part, ARCHITECTURE)
-        writer.add_string(f"{ARCHITECTURE}.model_hint", hint)
+        writer.add_string(_HINT, hint)
         writer.add_uint32(f"{ARCHITECTURE}.layer_count", len(vectors))
         for layer, vector in vectors.items():
             writer.add_tensor(f"direction.{layer}", np.ascontiguousarray(vector, np.float32))

@@ -49,8 +49,9 @@ def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
     found: Any = last
     if not hasattr(found, "coef_"):
         raise SpecError("", f"`{name}` is not fitted; call fit first")
-    weights = np.asarray(found.coef_, np.float64)
-    if len(getattr(found, "classes_", (0, 1))) != 2 or weights.ndim != 2 or len(weights) != 1:
+    # [1, width], or [width] of newer RidgeClassifiers.
+    weights = np.atleast_2d(np.asarray(found.coef_, np.float64))
+    if len(found.classes_) != 2 or weights.ndim != 2 or len(weights) != 1:
         raise SpecError(
             "",
             f"expected two classes, with `coef_` [1, width], got {len(found.classes_)} classes with"
@@ -61,9 +62,9 @@ def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
     for scaler in reversed(scalers):
         if not hasattr(scaler, "n_features_in_"):
             raise SpecError("", f"`{_SCALER}` is not fitted; call fit first")
-        if scaler.scale_ is not None:
+        if scaler.with_std:
             vector = vector / np.asarray(scaler.scale_, np.float64)
-        if scaler.mean_ is not None:
+        if scaler.with_mean:
             bias -= float(vector @ np.asarray(scaler.mean_, np.float64))
     return vector, bias
 
