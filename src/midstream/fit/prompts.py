@@ -47,7 +47,12 @@ def capture_rows(
         raise SpecError("reduce", f'expected "" or "mean", got {show(str(reduce))}')
     prompts = [*read_prompts("positive", positive), *read_prompts("negative", negative)]
     capture = Capture(layers, site, positions, reduce=reduce)
-    outputs = run_prompts(llm, prompts, capture)
+    try:
+        outputs = run_prompts(llm, prompts, capture)
+    except SpecError as error:
+        # The caller gave no `capture`, but what it is made of.
+        field = error.path.removeprefix("capture.")
+        raise type(error)({"sites": "site"}.get(field, field), error.problem) from None
     middle = len(positive)
     return _class(outputs[:middle], site), _class(outputs[middle:], site)
 
