@@ -17,6 +17,7 @@ from midstream.api.arguments import (
     check_names,
 )
 from midstream.api.default_capture import DefaultCapture
+from midstream.api.evaluations import Evaluations
 from midstream.api.offline_call import OfflineCall
 from midstream.api.outputs import GenerateOutput
 from midstream.api.registered import Lenses, Saes
@@ -38,7 +39,7 @@ from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 
 
-class LLM(VllmLLM):
+class LLM(Evaluations, VllmLLM):
     """vLLM's offline engine, with midstream enabled.
 
     Has the arguments of `vllm.LLM`, and:
