@@ -19,6 +19,7 @@ from midstream.spec.operations.ablate import Ablate
 from midstream.spec.operations.steer import Steer
 from midstream.steering.listing import html_table, text_table
 from midstream.validation import is_int, show
+from midstream.viz import curve
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -190,4 +191,16 @@ class DirectionSet:
         return text_table(_HEADINGS, self._cells())
 
     def _repr_html_(self) -> str:
-        return html_table(_HEADINGS, self._cells())
+        table = html_table(_HEADINGS, self._cells())
+        if len(self.scores) < len(self):
+            return table
+        auc = [self.scores[layer].auc for layer in self.layers]
+        picture = curve(
+            self.layers,
+            {"AUC": auc},
+            title=f"{self.method} at {self.site}, held-out rows",
+            x_title="layer",
+            marked=self.best_layer,
+            level=0.5,
+        )
+        return picture._repr_html_() + table

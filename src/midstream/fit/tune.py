@@ -246,8 +246,7 @@ def _read_layers(directions: Any, layers: Any) -> dict[int, Direction]:
     listed = [layers] if is_int(layers) else list(layers)
     if not listed or len(set(listed)) < len(listed):
         raise SpecError("layers", "expected at least one layer, each once")
-    with at("layers"):
-        return {int(layer): directions[int(layer)] for layer in listed}
+    return {int(layer): _direction_at("layers", directions, layer) for layer in listed}
 
 
 def _reading_of(directions: Any, layer: Any) -> Direction:
@@ -255,8 +254,16 @@ def _reading_of(directions: Any, layer: Any) -> Direction:
         if layer is not None and layer != directions.layer:
             raise SpecError("read_layer", "a `Direction` is of one layer; give Directions")
         return directions
-    found: Direction = directions[directions.best_layer if layer is None else layer]
-    return found
+    if layer is None:
+        layer = directions.best_layer
+    return _direction_at("read_layer", directions, layer)
+
+
+def _direction_at(path: str, directions: DirectionSet, layer: Any) -> Direction:
+    try:
+        return directions[layer]
+    except SpecError as error:
+        raise SpecError(path, error.problem) from None
 
 
 def _read_scales(scales: Any) -> tuple[float, ...]:
