@@ -57,6 +57,10 @@ def check_threads() -> None:
     assert count == "1", f"{count} threads: a process with threads must not fork"
 
 
+# scikit-learn imports pandas and pyarrow, whose allocator starts a thread. transformers uses it for
+# one metric of assisted generation.
+transformers_utils: Any = importlib.import_module("transformers.utils")
+transformers_utils.is_sklearn_available = lambda: False
 for _name in _MODULES:
     importlib.import_module(_name)
 registry: Any = importlib.import_module("vllm.model_executor.models.registry")
