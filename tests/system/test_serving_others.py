@@ -190,6 +190,22 @@ def test_lenses_come_over_http(client, asks):
             assert torch.equal(part.ranks, rows.ranks[at])
 
 
+def test_a_token_steers_over_http_as_its_direction_does(client):
+    """The direction is that of the parameters that a client may fetch."""
+    read = client.parameter("model.norm.weight") * client.parameter("lm_head.weight")[7042]
+    capture = Capture([20], positions="last_prompt")
+    kept = []
+    for edit in (None, Steer(read / read.norm(), 20, 30.0), Steer(token=7042, layer=20, scale=30)):
+        found = client.complete(PROMPT, **ASKED, capture=capture, edits=edit)
+        kept.append(found.activations["resid_post", 20])
+    torch.testing.assert_close(kept[1], kept[2], atol=1e-3, rtol=1e-4)
+    moved = (kept[2] - kept[0])[0].double()
+    torch.testing.assert_close(moved, 30 * (read / read.norm()).double(), atol=1e-2, rtol=0)
+    with pytest.raises(ServerError, match=r"midstream\.edits.*there is no lens 'no'") as caught:
+        client.complete(PROMPT, **ASKED, edits=Steer(token=7042, layer=20, lens="no"))
+    assert caught.value.status == 400
+
+
 @pytest.mark.parametrize("asks", ["complete", "stream"])
 def test_features_come_over_http(client, asks):
     """Of an SAE that the server has from its start: they are those of what was captured."""

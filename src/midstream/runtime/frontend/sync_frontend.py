@@ -114,6 +114,7 @@ class FrontEnd(BaseFrontEnd):
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
         self.weights.write = self._call
+        self.directions.carry_out = lambda exchange: carry_out(exchange, self._call)
         for message in self.saes.from_settings(engine.vllm_config):
             self._call(message)
         self._reporter = ReceiptReporter(self._config)

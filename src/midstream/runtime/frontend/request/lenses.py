@@ -16,7 +16,28 @@ from midstream.spec.resolve.resolved import ResolvedCapture
 from midstream.validation import at
 
 # Layers that the stream has passed at a site of layer i, beyond i.
-_AFTER = {"resid_pre": 0, "resid_post": 1}
+AFTER = {"resid_pre": 0, "resid_post": 1}
+
+
+def token_id(text: str, engine: Any) -> int:
+    """Return the id of a token's text.
+
+    Args:
+        text: the text.
+        engine: vLLM's engine, for its tokenizer.
+
+    Raises:
+        SpecError: it is not one token.
+    """
+    try:
+        found = engine.get_tokenizer()
+    except ValueError as error:
+        why = "a token's text needs a tokenizer, and this engine has none; give its id"
+        raise SpecError("", why) from error
+    ids = found.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise SpecError("", f"{text!r} is {len(ids)} tokens, {ids}; give a text that is one")
+    return int(ids[0])
 
 
 def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
@@ -31,15 +52,7 @@ def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
     """
 
     def id_of(text: str) -> int:
-        try:
-            found = engine.get_tokenizer()
-        except ValueError as error:
-            why = "a token's text needs a tokenizer, and this engine has none; give its id"
-            raise SpecError("", why) from error
-        ids = found.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            raise SpecError("", f"{text!r} is {len(ids)} tokens, {ids}; give a text that is one")
-        return int(ids[0])
+        return token_id(text, engine)
 
     if plan is None:
         return None
@@ -74,7 +87,7 @@ def with_maps(
         assert capture.pattern is not None
         assert registry is not None
         with at(f"capture[{capture.source}]"):
-            after = _AFTER.get(given.sites.names[0])
+            after = AFTER.get(given.sites.names[0])
             if after is None:
                 raise SpecError("site", "a registered lens reads resid_pre or resid_post")
             depths = [layer + after for _, layer in capture.pattern.reads]
