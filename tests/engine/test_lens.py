@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import tiny
 from support.end_oracle import MODULES, EndOracle
 from support.engines import HAS_GPU, engine, generated, greedy, tokens
@@ -45,12 +46,23 @@ LENS_BYTES = 4 * (3 * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH * WIDTH)
 @pytest.fixture(
     scope="module", params=["llama", "gemma2", pytest.param("gpt2", marks=pytest.mark.nightly)]
 )
-def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest,
+    tiny_models: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
     path = tiny.make(f"{request.param}-bias", tiny_models, tiny.MODELS[request.param])
+    start = str(written_lens(tmp_path_factory.mktemp("lens") / "start.safetensors"))
     oracle = EndOracle(path, request.param)
     sites = SITES if request.param != "gpt2" else SITES[:-1]
-    with engine(path, **ROOM, midstream={"sites": sites, "readout_bytes": LENS_BYTES}) as llm:
+    settings = {"sites": sites, "readout_bytes": LENS_BYTES, "lenses": {"start": start}}
+    with engine(path, **ROOM, midstream=settings) as llm:
         yield Served(request.param, oracle, llm)
+
+
+def written_lens(path: Path) -> Path:
+    save_file({"0": maps(WIDTH, WIDTH, seed=30)}, path)
+    return path
 
 
 ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
@@ -107,6 +119,26 @@ LENSES = [
     Lens(site="resid_mid", top=190, name="mid"),
     Lens(top=2, site="resid_pre"),
 ]
+
+
+def test_a_lens_of_the_settings_is_there_from_the_start(served: Served) -> None:
+    """The first test of an engine: later ones need its memory."""
+    assert served.llm.lenses.names == ("start",)
+    asked = Lens(0, top=3, tokens=CHOSEN, kind="start")
+    (output,) = served.ask([PROMPTS[1]], 2, capture=asked)
+    seen = served.oracle.run([*PROMPTS[1], *generated(output)][:-1])
+    moved = seen.values["resid_post", 0] @ maps(WIDTH, WIDTH, seed=30).T
+    wanted = decoded(served.oracle.model, MODULES[served.name][1], moved)[:, None]
+    assert assert_lens(output.lens["start"], asked, wanted) <= TOLERANCE
+
+
+@pytest.fixture(autouse=True)
+def _no_lens(request: pytest.FixtureRequest) -> None:
+    """Only the first test has the lens of the settings."""
+    if "served" in request.fixturenames and "from_the_start" not in request.node.name:
+        lenses = request.getfixturevalue("served").llm.lenses
+        for name in lenses.names:
+            lenses.remove(name)
 
 
 def test_every_layer_is_decoded_as_transformers_decodes_it(served: Served) -> None:
