@@ -1,4 +1,4 @@
-"""Features and their edits, against the package `sae_lens` in float64 on vectors of transformers."""
+"""Features and their edits, against `sae_lens` in float64 on vectors of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SAEs of the package `sae_lens`, random or trained, in its own files: the reference of their tests.
+"""SAEs of the package `sae_lens`, random or trained, in its own files: the reference of tests.
 
 Importing it takes seconds, so one file of tests does.
 """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.formulas import apply
+from support.formulas import apply, run
 from support.sae_oracle import KINDS, RandomSae
 
 from midstream.errors import SpecError
@@ -204,10 +204,57 @@ def test_a_configuration_beside_the_file_counts(tmp_path):
 def test_a_threshold_below_zero_is_that_of_the_relu_before_it(tmp_path):
     weights = {**tensors(), "threshold": torch.full((FEATURES,), -1.0)}
     sae = SAE.load(write(tmp_path, NEW, weights))
-    assert sae.feature(0, value=1).threshold == 0
+    assert sae.feature(0, value=1).threshold == (0,)
     x = torch.randn(20, WIDTH)
     relu = SAE.load(write(tmp_path, {**NEW, "architecture": "standard"}, tensors())).encode(x)
     assert torch.equal(sae.encode(x), relu)
+
+
+@pytest.mark.parametrize("mode", ["set", "add", "scale", "ablate"])
+def test_features_of_one_edit_read_the_same_vector(tmp_path, mode):
+    sae = SAE.load(write(tmp_path, FLAT, tensors()))
+    x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    active = sae.encode(x).double()
+    ids = [7, 2, 5]
+    values = {"scale": [2.0, 0.5, 0.0], "ablate": None}.get(mode, [3.0, -1.0, 0.25])
+    amount = {
+        "set": lambda: torch.tensor(values) - active[:, ids],
+        "add": lambda: torch.tensor(values).expand(20, 3),
+        "scale": lambda: (torch.tensor(values) - 1) * active[:, ids],
+        "ablate": lambda: -active[:, ids],
+    }[mode]()
+    edit = sae.features(ids, mode, values)
+    wanted = (x + amount.double() @ sae.w_dec[ids].double()).numpy()
+    assert np.allclose(apply(edit, x), wanted, atol=1e-4)
+    assert np.allclose(run(edit.instructions(WIDTH), x), wanted, atol=1e-4)
+    if values is not None:
+        assert edit == sae.features(dict(zip(ids, values, strict=True)), mode)
+    assert [edit.layers.indices, edit.sites.names] == [(8,), ("resid_pre",)]
+
+
+def test_values_of_features_are_given_once(tmp_path):
+    sae = SAE.load(write(tmp_path, FLAT, tensors()))
+    for given, path in (
+        (({1: 2.0}, "set", 3.0), "index"),
+        (({1: 2.0}, "ablate"), "index"),
+        (([1, 1], "set", 3.0), "index[1]"),
+        (([1, FEATURES], "set", 3.0), "index"),
+        (([1, 2], "set", [3.0]), "value"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            sae.features(*given)
+        assert caught.value.path == path
+
+
+def test_a_multiple_of_a_decoder_row_is_added_whatever_else_is_active(tmp_path):
+    given = RandomSae("topk", 24, 60, "blocks.1.hook_resid_post")
+    sae = SAE.load(given.write(tmp_path))
+    with pytest.raises(SpecError, match='depends on all of them; the mode "add" does not'):
+        sae.features({3: 1.0})
+    x = torch.randn(4, 24).double()
+    found = apply(sae.features({3: 1.5, 4: -2.0}, "add"), x)
+    wanted = x + 1.5 * sae.w_dec[3].double() - 2 * sae.w_dec[4].double()
+    assert np.allclose(found, wanted.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("index", [-1, FEATURES, True, "0", 1.0])

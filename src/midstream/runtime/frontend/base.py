@@ -80,6 +80,7 @@ class BaseFrontEnd:
         self.weights = WeightMemory(found.readout_bytes, self._is_used, self._resolver.forget)
         self.lenses = LensRegistry(self.weights, info.shape)
         self.saes = SaeRegistry(self.weights, info.shape)
+        self.vectors.saes = self.saes.source
         self._resolver.registries = Registries(self.lenses, self.saes)
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
