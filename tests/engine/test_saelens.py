@@ -13,12 +13,13 @@ import torch
 from support import saelens, tiny
 from support.end_oracle import EndOracle
 from support.engines import engine, generated
-from support.inner_served import PROMPTS, ROOM, TOLERANCE, Served
+from support.inner_served import PROMPTS, ROOM, TOLERANCE, Served, assert_rows
 from support.oracle_edits import At
 from support.saelens import KINDS
 from torch import Tensor
+from vllm import SamplingParams
 
-from midstream import SAE, Capture, Features, SpecError
+from midstream import SAE, Capture, Feature, Features, Gate, SpecError, Steer
 
 WIDTH, FEATURES = 64, 120
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
@@ -146,6 +147,96 @@ def test_an_edited_feature_is_that_of_sae_lens(served: Served, folders: Path, na
             served.assert_is(prompt, output, At(by))
         seen = served.oracle.run(LONG, [At(by)])
         assert seen.touched(("resid_post", 1)) > 10
+
+
+@pytest.mark.parametrize("name", ["jumprelu", "gated", "BatchTopKTrainingSAE"])
+def test_edited_features_are_those_of_sae_lens(served: Served, folders: Path, name: str) -> None:
+    """Of several in one edit, all activations are of the vector before it: of an SAE, or of a
+    registered one by its name."""
+    sae, mine = saelens.read(folders / name), SAE.load(folders / name)
+    active = saelens.features(sae, served.oracle.run(LONG).values["resid_post", 1])
+    ids = (active > 0).sum(0).topk(12).indices.tolist()
+    prompts = [LONG, *PROMPTS]
+    for mode, values in (
+        ("set", {nth: 0.5 * place for place, nth in enumerate(ids)}),
+        ("scale", dict.fromkeys(ids, 0.0)),
+        ("add", {nth: (-1.0) ** place for place, nth in enumerate(ids)}),
+    ):
+        edits = [
+            mine.features(values, mode),  # type: ignore[arg-type]
+            Feature(sae=name, index=values, mode=mode),  # type: ignore[arg-type]
+            {"op": "feature", "sae": name, "mode": mode,
+             "index": {str(nth): value for nth, value in values.items()}},
+            Feature(sae=name, index=values, mode=mode, layer=0, phase="generated"),  # type: ignore[arg-type]
+        ]  # fmt: skip
+        by = At(By(lambda h, v=values, m=mode: saelens.edited(sae, h, v, m)))
+        capture = Capture([0, 1, 2], "resid_post")
+        outputs = served.ask(prompts, 3, edits=[[one] for one in edits], capture=capture)
+        for prompt, output in zip(prompts[:3], outputs, strict=False):
+            edited = output.receipt.edited
+            assert edited.expected == edited.applied == len(prompt) + 2, "one for each token"
+            served.assert_is(prompt, output, by)
+        below = At(By(by.edit.change, (("resid_post", 0),)), lambda at: at >= len(prompts[3]))
+        served.assert_is(prompts[3], outputs[3], below)
+        # The features that it makes are read back.
+        if mode == "scale":
+            one_by_one = [mine.feature(nth, mode, 0.0) for nth in ids]
+            (other,) = served.ask([LONG], 3, edits=[one_by_one], capture=capture)
+            found = [each.activations["resid_post", 1] for each in (other, outputs[0])]
+            assert float((found[0] - found[1]).abs().max()) > 0.1, "one after the other is the same"
+
+
+def test_features_in_gates_tiers_and_several_completions(served: Served, folders: Path) -> None:
+    """Cached blocks of one edit are not those of another."""
+    sae, llm = saelens.read(folders / "jumprelu"), served.llm
+    first, second = {3: 4.0, 8: 0.0, 9: 1.0}, {3: 4.0, 8: 0.0, 9: 2.0}
+    capture = Capture([1, 2], "resid_post", positions=["last_prompt", "generated"])
+    prompt = PROMPTS[2] * 4
+    for values, completions, cached in ((first, 1, 0), (second, 1, 0), (first, 2, 64)):
+        edit = Feature(sae="jumprelu", index=values)
+        params = SamplingParams(
+            n=completions, temperature=1.0, max_tokens=3, ignore_eos=True, detokenize=False
+        )
+        (output,) = served.ask([prompt], params=params, edits=[[edit]], capture=capture)
+        assert output.num_cached_tokens == cached
+        by = At(By(lambda h, v=values: saelens.edited(sae, h, v, "set")))
+        for one in output.outputs:
+            seen = served.oracle.run([*prompt, *one.token_ids][:-1], [by])
+            assert_rows(one.activations or output.activations, seen)
+    by = At(By(lambda h: saelens.edited(sae, h, first, "set")))
+    never = torch.zeros(WIDTH)
+    llm.vectors.register("edit", {"edits": [Feature(sae="jumprelu", index=first)]})
+    (output,) = served.ask(PROMPTS[:1], 3, edits=[[Steer("edit")]], capture=Capture([1, 2]))
+    served.assert_is(PROMPTS[0], output, by)
+    for threshold, wanted in ((-1.0, [by]), (1.0, [])):
+        gate = Gate(Feature(sae="jumprelu", index=first), never, threshold=threshold)
+        (output,) = served.ask(PROMPTS[:1], 3, edits=[[gate]], capture=Capture([1, 2]))
+        served.assert_is(PROMPTS[0], output, *wanted)
+    llm.steering.set(base=Feature(sae="jumprelu", index=first))
+    try:
+        (output,) = served.ask(PROMPTS[:1], 3, capture=Capture([1, 2]))
+    finally:
+        llm.steering.clear()
+        llm.vectors.remove("edit")
+    served.assert_is(PROMPTS[0], output, by)
+
+
+@pytest.mark.parametrize(
+    ("edit", "path", "problem"),
+    [
+        (Feature(sae="gone", index={1: 2.0}), "edits.sae", "no SAE 'gone'; there is `standard`"),
+        (Feature(sae="jumprelu", index={FEATURES: 2.0}), "edits.index", "expected 0 to 119"),
+        (Feature(sae="topk", index={1: 2.0}), "edits", "TopK .* depends on all of them; the mode"),
+        (Feature(sae="rescaled", index={1: 2.0}), "edits", "normalised"),
+        (Feature(sae="jumprelu", index=range(65), value=1), "edits", "65 instructions"),
+    ],
+)
+def test_features_that_cannot_be_edited_are_refused(
+    served: Served, edit: Any, path: str, problem: str
+) -> None:
+    with pytest.raises(SpecError, match=problem) as caught:
+        served.ask(PROMPTS[:1], 1, edits=edit, capture=None)
+    assert caught.value.path == path
 
 
 @pytest.mark.parametrize("name", sorted({*KINDS} - {*SINGLE}))

@@ -154,6 +154,7 @@ def test_a_features_bias_has_that_of_the_decoder_in_it():
     two = Feature([[1, 2], [0, 4]], [[3, 4], [0, 0]], 0, value=1, bias=5, decoder_bias=[0.5, 0.25])
     assert two.bias == (4, 4)
     assert two.to_dict()["bias"] == 4
+    assert "decoder_bias" not in folded.to_dict()
 
 
 def test_features_of_a_name_have_one_form_whatever_their_order():
@@ -173,7 +174,6 @@ def test_features_of_a_name_have_one_form_whatever_their_order():
     assert edit.names() == ("a",)
     with pytest.raises(SpecError, match="the SAE `a` is not registered"):
         edit.instructions(4)
-    assert "decoder_bias" not in folded.to_dict()
 
 
 def test_a_scale_has_one_factor_or_one_for_each_component():
