@@ -123,11 +123,41 @@ def test_a_factor_of_the_input_is_that_of_sae_lens(folders: Path, tmp_path: Path
     sae.cfg.normalize_activations = "expected_average_only_in"
     sae.to(torch.float32).save_model(tmp_path)
     mine = SAE.load(tmp_path, input_scale=0.25)
+    other = SAE.from_saelens(sae, input_scale=0.25)
+    with pytest.raises(SpecError, match="does not have the factor; give `input_scale`"):
+        SAE.from_saelens(sae)
     sae.to(torch.float64).fold_activation_norm_scaling_factor(0.25)
     x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1))
     active = saelens.features(sae, x)
-    assert float((mine.encode(x) - active).abs().max()) <= 1e-5
+    for one in (mine, other):
+        assert float((one.encode(x) - active).abs().max()) <= 1e-5
     assert float((mine.decode(active) - sae.decode(active).detach()).abs().max()) <= 1e-4
+
+
+def test_a_release_is_loaded_by_sae_lens(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, but for the download: the Hub is a folder here."""
+    from huggingface_hub.errors import EntryNotFoundError
+    from sae_lens.loading import pretrained_sae_loaders
+
+    def download(repo_id: str, filename: str, **_given: Any) -> str:
+        assert repo_id == "someone/saes"
+        if not (folders / filename).exists():
+            raise EntryNotFoundError.__new__(EntryNotFoundError)
+        return str(folders / filename)
+
+    monkeypatch.setattr(pretrained_sae_loaders, "hf_hub_download", download)
+    x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1))
+    for name in ("jumprelu", "gated", "topk-norms", "skip"):
+        found = SAE.load("someone/saes", name)
+        assert found.hook_name == SAE.load(folders / name).hook_name
+        active = saelens.features(saelens.read(folders / name), x)
+        assert float((found.encode(x) - active).abs().max()) <= 1e-4
+    for release, sae_id, problem in (
+        ("gemma-scope-2b-pt-res-canonical", "layer_1/width_1k/canonical", "ID .* not found"),
+        ("no-release", "layer_1", "Release no-release not found"),
+    ):
+        with pytest.raises(SpecError, match=f"{release}: sae_lens cannot load .*{problem}"):
+            SAE.load(release, sae_id)
 
 
 @pytest.mark.parametrize("name", [*SINGLE, *TRAINED])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from midstream.errors import SpecError
-from midstream.sae.files import load_sae, sae_of
+from midstream.sae.files import from_release, load_sae, sae_of
 from midstream.sae.saelens import hook_tap
 from midstream.sites import Tap
 from midstream.spec.forms import (
@@ -76,17 +76,21 @@ class SAE:
     @staticmethod
     def load(
         path: str | os.PathLike[str],
-        apply_b_dec_to_input: bool | None = None,
+        sae_id: str | None = None,
         *,
+        apply_b_dec_to_input: bool | None = None,
         hook_name: str | None = None,
         input_scale: float | None = None,
     ) -> SAE:
-        """Load an SAE from a folder in the format of SAELens, or from a file of tensors.
+        """Load an SAE from a folder in the format of SAELens, from a file of tensors, or a release.
 
         Args:
             path: a folder with `cfg.json` and `sae_weights.safetensors`; a safetensors file of the
                 same tensors, where a `cfg.json` in its folder is read too; or a file `.npz` of
-                Gemma Scope, or a folder with its `params.npz`.
+                Gemma Scope, or a folder with its `params.npz`. With `sae_id`, the name of a release
+                that the package `sae_lens` knows, such as "gemma-scope-2b-pt-res-canonical".
+            sae_id: the SAE's id in the release, such as "layer_12/width_16k/canonical". `sae_lens`
+                downloads it from the Hugging Face Hub; without an id nothing is downloaded.
             apply_b_dec_to_input: whether b_dec is subtracted before the encoder. Only for a file
                 without `cfg.json`, and optional if b_dec is zero.
             hook_name: TransformerLens's name of the hook point, such as
@@ -95,21 +99,31 @@ class SAE:
                 "expected_average_only_in": √width / their mean norm in training.
 
         Raises:
-            SpecError: the file does not exist or is of another format; the architecture, activation
-                or normalisation is unsupported; or shapes do not match. The message starts with
-                the file and the field.
+            SpecError: the file or release does not exist or is of another format; the architecture,
+                activation or normalisation is unsupported; or shapes do not match. The message
+                starts with the file and the field.
+            MissingExtraError: `sae_id` is given, and `sae_lens` is not installed.
         """
-        found = SAE(**load_sae(Path(path), apply_b_dec_to_input, input_scale))
+        if sae_id is None:
+            found = SAE(**load_sae(Path(path), apply_b_dec_to_input, input_scale))
+        else:
+            if apply_b_dec_to_input is not None:
+                raise SpecError("apply_b_dec_to_input", "the release specifies it; must be omitted")
+            found = SAE.from_saelens(from_release(os.fspath(path), sae_id), input_scale)
         return found if hook_name is None else replace(found, hook_name=hook_name)
 
     @staticmethod
-    def from_saelens(sae: Any) -> SAE:
+    def from_saelens(sae: Any, input_scale: float | None = None) -> SAE:
         """Return the SAE of an object of the package `sae_lens`, with copies of its tensors.
+
+        Args:
+            sae: the object.
+            input_scale: as for `load`.
 
         Raises:
             SpecError: it is none, or is unsupported.
         """
-        return SAE(**sae_of(sae))
+        return SAE(**sae_of(sae, input_scale))
 
     @property
     def width(self) -> int:

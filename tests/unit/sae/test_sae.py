@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from support.formulas import apply, run
 from support.sae_oracle import KINDS, RandomSae
 
-from midstream.errors import SpecError
+from midstream.errors import MissingExtraError, SpecError
 from midstream.sae.sae import SAE
 from midstream.spec import Feature
 
@@ -452,6 +453,34 @@ def test_objects_of_sae_lens_are_read(kind):
     assert sae.hook_name == "blocks.1.hook_resid_post"
     with pytest.raises(SpecError, match="expected an SAE of the package sae_lens, got `str`"):
         SAE.from_saelens("gpt2-small")
+
+
+def test_a_release_needs_sae_lens(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sae_lens", None)
+    with pytest.raises(MissingExtraError, match="pip install sae-lens; or download the SAE"):
+        SAE.load("gemma-scope-2b-pt-res-canonical", "layer_12/width_16k/canonical")
+
+
+def test_a_release_and_its_id_are_those_of_sae_lens(monkeypatch):
+    given = RandomSae("jumprelu", 24, 60, "blocks.12.hook_resid_post")
+    fields = {name: value for name, value in given.config.items() if name != "hook_name"}
+    metadata = {"hook_name": given.config["hook_name"]}
+    config = SimpleNamespace(to_dict=lambda: {**fields, "metadata": metadata})
+    asked = []
+
+    def from_pretrained(release, sae_id, device):
+        asked.append((release, sae_id, device))
+        return SimpleNamespace(cfg=config, state_dict=lambda: given.tensors)
+
+    package = SimpleNamespace(SAE=SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "sae_lens", package)
+    sae = SAE.load("gemma-scope-2b-pt-res-canonical", "layer_12/width_16k/canonical")
+    assert asked == [("gemma-scope-2b-pt-res-canonical", "layer_12/width_16k/canonical", "cpu")]
+    x = torch.randn(4, 24)
+    assert torch.allclose(sae.encode(x).double(), given.encode(x), atol=1e-5)
+    assert sae.tap == ("resid_post", 12)
+    with pytest.raises(SpecError, match="apply_b_dec_to_input: the release specifies it"):
+        SAE.load("gemma", "layer_12", apply_b_dec_to_input=True)
 
 
 def test_what_a_gated_sae_lacks_is_refused_by_name(tmp_path):
