@@ -22,6 +22,7 @@ from midstream import (
     Attention,
     Capture,
     Client,
+    Feature,
     Features,
     Lens,
     Logits,
@@ -37,18 +38,21 @@ ASKED = {"model": NAME, "temperature": 0, "max_tokens": TOKENS}
 PROMPT = "The capital of France is"
 MAP = torch.randn(576, 576, generator=torch.Generator().manual_seed(4)) / 24
 RANDOM = RandomSae("topk", 576, 400, "blocks.10.hook_resid_post")
+JUMPS = RandomSae("jumprelu", 576, 40, "blocks.10.hook_resid_post")
 
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = RANDOM.write(tmp_path_factory.mktemp("saes") / "random")
+    folder = tmp_path_factory.mktemp("saes")
+    for name, sae in (("random", RANDOM), ("jumps", JUMPS)):
+        sae.write(folder / name)
     lens = tmp_path_factory.mktemp("lenses") / "mapped.safetensors"
     save_file({"3": MAP}, lens)
     settings = serving.settings(
         lenses={"mapped": str(lens)},
         http={"parameters": ["lm_head.weight", "model.norm.weight"]},
-        saes={"random": str(folder)},
-        readout_bytes=3 << 20,
+        saes={name: str(folder / name) for name in ("random", "jumps")},
+        readout_bytes=4 << 20,
     )
     command = serving.command(smollm2, "--sites=resid_post,rot_q,final_norm", settings)
     with serving.running(command, tmp_path_factory.mktemp("others")) as found:
@@ -255,9 +259,31 @@ def test_features_come_over_http(client, asks):
 
 
 def test_an_sae_that_the_server_has_not_is_refused(client):
-    with pytest.raises(ServerError, match="there is no SAE 'mine'; there is `random`") as caught:
-        client.complete(PROMPT, **ASKED, capture=Features("mine"))
-    assert caught.value.status == 400
+    for asked, path in (
+        ({"capture": Features("mine")}, "capture[0].sae"),
+        ({"edits": Feature(sae="mine", index={3: 1.0})}, "edits[0].sae"),
+    ):
+        with pytest.raises(
+            ServerError, match="there is no SAE 'mine'; there is `random`"
+        ) as caught:
+            client.complete(PROMPT, **ASKED, **asked)
+        assert caught.value.status == 400
+        assert path in str(caught.value)
+
+
+def test_features_are_edited_over_http_by_the_name_of_their_sae(client):
+    """Against the vectors without the edit, by the formulas of the SAE."""
+    values = {3: 20.0, 17: 0.0, 30: 5.0}
+    capture = Capture(10, positions="prompt")
+    [before] = client.complete(PROMPT, **ASKED, capture=capture).outputs
+    edit = Feature(sae="jumps", index=values)
+    [after] = client.complete(PROMPT, **ASKED, capture=capture, edits=edit).outputs
+    assert after.receipt.edited.applied == 5 + TOKENS - 1
+    x = before.activations["resid_post", 10].double()
+    added = torch.tensor(list(values.values())) - JUMPS.encode(x)[:, list(values)]
+    wanted = x + added @ JUMPS.tensors["W_dec"][list(values)].double()
+    found = after.activations["resid_post", 10].double()
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("asks", ["complete", "stream"])

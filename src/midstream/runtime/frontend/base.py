@@ -81,6 +81,7 @@ class BaseFrontEnd:
         self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
         self.lenses = LensRegistry(self.weights, info.shape)
         self.saes = SaeRegistry(self.weights, info.shape)
+        self.vectors.saes = self.saes.source
         self.directions = DirectionCache(self.lenses, info.shape, engine)
         self._resolver.registries = Registries(self.lenses, self.saes, self.directions)
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)

@@ -9,8 +9,6 @@ import torch
 from midstream.errors import SpecError
 from midstream.runtime.frontend.weight_memory import NamedWeights, WeightMemory, WeightPart
 from midstream.sae.sae import SAE
-from midstream.sae.saelens import hook_tap
-from midstream.sites import Tap
 from midstream.spec import ModelShape
 from midstream.spec.resolve.resolved import SaeEncoder
 from midstream.validation import kind, listed, show
@@ -25,24 +23,17 @@ class RegisteredSae:
 
     Attributes:
         encoder: where it is.
-        hook_name: see `SAE`.
+        sae: the SAE, on the host.
     """
 
     encoder: SaeEncoder
-    hook_name: str | None
-
-    @property
-    def tap(self) -> Tap | None:
-        """The site and layer that it was trained on; None: it does not say.
-
-        Raises:
-            SpecError: it was trained on what is no site.
-        """
-        return None if self.hook_name is None else hook_tap(self.hook_name)
+    sae: SAE
 
 
 class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
-    """The registered SAEs of an engine. Encoders are stored in float32, and decoders not at all."""
+    """The registered SAEs of an engine. The workers have their encoders in float32; whole SAEs
+    stay here, for edits of their features.
+    """
 
     kind = "sae"
     word = "SAE"
@@ -73,6 +64,17 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
             )
         return found.made
 
+    def source(self, name: str) -> SAE:
+        """Return the SAE of a name.
+
+        Raises:
+            SpecError: there is none. The path is empty.
+        """
+        try:
+            return self.get(name).sae
+        except SpecError as error:
+            raise SpecError("", error.problem) from None
+
     def check(self, weights: SAE) -> None:
         if not isinstance(weights, SAE):
             raise SpecError("", f"expected an SAE, such as SAE.load(folder), got {kind(weights)}")
@@ -98,4 +100,4 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
             WeightPart(4 * at, torch.float32, bias),
             WeightPart(4 * (at + count), torch.float32, threshold),
         ]
-        return RegisteredSae(encoder, weights.hook_name), parts
+        return RegisteredSae(encoder, weights), parts

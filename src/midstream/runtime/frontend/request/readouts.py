@@ -54,7 +54,7 @@ def bound(plan: Plan | None, engine: Any, registries: Registries) -> Plan | None
                 sae = registries.saes.get(capture.sae)
                 if capture.layer is not None and capture.site is not None:
                     continue
-                tap = sae.tap
+                tap = sae.sae.tap
                 if tap is not None:
                     captures[nth] = capture.at_tap(*tap)
     return replace(plan, captures=tuple(captures))
