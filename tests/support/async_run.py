@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from midstream.testing import inspect
+from support.async_evaluations import evaluate
 from support.async_lenses import stream_of_lenses
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 from support.output_results import logprobs, results, scores
@@ -410,6 +411,8 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await aborts(llm, found)
         await waiting(llm, found)
         await server_wide(llm, found)
+        found["evaluated"] = [await evaluate(llm)]
+        await inspect(llm).check_integrity()
     finally:
         llm.shutdown()
 
@@ -425,6 +428,7 @@ def offline(model: Path, found: dict[str, Any]) -> None:
             use_tqdm=False,
             **asked,
         )
+        found["evaluated"].append(asyncio.run(evaluate(llm)))
         found["offline"] = [
             {"generated": list(one.outputs[0].token_ids), **results(one)} for one in outputs
         ]
