@@ -186,6 +186,7 @@ _EXTRA_OF = {
     "gguf": "fit",
     "jinja2": "vllm",
     "matplotlib": "inspect",
+    "pandas": "sweep",
     "prometheus_client": "vllm",
     "psutil": "vllm",
     "pyarrow": "arrow",
@@ -198,6 +199,7 @@ _EXTRA_OF = {
     "torch": "vllm",
     "transformers": "vllm",
     "vllm": "vllm",
+    "xarray": "sweep",
 }
 
 

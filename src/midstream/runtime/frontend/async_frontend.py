@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from midstream.runtime.frontend.engine_info import describe
 from midstream.runtime.frontend.input_session import InputSession, check_session
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.intake import Intake
+from midstream.runtime.frontend.request.token_directions import DirectionKey
 from midstream.runtime.frontend.results.async_completion import AsyncCompletion
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.partial_rows import PartialRows
@@ -70,6 +71,10 @@ class AsyncFrontEnd(BaseFrontEnd):
             self.info, self._config, self.info.shape, self.sinks, self._streamer,
             client.abort_requests_async, self._end, self._collected,
         )  # fmt: skip
+
+    async def find_directions(self, keys: Mapping[DirectionKey, str]) -> None:
+        """Ask the workers for directions of tokens; see `DirectionCache.reading`."""
+        await self._replicas[0].batcher.carry_out(self.directions.reading(keys))
 
     def begin(self, plan: CallPlan, session: InputSession | None) -> GenerateCall:
         """Begin a call, whose request is to be admitted with this very plan; pair with `leave`.

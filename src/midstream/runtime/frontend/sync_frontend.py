@@ -114,8 +114,10 @@ class FrontEnd(BaseFrontEnd):
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
         self.weights.write = self._call
-        for message in self.saes.from_settings(engine.vllm_config):
-            self._call(message)
+        self.directions.carry_out = lambda exchange: carry_out(exchange, self._call)
+        for registry in (self.lenses, self.saes):
+            for message in registry.from_settings(engine.vllm_config):
+                self._call(message)
         self._reporter = ReceiptReporter(self._config)
         self._reports = True
         self._outputs = engine.output_processor
