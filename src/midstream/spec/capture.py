@@ -12,6 +12,7 @@ from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLi
 from midstream.spec.heads import read_indices
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import LOGITS, Layers, Sites, read_taps
+from midstream.spec.short_repr import short_repr
 from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata, read_name
 from midstream.validation import INT_LIMIT, at, is_int, kind, read_int, show
 
@@ -35,7 +36,7 @@ FIELDS = (
 )
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Capture:
     """Record the vectors of the selected tokens at every selected site of every selected layer.
 
@@ -224,6 +225,9 @@ class Capture:
         if self.max_rows is not None:
             found["max_rows"] = self.max_rows
         return found
+
+    def __repr__(self) -> str:
+        return short_repr(type(self), self.to_dict())
 
     def _check_reduced(self) -> None:
         """Check that the other fields are possible where rows are reduced."""

@@ -33,7 +33,7 @@ from midstream.validation import at, listed, read_word
 MODES = ("set", "add", "scale", "ablate")
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Feature(Operation):
     """Change one feature of a sparse autoencoder (SAE) and nothing else in h.
 
