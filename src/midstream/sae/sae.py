@@ -232,24 +232,14 @@ class SAE:
                 why = "the mode takes none" if value is None else "so does `value`"
                 raise SpecError("index", f"has values, and {why}")
             value = values
-        given = self.weights_of(ids, mode)
-        if layer is None or site is None:
-            tap = self.tap
-            if tap is None:
-                raise SpecError(
-                    "layer", "the SAE has no hook_name; specify both `layer` and `site`"
-                )
-            site = tap[0] if site is None else site
-            layer = tap[1] if layer is None else layer
         return Feature(
             mode=mode,
             value=value,
-            layer=layer,
-            site=site,
             positions=positions,
             phase=phase,
             exclude=exclude,
-            **given,
+            **self.weights_of(ids, mode),
+            **_place(self, layer, site),
         )
 
     @property
@@ -271,7 +261,7 @@ class SAE:
         Raises:
             SpecError: there is no such feature, or it cannot be changed by itself.
         """
-        self._check_edits(mode)
+        _check_edits(self, mode)
         for nth in ids:
             if not 0 <= nth < self.num_features:
                 raise SpecError("index", f"expected 0 to {self.num_features - 1}, got {nth}")
@@ -301,19 +291,32 @@ class SAE:
         threshold = torch.zeros_like(self.b_enc) if self.threshold is None else self.threshold
         return bias.float(), threshold.clamp(min=0)
 
-    def _check_edits(self, mode: str) -> None:
-        why = ""
-        if self.is_transcoder:
-            why = "a transcoder's features are decoded to another vector than they are read from"
-        elif self.top_k and mode != "add":
-            why = (
-                "which features of a TopK SAE are active depends on all of them; the mode "
-                '"add" does not depend on it'
-            )
-        elif self.normalize != "none":
-            why = f"its input is normalised ({self.normalize})"
-        if why:
-            raise SpecError("", f"a feature cannot be changed by itself: {why}")
+
+def _check_edits(sae: SAE, mode: str) -> None:
+    """Check that features of an SAE can be changed by themselves."""
+    why = ""
+    if sae.is_transcoder:
+        why = "a transcoder's features are decoded to another vector than they are read from"
+    elif sae.top_k and mode != "add":
+        why = (
+            "which features of a TopK SAE are active depends on all of them; the mode "
+            '"add" does not depend on it'
+        )
+    elif sae.normalize != "none":
+        why = f"its input is normalised ({sae.normalize})"
+    if why:
+        raise SpecError("", f"a feature cannot be changed by itself: {why}")
+
+
+def _place(sae: SAE, layer: Any, site: Any) -> dict[str, Any]:
+    """Return the layer and site of an edit, by default those where the SAE was trained."""
+    if layer is None or site is None:
+        tap = sae.tap
+        if tap is None:
+            raise SpecError("layer", "the SAE has no hook_name; specify both `layer` and `site`")
+        site = tap[0] if site is None else site
+        layer = tap[1] if layer is None else layer
+    return {"layer": layer, "site": site}
 
 
 def _like(given: Any, found: Tensor) -> Any:
