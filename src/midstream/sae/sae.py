@@ -180,7 +180,6 @@ class SAE:
 
         if self.normalize != "none":
             raise SpecError("normalize", f"{self.normalize} cannot be undone without the vectors")
-
         result: Array = _like(a, torch.as_tensor(a).to(self.w_dec) @ self.w_dec + self.b_dec)
         return result
 
@@ -215,9 +214,8 @@ class SAE:
 
         Args:
             index: {feature: value}; or the features, with `value`.
-            mode, value: as for Feature.
             layer, site: the tap; taken from `hook_name` by default.
-            positions, phase, exclude: as for Feature.
+            mode, value, positions, phase, exclude: as for Feature.
 
         Raises:
             SpecError: a feature does not exist or is given twice, a field is malformed, or `layer`
@@ -229,8 +227,7 @@ class SAE:
             ids, values = read_index(index)
         if values is not None:
             if mode == "ablate" or value is not None:
-                why = "the mode takes none" if value is None else "so does `value`"
-                raise SpecError("index", f"has values, and {why}")
+                raise SpecError("index", "has values, and so has `value`, or the mode takes none")
             value = values
         return Feature(
             mode=mode,
@@ -255,8 +252,7 @@ class SAE:
         """Return what a `Feature` takes of some features: encoder, decoder, bias and threshold.
 
         Args:
-            ids: the features.
-            mode: the mode of the edit.
+            ids, mode: the features, and the mode of the edit.
 
         Raises:
             SpecError: there is no such feature, or it cannot be changed by itself.
