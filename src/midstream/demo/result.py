@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from midstream.demo.fit import LayerScore
+from midstream.fit.scores import LayerScore
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class TokenMap:
     Attributes:
         title: description of the text.
         tokens: the tokens as text, one per column.
-        cosine: `[layers][tokens]`, see `Fit.cosine`.
-        projection: `[layers][tokens]`, see `Fit.project`.
+        cosine: `[layers][tokens]`, see `Directions.cosine`.
+        projection: `[layers][tokens]`, see `Directions.project`.
     """
 
     title: str

@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from midstream.demo import DemoError, prompts
 from midstream.demo.engine import DemoEngine, DemoReply, Push, Request
-from midstream.demo.fit import Fit, fit
 from midstream.demo.result import Answer, Question, RequestReceipt, Result, TokenMap, format_scale
+from midstream.fit import Directions
 
 Stage = Callable[[str], AbstractContextManager[None]]
 """Called with a stage's description; returns the context in which the stage runs."""
@@ -68,10 +70,10 @@ def run(engine: DemoEngine, plan: DemoPlan, stage: Stage) -> Result:
         classes=(prompts.POSITIVE, prompts.NEGATIVE),
         num_pairs=len(plan.pairs),
         num_folds=fitted.num_folds,
-        scores=fitted.scores,
+        scores=tuple(fitted.scores[each] for each in fitted.layers),
         best_layer=fitted.best_layer,
         layer=layer,
-        gap_norm=float(fitted.direction[layer].norm()),
+        gap_norm=fitted[layer].gap,
         stream_norm=_mean_norm(captured, layer),
         token_maps=job.map_tokens(captured, written, fitted),
         questions=questions,
@@ -112,13 +114,13 @@ class _Job:
         ]
         return self._run(requests)
 
-    def write(self, fitted: Fit, layer: int) -> list[list[DemoReply]]:
+    def write(self, fitted: Directions, layer: int) -> list[list[DemoReply]]:
         """Generate all answers in one mixed batch.
 
         Returns:
             For each question, its answers by rising strength.
         """
-        vector = fitted.direction[layer].contiguous()
+        vector = torch.from_numpy(fitted[layer].vector)
         requests = [
             Request(
                 name=f"question {index + 1}, {format_scale(scale)}",
@@ -133,7 +135,9 @@ class _Job:
         replies, step = self._run(requests), len(self._scales)
         return [replies[at : at + step] for at in range(0, len(replies), step)]
 
-    def read_back(self, written: list[list[DemoReply]], fitted: Fit, layer: int) -> list[Question]:
+    def read_back(
+        self, written: list[list[DemoReply]], fitted: Directions, layer: int
+    ) -> list[Question]:
         """Read each answer with the unsteered model.
 
         Returns:
@@ -161,7 +165,7 @@ class _Job:
         ]
 
     def map_tokens(
-        self, captured: list[DemoReply], written: list[list[DemoReply]], fitted: Fit
+        self, captured: list[DemoReply], written: list[list[DemoReply]], fitted: Directions
     ) -> list[TokenMap]:
         """Map the shown pair, and the first question's answers: lowest scale, plain, highest."""
         shown = captured[2 * self._shown_pair : 2 * self._shown_pair + 2]
@@ -184,7 +188,7 @@ class _Job:
     def _shown_pair(self) -> int:
         return min(prompts.SHOWN_PAIR, len(self.plan.pairs) - 1)
 
-    def _map(self, title: str, reply: DemoReply, fitted: Fit) -> TokenMap:
+    def _map(self, title: str, reply: DemoReply, fitted: Directions) -> TokenMap:
         rows = _rows(reply)
         return TokenMap(
             title=title,
@@ -224,18 +228,18 @@ def _rows(reply: DemoReply) -> torch.Tensor:
     return reply.rows
 
 
-def _rounded(values: torch.Tensor) -> list[list[float]]:
+def _rounded(values: NDArray[np.float32]) -> list[list[float]]:
     """Return nested lists with four decimals, which take a quarter of the bytes of all decimals."""
-    return [[round(value, 4) for value in row] for row in values.tolist()]
+    return [[round(float(value), 4) for value in row] for row in values]
 
 
-def _fit_last_rows(captured: list[DemoReply], plan: DemoPlan) -> Fit:
+def _fit_last_rows(captured: list[DemoReply], plan: DemoPlan) -> Directions:
     last = torch.stack([_rows(reply)[:, -1] for reply in captured])
-    return fit(last[0::2], last[1::2], min(plan.num_folds, len(plan.pairs)), plan.seed)
+    return Directions.from_rows(last[0::2], last[1::2], folds=plan.num_folds, seed=plan.seed)
 
 
-def _choose_layer(fitted: Fit, wanted: int | None) -> int:
-    num_layers = len(fitted.scores)
+def _choose_layer(fitted: Directions, wanted: int | None) -> int:
+    num_layers = len(fitted)
     if wanted is None:
         return fitted.best_layer
     if not -num_layers <= wanted < num_layers:
@@ -243,7 +247,7 @@ def _choose_layer(fitted: Fit, wanted: int | None) -> int:
     return wanted % num_layers
 
 
-def _mean_reading(reply: DemoReply, fitted: Fit, layer: int) -> float:
+def _mean_reading(reply: DemoReply, fitted: Directions, layer: int) -> float:
     """Return the mean projection at `layer` of all tokens but the first.
 
     The first token is an attention sink: its vector is huge, and the same for every text.

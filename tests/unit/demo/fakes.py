@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from midstream.demo.engine import DemoReply, Request
-from midstream.demo.fit import LayerScore
 from midstream.demo.result import Answer, Question, RequestReceipt, Result, TokenMap
+from midstream.fit import LayerScore
 
 NUM_LAYERS, HIDDEN = 4, 24
 GLAD = frozenset(["glad", "won", "saved", "laughed"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from midstream.demo import prompts, report
-from midstream.demo.fit import fit
+from midstream.fit import Directions
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -99,7 +99,7 @@ def fitted(reference: Reference) -> Any:
         torch.stack([reference.streams(reference.tokenizer(t).input_ids)[:, -1] for t in texts])
         for texts in zip(*prompts.PAIRS, strict=True)
     ]
-    return fit(*last, num_folds=6, seed=0)
+    return Directions.from_rows(*last, folds=6, seed=0)
 
 
 def test_separability_equals_a_recomputation_from_transformers(
@@ -107,14 +107,12 @@ def test_separability_equals_a_recomputation_from_transformers(
 ) -> None:
     assert len(data["scores"]) == 30
     assert data["best_layer"] == fitted.best_layer == data["layer"]
-    for shown, expected in zip(data["scores"], fitted.scores, strict=True):
+    for shown, expected in zip(data["scores"], fitted.scores.values(), strict=True):
         # One pair of sentences that changes places is worth 1/576.
         assert shown["auc"] == pytest.approx(expected.auc, abs=2 / 576)
         assert shown["accuracy"] == pytest.approx(expected.accuracy, abs=1.01 / 48)
         assert shown["d_prime"] == pytest.approx(expected.d_prime, abs=0.01)
-    assert data["gap_norm"] == pytest.approx(
-        float(fitted.direction[data["layer"]].norm()), rel=1e-3
-    )
+    assert data["gap_norm"] == pytest.approx(fitted[data["layer"]].gap, rel=1e-3)
 
 
 def test_heatmaps_equal_a_recomputation_from_transformers(
@@ -124,10 +122,12 @@ def test_heatmaps_equal_a_recomputation_from_transformers(
         token_ids = reference.tokenizer(text).input_ids
         rows = reference.streams(token_ids)
         assert shown["tokens"] == [reference.tokenizer.decode([token]) for token in token_ids]
-        expected = fitted.cosine(rows)
+        expected = torch.from_numpy(fitted.cosine(rows))
         torch.testing.assert_close(torch.tensor(shown["cosine"]), expected, atol=2e-3, rtol=0)
         places = torch.tensor(shown["projection"])
-        torch.testing.assert_close(places, fitted.project(rows), atol=0.02, rtol=0.01)
+        torch.testing.assert_close(
+            places, torch.from_numpy(fitted.project(rows)), atol=0.02, rtol=0.01
+        )
 
 
 def test_answers_equal_transformers_steered_by_hooks(
@@ -136,7 +136,7 @@ def test_answers_equal_transformers_steered_by_hooks(
     layer = data["layer"]
     for question in data["questions"][:3]:
         for answer in question["answers"]:
-            vector = answer["scale"] * fitted.direction[layer]
+            vector = answer["scale"] * torch.from_numpy(fitted.vectors[layer])
             assert answer["text"] == reference.answer(question["prompt"], vector, layer)
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from midstream.config.config import KEY
-from midstream.errors import ConfigError, SpecError
+from midstream.errors import SpecError
 from midstream.runtime.frontend.weight_memory import NamedWeights, WeightMemory, WeightPart
-from midstream.runtime.protocol.rpc import WriteWeights
-from midstream.runtime.vllm.additional_config import Settings
 from midstream.sae.sae import SAE
 from midstream.spec import ModelShape
 from midstream.spec.resolve.resolved import SaeEncoder
@@ -42,6 +37,8 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
 
     kind = "sae"
     word = "SAE"
+    setting = "saes"
+    load = staticmethod(SAE.load)
 
     def __init__(self, memory: WeightMemory, shape: ModelShape) -> None:
         """Args:
@@ -50,23 +47,6 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
         """
         super().__init__(memory)
         self._shape = shape
-
-    def from_settings(self, vllm_config: Any) -> Iterator[WriteWeights]:
-        """Register the SAEs of the setting `saes`, and yield the messages, which are to be sent.
-
-        Raises:
-            ConfigError: one cannot be read, is of another model, or there is no memory for it. The
-                message names the setting.
-        """
-        settings = vllm_config.additional_config[KEY]
-        if not isinstance(settings, Settings):
-            return
-        for name, path in settings.saes.items():
-            try:
-                with self.adding(name, SAE.load(path)) as messages:
-                    yield from messages
-            except SpecError as error:
-                raise ConfigError(f"{KEY}.saes.{name}: {error}") from None
 
     def get(self, name: str) -> RegisteredSae:
         """Return the SAE of a name.

@@ -64,6 +64,38 @@ def test_the_excluded_positions_are_emitted():
     assert steer.to_dict()["exclude"] == [0, -1]
 
 
+def test_a_steer_has_a_token_instead_of_a_vector():
+    steer = Steer(token=" Paris", layer=[3, 4], scale=2)
+    given = {"op": "steer", "token": " Paris", "lens": "logit", "scale": 2.0, "layer": [3, 4]}
+    assert given.items() <= steer.to_dict().items()
+    assert Steer.parse(steer.to_dict()) == steer != Steer(token=7, layer=[3, 4], scale=2)
+    assert Steer(token=7, layer=1, lens="tuned").replace(layer=2).lens == "tuned"
+    assert steer.is_bound
+    with pytest.raises(SpecError, match=r"llm\.lenses\.direction"):
+        steer.instructions(8)
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "problem"),
+    [
+        ({"token": 3}, "layer", "missing"),
+        ({"token": 3, "layer": 1, "vector": [1]}, "token", "`vector` is given too"),
+        ({"token": 3, "layer": 1, "rows": [[1], [2]]}, "token", "`rows` is given too"),
+        ({"vector": [1], "layer": 1, "lens": "tuned"}, "lens", "is for `token`"),
+        ({"token": -1, "layer": 1}, "token", "from 0"),
+        ({"token": "", "layer": 1}, "token", "an empty one"),
+        ({"token": 1.5, "layer": 1}, "token", "expected"),
+        ({"token": 3, "layer": 1, "lens": 5}, "lens", "expected `str`"),
+        ({"token": 3, "layer": 1, "site": "attn_out"}, "site", "a lens reads the stream"),
+        ({"token": 3, "layer": 1, "head": 2}, "head", "of the whole vector"),
+    ],
+)
+def test_a_malformed_token_is_refused_by_its_path(given, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        Steer(**given)
+    assert caught.value.path == path
+
+
 def test_parsing_leaves_the_dict_as_it_was():
     value = dict(STEER)
     Steer.parse(value)
@@ -309,7 +341,7 @@ NEARLY = [[1.0, 0.01], [0.0, 1.0]]
         (lambda: LoReFT([1, 0], [[1, 0], [0, 1]], 0, 0), "weight", "the shape of `rotation`"),
         (lambda: Replace([[]], 0), "rows[0]", "the vector is empty"),
         (lambda: Ablate([1], 0, norm="match"), "norm", "expected one of `keep`, got .match"),
-        (lambda: Steer(layer=0), "vector", "missing; give a vector, or one row per position"),
+        (lambda: Steer(layer=0), "vector", "missing; give a vector, one row per position"),
         (lambda: Steer([1], 0, rows=[[1]]), "rows", "`vector` is given too; give one of them"),
         (lambda: Steer(rows=[[0], [0]], layer=0), "rows", "all rows are zero"),
         (lambda: Steer(rows=[[1], [1, 2]], layer=0), "rows[1]", "expected 1 numbers"),

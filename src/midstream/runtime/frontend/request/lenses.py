@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from midstream.errors import SpecError
 from midstream.runtime.frontend.lens_registry import LensRegistry
+from midstream.runtime.frontend.request.prompt.tokenized import token_id
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import Lens, Plan, ResolvedPlan
 from midstream.spec.lens import LOGIT
@@ -16,7 +18,7 @@ from midstream.spec.resolve.resolved import ResolvedCapture
 from midstream.validation import at
 
 # Layers that the stream has passed at a site of layer i, beyond i.
-_AFTER = {"resid_pre": 0, "resid_post": 1}
+AFTER = {"resid_pre": 0, "resid_post": 1}
 
 
 def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
@@ -29,20 +31,9 @@ def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
     Raises:
         SpecError: a text is not one token.
     """
-
-    def id_of(text: str) -> int:
-        try:
-            found = engine.get_tokenizer()
-        except ValueError as error:
-            why = "a token's text needs a tokenizer, and this engine has none; give its id"
-            raise SpecError("", why) from error
-        ids = found.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            raise SpecError("", f"{text!r} is {len(ids)} tokens, {ids}; give a text that is one")
-        return int(ids[0])
-
     if plan is None:
         return None
+    id_of = functools.partial(token_id, engine)
     captures = []
     for nth, capture in enumerate(plan.captures):
         with at(f"capture[{nth}]"):
@@ -74,7 +65,7 @@ def with_maps(
         assert capture.pattern is not None
         assert registry is not None
         with at(f"capture[{capture.source}]"):
-            after = _AFTER.get(given.sites.names[0])
+            after = AFTER.get(given.sites.names[0])
             if after is None:
                 raise SpecError("site", "a registered lens reads resid_pre or resid_post")
             depths = [layer + after for _, layer in capture.pattern.reads]
