@@ -187,7 +187,6 @@ class SAE:
 
         if self.normalize != "none":
             raise SpecError("normalize", f"{self.normalize} cannot be undone without the vectors")
-
         result: Array = _like(a, torch.as_tensor(a).to(self.w_dec) @ self.w_dec + self.b_dec)
         return result
 
@@ -222,9 +221,8 @@ class SAE:
 
         Args:
             index: {feature: value}; or the features, with `value`.
-            mode, value: as for Feature.
             layer, site: the tap; taken from `hook_name` by default.
-            positions, phase, exclude: as for Feature.
+            mode, value, positions, phase, exclude: as for Feature.
 
         Raises:
             SpecError: a feature does not exist or is given twice, a field is malformed, or `layer`
@@ -236,27 +234,16 @@ class SAE:
             ids, values = read_index(index)
         if values is not None:
             if mode == "ablate" or value is not None:
-                why = "the mode takes none" if value is None else "so does `value`"
-                raise SpecError("index", f"has values, and {why}")
+                raise SpecError("index", "has values, and so has `value`, or the mode takes none")
             value = values
-        given = self.weights_of(ids, mode)
-        if layer is None or site is None:
-            tap = self.tap
-            if tap is None:
-                raise SpecError(
-                    "layer", "the SAE has no hook_name; specify both `layer` and `site`"
-                )
-            site = tap[0] if site is None else site
-            layer = tap[1] if layer is None else layer
         return Feature(
             mode=mode,
             value=value,
-            layer=layer,
-            site=site,
             positions=positions,
             phase=phase,
             exclude=exclude,
-            **given,
+            **self.weights_of(ids, mode),
+            **_place(self, layer, site),
         )
 
     @property
@@ -272,13 +259,12 @@ class SAE:
         """Return what a `Feature` takes of some features: encoder, decoder, bias and threshold.
 
         Args:
-            ids: the features.
-            mode: the mode of the edit.
+            ids, mode: the features, and the mode of the edit.
 
         Raises:
             SpecError: there is no such feature, or it cannot be changed by itself.
         """
-        self._check_edits(mode)
+        _check_edits(self, mode)
         for nth in ids:
             if not 0 <= nth < self.num_features:
                 raise SpecError("index", f"expected 0 to {self.num_features - 1}, got {nth}")
@@ -308,19 +294,32 @@ class SAE:
         threshold = torch.zeros_like(self.b_enc) if self.threshold is None else self.threshold
         return bias.float(), threshold.clamp(min=0)
 
-    def _check_edits(self, mode: str) -> None:
-        why = ""
-        if self.is_transcoder:
-            why = "a transcoder's features are decoded to another vector than they are read from"
-        elif self.top_k and mode != "add":
-            why = (
-                "which features of a TopK SAE are active depends on all of them; the mode "
-                '"add" does not depend on it'
-            )
-        elif self.normalize != "none":
-            why = f"its input is normalised ({self.normalize})"
-        if why:
-            raise SpecError("", f"a feature cannot be changed by itself: {why}")
+
+def _check_edits(sae: SAE, mode: str) -> None:
+    """Check that features of an SAE can be changed by themselves."""
+    why = ""
+    if sae.is_transcoder:
+        why = "a transcoder's features are decoded to another vector than they are read from"
+    elif sae.top_k and mode != "add":
+        why = (
+            "which features of a TopK SAE are active depends on all of them; the mode "
+            '"add" does not depend on it'
+        )
+    elif sae.normalize != "none":
+        why = f"its input is normalised ({sae.normalize})"
+    if why:
+        raise SpecError("", f"a feature cannot be changed by itself: {why}")
+
+
+def _place(sae: SAE, layer: Any, site: Any) -> dict[str, Any]:
+    """Return the layer and site of an edit, by default those where the SAE was trained."""
+    if layer is None or site is None:
+        tap = sae.tap
+        if tap is None:
+            raise SpecError("layer", "the SAE has no hook_name; specify both `layer` and `site`")
+        site = tap[0] if site is None else site
+        layer = tap[1] if layer is None else layer
+    return {"layer": layer, "site": site}
 
 
 def _like(given: Any, found: Tensor) -> Any:

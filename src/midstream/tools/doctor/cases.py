@@ -216,9 +216,12 @@ def _gate(make: _Maker) -> Gate:
 
 
 def _feature(make: _Maker) -> Feature:
-    encoder = make.direction()
-    bias = -make.middle(encoder)
-    return Feature(encoder, make.direction(), value=1.5 * make.size, bias=bias, **make.place)
+    encoder = torch.stack([make.direction(), make.direction()])
+    bias = [-make.middle(row) for row in encoder]
+    # The first feature writes what the second reads: both read the vector before the edit.
+    decoder = torch.stack([encoder[1], make.direction()])
+    value = [1.5 * make.size, 0.0]
+    return Feature(encoder, decoder, value=value, bias=bias, **make.place)
 
 
 def _affine(make: _Maker) -> Affine:
