@@ -12,7 +12,7 @@ from midstream.sites import IN_LAYERS, OUTER, Tap
 from midstream.tools.doctor import compare, local
 from midstream.tools.doctor.cases import EDITED, Case
 from midstream.tools.doctor.compare import ErrorLimits
-from midstream.tools.doctor.end_reference import COMPARED
+from midstream.attribution.hooked.end_hooks import COMPARED
 from midstream.tools.doctor.reference import Reference
 from midstream.tools.doctor.report import (
     INCOMPARABLE,
