@@ -1,4 +1,4 @@
-"""`HookedModel`: a transformers model whose activations are read and replaced at midstream's sites."""
+"""`HookedModel`: a transformers model, read and edited at midstream's sites."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class HookedModel:
         layers: its decoder layers.
         width: width of the residual stream.
         vocabulary: number of token ids.
+        max_length: maximum number of tokens, if the configuration has it; None: unknown.
         places: locations of each layer's sites, set by `find_sites`.
         inner: those inside attention and the MLP, likewise.
         ends: those without a layer; `EndHooks.find` finds them.
@@ -46,6 +47,7 @@ class HookedModel:
         self.layers = _decoder_layers(model, text)
         self.width = int(text.hidden_size)
         self.vocabulary = int(text.vocab_size)
+        self.max_length: int | None = getattr(text, "max_position_embeddings", None)
         self.places: list[Places] = []
         self.inner = InnerHooks(self.layers, text)
         self.ends = EndHooks(model, self.layers)
@@ -129,7 +131,7 @@ class HookedModel:
                 handle.remove()
 
     def _hook(self, site: str, index: int, record: Record) -> Any:
-        """Register the hook of a site whose vectors are as wide as the stream; return its handle."""
+        """Register the hook of a site as wide as the stream and return its handle."""
         layer, as_given = self.layers[index], partial(_replaced, record)
         if site == "resid_pre":
             return layer.register_forward_pre_hook(_entry(as_given), with_kwargs=True)

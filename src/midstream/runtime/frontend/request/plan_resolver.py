@@ -20,7 +20,7 @@ from midstream.runtime.frontend.request.budget import (
     returned_captures,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.runtime.frontend.request.prompt.text_map import text_map
+from midstream.spec.positions.decoding import text_map
 from midstream.runtime.frontend.request.readouts import (
     Registries,
     bound,
