@@ -6,6 +6,9 @@ estimates a whole grid of activation patches from two forward passes and one bac
 
 from __future__ import annotations
 
+from midstream.attribution.attribution import Attribution
+from midstream.attribution.check import AttributionCheck
+from midstream.attribution.patching import attribution_patching
 from midstream.attribution.twin import Twin
 
-__all__ = ["Twin"]
+__all__ = ["Attribution", "AttributionCheck", "Twin", "attribution_patching"]

@@ -81,22 +81,28 @@ def gradient_pass(
 
 @torch.no_grad()
 def plain_pass(
-    model: HookedModel, tokens: Sequence[int], taps: Iterable[Tap], rows: Read
+    model: HookedModel,
+    tokens: Sequence[int],
+    taps: Iterable[Tap],
+    rows: Read,
+    *,
+    last_only: bool = True,
 ) -> Tensor:
-    """Run a model forward; return the last token's logits, float32 [V].
+    """Run a model forward; return the logits, float32 [T, V], or the last token's, [1, V].
 
     Args:
         model: the model.
         tokens: token ids of one request.
         taps: where to read values.
         rows: called for each tap, with the values.
+        last_only: whether only the last token's logits are computed.
     """
 
     def record(tap: Tap, given: Tensor) -> None:
         rows(tap, given)
 
     with model.recording({tap: partial(record, tap) for tap in taps}):
-        return _logits(model, tokens, True)[-1]
+        return _logits(model, tokens, last_only)
 
 
 def _logits(model: HookedModel, tokens: Sequence[int], last_only: bool) -> Tensor:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from midstream.attribution.prompts import PromptReader
 from midstream.errors import SpecError
-from midstream.validation import kind
+from midstream.sweep.metrics import KL, LogitDiff, LogProb, Metric, Recovered, read_metric
+from midstream.validation import at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +26,59 @@ class LogitFunction:
     function: Callable[[Tensor], Tensor]
     last_only: bool
 
-    @staticmethod
-    def of(metric: Any, prompts: PromptReader) -> LogitFunction:
-        if callable(metric):
-            return LogitFunction(metric, False)
-        raise SpecError("metric", f"expected a metric, got {kind(metric)}")
+
+def read_with_ids(metric: Any, id_of: Callable[[str], int], vocabulary: int) -> Any:
+    """Read a metric; return it with the ids of its tokens. A function is returned as it is.
+
+    Args:
+        metric: a Metric, its JSON form, or a function.
+        id_of: returns the id of a token's text.
+        vocabulary: number of token ids.
+
+    Raises:
+        SpecError: another form, or a token that is none.
+    """
+    if callable(metric) and not isinstance(metric, Metric):
+        return metric
+    with at("metric"):
+        found = read_metric(metric).with_ids(id_of)
+        for token in found.tokens:
+            assert isinstance(token, int)
+            if token >= vocabulary:
+                raise SpecError("", f"token ids go from 0 to {vocabulary - 1}, got {token}")
+    return found
+
+
+def logit_function(metric: Any, clean: Tensor | None = None) -> LogitFunction:
+    """Return a metric as a function of logits; of `Recovered` the metric that it is of.
+
+    Args:
+        metric: a Metric whose tokens are ids, or a function of logits.
+        clean: logits of the token after the clean prompt, float32 [V]; None: there is none.
+
+    Raises:
+        SpecError: the metric compares two runs, and there is no clean one.
+    """
+    if not isinstance(metric, Metric):
+        return LogitFunction(metric, False)
+    if isinstance(metric, LogProb):
+        token = metric.token
+        return LogitFunction(lambda logits: logits[-1].log_softmax(-1)[token], True)
+    if isinstance(metric, LogitDiff):
+        a, b = metric.a, metric.b
+        return LogitFunction(lambda logits: logits[-1, a] - logits[-1, b], True)
+    if clean is None:
+        raise SpecError(
+            "metric",
+            f"{type(metric).__name__} compares a run with a clean one; give LogProb(token), "
+            "LogitDiff(a, b), or a function of the logits",
+        )
+    if isinstance(metric, Recovered):
+        return logit_function(metric.metric, clean)
+    assert isinstance(metric, KL)
+    known = clean.log_softmax(-1)
+
+    def divergence(logits: Tensor) -> Tensor:
+        return (known.exp() * (known - logits[-1].log_softmax(-1))).sum()
+
+    return LogitFunction(divergence, True)

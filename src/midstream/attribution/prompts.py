@@ -99,6 +99,11 @@ class PromptReader:
             return [str(token) for token in ids]
         return [decode(self.tokenizer, [token]) for token in ids]
 
+    def located(self, ids: list[int]) -> Prompt:
+        """Return a prompt in which texts and token ids can be located."""
+        text = None if self.tokenizer is None else partial(text_map, self.tokenizer, ids)
+        return Prompt(len(ids), tuple(ids), text)
+
     def select(self, positions: Any, ids: list[int]) -> list[int]:
         """Return the selected positions of a prompt, ascending.
 
@@ -111,8 +116,7 @@ class PromptReader:
         """
         with at("positions"):
             found = Positions.parse(positions)
-        text = None if self.tokenizer is None else partial(text_map, self.tokenizer, ids)
-        where = select(found, Prompt(len(ids), tuple(ids), text), 1)
+        where = select(found, self.located(ids), 1)
         return [
             position
             for start, stop in where.final(len(ids), ids)

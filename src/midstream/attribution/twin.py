@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream.attribution.gradient_pass import gradient_pass, plain_pass
 from midstream.attribution.loading import load_model
-from midstream.attribution.logit_functions import LogitFunction
+from midstream.attribution.logit_functions import logit_function, read_with_ids
 from midstream.attribution.model_files import ModelFiles
 from midstream.attribution.prompts import PromptReader
 from midstream.errors import UnsupportedError
@@ -152,7 +152,8 @@ class Twin:
             SpecError: an argument is malformed, or the model lacks a layer or a site.
         """
         tokens, taps, places = self._select(prompt, layers, sites, positions)
-        function = LogitFunction.of(metric, self.prompts)
+        known = read_with_ids(metric, self.prompts.id_of, self.hooked.vocabulary)
+        function = logit_function(known)
         found: dict[Tap, Tensor] = {}
         gradient_pass(self.hooked, tokens, function, taps, gradients=partial(_keep, found, places))
         return {tap: found[tap] for tap in taps}
