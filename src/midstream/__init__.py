@@ -78,8 +78,10 @@ if TYPE_CHECKING:
     from midstream.runtime.install import activate
     from midstream.sae.sae import SAE
     from midstream.store import open_store
+    from midstream.sweep import KL, LogitDiff, LogProb, Recovered, Sweep
 
 __all__ = [
+    "KL",
     "LLM",
     "SAE",
     "Ablate",
@@ -106,6 +108,8 @@ __all__ = [
     "LoReFT",
     "JacobianLens",
     "Lens",
+    "LogProb",
+    "LogitDiff",
     "Logits",
     "Mass",
     "MidstreamError",
@@ -122,6 +126,7 @@ __all__ = [
     "Receipt",
     "ReceiptError",
     "ReceiptWarning",
+    "Recovered",
     "Replace",
     "Role",
     "Route",
@@ -134,6 +139,7 @@ __all__ = [
     "SpecError",
     "Steer",
     "StoreError",
+    "Sweep",
     "TapError",
     "Text",
     "TokenIds",
@@ -161,6 +167,11 @@ _LAZY = {
     "SamplingParams": "midstream.api.sampling_params",
     "activate": "midstream.runtime.install",
     "extra_body": "midstream.client",
+    "KL": "midstream.sweep",
+    "LogProb": "midstream.sweep",
+    "LogitDiff": "midstream.sweep",
+    "Recovered": "midstream.sweep",
+    "Sweep": "midstream.sweep",
     "open_store": "midstream.store",
     "stack": "midstream.results.stack",
 }

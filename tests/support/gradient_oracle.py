@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.oracle import Branches
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from midstream.sites import Tap
+from support.oracle import Branches
 
 
 class GradientOracle:

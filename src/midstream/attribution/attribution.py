@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from midstream.attribution.check import AttributionCheck, compare, measure
+from midstream.errors import SpecError
 from midstream.spec.positions.prompt import Prompt
+from midstream.spec.resolve.tap_lookup import check_tapped
 from midstream.spec.shape import ModelShape
-from midstream.sweep import Recovered, Sweep, SweepRequest
-from midstream.sweep.job import SweepPrompt
+from midstream.sweep import Metric, Recovered, Sweep, SweepRequest
+from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt
+from midstream.validation import at, read_int
 
 if TYPE_CHECKING:
     import xarray
-
-    from midstream.attribution.check import AttributionCheck
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,8 @@ class Attribution:
     @property
     def effects(self) -> NDArray[np.float32]:
         """The estimated change of the metric by each patch: (clean − corrupt) · gradient."""
-        return self.sweep.values - np.float32(self.base)
+        found: NDArray[np.float32] = self.sweep.values - np.float32(self.base)
+        return found
 
     @property
     def base(self) -> float:
@@ -84,9 +87,36 @@ class Attribution:
                 function of logits.
             ReceiptError: results differ from their plan.
         """
-        from midstream.attribution.check import check
-
-        return check(self, llm, top)
+        with at("top"):
+            count = read_int(top)
+            if count < 1:
+                raise SpecError("", f"expected at least 1 cell, got {count}")
+        metric, taps = self.request.metric, llm.info.shape.taps
+        if not isinstance(metric, Metric):
+            raise SpecError(
+                "metric",
+                "a function of logits cannot be measured in an engine, which gives the "
+                "log-probabilities of tokens; use LogProb, LogitDiff, KL or Recovered",
+            )
+        has_logits = any(site == "final_norm" for site, _ in taps)
+        if metric.reads_all and not has_logits:
+            raise SpecError(
+                "metric",
+                "KL reads the logits of all tokens: tap final_norm, "
+                'LLM(…, midstream={"sites": [..., "final_norm"]})',
+            )
+        # The twin's shape, so that the grid is that of the estimates whatever the engine taps.
+        context = SweepContext(self.shape, llm.vectors.lookup)
+        job = SweepJob(self.request, context, self.prompt, SweepPrompt(self.source, ()), has_logits)
+        effects = np.abs(self.effects)
+        cells = sorted(job.grid.cells, key=lambda cell: -effects[cell.index])[:count]
+        for cell in cells:
+            check_tapped(cell.tap, llm.info.shape, "sites", "layers")
+        chosen = frozenset(cell.index for cell in cells)
+        kept = tuple(cell for cell in job.grid.cells if cell.index in chosen)
+        job.grid = replace(job.grid, cells=kept)
+        measured = measure(llm, job, metric)
+        return compare(self.sweep, measured, [cell.index for cell in cells])
 
     def to_xarray(self) -> xarray.DataArray:
         """Return the estimates as a labelled array; see `Sweep.to_xarray`."""

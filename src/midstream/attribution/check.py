@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import SpecError
-from midstream.spec.resolve.tap_lookup import check_tapped
 from midstream.sweep import Metric, Sweep
-from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
-from midstream.validation import at, read_int
-
-if TYPE_CHECKING:
-    from midstream.attribution.attribution import Attribution
+from midstream.sweep.job import SweepJob, SweepRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,44 +58,31 @@ class AttributionCheck:
     __repr__ = __str__
 
 
-def check(attribution: Attribution, llm: Any, top: int) -> AttributionCheck:
-    """Patch the cells with the largest estimates; see `Attribution.check`."""
-    with at("top"):
-        count = read_int(top)
-        if count < 1:
-            raise SpecError("", f"expected at least 1 cell, got {count}")
-    request, estimated = attribution.request, attribution.sweep
-    if not isinstance(request.metric, Metric):
-        raise SpecError(
-            "metric",
-            "a function of logits cannot be measured in an engine, which gives the "
-            "log-probabilities of tokens; use LogProb, LogitDiff, KL or Recovered",
-        )
-    shape = llm.info.shape
-    reads_logits = any(site == "final_norm" for site, _ in shape.taps)
-    if request.metric.reads_all and not reads_logits:
-        raise SpecError(
-            "metric",
-            "KL reads the logits of all tokens: tap final_norm "
-            '(LLM(…, midstream={"sites": [..., "final_norm"]})',
-        )
-    # The twin's shape has the same grid as the estimates, whatever else the engine taps.
-    context = SweepContext(attribution.shape, llm.vectors.lookup)
-    source = SweepPrompt(attribution.source, ())
-    job = SweepJob(request, context, attribution.prompt, source, reads_logits)
-    effects = np.abs(attribution.effects)
-    cells = sorted(job.grid.cells, key=lambda cell: -effects[cell.index])[:count]
-    for cell in cells:
-        check_tapped(cell.tap, shape, "sites", "layers")
-    job.grid = replace(job.grid, cells=tuple(sorted(cells, key=job.grid.cells.index)))
-    job.begin(_outputs(llm, request.metric, job.first_runs()))
+def measure(llm: Any, job: SweepJob, metric: Metric) -> Sweep:
+    """Carry out a sweep: its unpatched runs, then all of its cells in one batch.
+
+    Args:
+        llm: a `midstream.LLM`.
+        job: the sweep.
+        metric: its metric.
+
+    Raises:
+        SpecError: the engine does not give what the metric reads.
+        ReceiptError: results differ from their plan.
+    """
+    job.begin(_outputs(llm, metric, job.first_runs()))
     runs = list(job.runs())
-    for run, output in zip(runs, _outputs(llm, request.metric, runs), strict=True):
+    for run, output in zip(runs, _outputs(llm, metric, runs), strict=True):
         job.add(run, output)
-    measured = job.result()
-    return AttributionCheck(
-        tuple(_cell(estimated, measured, cell.index) for cell in cells), measured, estimated
-    )
+    return job.result()
+
+
+def compare(
+    estimated: Sweep, measured: Sweep, indices: Iterable[tuple[int, ...]]
+) -> AttributionCheck:
+    """Return the comparison of some cells of two sweeps with the same grid."""
+    cells = tuple(_cell(estimated, measured, index) for index in indices)
+    return AttributionCheck(cells, measured, estimated)
 
 
 def _outputs(llm: Any, metric: Metric, runs: Sequence[SweepRun]) -> list[Any]:

@@ -42,8 +42,7 @@ def read_with_ids(metric: Any, id_of: Callable[[str], int], vocabulary: int) -> 
         return metric
     with at("metric"):
         found = read_metric(metric).with_ids(id_of)
-        for token in found.tokens:
-            assert isinstance(token, int)
+        for token in _ids(found):
             if token >= vocabulary:
                 raise SpecError("", f"token ids go from 0 to {vocabulary - 1}, got {token}")
     return found
@@ -62,10 +61,10 @@ def logit_function(metric: Any, clean: Tensor | None = None) -> LogitFunction:
     if not isinstance(metric, Metric):
         return LogitFunction(metric, False)
     if isinstance(metric, LogProb):
-        token = metric.token
+        (token,) = _ids(metric)
         return LogitFunction(lambda logits: logits[-1].log_softmax(-1)[token], True)
     if isinstance(metric, LogitDiff):
-        a, b = metric.a, metric.b
+        a, b = _ids(metric)
         return LogitFunction(lambda logits: logits[-1, a] - logits[-1, b], True)
     if clean is None:
         raise SpecError(
@@ -82,3 +81,8 @@ def logit_function(metric: Any, clean: Tensor | None = None) -> LogitFunction:
         return (known.exp() * (known - logits[-1].log_softmax(-1))).sum()
 
     return LogitFunction(divergence, True)
+
+
+def _ids(metric: Metric) -> list[int]:
+    """Return the tokens of a metric, which are ids."""
+    return [int(token) for token in metric.tokens]

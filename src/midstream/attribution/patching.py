@@ -25,8 +25,8 @@ from midstream.sweep import Metric, Recovered, Sweep, SweepRequest
 from midstream.sweep.alignment import align_positions
 from midstream.sweep.cells import Grid, plan_grid
 from midstream.sweep.edits import check_sizes
-from midstream.sweep.source import PromptSource
 from midstream.sweep.job import SweepPrompt
+from midstream.sweep.source import PromptSource
 from midstream.validation import at
 
 
@@ -98,7 +98,9 @@ def attribution_patching(
     check_sizes(request, frozenset(cell.tap for cell in grid.cells), twin.shape)
     found = _Estimate(twin, llm, request, grid, aligned, clean_ids, corrupt_ids).run()
     texts = tuple(twin.prompts.texts(corrupt_ids))
-    return Attribution(found, request, twin.shape, SweepPrompt(prompt, texts), twin.prompts.located(clean_ids))
+    return Attribution(
+        found, request, twin.shape, SweepPrompt(prompt, texts), twin.prompts.located(clean_ids)
+    )
 
 
 @dataclass
@@ -199,7 +201,7 @@ class _Estimate:
             values,
             self.grid.dims,
             self.grid.coords,
-            metric if isinstance(metric, Metric) else name_of(metric),
+            metric if isinstance(metric, Metric) else _name_of(metric),
             corrupt,
             clean,
             math.nan,
@@ -245,3 +247,7 @@ def captured_rows(
         place = {position: nth for nth, position in enumerate(known)}
         found[tap] = rows.reshape(len(rows), -1).float()[[place[one] for one in positions]]
     return found
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
