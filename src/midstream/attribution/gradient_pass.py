@@ -16,7 +16,6 @@ from midstream.attribution.hooked.model import HookedModel
 from midstream.attribution.logit_functions import LogitFunction
 from midstream.errors import SpecError
 from midstream.sites import Tap, order
-from midstream.validation import kind
 
 # Called with a tap and its rows or gradient, [T, W], in the dtype of the model.
 Read = Callable[[Tap, Tensor], None]
@@ -74,7 +73,11 @@ def gradient_pass(
 
     records = {tap: partial(record, tap) for tap in sorted(pending, key=order)}
     with gradients_enabled(), model.recording(records), _recomputed(model.layers):
-        value = _checked(metric.function(_logits(model, tokens, metric.last_only)))
+        value = metric(_logits(model, tokens, metric.last_only))
+        if not value.requires_grad:
+            raise SpecError(
+                "metric", "its value does not depend on the logits, so there is no gradient"
+            )
         torch.autograd.grad(value, list(starts.values()), allow_unused=True)
     return float(value.detach())
 
@@ -126,24 +129,3 @@ def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             del layer.forward
-
-
-def _checked(value: Any) -> Tensor:
-    """Return a metric's value as a tensor without dimensions.
-
-    Raises:
-        SpecError: it is no tensor of one number that depends on the logits.
-    """
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
-        raise SpecError(
-            "metric",
-            f"expected a function that returns a tensor of one number, got {kind(value)}{shape}",
-        )
-    if not value.requires_grad:
-        raise SpecError(
-            "metric", "its value does not depend on the logits, so there is no gradient"
-        )
-    if not torch.isfinite(value):
-        raise SpecError("metric", f"its value is {float(value)}, which has no gradient")
-    return value.reshape(())

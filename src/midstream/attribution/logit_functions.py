@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from midstream.errors import SpecError
 from midstream.sweep.metrics import KL, LogitDiff, LogProb, Metric, Recovered, read_metric
-from midstream.validation import at
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from midstream.validation import at, kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,24 @@ class LogitFunction:
 
     function: Callable[[Tensor], Tensor]
     last_only: bool
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the metric's value as a tensor without dimensions.
+
+        Raises:
+            SpecError: the function returned something else.
+        """
+        value: Any = self.function(logits)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise SpecError(
+                "metric",
+                "expected a function of the logits that returns a tensor of one number, got "
+                f"{kind(value)}{shape}",
+            )
+        if not torch.isfinite(value).all():
+            raise SpecError("metric", f"its value is {float(value.detach())}")
+        return value.reshape(())
 
 
 def read_with_ids(metric: Any, id_of: Callable[[str], int], vocabulary: int) -> Any:

@@ -147,7 +147,7 @@ class _Estimate:
         )
         function = logit_function(metric, logits[-1])
         with torch.no_grad():
-            clean = float(function.function(logits))
+            clean = float(function(logits))
         del logits
         corrupt = gradient_pass(
             hooked,
