@@ -41,8 +41,10 @@ class AttributionCheck:
 
     @property
     def correlation(self) -> float:
-        """Pearson's correlation of estimates and measurements; nan if either does not vary."""
-        if len(self.cells) < 2 or not (np.ptp(self.estimates) and np.ptp(self.measurements)):
+        """Pearson's correlation of estimates and measurements; nan for fewer than three cells, or
+        if either does not vary. Cells of similar size correlate less than those of a whole grid.
+        """
+        if len(self.cells) < 3 or not (np.ptp(self.estimates) and np.ptp(self.measurements)):
             return float("nan")
         return float(np.corrcoef(self.estimates, self.measurements)[0, 1])
 

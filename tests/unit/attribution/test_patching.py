@@ -1,4 +1,4 @@
-"""Estimates of patches, against (clean − corrupt) · gradient of plain autograd, and real patches."""
+"""Estimates of patches, against plain autograd, and against real patches."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from midstream.sweep import KL, LogitDiff, LogProb, Recovered
 CORRUPT = [5, 17, 33, 101, 8, 77]
 CLEAN = [5, 17, 90, 14, 8, 77]
 LONGER = [1, 2, 3, *CLEAN]
+PLACES = range(len(CORRUPT))
 METRIC = LogitDiff(7, 11)
 SITES = ["resid_pre", "attn_in", "z", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post"]
 
@@ -44,7 +45,7 @@ def oracle(folder: Path) -> GradientOracle:
     return GradientOracle(folder, "model.layers", mid, Branches(), z="self_attn.o_proj")
 
 
-def expected(oracle: GradientOracle, metric, clean=CLEAN, places=range(len(CORRUPT)), heads=0):
+def expected(oracle: GradientOracle, metric, clean=CLEAN, places=PLACES, heads=0):
     """The value and (clean − corrupt) · gradient by tap and position, or position and head."""
     base, here, gradients = oracle.run(CORRUPT, metric)
     _, there, _ = oracle.run(clean, metric)
@@ -139,6 +140,31 @@ def test_heads_groups_masks_and_alpha_divide_the_same_sums(twin, oracle):
     assert 2 * halves[1][0, 0] == pytest.approx(heads.effects[0, 0, :, 1], rel=1e-3, abs=1e-5)
 
 
+@torch.no_grad()
+def outputs_of(model: nn.Module, module: nn.Module, tokens: list[int]) -> list[torch.Tensor]:
+    """What a module returns in one pass."""
+    found: list[torch.Tensor] = []
+    handle = module.register_forward_hook(lambda _m, _a, out: found.append(out.clone()))
+    model(torch.tensor([tokens]), use_cache=False)
+    handle.remove()
+    return found
+
+
+@torch.no_grad()
+def patched_metric(model: nn.Module, module: nn.Module, position: int, row: torch.Tensor) -> float:
+    """The metric of the corrupt prompt with a row of a module's output replaced."""
+
+    def patch(_m, _a, out):
+        changed = out.clone()
+        changed[0, position] = row
+        return changed
+
+    handle = module.register_forward_hook(patch)
+    logits = model(torch.tensor([CORRUPT]), use_cache=False).logits[0]
+    handle.remove()
+    return float(difference(logits))
+
+
 def test_where_the_metric_is_linear_the_estimate_is_the_patch(folder):
     """Without its final norm, the model's logits are linear in what the last layer adds."""
     twin = Twin.load(folder)
@@ -148,24 +174,11 @@ def test_where_the_metric_is_linear_the_estimate_is_the_patch(folder):
     found = attribution_patching(twin, CLEAN, CORRUPT, METRIC, sites=sites, layers=-1)
     layer = model.model.layers[-1]
     for nth, module in enumerate((layer.mlp, layer)):
-        kept = []
-        handle = module.register_forward_hook(lambda _m, _a, out: kept.append(out.detach()))
-        with torch.no_grad():
-            model(torch.tensor([CLEAN]), use_cache=False)
-        handle.remove()
+        (clean,) = outputs_of(model, module, CLEAN)
         for position in (3, 5):
-
-            def patch(_m, _a, out, position=position, clean=kept[0]):
-                changed = out.clone()
-                changed[0, position] = clean[0, position]
-                return changed
-
-            handle = module.register_forward_hook(patch)
-            with torch.no_grad():
-                patched = difference(model(torch.tensor([CORRUPT]), use_cache=False).logits[0])
-            handle.remove()
+            patched = patched_metric(model, module, position, clean[0, position])
             estimate = found.values[nth, 0, position]
-            assert estimate == pytest.approx(float(patched), rel=1e-5), (sites[nth], position)
+            assert estimate == pytest.approx(patched, rel=1e-5), (sites[nth], position)
     assert abs(found.effects[0, 0, 5]) > 1e-2
 
 
