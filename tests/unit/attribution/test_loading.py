@@ -76,7 +76,7 @@ def test_quantised_weights_are_refused_by_their_method(folder, tmp_path):
     config = json.loads((copy / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"quantised .* are quantised \(fp8\)"):
+    with pytest.raises(UnsupportedError, match=r"quantised are quantised \(fp8\)"):
         Twin.load(copy)
 
 
