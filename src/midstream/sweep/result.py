@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError, SpecError
 from midstream.results.receipt import Receipt
-from midstream.sweep.charts import Panel, html_of, plot
+from midstream.sweep.charts import Panel, picture_of, plot
 from midstream.sweep.metrics import Metric, Recovered, read_metric
 from midstream.validation import at, read_fields, read_json
+from midstream.viz.picture import Picture
 
 if TYPE_CHECKING:
     import pandas
@@ -60,6 +61,13 @@ class SweepReceipts:
         return sum(one.edited.applied for one in self.every if one.edited is not None)
 
     @property
+    def cached(self) -> int:
+        """Number of edits of tokens that the prefix cache had, of an earlier run of the same cell.
+        `applied + cached == expected`.
+        """
+        return sum(one.edited.cached for one in self.every if one.edited is not None)
+
+    @property
     def problems(self) -> tuple[str, ...]:
         """The problems of all receipts."""
         return tuple(one.complaint for one in self.every if one.problems)
@@ -69,7 +77,8 @@ class SweepReceipts:
 
     def __str__(self) -> str:
         cached = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from the prefix cache"
-        return f"{len(self)} runs: {self.status}; {self.applied} of {self.expected} edits; {cached}"
+        edits = f"{self.applied + self.cached} of {self.expected} edits"
+        return f"{len(self)} runs: {self.status}; {edits}; {cached}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +161,15 @@ class Sweep:
 
         return pandas.DataFrame([self._cell(flat) for flat in range(self.values.size)])
 
+    def picture(self) -> Picture:
+        """Return heatmaps, one for each site and head: what a notebook shows. Its `save(path)`
+        writes a page.
+        """
+        found = picture_of(self.panels(), self.title, *self._scale())
+        return Picture(found.title, f"{found.body}<p>{escape(repr(self))}</p>", found.text)
+
     def plot(self, **options: Any) -> Any:
-        """Draw heatmaps, one for each site and head, and return matplotlib's figure.
+        """Draw the heatmaps of `picture` with matplotlib, and return the figure.
 
         Args:
             options: arguments of `matplotlib.pyplot.subplots`.
@@ -161,8 +177,7 @@ class Sweep:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        center, most = self._scale()
-        return plot(self.panels(), self.title, center, most, **options)
+        return plot(self.panels(), self.title, *self._scale(), **options)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, which `from_json` reads; nan is null."""
@@ -172,9 +187,9 @@ class Sweep:
             "dims": list(self.dims),
             "coords": {name: list(self.coords[name]) for name in self.dims},
             "metric": self._metric_json(),
-            "clean": self.clean,
-            "corrupt": self.corrupt,
-            "noise_floor": None if np.isnan(self.noise_floor) else self.noise_floor,
+            "clean": _plain(self.clean),
+            "corrupt": _plain(self.corrupt),
+            "noise_floor": _plain(self.noise_floor),
             "tokens": list(self.tokens),
             "receipts": [one.to_dict() for one in self.receipts.every],
             "prompt_tokens": self.receipts.prompt_tokens,
@@ -195,7 +210,6 @@ class Sweep:
         is_function = isinstance(metric, Mapping) and set(metric) == {"function"}
         with at("metric"):
             found = str(metric["function"]) if is_function else read_metric(metric)
-        noise = given["noise_floor"]
         try:
             values = np.array(given["values"], dtype=np.float64)  # null becomes nan
             return Sweep(
@@ -203,9 +217,9 @@ class Sweep:
                 tuple(given["dims"]),
                 {name: list(given["coords"][name]) for name in given["dims"]},
                 found,
-                float(given["corrupt"]),
-                None if given["clean"] is None else float(given["clean"]),
-                float("nan") if noise is None else float(noise),
+                _number(given["corrupt"]),
+                None if given["clean"] is None else _number(given["clean"]),
+                _number(given["noise_floor"]),
                 tuple(given["tokens"]),
                 SweepReceipts(
                     tuple(Receipt.from_dict(one) for one in given["receipts"]),
@@ -275,7 +289,7 @@ class Sweep:
         )
 
     def _repr_html_(self) -> str:
-        return html_of(self.panels(), self.title) + f"<p>{html.escape(repr(self))}</p>"
+        return self.picture()._repr_html_()
 
     @property
     def title(self) -> str:
@@ -304,6 +318,15 @@ def show_metric(metric: Metric) -> str:
     if isinstance(metric, Recovered):
         return f"Recovered({show_metric(metric.metric)})"
     return f"{type(metric).__name__}({', '.join(map(repr, metric.tokens))})"
+
+
+def _plain(value: float | None) -> float | None:
+    """Return a number as it is in JSON, which has no nan."""
+    return None if value is None or np.isnan(value) else float(value)
+
+
+def _number(value: Any) -> float:
+    return float("nan") if value is None else float(value)
 
 
 def _lists(values: NDArray[np.float32]) -> Any:
