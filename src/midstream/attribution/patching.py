@@ -39,6 +39,7 @@ def attribution_patching(
     layers: LayersLike = "all",
     sites: SitesLike = "resid_pre",
     positions: PositionsLike | None = None,
+    exclude: PositionsLike | None = None,
     groups: Mapping[str, PositionsLike] | None = None,
     heads: IndicesLike | Literal["all"] | None = None,
     align: Any = "exact",
@@ -64,7 +65,8 @@ def attribution_patching(
         metric: `LogProb(token)`, `LogitDiff(a, b)`, `KL()` or `Recovered(metric)` of
             `midstream.sweep`, of the token after the prompt; or a function of the logits, float32
             [tokens, vocabulary], that returns a tensor of one number.
-        layers, sites, positions, groups, heads, align, alpha, mask: the cells; see `LLM.sweep`.
+        layers, sites, positions, exclude, groups, heads, align, alpha, mask: the cells; see
+            `LLM.sweep`.
         llm: a `midstream.LLM` that gives the activations, which must tap the sites. None: the twin
             gives them.
 
@@ -86,6 +88,7 @@ def attribution_patching(
         layers=layers,
         sites=sites,
         positions=positions,
+        exclude=exclude,
         groups=groups,
         heads=heads,
         align=align,

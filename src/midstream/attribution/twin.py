@@ -107,6 +107,19 @@ class Twin:
             files.load_tokenizer(), self.hooked.vocabulary, self.hooked.max_length
         )
 
+    def tokens(self, prompt: Any) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Args:
+            prompt: a text, token ids, messages of a chat, or vLLM's dict of `prompt` or
+                `prompt_token_ids`.
+
+        Raises:
+            SpecError: another form, a prompt that is empty or too long, or a text without a
+                tokenizer.
+        """
+        return self.prompts.ids(prompt)
+
     def activations(
         self,
         prompt: Any,
@@ -136,8 +149,7 @@ class Twin:
         is the direction in which the metric grows fastest; it can be the vector of a `Steer`.
 
         Args:
-            prompt: a text, token ids, messages of a chat, or vLLM's dict of `prompt` or
-                `prompt_token_ids`.
+            prompt: see `tokens`.
             metric: a `LogProb` or `LogitDiff` of `midstream.sweep`, of the token after the prompt;
                 or a function of the logits, float32 [tokens, vocabulary], that returns a tensor of
                 one number.
