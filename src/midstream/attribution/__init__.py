@@ -13,7 +13,7 @@ from midstream.errors import MissingExtraError
 if TYPE_CHECKING:
     from midstream.attribution.attribution import Attribution
     from midstream.attribution.check import AttributionCheck
-    from midstream.attribution.patching import attribution_patching
+    from midstream.attribution.estimate import attribution_patching
     from midstream.attribution.twin import Twin
 
 __all__ = ["Attribution", "AttributionCheck", "Twin", "attribution_patching"]
@@ -22,7 +22,7 @@ _LAZY = {
     "Attribution": "midstream.attribution.attribution",
     "AttributionCheck": "midstream.attribution.check",
     "Twin": "midstream.attribution.twin",
-    "attribution_patching": "midstream.attribution.patching",
+    "attribution_patching": "midstream.attribution.estimate",
 }
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec.positions.decoding import decode, text_map
+from midstream.spec.positions.decoded_text import decode, text_map
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.select import select

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midstream.attribution.gradient_pass import gradient_pass, plain_pass
-from midstream.attribution.loading import load_model
+from midstream.attribution.load import load_model
 from midstream.attribution.logit_functions import logit_function, read_with_ids
 from midstream.attribution.model_files import ModelFiles
 from midstream.attribution.prompts import PromptReader

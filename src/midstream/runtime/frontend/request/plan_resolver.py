@@ -43,7 +43,7 @@ from midstream.spec.attention import is_vectors
 from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
-from midstream.spec.positions.decoding import text_map
+from midstream.spec.positions.decoded_text import text_map
 from midstream.spec.resolve.logits import with_vocabulary
 from midstream.spec.resolve.reduced import check_codec, num_sums, with_split_rows
 from midstream.spec.resolve.resolve import resolve
