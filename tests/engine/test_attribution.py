@@ -144,3 +144,26 @@ def test_gradients_estimates_and_patches_of_smollm2(smollm2: Path) -> None:
         kl = attribution_patching(twin, *CAPITALS, KL(), sites="attn_out", llm=llm).check(llm, 2)
         assert kl.measured.clean == 0.0
         assert [cell["layer"] for cell in kl.cells] == [23, 29]
+
+
+IOI = (
+    "When Mary and John went to the store, John gave a drink to",
+    "When Mary and John went to the store, Mary gave a drink to",
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.model
+def test_estimates_of_all_cells_correlate_with_full_sweeps_of_smollm2(smollm2: Path) -> None:
+    sites = ["attn_out", "mlp_out", "resid_pre"]
+    # Least correlations by site; measured 0.992, 0.913 and 0.933 for the first pair.
+    pairs = [(CAPITALS, LogitDiff(" Paris", " Tokyo")), (IOI, LogitDiff(" Mary", " John"))]
+    with engine(smollm2, midstream={"sites": sites}, max_num_seqs=32) as llm:
+        twin = Twin(llm)
+        for (clean, corrupt), metric in pairs:
+            found = attribution_patching(twin, clean, corrupt, metric, sites=sites)
+            swept = llm.sweep(corrupt, clean, metric, sites=sites, use_tqdm=False)
+            effects = swept.values - swept.corrupt
+            for nth, site in enumerate(sites):
+                both = found.effects[nth].ravel(), effects[nth].ravel()
+                assert np.corrcoef(*both)[0, 1] > 0.8, (corrupt, site)

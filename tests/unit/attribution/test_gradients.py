@@ -21,6 +21,8 @@ MODELS = {
     "phi": (Branches(), "self_attn.dense"),
     "mixtral": (Branches(), "self_attn.o_proj"),
 }
+# The others take longer for the same code.
+QUICK = ("llama", "gemma2", "phi")
 
 
 def difference(logits: torch.Tensor) -> torch.Tensor:
@@ -32,7 +34,12 @@ def of_all_tokens(logits: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(dim=-1)[range(len(TOKENS) - 1), TOKENS[1:]].sum()
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS
+    ],
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """(a twin, the oracle of the same model, its sites)."""
     folder = tiny.make(request.param, tmp_path_factory.mktemp("twin"))
@@ -54,6 +61,7 @@ def test_gradients_at_all_sites_are_those_of_plain_autograd(pair, metric):
         assert relative_error(rows, values[tap]) < 2e-5, tap
 
 
+@pytest.mark.nightly
 def test_each_site_alone_has_the_gradient_that_it_has_among_all(pair):
     twin, _, sites = pair
     together = twin.gradients(TOKENS, difference, sites=sites)
@@ -63,3 +71,11 @@ def test_each_site_alone_has_the_gradient_that_it_has_among_all(pair):
             assert torch.equal(alone, together[site, layer]) or (
                 relative_error(alone, together[site, layer]) < 1e-6
             ), (site, layer)
+
+
+def test_gradients_of_one_tap_alone_are_those_that_it_has_among_all(pair):
+    twin, _, _ = pair
+    together = twin.gradients(TOKENS, difference, sites=["resid_pre", "resid_post"])
+    for site, layer in (("resid_post", 2), ("resid_pre", 2), ("resid_post", 0)):
+        (alone,) = twin.gradients(TOKENS, difference, sites=site, layers=layer).values()
+        assert relative_error(alone, together[site, layer]) < 1e-6

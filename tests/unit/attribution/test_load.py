@@ -31,7 +31,10 @@ def difference(logits: torch.Tensor) -> torch.Tensor:
     return logits[-1, 7] - logits[-1, 11]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "phi", "mixtral"])
+SLOWER = [pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt2", "phi", "mixtral")]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", *SLOWER])
 def test_a_twin_of_lower_precision_finds_the_same_sites_and_keeps_its_weights(name, tmp_path):
     folder = tiny.make(name, tmp_path)
     full, half = Twin.load(folder), Twin.load(folder, dtype="bfloat16")
