@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
     "docs/attention.md",
+    "docs/attribution.md",
     "docs/coming-from.md",
     "docs/dataset-capture.md",
     "docs/fitting.md",
