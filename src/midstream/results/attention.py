@@ -11,7 +11,11 @@ from midstream.validation import as_number, is_int
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from midstream.viz import Picture
+
 Key = tuple[str, int]  # (name of the `Attention`, layer from 0)
+# Queries, keys and lines that a notebook shows.
+_SHOWN = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +47,31 @@ class AttentionRows:
     def __repr__(self) -> str:
         shape = " × ".join(map(str, self.values.shape))
         return f"AttentionRows({self.reduce}: {shape})"
+
+    def picture(self, tokens: Any = None, head: int | None = None) -> Picture:
+        """Return a picture of the weights.
+
+        `full` and `scores` are a cell for each query and key, `mass` and `entropy` one for each
+        query and head, and `top_keys` a line for each query and head, with the keys.
+
+        Args:
+            tokens: texts of the tokens by position, of the prompt and the generated ones; None:
+                positions alone are shown.
+            head: one of `heads`; None: the mean over the heads of `full` and `scores`, and all
+                heads of the others.
+
+        Raises:
+            SpecError: there is no such head, or there are more than 20,000 cells.
+        """
+        from midstream.results.attention_picture import draw
+
+        return draw(self, tokens, head)
+        return self._picture(tokens, head, len(self), None)
+
+    def _repr_html_(self) -> str:
+        from midstream.results.attention_picture import draw
+
+        return draw(self, None, None, _SHOWN)._repr_html_()
 
 
 class AttentionResults(Mapping[Key, AttentionRows]):

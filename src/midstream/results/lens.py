@@ -106,7 +106,7 @@ class LensRows:
             )
             lines.append([Cell(str(layer)), *(token_cell(show, *pair) for pair in pairs)])
         top = self.positions.tolist() if self.ids.shape[2] else []
-        return LensTable(["layer", *map(str, top)], lines)
+        return LensTable(["layer", *map(str, top)], lines, "position")
 
     def _repr_html_(self) -> str:
         return self.grid()._repr_html_()
