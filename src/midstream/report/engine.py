@@ -1,4 +1,4 @@
-"""The demo's interface to an engine; the only module of the demo that uses `midstream.LLM`."""
+"""The report's interface to an engine; its only module that uses `midstream.LLM`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Request:
         max_tokens: number of tokens to generate, at temperature 0.
         capture: positions to capture at all layers, such as "last_prompt"; None for none.
         push: the steering; None for none.
+        is_scored: whether to return the log-probabilities of the prompt's tokens.
     """
 
     name: str
@@ -44,16 +45,20 @@ class Request:
     max_tokens: int = 1
     capture: PositionWord | None = None
     push: Push | None = None
+    is_scored: bool = False
 
 
 @dataclass(frozen=True)
-class DemoReply:
+class EngineReply:
     """The result of one request.
 
     Attributes:
         text: the generated text.
         rows: float32 `[layers, rows, hidden]`; None if nothing was captured.
         token_ids: the tokens of the rows.
+        output_ids: the generated tokens.
+        logprobs: log-probabilities in nats of the prompt's tokens from the second on, given those
+            before; empty if they were not asked for.
         receipt: midstream's receipt as plain values; None if the request neither captured nor
             steered.
     """
@@ -61,15 +66,19 @@ class DemoReply:
     text: str
     rows: torch.Tensor | None
     token_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
     receipt: dict[str, Any] | None
 
 
-class DemoEngine(Protocol):
-    """The interface that the demo's run needs."""
+class ReportEngine(Protocol):
+    """The interface that the run needs."""
 
     tokenizer: Any
+    max_length: int
+    """Most tokens of a request, prompt and answer together."""
 
-    def run(self, requests: Sequence[Request]) -> list[DemoReply]:
+    def run(self, requests: Sequence[Request]) -> list[EngineReply]:
         """Run all requests in one batch, and return the replies in the same order."""
         ...
 
@@ -77,16 +86,19 @@ class DemoEngine(Protocol):
 class MidstreamEngine:
     """`midstream.LLM` with every layer's `resid_post` tapped."""
 
-    def __init__(self, model: Path | str, *, seed: int, compiled: bool) -> None:
+    def __init__(
+        self, model: Path | str, *, seed: int, compiled: bool, max_length: int = 512
+    ) -> None:
         from midstream import LLM
 
         on_gpu = torch.cuda.is_available()
         self.arguments: dict[str, Any] = {
             "dtype": "bfloat16" if on_gpu else "float32",
-            "max_model_len": 512,
+            "max_model_len": max_length,
             "enforce_eager": not (compiled or on_gpu),
             "seed": seed,
         }
+        self.max_length = max_length
         self.device = torch.cuda.get_device_name() if on_gpu else "CPU"
         self._llm = LLM(
             str(model),
@@ -96,12 +108,19 @@ class MidstreamEngine:
         )
         self.tokenizer = self._llm.get_tokenizer()
 
-    def run(self, requests: Sequence[Request]) -> list[DemoReply]:
+    def run(self, requests: Sequence[Request]) -> list[EngineReply]:
         from midstream import Capture, SamplingParams, Steer
 
         outputs = self._llm.generate(
             [{"prompt_token_ids": request.token_ids} for request in requests],
-            [SamplingParams(temperature=0, max_tokens=r.max_tokens) for r in requests],
+            [
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=r.max_tokens,
+                    prompt_logprobs=0 if r.is_scored else None,
+                )
+                for r in requests
+            ],
             capture=[
                 Capture(layers="all", sites=SITE, positions=r.capture) if r.capture else None
                 for r in requests
@@ -117,10 +136,19 @@ class MidstreamEngine:
         return [_reply(output) for output in outputs]
 
 
-def _reply(output: Any) -> DemoReply:
+def _reply(output: Any) -> EngineReply:
     acts, rows, token_ids = output.activations, None, []
     if acts is not None and acts.layers:
         rows = torch.stack([acts[SITE, layer].float() for layer in acts.layers])
         token_ids = [int(token) for token in acts.token_ids]
     receipt = output.receipt.to_dict() if output.receipt is not None else None
-    return DemoReply(output.outputs[0].text, rows, token_ids, receipt)
+    # The first token has none: nothing is before it.
+    scored = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=False)
+    return EngineReply(
+        output.outputs[0].text,
+        rows,
+        token_ids,
+        list(output.outputs[0].token_ids),
+        [of_token[token].logprob for token, of_token in scored],
+        receipt,
+    )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.demo.fit import fit
+from midstream.report.fit import fit
 
 PAIRS, LAYERS, HIDDEN = 40, 3, 48
 
