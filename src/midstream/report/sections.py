@@ -43,7 +43,7 @@ def layers_section(result: Result) -> str:
             layers,
             {"d′": [score.d_prime for score in result.scores]},
             title="d′: distance between the classes",
-            y_title="standard deviations within a class",
+            y_title="in deviations within a class",
             level=0.0,
             fmt=".2f",
             x_title="layer",
@@ -127,9 +127,9 @@ def effect_section(result: Result) -> str:
         " it. A larger reading counts for little where either is bad."
     )
     pictures = [
-        _by_strength(result, "reading", "Reading", f"{negative} ← mean projection → {positive}"),
+        _by_strength(result, "reading", "Reading", f"{negative} ← reading → {positive}"),
         _by_strength(result, "logprob", "Log-probability of the answers", "nats per token"),
-        _by_strength(result, "repetition", "Repetition", "share of repeated runs of 3 tokens"),
+        _by_strength(result, "repetition", "Repetition", "share of repeated trigrams"),
     ]
     charts = "".join(picture.body for picture in pictures)
     return _words(words) + tag("div", charts + tag("p", escape(coherence)), "pair")
