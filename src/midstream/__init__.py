@@ -72,14 +72,17 @@ if TYPE_CHECKING:
     from midstream.api.llm import LLM
     from midstream.api.sampling_params import SamplingParams
     from midstream.client import AsyncClient, Client, extra_body
+    from midstream.fit import Direction, Directions
     from midstream.lenses import JacobianLens, TunedLens
     from midstream.results.activations import Activations
     from midstream.results.stack import stack
     from midstream.runtime.install import activate
     from midstream.sae.sae import SAE
     from midstream.store import open_store
+    from midstream.sweep import KL, LogitDiff, LogProb, Recovered, Sweep
 
 __all__ = [
+    "KL",
     "LLM",
     "SAE",
     "Ablate",
@@ -97,6 +100,8 @@ __all__ = [
     "CodecError",
     "Config",
     "ConfigError",
+    "Direction",
+    "Directions",
     "EngineError",
     "Entropy",
     "Feature",
@@ -106,6 +111,8 @@ __all__ = [
     "LoReFT",
     "JacobianLens",
     "Lens",
+    "LogProb",
+    "LogitDiff",
     "Logits",
     "Mass",
     "MidstreamError",
@@ -122,6 +129,7 @@ __all__ = [
     "Receipt",
     "ReceiptError",
     "ReceiptWarning",
+    "Recovered",
     "Replace",
     "Role",
     "Route",
@@ -134,6 +142,7 @@ __all__ = [
     "SpecError",
     "Steer",
     "StoreError",
+    "Sweep",
     "TapError",
     "Text",
     "TokenIds",
@@ -158,9 +167,16 @@ _LAZY = {
     "AsyncClient": "midstream.client",
     "AsyncLLM": "midstream.api.async_llm",
     "Client": "midstream.client",
+    "Direction": "midstream.fit",
+    "Directions": "midstream.fit",
     "SamplingParams": "midstream.api.sampling_params",
     "activate": "midstream.runtime.install",
     "extra_body": "midstream.client",
+    "KL": "midstream.sweep",
+    "LogProb": "midstream.sweep",
+    "LogitDiff": "midstream.sweep",
+    "Recovered": "midstream.sweep",
+    "Sweep": "midstream.sweep",
     "open_store": "midstream.store",
     "stack": "midstream.results.stack",
 }

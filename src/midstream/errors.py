@@ -183,19 +183,23 @@ class ModelError(MidstreamError, RuntimeError):
 # The extra that brings a package that a plain install lacks.
 _EXTRA_OF = {
     "fastapi": "vllm",
+    "gguf": "fit",
     "jinja2": "vllm",
     "matplotlib": "inspect",
+    "pandas": "sweep",
     "prometheus_client": "vllm",
     "psutil": "vllm",
     "pyarrow": "arrow",
     "pydantic": "vllm",
     "ray": "ray",
     "s3fs": "cloud",
+    "sklearn": "fit",
     "starlette": "vllm",
     "tokenizers": "vllm",
     "torch": "vllm",
     "transformers": "vllm",
     "vllm": "vllm",
+    "xarray": "sweep",
 }
 
 

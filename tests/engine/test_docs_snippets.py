@@ -22,6 +22,7 @@ PAGES = [
     "docs/attention.md",
     "docs/coming-from.md",
     "docs/dataset-capture.md",
+    "docs/fitting.md",
     "docs/guide.md",
     "docs/lens.md",
     "docs/operations.md",

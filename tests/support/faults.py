@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from support.fault import Fault
 from support.faults_attention import ATTENTION
+from support.faults_fit import FIT
 from support.faults_kept import KEPT
 
 ENGINE = "tests/engine/"
@@ -486,4 +487,5 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *KEPT,
     *ATTENTION,
+    *FIT,
 )

@@ -30,7 +30,9 @@ from midstream.api.arguments import (
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.async_registries import AsyncRegistries
 from midstream.api.default_capture import DefaultCapture
+from midstream.api.evaluations import AsyncEvaluations
 from midstream.api.outputs import GenerateOutput
+from midstream.api.sweep_calls import AsyncSweeps
 from midstream.config.config import KEY, Config, from_additional_config
 from midstream.errors import ConfigError
 from midstream.results.site_table import SiteTable
@@ -45,7 +47,7 @@ from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_script
 
 
-class AsyncLLM(AsyncRegistries, VllmAsyncLLM):
+class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, VllmAsyncLLM):
     """vLLM's asynchronous engine, with midstream enabled.
 
     The engine core runs in a process of its own. `info`, `vectors`, `steering` and `sites()` are

@@ -17,9 +17,11 @@ from midstream.api.arguments import (
     check_names,
 )
 from midstream.api.default_capture import DefaultCapture
+from midstream.api.evaluations import Evaluations
 from midstream.api.offline_call import OfflineCall
 from midstream.api.outputs import GenerateOutput
 from midstream.api.registered import Lenses, Saes
+from midstream.api.sweep_calls import OfflineSweeps
 from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
 from midstream.errors import SpecError, UnsupportedError
@@ -38,7 +40,7 @@ from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 
 
-class LLM(VllmLLM):
+class LLM(OfflineSweeps, Evaluations, VllmLLM):
     """vLLM's offline engine, with midstream enabled.
 
     Has the arguments of `vllm.LLM`, and:

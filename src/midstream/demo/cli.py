@@ -84,6 +84,6 @@ def _find_model(model: str | None, models_dir: str, stages: Stages) -> str:
 
     if model is None:
         with stages(f"making {NAME}"):
-            return str(make_smollm2(Path(models_dir) / NAME, stages.advance).resolve())
+            return str(make_smollm2(Path(models_dir) / NAME, stages.advance).absolute())
     with stages("finding the model"):
         return command.find_folder(model)

@@ -19,10 +19,11 @@ _KINDS = {
 
 
 def take_section(result: Result) -> str:
-    """The steered layer's direction to download, and code that steers with it."""
+    """The directions to download, and code that steers with them."""
     words = (
-        f"The direction of layer {result.layer} as a safetensors file, with the tensor"
-        f" resid_post.{result.layer}. It is in this page; nothing is fetched."
+        "The directions of all layers with their midpoints and scores, as a safetensors file that"
+        " Directions.load reads. It is in this page; nothing is fetched. Control vectors of"
+        " llama.cpp and repeng are made of it by to_gguf and to_repeng."
     )
     data = base64.b64encode(result.vectors).decode()
     link = tag(
@@ -46,24 +47,25 @@ def take_section(result: Result) -> str:
 
 def file_name(result: Result) -> str:
     """Return the name of the downloaded file, of plain characters."""
-    word = re.sub(r"[^A-Za-z0-9]+", "-", result.classes[0]).strip("-") or "direction"
-    return f"{word[:40]}-layer-{result.layer}.safetensors"
+    word = re.sub(r"[^A-Za-z0-9]+", "-", result.classes[0]).strip("-")[:40]
+    return f"{word or 'directions'}.safetensors"
 
 
 def python_code(result: Result) -> str:
     """Return a script that answers the first question with the downloaded file."""
-    scale = max(result.scales)
-    # JSON's strings are Python's too.
-    question, source = json.dumps(result.questions[0].prompt), json.dumps(result.source)
-    arguments = "".join(f", {name}={value!r}" for name, value in result.arguments.items())
+
+    def text(value: Any) -> str:
+        return json.dumps(value) if isinstance(value, str) else repr(value)
+
+    arguments = "".join(f", {name}={text(value)}" for name, value in result.arguments.items())
     return (
-        "from midstream import LLM, SamplingParams, Steer\n\n"
-        f"llm = LLM({source}{arguments})\n"
-        f'llm.vectors.register("direction", "{file_name(result)}")\n'
+        "from midstream import LLM, Directions, SamplingParams\n\n"
+        f"llm = LLM({text(result.source)}{arguments})\n"
+        f'direction = Directions.load("{file_name(result)}")[{result.layer}]\n'
         f"params = SamplingParams(temperature=0, max_tokens={result.max_tokens})\n"
-        f"question = {question}\n"
+        f"question = {text(result.questions[0].prompt)}\n"
         'chat = [{"role": "user", "content": question}]\n'
-        f'steer = Steer("direction", scale={scale:g}, phase="all")\n'
+        f'steer = direction.steer({max(result.scales):g}, phase="all")\n'
         "print(llm.chat(chat, params, steer=steer)[0].outputs[0].text)\n"
     )
 

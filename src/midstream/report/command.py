@@ -202,7 +202,7 @@ def find_folder(model: str) -> str:
     """
     from midstream.errors import ModelError
 
-    folder = Path(model).expanduser().resolve()
+    folder = Path(model).expanduser().absolute()
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"--model {model}: expected a Hugging Face model folder, with a config.json"

@@ -37,7 +37,6 @@ class Request:
         max_tokens: number of tokens to generate, at temperature 0.
         capture: positions to capture at all layers, such as "last_prompt"; None for none.
         push: the steering; None for none.
-        is_scored: whether to return the log-probabilities of the prompt's tokens.
     """
 
     name: str
@@ -45,7 +44,6 @@ class Request:
     max_tokens: int = 1
     capture: PositionWord | None = None
     push: Push | None = None
-    is_scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,6 @@ class EngineReply:
         rows: float32 `[layers, rows, hidden]`; None if nothing was captured.
         token_ids: the tokens of the rows.
         output_ids: the generated tokens.
-        logprobs: log-probabilities in nats of the prompt's tokens from the second on, given those
-            before; empty if they were not asked for.
         receipt: midstream's receipt as plain values; None if the request neither captured nor
             steered.
     """
@@ -67,7 +63,6 @@ class EngineReply:
     rows: torch.Tensor | None
     token_ids: list[int]
     output_ids: list[int]
-    logprobs: list[float]
     receipt: dict[str, Any] | None
 
 
@@ -80,6 +75,10 @@ class ReportEngine(Protocol):
 
     def run(self, requests: Sequence[Request]) -> list[EngineReply]:
         """Run all requests in one batch, and return the replies in the same order."""
+        ...
+
+    def score(self, texts: list[list[int]], prompts: list[list[int]]) -> list[float]:
+        """Return the mean log-probability in nats of the tokens of each text after its prompt."""
         ...
 
 
@@ -113,14 +112,7 @@ class MidstreamEngine:
 
         outputs = self._llm.generate(
             [{"prompt_token_ids": request.token_ids} for request in requests],
-            [
-                SamplingParams(
-                    temperature=0,
-                    max_tokens=r.max_tokens,
-                    prompt_logprobs=0 if r.is_scored else None,
-                )
-                for r in requests
-            ],
+            [SamplingParams(temperature=0, max_tokens=r.max_tokens) for r in requests],
             capture=[
                 Capture(layers="all", sites=SITE, positions=r.capture) if r.capture else None
                 for r in requests
@@ -135,6 +127,9 @@ class MidstreamEngine:
         )
         return [_reply(output) for output in outputs]
 
+    def score(self, texts: list[list[int]], prompts: list[list[int]]) -> list[float]:
+        return [score.mean for score in self._llm.score(texts, prompts)]
+
 
 def _reply(output: Any) -> EngineReply:
     acts, rows, token_ids = output.activations, None, []
@@ -142,13 +137,6 @@ def _reply(output: Any) -> EngineReply:
         rows = torch.stack([acts[SITE, layer].float() for layer in acts.layers])
         token_ids = [int(token) for token in acts.token_ids]
     receipt = output.receipt.to_dict() if output.receipt is not None else None
-    # The first token has none: nothing is before it.
-    scored = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=False)
     return EngineReply(
-        output.outputs[0].text,
-        rows,
-        token_ids,
-        list(output.outputs[0].token_ids),
-        [of_token[token].logprob for token, of_token in scored],
-        receipt,
+        output.outputs[0].text, rows, token_ids, list(output.outputs[0].token_ids), receipt
     )

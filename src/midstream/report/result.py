@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from midstream.report.fit import LayerScore
+from midstream.fit.scores import LayerScore
 from midstream.report.pairs import Pair
 
 
@@ -17,8 +17,8 @@ class TokenMap:
     Attributes:
         title: description of the text.
         tokens: the tokens as text, one per column.
-        cosine: `[layers][tokens]`, see `Fit.cosine`.
-        projection: `[layers][tokens]`, see `Fit.project`.
+        cosine: `[layers][tokens]`, see `Directions.cosine`.
+        projection: `[layers][tokens]`, see `Directions.project`.
     """
 
     title: str
@@ -88,8 +88,7 @@ class Result:
         arguments: further arguments of `LLM`.
         max_tokens: most tokens of an answer.
         command: the command that made the result; empty: unknown.
-        vectors: bytes of a safetensors file with the steered layer's direction, which
-            `llm.vectors.register` reads.
+        vectors: bytes of the file that `Directions.save` wrote.
     """
 
     model: str

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from midstream.fit import Directions
 from midstream.report import ReportError
-from midstream.report.engine import SITE, EngineReply, Push, ReportEngine, Request
-from midstream.report.fit import Fit, fit
+from midstream.report.engine import EngineReply, Push, ReportEngine, Request
 from midstream.report.pairs import Pair
 from midstream.report.result import Answer, Question, RequestReceipt, Result, TokenMap
 from midstream.viz.answer_cards import strength
@@ -78,10 +82,10 @@ def run(engine: ReportEngine, plan: ReportPlan, stage: Stage) -> Result:
         classes=plan.classes,
         pairs=list(plan.pairs),
         num_folds=fitted.num_folds,
-        scores=fitted.scores,
+        scores=tuple(fitted.scores[each] for each in fitted.layers),
         best_layer=fitted.best_layer,
         layer=layer,
-        gap_norm=float(fitted.direction[layer].norm()),
+        gap_norm=fitted[layer].gap,
         stream_norm=_mean_norm(captured, layer),
         token_maps=job.map_tokens(captured, written, fitted),
         questions=questions,
@@ -90,7 +94,7 @@ def run(engine: ReportEngine, plan: ReportPlan, stage: Stage) -> Result:
         arguments=plan.arguments,
         max_tokens=plan.max_tokens,
         command=plan.command,
-        vectors=_vector_file(fitted, layer),
+        vectors=_file_of(fitted),
     )
 
 
@@ -127,13 +131,13 @@ class _Job:
         ]
         return self._run(requests)
 
-    def write(self, fitted: Fit, layer: int) -> list[list[EngineReply]]:
+    def write(self, fitted: Directions, layer: int) -> list[list[EngineReply]]:
         """Generate all answers in one mixed batch.
 
         Returns:
             For each question, its answers by rising strength.
         """
-        vector = fitted.direction[layer].contiguous()
+        vector = torch.from_numpy(fitted[layer].vector)
         requests = [
             Request(
                 name=f"question {index + 1}, {strength(scale)}",
@@ -149,7 +153,7 @@ class _Job:
         return [replies[at : at + step] for at in range(0, len(replies), step)]
 
     def read_back(
-        self, written: list[list[EngineReply]], fitted: Fit, layer: int
+        self, written: list[list[EngineReply]], fitted: Directions, layer: int
     ) -> list[Question]:
         """Read each answer with the unsteered model, alone and after its question.
 
@@ -172,7 +176,7 @@ class _Job:
             for prompt, row in zip(self.plan.questions, written, strict=True)
         ]
 
-    def _readings(self, texts: list[str], fitted: Fit, layer: int) -> list[float | None]:
+    def _readings(self, texts: list[str], fitted: Directions, layer: int) -> list[float | None]:
         """Return the mean projection of each text's tokens; None for fewer than two tokens."""
         encoded = [self._encode(text) for text in texts]
         requests = [
@@ -187,19 +191,12 @@ class _Job:
 
     def _logprobs(self, starts: list[list[int]], answers: list[list[int]]) -> list[float | None]:
         """Return the mean log-probability of each answer's tokens after its question."""
-        requests = [
-            Request(f"scoring answer {index + 1}", start + answer, is_scored=True)
-            for index, (start, answer) in enumerate(zip(starts, answers, strict=True))
-            if answer
-        ]
-        replies = iter(self._run(requests))
-        return [
-            sum(next(replies).logprobs[-len(answer) :]) / len(answer) if answer else None
-            for answer in answers
-        ]
+        pairs = [pair for pair in zip(answers, starts, strict=True) if pair[0]]
+        means = iter(self.engine.score(*map(list, zip(*pairs, strict=True))) if pairs else [])
+        return [next(means) if answer else None for answer in answers]
 
     def map_tokens(
-        self, captured: list[EngineReply], written: list[list[EngineReply]], fitted: Fit
+        self, captured: list[EngineReply], written: list[list[EngineReply]], fitted: Directions
     ) -> list[TokenMap]:
         """Map the shown pair, and the first question's answers: lowest scale, plain, highest."""
         shown = captured[2 * self.plan.shown_pair : 2 * self.plan.shown_pair + 2]
@@ -218,7 +215,7 @@ class _Job:
     def _scales(self) -> list[float]:
         return sorted({0.0, *self.plan.scales})
 
-    def _map(self, title: str, reply: EngineReply, fitted: Fit) -> TokenMap:
+    def _map(self, title: str, reply: EngineReply, fitted: Directions) -> TokenMap:
         rows = _rows(reply)
         return TokenMap(
             title=title,
@@ -271,11 +268,11 @@ def _repetition(token_ids: list[int]) -> float | None:
     return 1 - len(set(runs)) / len(runs) if runs else None
 
 
-def _vector_file(fitted: Fit, layer: int) -> bytes:
-    from safetensors.torch import save
-
-    data: bytes = save({f"{SITE}.{layer}": fitted.direction[layer].contiguous()})
-    return data
+def _file_of(fitted: Directions) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "directions.safetensors"
+        fitted.save(path)
+        return path.read_bytes()
 
 
 def _rows(reply: EngineReply) -> torch.Tensor:
@@ -283,18 +280,18 @@ def _rows(reply: EngineReply) -> torch.Tensor:
     return reply.rows
 
 
-def _rounded(values: torch.Tensor) -> list[list[float]]:
+def _rounded(values: NDArray[np.float32]) -> list[list[float]]:
     """Return nested lists with four decimals, which take a quarter of the bytes of all decimals."""
-    return [[round(value, 4) for value in row] for row in values.tolist()]
+    return [[round(float(value), 4) for value in row] for row in values]
 
 
-def _fit_last_rows(captured: list[EngineReply], plan: ReportPlan) -> Fit:
+def _fit_last_rows(captured: list[EngineReply], plan: ReportPlan) -> Directions:
     last = torch.stack([_rows(reply)[:, -1] for reply in captured])
-    return fit(last[0::2], last[1::2], min(plan.num_folds, len(plan.pairs)), plan.seed)
+    return Directions.from_rows(last[0::2], last[1::2], folds=plan.num_folds, seed=plan.seed)
 
 
-def _choose_layer(fitted: Fit, wanted: int | None) -> int:
-    num_layers = len(fitted.scores)
+def _choose_layer(fitted: Directions, wanted: int | None) -> int:
+    num_layers = len(fitted)
     if wanted is None:
         return fitted.best_layer
     if not -num_layers <= wanted < num_layers:
@@ -302,7 +299,7 @@ def _choose_layer(fitted: Fit, wanted: int | None) -> int:
     return wanted % num_layers
 
 
-def _mean_reading(reply: EngineReply, fitted: Fit, layer: int) -> float:
+def _mean_reading(reply: EngineReply, fitted: Directions, layer: int) -> float:
     """Return the mean projection at `layer` of all tokens but the first.
 
     The first token is an attention sink: its vector is huge, and the same for every text.

@@ -83,6 +83,9 @@ class _RowsFile:
         names = [name.split(".") for name in every if not name.endswith((POSITIONS, TOKENS))]
         self.taps: tuple[Tap, ...] = tuple((site, int(layer)) for site, layer in names)
 
+    def positions(self, tap: Tap) -> tuple[int, ...]:
+        return tuple(self._file.get_tensor(f"{tap[0]}.{tap[1]}.{POSITIONS}").tolist())
+
     def read(self, tap: Tap, positions: tuple[int, ...]) -> tuple[Vector, ...]:
         name = f"{tap[0]}.{tap[1]}"
         rows: torch.Tensor = self._file.get_tensor(name)

@@ -87,6 +87,10 @@ class EarlierRows(Protocol):
         """The taps at which rows were captured."""
         ...
 
+    def positions(self, tap: Tap) -> tuple[int, ...]:
+        """Return the positions of the rows of a tap, ascending."""
+        ...
+
     def read(self, tap: Tap, positions: tuple[int, ...]) -> tuple[Vector, ...]:
         """Return the rows of a tap at some positions; (): all.
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from midstream.fit import LayerScore
 from midstream.report.engine import EngineReply, Request
-from midstream.report.fit import LayerScore
 from midstream.report.pairs import Pair
 from midstream.report.result import Answer, Question, RequestReceipt, Result, TokenMap
 
@@ -46,6 +46,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.tokenizer = WordTokenizer()
         self.batches: list[list[Request]] = []
+        self.scored: list[tuple[list[int], list[int]]] = []
         self.axis = torch.nn.functional.normalize(
             torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)), dim=0
         )
@@ -53,6 +54,11 @@ class FakeEngine:
     def run(self, requests: Sequence[Request]) -> list[EngineReply]:
         self.batches.append(list(requests))
         return [self._one(index, request) for index, request in enumerate(requests)]
+
+    def score(self, texts: list[list[int]], prompts: list[list[int]]) -> list[float]:
+        """−1 for each token of the prompt, and −0.01 for each of the text."""
+        self.scored = list(zip(texts, prompts, strict=True))
+        return [-len(b) - 0.01 * len(a) for a, b in self.scored]
 
     def _one(self, index: int, request: Request) -> EngineReply:
         text, generated = "", []
@@ -87,10 +93,8 @@ class FakeEngine:
             else {"expected": len(tokens), "applied": len(tokens), "tokens": 0},
             "problems": [],
         }
-        # The n-th token of a text has the log-probability −n.
-        logprobs = [-float(at) for at in range(1, num_prompt)] if request.is_scored else []
         kept = [tokens[at] for at in chosen]
-        return EngineReply(text, rows, kept, generated, logprobs, receipt if asked else None)
+        return EngineReply(text, rows, kept, generated, receipt if asked else None)
 
     def _stream(self, seed: int, tokens: list[int]) -> torch.Tensor:
         """`[layers, tokens, hidden]`"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import json
 import os
 import re
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from midstream.demo import prompts
-from midstream.report.fit import fit
+from midstream.fit import Directions
 from midstream.report.page import DATA_ID
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
@@ -111,7 +113,7 @@ def fitted(reference: Reference) -> Any:
         torch.stack([reference.streams(reference.tokenizer(t).input_ids)[:, -1] for t in texts])
         for texts in zip(*prompts.PAIRS, strict=True)
     ]
-    return fit(*last, num_folds=6, seed=0)
+    return Directions.from_rows(*last, folds=6, seed=0)
 
 
 def test_separability_equals_a_recomputation_from_transformers(
@@ -119,14 +121,12 @@ def test_separability_equals_a_recomputation_from_transformers(
 ) -> None:
     assert len(data["scores"]) == 30
     assert data["best_layer"] == fitted.best_layer == data["layer"]
-    for shown, expected in zip(data["scores"], fitted.scores, strict=True):
+    for shown, expected in zip(data["scores"], fitted.scores.values(), strict=True):
         # One pair of sentences that changes places is worth 1/576.
         assert shown["auc"] == pytest.approx(expected.auc, abs=2 / 576)
         assert shown["accuracy"] == pytest.approx(expected.accuracy, abs=1.01 / 48)
         assert shown["d_prime"] == pytest.approx(expected.d_prime, abs=0.01)
-    assert data["gap_norm"] == pytest.approx(
-        float(fitted.direction[data["layer"]].norm()), rel=1e-3
-    )
+    assert data["gap_norm"] == pytest.approx(fitted[data["layer"]].gap, rel=1e-3)
 
 
 def test_heatmaps_equal_a_recomputation_from_transformers(
@@ -136,10 +136,12 @@ def test_heatmaps_equal_a_recomputation_from_transformers(
         token_ids = reference.tokenizer(text).input_ids
         rows = reference.streams(token_ids)
         assert shown["tokens"] == [reference.tokenizer.decode([token]) for token in token_ids]
-        expected = fitted.cosine(rows)
+        expected = torch.from_numpy(fitted.cosine(rows))
         torch.testing.assert_close(torch.tensor(shown["cosine"]), expected, atol=2e-3, rtol=0)
         places = torch.tensor(shown["projection"])
-        torch.testing.assert_close(places, fitted.project(rows), atol=0.02, rtol=0.01)
+        torch.testing.assert_close(
+            places, torch.from_numpy(fitted.project(rows)), atol=0.02, rtol=0.01
+        )
 
 
 def test_answers_equal_transformers_steered_by_hooks(
@@ -148,7 +150,7 @@ def test_answers_equal_transformers_steered_by_hooks(
     layer = data["layer"]
     for question in data["questions"][:3]:
         for answer in question["answers"]:
-            vector = answer["scale"] * fitted.direction[layer]
+            vector = answer["scale"] * torch.from_numpy(fitted.vectors[layer])
             assert answer["text"] == reference.answer(question["prompt"], vector, layer)
 
 
@@ -189,6 +191,33 @@ def test_every_receipt_is_ok_and_every_row_and_edit_is_there(data: dict[str, Any
             assert [one["actual"] for one in content["captured"]] == [
                 one["expected"] for one in content["captured"]
             ]
+
+
+@pytest.mark.nightly
+def test_the_code_of_the_page_gives_the_answer_that_the_page_shows(
+    page: str, data: dict[str, Any], tmp_path: Path
+) -> None:
+    link = re.search(
+        r'download="([^"]+)" href="data:application/octet-stream;base64,([^"]+)"', page
+    )
+    code = re.search(r"<code>(from midstream.*?)</code>", page, re.DOTALL)
+    assert link
+    assert code
+    (tmp_path / link[1]).write_bytes(base64.b64decode(link[2]))
+    program = "\n".join(f"    {line}" for line in html.unescape(code[1]).splitlines())
+    (tmp_path / "again.py").write_text(f'if __name__ == "__main__":\n{program}\n')
+    paths = os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])
+    limits = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, "again.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, **limits},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    shown = [a["text"] for a in data["questions"][0]["answers"] if a["scale"] == max(SCALES)]
+    assert shown[0] in done.stdout
 
 
 def test_the_report_shows_all_answers_and_loads_nothing(page: str, data: dict[str, Any]) -> None:

@@ -60,10 +60,10 @@ def test_every_section_is_in_the_table_of_contents() -> None:
 def test_the_direction_can_be_downloaded_and_the_code_names_its_file() -> None:
     page = Page(report.render(make_result()))
     link = page.one("a", cls="download")
-    assert link.attributes["download"] == "glad-layer-3.safetensors"
+    assert link.attributes["download"] == "glad.safetensors"
     assert base64.b64decode(link.attributes["href"].partition(",")[2]) == b"vectors"
     code, command = (each.text for each in page.all("code"))
-    assert 'register("direction", "glad-layer-3.safetensors")' in code
+    assert 'Directions.load("glad.safetensors")[3]' in code
     assert command == "midstream report --model 'x'"
 
 
@@ -76,11 +76,11 @@ def test_the_code_is_python_whatever_the_texts_are() -> None:
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    [("très gai/../x", "tr-s-gai-x"), ("日本", "direction"), ("a" * 99, "a" * 40)],
+    [("très gai/../x", "tr-s-gai-x"), ("日本", "directions"), ("a" * 99, "a" * 40)],
 )
 def test_the_name_of_the_file_has_plain_characters(name: str, file: str) -> None:
     result = dataclasses.replace(make_result(), classes=(name, "sad"))
-    assert file_name(result) == f"{file}-layer-3.safetensors"
+    assert file_name(result) == f"{file}.safetensors"
 
 
 def test_effect_and_coherence_are_drawn_by_strength() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load
 from unit.report.fakes import FakeEngine, no_stage
 
 from midstream.demo import prompts
+from midstream.fit import Directions
 from midstream.report import ReportError, table
 from midstream.report.page import render
 from midstream.report.pairs import Pair
@@ -53,9 +55,9 @@ def test_finds_the_layer_and_steers_along_its_direction(engine: FakeEngine) -> N
     assert float(pushes[0].vector.norm()) == pytest.approx(result.gap_norm)
 
 
-def test_everything_is_asked_in_four_batches(engine: FakeEngine) -> None:
+def test_everything_is_asked_in_three_batches(engine: FakeEngine) -> None:
     run(engine, PLAN, no_stage)
-    captures, answers, readings, scored = engine.batches
+    captures, answers, readings = engine.batches
     assert len(captures) == 2 * len(PAIRS)
     assert [r.capture for r in captures].count("prompt") == 2
     assert [r.capture for r in captures].count("last_prompt") == len(captures) - 2
@@ -63,19 +65,16 @@ def test_everything_is_asked_in_four_batches(engine: FakeEngine) -> None:
     assert scales == [-1.0, 0, 1.0] * 2
     assert [r.capture for r in answers] == ["generated"] * 3 + [None] * 3
     assert all(r.push is None and r.capture == "prompt" for r in readings)
-    assert all(r.push is None and r.capture is None and r.is_scored for r in scored)
-    assert len(scored) == len(readings) == len(answers)
+    assert len(engine.scored) == len(readings) == len(answers)
 
 
-def test_answers_are_scored_after_their_questions_without_steering(engine: FakeEngine) -> None:
+def test_answers_are_scored_after_their_questions(engine: FakeEngine) -> None:
     result = run(engine, PLAN, no_stage)
-    request = engine.batches[3][0]
-    assert engine.tokenizer.decode(request.token_ids) == (
-        "<user> Hm ? <assistant> I am sad <b>& so on</b>"
-    )
-    # The tokens 4 to 9 of the text, whose log-probabilities are −4 to −9.
-    assert result.questions[0].answers[0].logprob == -6.5
-    assert result.means_of("logprob") == [-6.5] * 3
+    text, prompt = engine.scored[0]
+    assert engine.tokenizer.decode(prompt) == "<user> Hm ? <assistant>"
+    assert engine.tokenizer.decode(text) == "I am sad <b>& so on</b>"
+    assert result.questions[0].answers[0].logprob == -4.06
+    assert result.means_of("logprob") == pytest.approx([-4.06] * 3)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +87,16 @@ def test_repetition_is_the_share_of_runs_of_three_that_came_before(
     assert _repetition(token_ids) == expected
 
 
-def test_the_vector_to_download_is_the_one_that_was_steered_with(engine: FakeEngine) -> None:
+def test_the_file_to_download_has_the_direction_that_was_steered_with(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
     result = run(engine, PLAN, no_stage)
-    tensors = load(result.vectors)
-    assert list(tensors) == [f"resid_post.{engine.layer}"]
+    (tmp_path / "x.safetensors").write_bytes(result.vectors)
+    found = Directions.load(tmp_path / "x.safetensors")
+    assert found.layers == (0, 1, 2, 3)
     (pushed, *_) = [request.push for request in engine.batches[1] if request.push]
-    assert torch.equal(tensors[f"resid_post.{engine.layer}"], pushed.vector)
+    assert np.array_equal(found[engine.layer].vector, pushed.vector.numpy())
+    assert found[engine.layer].score == result.scores[engine.layer]
 
 
 def test_a_text_that_is_too_long_is_refused_by_its_name(engine: FakeEngine) -> None:
@@ -181,8 +184,8 @@ def test_every_request_that_asked_for_something_has_its_receipt(engine: FakeEngi
     asked = [r for batch in engine.batches for r in batch if r.capture or r.push]
     assert [receipt.request for receipt in result.receipts] == [r.name for r in asked]
     assert len({receipt.request for receipt in result.receipts}) == len(asked)
-    # All but one plain answer, and what is only scored.
-    assert len(asked) == sum(len(batch) for batch in engine.batches[:3]) - 1
+    # All but one plain answer.
+    assert len(asked) == sum(len(batch) for batch in engine.batches) - 1
 
 
 def test_a_missing_receipt_is_an_error(engine: FakeEngine) -> None:

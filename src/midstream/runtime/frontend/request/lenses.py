@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from midstream.errors import SpecError
 from midstream.runtime.frontend.lens_registry import LensRegistry
+from midstream.runtime.frontend.request.prompt.tokenized import token_id
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import Lens, Plan, ResolvedPlan
 from midstream.spec.lens import LOGIT
@@ -29,20 +31,9 @@ def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
     Raises:
         SpecError: a text is not one token.
     """
-
-    def id_of(text: str) -> int:
-        try:
-            found = engine.get_tokenizer()
-        except ValueError as error:
-            why = "a token's text needs a tokenizer, and this engine has none; give its id"
-            raise SpecError("", why) from error
-        ids = found.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            raise SpecError("", f"{text!r} is {len(ids)} tokens, {ids}; give a text that is one")
-        return int(ids[0])
-
     if plan is None:
         return None
+    id_of = functools.partial(token_id, engine)
     captures = []
     for nth, capture in enumerate(plan.captures):
         with at(f"capture[{nth}]"):

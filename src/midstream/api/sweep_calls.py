@@ -1,0 +1,143 @@
+"""`sweep` of `LLM` and of `AsyncLLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from midstream.spec.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
+from midstream.sweep import Metric, Sweep, SweepRequest
+from midstream.sweep.metrics import MetricFunction
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+    from midstream.api.sweep import OnCell
+    from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
+
+
+class OfflineSweeps:
+    """Sweeps of an `LLM`."""
+
+    def sweep(
+        self,
+        prompt: Any,
+        source: Any,
+        metric: Metric | MetricFunction | Mapping[str, Any] | str,
+        *,
+        layers: LayersLike = "all",
+        sites: SitesLike = "resid_pre",
+        positions: PositionsLike | None = None,
+        exclude: PositionsLike | None = None,
+        groups: Mapping[str, PositionsLike] | None = None,
+        heads: IndicesLike | Literal["all"] | None = None,
+        align: Any = "exact",
+        alpha: NumberLike = 1.0,
+        mask: Any = None,
+        repeats: int = 3,
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: Any = True,
+        lora_request: Any = None,
+        **template: Any,
+    ) -> Sweep:
+        """Patch a prompt at each cell of a grid, and return a metric of each cell.
+
+        This is activation patching: Vig et al. 2020 (arXiv:2004.12265), Meng et al. 2022
+        (arXiv:2202.05262), Wang et al. 2022 (arXiv:2211.00593). All cells are one batch: each is a
+        request with an edit of its own. The prefix cache serves what comes before the first patched
+        position.
+
+        Args:
+            prompt: the prompt that is patched, the corrupt one: text, token ids, or the messages of
+                a chat.
+            source: what its vectors are replaced by: the clean prompt, in any of these forms; 0 or
+                "zero"; `"mean:NAME"` or `Named(NAME)`, a registered vector for all positions; an
+                output with `activations`, or these; or `{(site, layer): [rows, width]}`, a row for
+                each position from 0, or one for all of them. At `z`, `q`, `k` and `v` rows are of
+                all heads.
+            metric: `LogProb(token)`, `LogitDiff(a, b)`, `KL()` or `Recovered(metric)` of the token
+                that follows the prompt; their JSON forms; or a function that returns a number for
+                an output of `generate`. `KL` needs the tap `final_norm`.
+            layers, sites: any form of Layers and Sites: which vectors are patched.
+            positions: any form of Positions: one cell for each selected token. Default: the prompt.
+            exclude: positions to leave out.
+            groups: instead of `positions`: positions that are patched together, by name, as
+                `{"subject": Text("Japan"), "all": "prompt"}`; one cell for each name.
+            heads: at `q`, `k`, `v` and `z`: "all", a head, or a list of heads: one cell for each.
+                None: all heads together.
+            align: where the lengths of the two prompts differ, "suffix" or "prefix": positions
+                correspond if they are equally far from the end, or from the beginning. Or
+                `{position of the prompt: position of the source}`. Positions without one of the
+                source have no cell: nan.
+            alpha: h ← (1 − alpha) · h + alpha · source.
+            mask: the components that are patched, those of a head with `heads`: integers are their
+                indices, other numbers a factor of alpha for each component. None: all.
+            repeats: number of unpatched runs among the cells, for `Sweep.noise_floor`.
+            sampling_params: of each run, for a metric that is a function. Default: one token.
+            use_tqdm: as in `vllm.LLM.generate`.
+            lora_request: adapter of all runs.
+            **template: arguments of the chat template, as in `vllm.LLM.chat`.
+
+        Raises:
+            SpecError: an argument is malformed, or the model or a prompt lacks something.
+            ReceiptError: results differ from their plan.
+        """
+        from midstream.api.sweep import prepare, run_offline
+
+        request = SweepRequest(
+            source, metric, layers, sites, positions, exclude, groups, heads, align, alpha, mask,
+            repeats,
+        )  # fmt: skip
+        llm: Any = self
+        front = llm._front_end  # noqa: SLF001
+        found = prepare(llm.llm_engine, front, prompt, request, template, sampling_params)
+        vllm_args = {"use_tqdm": use_tqdm, "lora_request": lora_request}
+        return run_offline(llm, front, found, vllm_args)
+
+
+class AsyncSweeps:
+    """Sweeps of an `AsyncLLM`."""
+
+    @property
+    def _front(self) -> AsyncFrontEnd:
+        raise NotImplementedError
+
+    async def ready(self) -> None:
+        """Ask the workers for their descriptions, once."""
+        raise NotImplementedError
+
+    async def sweep(
+        self,
+        prompt: Any,
+        source: Any,
+        metric: Metric | MetricFunction | Mapping[str, Any] | str,
+        *,
+        sampling_params: SamplingParams | None = None,
+        on_cell: OnCell | None = None,
+        lora_request: Any = None,
+        priority: int = 0,
+        template: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> Sweep:
+        """Patch a prompt at each cell of a grid, and return a metric of each cell.
+
+        Args:
+            prompt, source, metric, sampling_params, lora_request: as for `LLM.sweep`.
+            on_cell: called with each `Cell` and its value as soon as it is known.
+            priority: of all runs, as in vLLM's `generate`.
+            template: arguments of the chat template.
+            **fields: other arguments of `LLM.sweep`.
+
+        Raises:
+            SpecError: an argument is malformed, or the model or a prompt lacks something.
+            ReceiptError: results differ from their plan.
+        """
+        from midstream.api.sweep import prepare, run_async
+
+        request = SweepRequest(source, metric, **fields)
+        await self.ready()
+        llm: Any = self
+        given = template or {}
+        found = prepare(llm, self._front, prompt, request, given, sampling_params)
+        vllm_args = {"lora_request": lora_request, "priority": priority}
+        return await run_async(llm, self._front, found, vllm_args, on_cell)

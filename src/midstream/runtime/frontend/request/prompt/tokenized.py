@@ -1,0 +1,121 @@
+"""A prompt in any of its forms as tokens, before an engine gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.runtime.frontend.request.prompt.inputs import named_refusals
+from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
+from midstream.runtime.frontend.request.prompt.text_map import decode, text_map
+from midstream.spec.positions.prompt import Prompt
+from midstream.validation import at, is_int, kind, read_int
+
+_FORMS = 'text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or the messages of a chat'
+
+
+def tokenize(engine: Any, prompt: Any, template: Mapping[str, Any]) -> Prompt:
+    """Return the tokens of a prompt, as vLLM's `generate` or `chat` makes them.
+
+    Args:
+        engine: vLLM's engine, for its tokenizer and renderer.
+        prompt: text, token ids, a dict of either, or messages.
+        template: arguments of the chat template, for messages.
+
+    Raises:
+        SpecError: another form, or no tokens; or this engine has no tokenizer.
+    """
+    if isinstance(prompt, Mapping) and "role" not in prompt:
+        prompt = _of_dict(prompt)
+    if is_chat(prompt):
+        return _of_messages(engine, list(prompt), template)
+    if isinstance(prompt, str):
+        with named_refusals():
+            ids = list(_tokenizer(engine).encode(prompt))
+    elif isinstance(prompt, (list, tuple)):
+        ids = [_read_id(nth, one) for nth, one in enumerate(prompt)]
+    else:
+        raise SpecError("", f"expected {_FORMS}, got {kind(prompt)}")
+    return _with_text(engine, ids)
+
+
+def is_chat(prompt: Any) -> bool:
+    """Return whether a prompt is the messages of a chat."""
+    return isinstance(prompt, (list, tuple)) and any(isinstance(one, Mapping) for one in prompt)
+
+
+def token_texts(engine: Any, prompt: Prompt) -> tuple[str, ...]:
+    """Return the text of each token; its id where the engine has no tokenizer."""
+    assert prompt.token_ids is not None
+    try:
+        tokenizer = _tokenizer(engine)
+    except SpecError:
+        return tuple(map(str, prompt.token_ids))
+    try:
+        found = prompt.text_map
+    except SpecError:
+        found = None
+    if found is None:
+        return tuple(decode(tokenizer, [one]) for one in prompt.token_ids)
+    spans = zip(found.starts, found.stops, strict=True)
+    return tuple(found.text[start:stop] for start, stop in spans)
+
+
+def token_id(engine: Any, text: str) -> int:
+    """Return the id of a text that is one token.
+
+    Raises:
+        SpecError: it is several, or the engine has no tokenizer.
+    """
+    ids = _tokenizer(engine, "a token's text").encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise SpecError("", f"{text!r} is {len(ids)} tokens, {ids}; give a text that is one")
+    return int(ids[0])
+
+
+def _of_dict(prompt: Mapping[str, Any]) -> Any:
+    for name in ("prompt_token_ids", "prompt"):
+        if name in prompt:
+            others = sorted(set(prompt) - {"prompt_token_ids", "prompt"})
+            if others:
+                raise SpecError(others[0], f"unsupported here; expected {_FORMS}")
+            return prompt[name]
+    raise SpecError("", f"expected {_FORMS}, got a dict of {', '.join(map(repr, prompt))}")
+
+
+def _of_messages(engine: Any, messages: list[Any], template: Mapping[str, Any]) -> Prompt:
+    tokenizer = _tokenizer(engine)
+    render = chat_renderer(engine.renderer, **template)
+    with named_refusals():
+        ids = list(tokenizer.encode(render(messages), add_special_tokens=False))
+    return _with_text(engine, ids, lambda: message_spans(tokenizer, messages, ids, render=render))
+
+
+def _with_text(engine: Any, ids: list[int], messages: Any = None) -> Prompt:
+    if not ids:
+        raise SpecError("", "expected at least one token, got none")
+
+    def text() -> Any:
+        return text_map(_tokenizer(engine), ids)
+
+    return Prompt(len(ids), tuple(ids), text, messages)
+
+
+def _read_id(nth: int, value: object) -> int:
+    with at(f"[{nth}]"):
+        if not is_int(value):
+            raise SpecError("", f"expected a token id, `int`, got {kind(value)}")
+        return read_int(value)
+
+
+def _tokenizer(engine: Any, what: str = "a text") -> Any:
+    try:
+        found = engine.get_tokenizer()
+    except ValueError as error:
+        raise SpecError(
+            "", f"{what} needs a tokenizer, and this engine has none; give token ids"
+        ) from error
+    if found is None:
+        raise SpecError("", f"{what} needs a tokenizer, and this engine has none; give token ids")
+    return found

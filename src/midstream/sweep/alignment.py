@@ -1,0 +1,103 @@
+"""Alignment of two prompts: which source position each target position is patched from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from midstream.errors import SpecError
+from midstream.validation import MAX_ITEMS, at, is_int, kind, read_int, read_word
+
+WORDS = ("exact", "suffix", "prefix")
+Align = Literal["exact", "suffix", "prefix"] | tuple[tuple[int, int], ...]
+
+
+def read_align(value: object) -> Align:
+    """Read "exact", "suffix", "prefix", or a mapping {target position: source position}.
+
+    In JSON the target positions are `str`. Negative positions count from the end of their prompt.
+
+    Returns:
+        The word; or the pairs of a mapping, in its order.
+
+    Raises:
+        SpecError: another form, or an empty mapping.
+    """
+    if not isinstance(value, Mapping):
+        word: Literal["exact", "suffix", "prefix"]
+        if not isinstance(value, str):
+            raise SpecError(
+                "",
+                'expected "exact", "suffix", "prefix", or {target position: source position}, got '
+                f"{kind(value)}",
+            )
+        word = read_word(value, WORDS)  # type: ignore[assignment]
+        return word
+    if not 1 <= len(value) <= MAX_ITEMS:
+        raise SpecError("", f"expected 1 to {MAX_ITEMS} positions, got {len(value)}")
+    pairs = []
+    for key, source in value.items():
+        with at(f"[{key}]"):
+            target = _read_key(key)
+            pairs.append((target, read_int(source)))
+    return tuple(pairs)
+
+
+def emit_align(align: Align) -> object:
+    """Return the JSON form, which `read_align` reads."""
+    return align if isinstance(align, str) else {str(key): value for key, value in align}
+
+
+def align_positions(align: Align, target: int, source: int) -> dict[int, int]:
+    """Return the source position of each target position that has one.
+
+    Args:
+        align: "exact": the prompts are of the same length; "suffix": their last tokens are at each
+            other's place; "prefix": their first ones; or pairs of (target, source) positions.
+        target: number of tokens of the prompt that is patched.
+        source: number of tokens of the prompt that the rows are of.
+
+    Raises:
+        SpecError: "exact", and the lengths differ; or a pair has a position that a prompt lacks, or
+            a target position twice.
+    """
+    if align == "exact":
+        if target != source:
+            raise SpecError(
+                "align",
+                f"the prompt has {target} tokens and the source has {source}; give "
+                'align="suffix" to match them from their ends, "prefix" from their beginnings, or '
+                "{target position: source position}",
+            )
+        return {position: position for position in range(target)}
+    both = min(target, source)
+    if align == "prefix":
+        return {position: position for position in range(both)}
+    if align == "suffix":
+        return {target - both + nth: source - both + nth for nth in range(both)}
+    found: dict[int, int] = {}
+    for key, value in align:
+        with at(f"align[{key}]"):
+            place = _from_start(key, target, "prompt")
+            if place in found:
+                raise SpecError("", f"position {place} of the prompt is given twice")
+            found[place] = _from_start(value, source, "source")
+    return found
+
+
+def _from_start(position: int, length: int, what: str) -> int:
+    if not -length <= position < length:
+        raise SpecError(
+            "",
+            f"position {position} is out of range: the {what} has {length} tokens, so positions go "
+            f"from {-length} to {length - 1}",
+        )
+    return position % length
+
+
+def _read_key(key: object) -> int:
+    if is_int(key):
+        return read_int(key)
+    if isinstance(key, str) and key.removeprefix("-").isdecimal() and len(key) < 12:
+        return read_int(int(key))
+    raise SpecError("", f"expected a position of the prompt, `int`, got {kind(key)}")

@@ -1,0 +1,183 @@
+"""The cells of a sweep: a grid of sites, layers, positions and heads in one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.sites import Tap
+from midstream.spec.positions.positions import Positions
+from midstream.spec.positions.prompt import Prompt
+from midstream.spec.positions.select import select
+from midstream.spec.resolve.tap_lookup import find_taps
+from midstream.spec.selection import Sites
+from midstream.spec.shape import ModelShape
+from midstream.sweep.request import SweepRequest
+from midstream.validation import at
+
+# Far above practical use: a sweep of all heads of a large model at each token of a paragraph.
+MAX_CELLS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One patch.
+
+    Attributes:
+        index: index of its value in the grid.
+        tap: its site and layer.
+        positions: the positions that are patched, ascending.
+        head: the head that is patched; None: the whole vector.
+    """
+
+    index: tuple[int, ...]
+    tap: Tap
+    positions: tuple[int, ...]
+    head: int | None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cells of a sweep.
+
+    Attributes:
+        dims: names of the dimensions.
+        coords: labels of each dimension.
+        places: the patched positions of each label of "position".
+        cells: the cells that can be patched, in the order in which they run: those whose first
+            position is last come first. A run shares the KV cache of the unpatched prompt before
+            its first patched position, and the cache drops first what was used longest ago.
+    """
+
+    dims: tuple[str, ...]
+    coords: Mapping[str, list[Any]]
+    places: tuple[tuple[int, ...], ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of each dimension."""
+        return tuple(len(self.coords[name]) for name in self.dims)
+
+
+def plan_grid(
+    request: SweepRequest,
+    shape: ModelShape,
+    prompt: Prompt,
+    has_source: Mapping[int, int] | None,
+    rows: Mapping[Tap, frozenset[int]] | None = None,
+) -> Grid:
+    """Return the cells of a sweep of one prompt.
+
+    Args:
+        request: the sweep.
+        shape: the model and its taps.
+        prompt: the prompt that is patched.
+        has_source: source position of each position that has one; None: all have.
+        rows: source positions with a row, by (site, layer); None: all.
+
+    Raises:
+        SpecError: a site, layer, head or position does not exist, no cell can be patched, or there
+            are too many. The path is that of the argument.
+    """
+    taps = frozenset(find_taps(request.layers, Sites(request.sites), shape, "layers", "sites"))
+    layers = sorted({layer for _, layer in taps})
+    labels, places = _places(request, prompt)
+    heads = _heads(request, shape, taps)
+    dims = ("site", "layer", "position") + (() if heads is None else ("head",))
+    coords: dict[str, list[Any]] = {
+        "site": list(request.sites),
+        "layer": layers,
+        "position": labels,
+    }
+    if heads is not None:
+        coords["head"] = list(heads)
+    count = len(request.sites) * len(layers) * len(places) * len(heads or (0,))
+    if count > MAX_CELLS:
+        raise SpecError("", f"the grid has {count} cells, more than the limit of {MAX_CELLS}")
+    columns: Sequence[int | None] = (None,) if heads is None else heads
+    cells = []
+    for (nth, site), (row, layer), (column, positions), (last, head) in product(
+        enumerate(request.sites), enumerate(layers), enumerate(places), enumerate(columns)
+    ):
+        tap = (site, layer)
+        if tap in taps and _is_given(positions, tap, has_source, rows):
+            index = (nth, row, column) + (() if head is None else (last,))
+            cells.append(Cell(index, tap, positions, head))
+    if not cells:
+        raise SpecError(
+            "align" if rows is None else "source",
+            "no selected position has a position of the source, so there is nothing to patch",
+        )
+    cells.sort(key=lambda one: -one.positions[0])
+    return Grid(dims, coords, tuple(places), tuple(cells))
+
+
+def _is_given(
+    positions: tuple[int, ...],
+    tap: Tap,
+    has_source: Mapping[int, int] | None,
+    rows: Mapping[Tap, frozenset[int]] | None,
+) -> bool:
+    if has_source is None:
+        return rows is None or tap in rows
+    if any(one not in has_source for one in positions):
+        return False
+    if rows is None:
+        return True
+    return all(has_source[one] in rows.get(tap, ()) for one in positions)
+
+
+def _places(request: SweepRequest, prompt: Prompt) -> tuple[list[int | str], list[tuple[int, ...]]]:
+    """Return the labels of the dimension "position", and the positions of each."""
+    if not request.groups:
+        found = _positions_of(request.positions, prompt)
+        return list(found), [(one,) for one in found]
+    labels: list[int | str] = []
+    places = []
+    for name, positions in request.groups:
+        try:
+            found = _positions_of(positions, prompt)
+        except SpecError as error:
+            rest = error.path.removeprefix("positions")
+            raise type(error)(f"groups.{name}{rest}", error.problem) from None
+        labels.append(name)
+        places.append(found)
+    return labels, places
+
+
+def _positions_of(positions: Positions, prompt: Prompt) -> tuple[int, ...]:
+    where = select(positions, prompt, 1)
+    return tuple(
+        one for start, stop in where.final(prompt.length, ()) for one in range(start, stop)
+    )
+
+
+def _heads(
+    request: SweepRequest, shape: ModelShape, taps: frozenset[Tap]
+) -> tuple[int, ...] | None:
+    if request.heads is None:
+        return None
+    with at("heads"):
+        counts = {site: shape.num_heads((site, layer)) for site, layer in sorted(taps)}
+        for site, count in counts.items():
+            if not count:
+                raise SpecError(
+                    "", f"the vectors of {site} are not of heads; use the sites q, k, v or z"
+                )
+        if request.heads == "all":
+            if len(set(counts.values())) > 1:
+                shown = ", ".join(f"{count} at {site}" for site, count in counts.items())
+                raise SpecError("", f"the sites differ in heads, {shown}; sweep each by itself")
+            return tuple(range(next(iter(counts.values()))))
+        for site, count in counts.items():
+            if request.heads[-1] >= count:
+                raise SpecError(
+                    "",
+                    f"head {request.heads[-1]} is out of range: there are {count} heads in the "
+                    f"vectors of {site}",
+                )
+        return request.heads

@@ -1,0 +1,122 @@
+"""The edit of one cell: what it writes over the vectors of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.errors import SpecError
+from midstream.sites import Tap, show_tap
+from midstream.spec import Replace, Scale
+from midstream.spec.shape import ModelShape
+from midstream.spec.vector import Vector
+from midstream.sweep.cells import Cell
+from midstream.sweep.request import SweepRequest
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What positions are patched with.
+
+    Attributes:
+        by_tap: float32 [rows, width] by (site, layer).
+        places: row of each source position, by (site, layer); None: one row for all positions.
+        aligned: source position of each position of the prompt.
+    """
+
+    by_tap: Mapping[Tap, NDArray[np.float32]]
+    places: Mapping[Tap, Mapping[int, int]] | None
+    aligned: Mapping[int, int]
+
+    def of(self, tap: Tap, positions: tuple[int, ...]) -> NDArray[np.float32]:
+        """Return the rows of some positions, [positions, width], or one row for all of them."""
+        rows = self.by_tap[tap]
+        if self.places is None:
+            return rows
+        return rows[[self.places[tap][self.aligned[one]] for one in positions]]
+
+
+def edits_of(
+    cell: Cell, request: SweepRequest, rows: Rows | None, shape: ModelShape
+) -> list[Replace | Scale]:
+    """Return the edits of a cell, which count once for each of its positions.
+
+    Args:
+        cell: the cell.
+        request: the sweep.
+        rows: what is written; None: zeros.
+        shape: the model.
+    """
+    site, layer = cell.tap
+    place: dict[str, Any] = {"site": site, "layer": layer, "positions": list(cell.positions)}
+    if cell.head is not None:
+        place["head"] = cell.head
+    if request.weights is None:
+        if request.dims:
+            place["dims"] = request.dims
+        if rows is None:
+            return [Scale(1.0 - request.alpha, **place)]
+        given = _of_head(rows.of(cell.tap, cell.positions), cell, shape)
+        return [Replace(given, alpha=request.alpha, **place)]
+    share = request.alpha * request.weights.numpy().astype(np.float64)
+    factor = Vector.parse(1.0 - share)
+    if rows is None:
+        return [Scale(factor, **place)]
+    given = _of_head(rows.of(cell.tap, cell.positions), cell, shape)
+    if len(given) == 1:
+        return [Scale(factor, shift=share * given[0], **place)]
+    # An edit has one shift for all of its positions.
+    return [
+        Scale(factor, shift=share * row, **{**place, "positions": one})
+        for one, row in zip(cell.positions, given, strict=True)
+    ]
+
+
+def check_sizes(request: SweepRequest, taps: frozenset[Tap], shape: ModelShape) -> None:
+    """Check that a mask fits the vectors of all cells.
+
+    Raises:
+        SpecError: it has another size, or names a component that they lack.
+    """
+    for tap in sorted(taps):
+        width = shape.width(tap)
+        if request.heads is not None:
+            width //= shape.num_heads(tap)
+        if request.dims and request.dims[-1] >= width:
+            raise SpecError(
+                "mask",
+                f"{request.dims[-1]} is out of range: the vectors of {show_tap(tap)} have {width} "
+                "numbers",
+            )
+        if request.weights is not None and request.weights.size != width:
+            raise SpecError(
+                "mask",
+                f"expected {width} weights, as the vectors of {show_tap(tap)} have numbers, got "
+                f"{request.weights.size}; indices of components are integers",
+            )
+
+
+def check_rows(rows: Mapping[Tap, NDArray[np.float32]], shape: ModelShape) -> None:
+    """Check that rows are as wide as the vectors of their taps.
+
+    Raises:
+        SpecError: they are not.
+    """
+    for tap, each in rows.items():
+        if tap in shape.taps and each.shape[1] != shape.width(tap):
+            raise SpecError(
+                "source",
+                f"expected rows of {shape.width(tap)} numbers at {show_tap(tap)}, got "
+                f"{each.shape[1]}",
+            )
+
+
+def _of_head(rows: NDArray[np.float32], cell: Cell, shape: ModelShape) -> NDArray[np.float32]:
+    if cell.head is None:
+        return rows
+    size = rows.shape[1] // shape.num_heads(cell.tap)
+    return rows[:, cell.head * size : (cell.head + 1) * size]

@@ -1,0 +1,246 @@
+"""`SweepRequest`: what a sweep asks for, checked and immutable, without its prompt."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from midstream.errors import SpecError
+from midstream.sites import ENDS
+from midstream.spec.argument_names import accept_spellings, read_named
+from midstream.spec.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
+from midstream.spec.heads import read_indices
+from midstream.spec.operation import read_scalar
+from midstream.spec.positions.positions import Positions
+from midstream.spec.selection import Layers, read_taps
+from midstream.spec.vector import Vector
+from midstream.sweep.alignment import Align, emit_align, read_align
+from midstream.sweep.metrics import Metric, MetricFunction, read_metric
+from midstream.sweep.source import Source, read_source
+from midstream.validation import MAX_ITEMS, as_list, at, is_int, kind, read_int, show
+
+MAX_REPEATS = 1000
+MAX_GROUPS = 1024
+_GROUP_NAME = 200  # characters
+
+_FIELDS = (
+    "layers", "sites", "positions", "exclude", "groups", "heads", "align", "alpha", "mask",
+    "repeats",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, init=False)
+class SweepRequest:
+    """A grid of patches of one prompt: each cell replaces the vectors at one site and layer, at one
+    position or group of positions, of all heads or of one, and a metric of the run is returned.
+
+    Attributes:
+        source: what the vectors are replaced by.
+        metric: a Metric, or a function of an output.
+        layers, sites: the site and layer of the cells.
+        positions: the positions, one for each cell.
+        groups: positions that are patched together, by name; (): each of `positions` alone.
+        heads: "all" or attention heads, one for each cell; None: whole vectors.
+        align: which source position a position is patched from.
+        alpha: h ← (1 − alpha) · h + alpha · source.
+        dims: the components that are replaced, those of a head with `heads`; (): all.
+        weights: a factor of alpha for each component; None: 1.
+        repeats: number of unpatched runs among the cells.
+    """
+
+    source: Source
+    metric: Metric | MetricFunction
+    layers: Layers
+    sites: tuple[str, ...]
+    positions: Positions
+    groups: tuple[tuple[str, Positions], ...]
+    heads: tuple[int, ...] | Literal["all"] | None
+    align: Align
+    alpha: float
+    dims: tuple[int, ...]
+    weights: Vector | None
+    repeats: int
+
+    @accept_spellings
+    def __init__(
+        self,
+        source: Any,
+        metric: Metric | MetricFunction | Mapping[str, Any] | str,
+        layers: LayersLike = "all",
+        sites: SitesLike = "resid_pre",
+        positions: PositionsLike | None = None,
+        exclude: PositionsLike | None = None,
+        groups: Mapping[str, PositionsLike] | None = None,
+        heads: IndicesLike | Literal["all"] | None = None,
+        align: Any = "exact",
+        alpha: NumberLike = 1.0,
+        mask: Any = None,
+        repeats: int = 3,
+    ) -> None:
+        """Create it; each field accepts any of its forms. See `LLM.sweep` for the arguments.
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        with at("source"):
+            self._set(source=read_source(source))
+        with at("metric"):
+            self._set(metric=metric if _is_function(metric) else read_metric(metric))
+        found, chosen = read_taps(layers, sites, "layers", "sites")
+        assert found is not None
+        assert chosen is not None
+        for name in chosen.names:
+            if name in ENDS:
+                raise SpecError(
+                    "sites", f"{name} has no layer, so it has no place in a grid of layers"
+                )
+            if name == "logits":
+                raise SpecError("sites", "logits are edited by Bias alone; use another site")
+        self._set(layers=found, sites=chosen.names)
+        self._read_positions(positions, exclude, groups)
+        self._set(heads=_read_heads(heads))
+        with at("align"):
+            self._set(align=read_align(align))
+        with at("alpha"):
+            self._set(alpha=read_scalar(alpha))
+        with at("mask"):
+            dims, weights = _read_mask(mask)
+            self._set(dims=dims, weights=weights)
+        with at("repeats"):
+            count = read_int(repeats)
+            if not 0 <= count <= MAX_REPEATS:
+                raise SpecError("", f"expected 0 to {MAX_REPEATS}, got {count}")
+            self._set(repeats=count)
+
+    def _read_positions(
+        self, positions: object, exclude: object, groups: Mapping[str, PositionsLike] | None
+    ) -> None:
+        for name, value in (("positions", positions), ("exclude", exclude)):
+            if groups is not None and value is not None:
+                raise SpecError(name, "`groups` has the positions; omit one of the two")
+        found = Positions.within("prompt" if positions is None else positions, None, exclude)
+        with at("positions"):
+            _check_prompt_only(found)
+        self._set(positions=found, groups=())
+        if groups is None:
+            return
+        with at("groups"):
+            if not isinstance(groups, Mapping):
+                raise SpecError("", f"expected positions by name, a dict, got {kind(groups)}")
+            if not 1 <= len(groups) <= MAX_GROUPS:
+                raise SpecError("", f"expected 1 to {MAX_GROUPS} groups, got {len(groups)}")
+            named: list[tuple[str, Positions]] = []
+            for name, each in groups.items():
+                if not isinstance(name, str) or not 1 <= len(name) <= _GROUP_NAME:
+                    raise SpecError(
+                        "", f"names of groups have 1 to {_GROUP_NAME} characters, got {name!r:.60}"
+                    )
+                with at(name):
+                    chosen = Positions.parse(each)
+                    _check_prompt_only(chosen)
+                    if chosen.exclude:
+                        raise SpecError("", "`exclude` is unsupported in groups; list positions")
+                    named.append((name, chosen))
+            self._set(groups=tuple(named))
+
+    @staticmethod
+    def parse(value: object) -> SweepRequest:
+        """Read a SweepRequest, or a dict of its arguments, of JSON values.
+
+        Raises:
+            SpecError: a field is unknown, missing or malformed.
+        """
+        if isinstance(value, SweepRequest):
+            return value
+        if not isinstance(value, Mapping):
+            raise SpecError("", f"expected a dict of a sweep's arguments, got {kind(value)}")
+        given = read_named(value, ("source", "metric"), _FIELDS)
+        if _is_function(given["metric"]):
+            raise SpecError("metric", "a function has no JSON form")
+        return SweepRequest(**given)
+
+    def with_metric(self, metric: Metric) -> SweepRequest:
+        """Return a copy with another metric."""
+        found = copy.copy(self)
+        object.__setattr__(found, "metric", metric)
+        return found
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON form, which `parse` reads, without fields that have their default.
+
+        Raises:
+            SpecError: the metric is a function.
+        """
+        if not isinstance(self.metric, Metric):
+            raise SpecError("metric", "a function has no JSON form")
+        found: dict[str, object] = {
+            "source": self.source.emit(),
+            "metric": self.metric.emit(),
+            "layers": self.layers.emit(),
+            "sites": list(self.sites),
+        }
+        if self.groups:
+            found["groups"] = {name: each.emit() for name, each in self.groups}
+        else:
+            found["positions"] = self.positions.emit()
+            if self.positions.exclude:
+                found["exclude"] = self.positions.emit_exclude()
+        if self.heads is not None:
+            found["heads"] = self.heads if isinstance(self.heads, str) else list(self.heads)
+        if self.align != "exact":
+            found["align"] = emit_align(self.align)
+        found["alpha"] = self.alpha
+        if self.dims:
+            found["mask"] = list(self.dims)
+        elif self.weights is not None:
+            found["mask"] = self.weights.emit()
+        found["repeats"] = self.repeats
+        return found
+
+    def _set(self, **fields: object) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+
+def _is_function(value: object) -> bool:
+    return callable(value) and not isinstance(value, Metric)
+
+
+def _check_prompt_only(positions: Positions) -> None:
+    for nth, item in enumerate(positions.include):
+        path = "" if len(positions.include) == 1 else f"[{nth}]"
+        if item in ("generated", "last"):
+            raise SpecError(path, f'a sweep patches the prompt; "{item}" is not in it')
+    if positions.phase == "generated":
+        raise SpecError("", 'a sweep patches the prompt; the phase is "generated"')
+
+
+def _read_heads(value: object) -> tuple[int, ...] | Literal["all"] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if value != "all":
+            raise SpecError("heads", f'expected "all" or indices of heads, got {show(value)}')
+        return "all"
+    return read_indices(value, "heads")
+
+
+def _read_mask(value: Any) -> tuple[tuple[int, ...], Vector | None]:
+    """Return the components of a mask of indices, or its weights."""
+    if value is None:
+        return (), None
+    dtype = str(getattr(value, "dtype", ""))
+    if dtype.endswith("bool"):
+        chosen = np.flatnonzero(np.asarray(value)).tolist()
+        return read_indices(chosen, ""), None
+    found = as_list(value) if dtype else value
+    items: Any = [found] if is_int(found) else found
+    if isinstance(items, (list, tuple, range)) and items and all(map(is_int, items)):
+        return read_indices(items, ""), None
+    if isinstance(items, (list, tuple)) and not 1 <= len(items) <= MAX_ITEMS * 16:
+        raise SpecError("", f"expected indices or weights of components, got {len(items)}")
+    return (), Vector.parse(value)

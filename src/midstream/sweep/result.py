@@ -1,0 +1,336 @@
+"""`Sweep`: the metric of each cell of a grid, with labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.errors import MissingExtraError, SpecError
+from midstream.results.receipt import Receipt
+from midstream.sweep.charts import Panel, picture_of, plot
+from midstream.sweep.metrics import Metric, Recovered, read_metric
+from midstream.validation import at, read_fields, read_json
+from midstream.viz.picture import Picture
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
+
+FORMAT = "midstream.sweep/1"
+_FIELDS = (
+    "format", "values", "dims", "coords", "metric", "clean", "corrupt", "noise_floor", "tokens",
+    "receipts", "cached_tokens", "prompt_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SweepReceipts:
+    """The receipts of all runs of a sweep, and their sums.
+
+    Attributes:
+        every: one receipt for each run that had a plan, in the order of the runs.
+        prompt_tokens: number of prompt tokens of all runs.
+        cached_tokens: of these, the tokens that the prefix cache served.
+    """
+
+    every: tuple[Receipt, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def status(self) -> str:
+        """`ok`, or the worst status of a receipt: `partial` or `error`."""
+        found = {one.status for one in self.every}
+        return next((word for word in ("error", "partial") if word in found), "ok")
+
+    @property
+    def expected(self) -> int:
+        """Number of edits that were asked for, counted once for each token."""
+        return sum(one.edited.expected for one in self.every if one.edited is not None)
+
+    @property
+    def applied(self) -> int:
+        """Number of edits that the device counted."""
+        return sum(one.edited.applied for one in self.every if one.edited is not None)
+
+    @property
+    def cached(self) -> int:
+        """Number of edits of tokens that the prefix cache had, of an earlier run of the same cell.
+        `applied + cached == expected`.
+        """
+        return sum(one.edited.cached for one in self.every if one.edited is not None)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The problems of all receipts."""
+        return tuple(one.complaint for one in self.every if one.problems)
+
+    def __len__(self) -> int:
+        return len(self.every)
+
+    def __str__(self) -> str:
+        cached = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from the prefix cache"
+        edits = f"{self.applied + self.cached} of {self.expected} edits"
+        return f"{len(self)} runs: {self.status}; {edits}; {cached}"
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """The metric of each cell of a grid of patches.
+
+    A cell that could not be patched is nan: its position has no source position, or its layer lacks
+    the site.
+
+    Attributes:
+        values: float32, one dimension for each of `dims`.
+        dims: names of the dimensions: "site", "layer", "position", and "head" with heads.
+        coords: labels of each dimension: names of sites, layers, positions or names of groups,
+            heads.
+        metric: the metric; the name of the function, if it was one.
+        corrupt: the metric of the prompt without a patch. With `Recovered` this and `clean` are
+            values of the metric inside it; those of `Recovered` itself are 0 and 1.
+        clean: the metric of the source prompt; None: the source is no prompt.
+        noise_floor: the largest difference between unpatched runs of the prompt, which were among
+            the cells, in units of `values`. Smaller differences between cells mean nothing. nan: a
+            sweep without `repeats`.
+        tokens: text of each position, or of the positions of each group.
+        receipts: what the device counted, of every run.
+    """
+
+    values: NDArray[np.float32]
+    dims: tuple[str, ...]
+    coords: Mapping[str, list[Any]]
+    metric: Metric | str
+    corrupt: float
+    clean: float | None
+    noise_floor: float
+    tokens: tuple[str, ...]
+    receipts: SweepReceipts = field(default_factory=SweepReceipts)
+
+    def __post_init__(self) -> None:
+        shape = tuple(len(self.coords[name]) for name in self.dims)
+        if self.values.shape != shape:
+            raise SpecError("values", f"expected shape {shape}, got {self.values.shape}")
+
+    def best(self, k: int = 10) -> list[dict[str, Any]]:
+        """Return the cells that differ most from the unpatched run.
+
+        Args:
+            k: number of cells.
+
+        Returns:
+            The cells in descending order of that difference: a dict with the label of each
+            dimension, `token` and `value`.
+        """
+        base = 0.0 if isinstance(self.metric, Recovered) else self.corrupt
+        away = np.abs(self.values.astype(np.float64) - base).ravel()
+        order = np.argsort(np.where(np.isnan(away), np.inf, -away), kind="stable")
+        known = int((~np.isnan(away)).sum())
+        return [self._cell(int(flat)) for flat in order[: min(k, known)]]
+
+    def to_xarray(self) -> xarray.DataArray:
+        """Return a labelled array; its `attrs` are the numbers of the unpatched runs.
+
+        Raises:
+            MissingExtraError: xarray is not installed.
+        """
+        MissingExtraError.require("xarray", "Sweep.to_xarray")
+        import xarray
+
+        coords: dict[str, Any] = {name: list(self.coords[name]) for name in self.dims}
+        coords["token"] = ("position", list(self.tokens))
+        attrs = {"metric": str(self._metric_json()), "corrupt": self.corrupt, "clean": self.clean,
+                 "noise_floor": self.noise_floor}  # fmt: skip
+        return xarray.DataArray(self.values, coords=coords, dims=self.dims, attrs=attrs)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a table with one row for each cell: its labels, `token` and `value`.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        MissingExtraError.require("pandas", "Sweep.to_pandas")
+        import pandas
+
+        return pandas.DataFrame([self._cell(flat) for flat in range(self.values.size)])
+
+    def picture(self) -> Picture:
+        """Return heatmaps, one for each site and head: what a notebook shows. Its `save(path)`
+        writes a page.
+        """
+        found = picture_of(self.panels(), self.title, *self._scale())
+        return Picture(found.title, f"{found.body}<p>{escape(repr(self))}</p>", found.text)
+
+    def plot(self, **options: Any) -> Any:
+        """Draw the heatmaps of `picture` with matplotlib, and return the figure.
+
+        Args:
+            options: arguments of `matplotlib.pyplot.subplots`.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        return plot(self.panels(), self.title, *self._scale(), **options)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values, which `from_json` reads; nan is null."""
+        return {
+            "format": FORMAT,
+            "values": _lists(self.values),
+            "dims": list(self.dims),
+            "coords": {name: list(self.coords[name]) for name in self.dims},
+            "metric": self._metric_json(),
+            "clean": _plain(self.clean),
+            "corrupt": _plain(self.corrupt),
+            "noise_floor": _plain(self.noise_floor),
+            "tokens": list(self.tokens),
+            "receipts": [one.to_dict() for one in self.receipts.every],
+            "prompt_tokens": self.receipts.prompt_tokens,
+            "cached_tokens": self.receipts.cached_tokens,
+        }
+
+    @staticmethod
+    def from_json(value: object) -> Sweep:
+        """Read what `to_json` returned.
+
+        Raises:
+            SpecError: it is not that.
+        """
+        given = read_fields(value, required=_FIELDS)
+        if given["format"] != FORMAT:
+            raise SpecError("format", f"expected {FORMAT!r}, got {str(given['format'])[:60]!r}")
+        metric = given["metric"]
+        is_function = isinstance(metric, Mapping) and set(metric) == {"function"}
+        with at("metric"):
+            found = str(metric["function"]) if is_function else read_metric(metric)
+        try:
+            values = np.array(given["values"], dtype=np.float64)  # null becomes nan
+            return Sweep(
+                values.astype(np.float32),
+                tuple(given["dims"]),
+                {name: list(given["coords"][name]) for name in given["dims"]},
+                found,
+                _number(given["corrupt"]),
+                None if given["clean"] is None else _number(given["clean"]),
+                _number(given["noise_floor"]),
+                tuple(given["tokens"]),
+                SweepReceipts(
+                    tuple(Receipt.from_dict(one) for one in given["receipts"]),
+                    int(given["prompt_tokens"]),
+                    int(given["cached_tokens"]),
+                ),
+            )
+        except SpecError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpecError("", f"this is no sweep: {error}") from None
+
+    def save(self, path: str | Path) -> Path:
+        """Write a JSON file, and return its path."""
+        target = Path(path)
+        target.write_text(json.dumps(self.to_json(), allow_nan=False), encoding="utf-8")
+        return target
+
+    @staticmethod
+    def load(path: str | Path) -> Sweep:
+        """Read a file that `save` wrote.
+
+        Raises:
+            SpecError: it is not such a file.
+            OSError: it cannot be read.
+        """
+        return Sweep.from_json(read_json(Path(path).read_bytes()))
+
+    def panels(self) -> list[Panel]:
+        """Return the two-dimensional slices of the grid. Rows are layers; columns are positions, or
+        heads if there is one position.
+        """
+        column = "position"
+        if "head" in self.dims and len(self.coords["position"]) == 1:
+            column = "head"
+        others = [name for name in self.dims if name not in ("layer", column)]
+        rows, columns = self.labels("layer"), self.labels(column)
+        found = []
+        for index in np.ndindex(*(len(self.coords[name]) for name in others)):
+            where = dict(zip(others, index, strict=True))
+            key = tuple(where.get(name, slice(None)) for name in self.dims)
+            told = [self._title(name, nth) for name, nth in where.items() if self._is_told(name)]
+            panel = Panel(", ".join(told), "layer", column, rows, columns, self.values[key])
+            found.append(panel)
+        return found
+
+    def _scale(self) -> tuple[float, float]:
+        """Return the value of no effect, and the largest difference from it, for colours."""
+        base = 0.0 if isinstance(self.metric, Recovered) else self.corrupt
+        away = np.abs(self.values - base)
+        most = 0.0 if np.isnan(away).all() else float(np.nanmax(away))
+        return base, most or 1.0
+
+    def labels(self, name: str) -> list[str]:
+        """Return the labels of a dimension as they are shown; of positions with their tokens."""
+        if name != "position":
+            return [str(one) for one in self.coords[name]]
+        pairs = zip(self.coords[name], self.tokens, strict=True)
+        return [one if isinstance(one, str) else f"{one} {text!r}" for one, text in pairs]
+
+    def __repr__(self) -> str:
+        shape = " × ".join(f"{len(self.coords[name])} {name}s" for name in self.dims)
+        clean = "" if self.clean is None else f", clean {self.clean:.4g}"
+        return (
+            f"Sweep({shape}; {self.title}; corrupt {self.corrupt:.4g}{clean}, "
+            f"noise floor {self.noise_floor:.2g})"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
+
+    @property
+    def title(self) -> str:
+        """The metric, for a heading."""
+        return self.metric if isinstance(self.metric, str) else show_metric(self.metric)
+
+    def _title(self, name: str, nth: int) -> str:
+        label = self.labels(name)[nth]
+        return label if name == "site" else f"{name} {label}"
+
+    def _is_told(self, name: str) -> bool:
+        return name == "site" or len(self.coords[name]) > 1
+
+    def _metric_json(self) -> object:
+        return {"function": self.metric} if isinstance(self.metric, str) else self.metric.emit()
+
+    def _cell(self, flat: int) -> dict[str, Any]:
+        index = np.unravel_index(flat, self.values.shape)
+        found = {name: self.coords[name][nth] for name, nth in zip(self.dims, index, strict=True)}
+        token = self.tokens[index[self.dims.index("position")]]
+        return {**found, "token": token, "value": float(self.values[index])}
+
+
+def show_metric(metric: Metric) -> str:
+    """Return a metric for headings, as it is written in Python."""
+    if isinstance(metric, Recovered):
+        return f"Recovered({show_metric(metric.metric)})"
+    return f"{type(metric).__name__}({', '.join(map(repr, metric.tokens))})"
+
+
+def _plain(value: float | None) -> float | None:
+    """Return a number as it is in JSON, which has no nan."""
+    return None if value is None or np.isnan(value) else float(value)
+
+
+def _number(value: Any) -> float:
+    return float("nan") if value is None else float(value)
+
+
+def _lists(values: NDArray[np.float32]) -> Any:
+    """Return nested lists, with None for nan."""
+    if values.ndim == 0:
+        return None if np.isnan(values) else float(values)
+    return [_lists(one) for one in values]

@@ -1,0 +1,217 @@
+"""Sources of a sweep: what is put in place of the vectors of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.errors import SpecError
+from midstream.results.arrays import to_numpy
+from midstream.sites import Tap, parse
+from midstream.spec.captured_rows import CapturedRows, is_captured
+from midstream.spec.matrix import emit_rows, read_rows
+from midstream.spec.named_vector import Named
+from midstream.validation import MAX_ITEMS, at, is_int, kind
+
+if TYPE_CHECKING:
+    from midstream.results.activations import Activations
+
+_MEAN = "mean:"
+_FORMS = (
+    'a prompt (text, token ids or messages), 0 or "zero", "mean:NAME" or Named(NAME), an output '
+    "of generate with activations, its activations, or {(site, layer): rows}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """Another prompt, run unpatched: its vectors at the same sites and layers.
+
+    Attributes:
+        prompt: text, token ids, or the messages of a chat.
+    """
+
+    prompt: Any
+
+    def emit(self) -> object:
+        """Return the JSON form."""
+        return self.prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroSource:
+    """Zero: ablation."""
+
+    def emit(self) -> object:
+        """Return the JSON form."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class NameSource:
+    """A registered vector for all positions: mean ablation, if it is a mean.
+
+    Attributes:
+        name: its name.
+    """
+
+    name: str
+
+    def emit(self) -> object:
+        """Return the JSON form."""
+        return {"name": self.name}
+
+
+@dataclass(frozen=True, eq=False)
+class RowsSource:
+    """Rows by value.
+
+    Attributes:
+        rows: float32 [rows, width] by (site, layer).
+        positions: position in the source prompt of each row, by (site, layer); (): a single row
+            that is used at all positions.
+        length: number of tokens of the source prompt.
+        prompt: its token ids; None: not known.
+    """
+
+    rows: Mapping[Tap, NDArray[np.float32]]
+    positions: Mapping[Tap, tuple[int, ...]]
+    length: int
+    prompt: tuple[int, ...] | None = None
+
+    def emit(self) -> object:
+        """Return the JSON form."""
+        return {
+            "rows": {
+                f"{site}.{layer}": emit_rows(read_rows(rows, MAX_ITEMS))
+                for (site, layer), rows in self.rows.items()
+            },
+        }
+
+
+Source = PromptSource | ZeroSource | NameSource | RowsSource | CapturedRows
+
+
+def read_source(value: Any) -> Source:
+    """Read a source from any of its forms.
+
+    A text is a prompt, except "zero" and "mean:NAME"; give a prompt that reads so as token ids.
+
+    Raises:
+        SpecError: another form.
+    """
+    if isinstance(value, (PromptSource, ZeroSource, NameSource, RowsSource, CapturedRows)):
+        return value
+    if isinstance(value, str):
+        return _read_text(value)
+    if is_int(value) or isinstance(value, float):
+        if value == 0:
+            return ZeroSource()
+        raise SpecError("", f"expected {_FORMS}, got {value}")
+    if isinstance(value, Named):
+        return _named(value)
+    if is_captured(value):
+        return CapturedRows.parse(value)
+    if _is_activations(value):
+        return _of_activations(value, None)
+    if hasattr(value, "prompt_token_ids") and hasattr(value, "outputs"):
+        return _of_output(value)
+    if isinstance(value, Mapping):
+        return _read_mapping(value)
+    if isinstance(value, (list, tuple)) and value:
+        return PromptSource(value)
+    raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
+
+
+def _read_text(value: str) -> Source:
+    if value == "zero":
+        return ZeroSource()
+    if value.startswith(_MEAN):
+        return _named(Named(value.removeprefix(_MEAN)))
+    if not value:
+        raise SpecError("", f"expected {_FORMS}, got an empty text")
+    return PromptSource(value)
+
+
+def _read_mapping(value: Mapping[Any, Any]) -> Source:
+    keys = set(value)
+    if keys == {"name"}:
+        return _named(Named.parse(value))
+    if keys == {"rows"} and isinstance(value["rows"], Mapping):
+        with at("rows"):
+            return _of_mapping(value["rows"])
+    if keys & {"prompt", "prompt_token_ids"}:
+        return PromptSource(value)
+    return _of_mapping(value)
+
+
+def _named(value: Named) -> NameSource:
+    if value.scale != 1.0:
+        raise SpecError("scale", f"expected 1, because `{value.name}` is used as it is registered")
+    return NameSource(value.name)
+
+
+def _of_mapping(value: Mapping[Any, Any]) -> RowsSource:
+    """Read rows by (site, layer), or by a name with both; those of a prompt from position 0."""
+    if not value:
+        raise SpecError("", "expected rows of at least one site and layer")
+    rows: dict[Tap, NDArray[np.float32]] = {}
+    for key, each in value.items():
+        tap = _read_tap(key)
+        with at(f"[{key!r}]"):
+            if tap in rows:
+                raise SpecError("", f"rows of {tap[0]} at layer {tap[1]} are given twice")
+            if len(getattr(each, "shape", ())) == 3:
+                each = each.reshape(each.shape[0], -1)
+            vectors = read_rows(each, MAX_ITEMS)
+            rows[tap] = np.stack([one.numpy() for one in vectors])
+    counts = {len(each) for each in rows.values()}
+    if len(counts) > 1:
+        raise SpecError("", f"expected as many rows at each site and layer, got {sorted(counts)}")
+    (count,) = counts
+    places = () if count == 1 else tuple(range(count))
+    return RowsSource(rows, dict.fromkeys(rows, places), count)
+
+
+def _of_activations(value: Activations, prompt: tuple[int, ...] | None) -> RowsSource:
+    rows, positions = {}, {}
+    last = -1
+    for tap, each in value.items():
+        rows[tap] = np.ascontiguousarray(to_numpy(each).reshape(len(each), -1), np.float32)
+        positions[tap] = tuple(int(one) for one in value.positions_of(*tap))
+        last = max(last, *positions[tap])
+    if not rows:
+        raise SpecError("", "these activations have no rows")
+    return RowsSource(rows, positions, last + 1 if prompt is None else len(prompt), prompt)
+
+
+def _of_output(value: Any) -> RowsSource:
+    found = value.activations
+    if found is None:
+        raise SpecError(
+            "", "this output has no activations; capture them: generate(…, capture=Capture(…))"
+        )
+    return _of_activations(found, tuple(value.prompt_token_ids))
+
+
+def _read_tap(key: object) -> Tap:
+    if isinstance(key, str):
+        named = parse(key)
+        if named is not None and named[1] is not None:
+            return named[0], named[1]
+    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) and is_int(key[1]):
+        named = parse(key[0])
+        if named is not None and named[1] is None and int(key[1]) >= 0:
+            return named[0], int(key[1])
+    raise SpecError(
+        "",
+        f"expected rows by (site, layer), such as ('resid_pre', 3) or 'resid_pre.3', got {key!r}",
+    )
+
+
+def _is_activations(value: object) -> bool:
+    return hasattr(value, "positions_of") and hasattr(value, "items")
