@@ -74,7 +74,7 @@ def maps_section(result: Result) -> str:
         " the answers, the activations are those recorded while they were generated."
     )
     maps = "".join(_map(one, result, limit).body for one in result.token_maps)
-    return _words(words) + _words(caution) + tag("div", maps, "maps")
+    return _words(words) + tag("div", maps, "maps") + _words(caution)
 
 
 def _map(token_map: TokenMap, result: Result, limit: float) -> viz.Picture:
