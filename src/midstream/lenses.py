@@ -162,6 +162,16 @@ class JacobianLens(LinearLens):
         return JacobianLens(matrices)
 
 
+def load_lens(path: str | Path) -> LinearLens:
+    """Read a lens: a folder as `TunedLens.load` does, a file as `JacobianLens.load` does.
+
+    Raises:
+        SpecError: it is neither.
+        OSError: a file cannot be read.
+    """
+    return TunedLens.load(path) if Path(path).is_dir() else JacobianLens.load(path)
+
+
 def _read_config(path: Path) -> tuple[int, int]:
     """Return the number of layers, and the width."""
     if path.stat().st_size > _MAX_CONFIG_BYTES:

@@ -178,6 +178,20 @@ ATTENTION = (
         f"{_LENS}test_registered_lenses_map_the_stream_by_the_formulas_of_their_papers",
     ),
     Fault(
+        "A token steers along the image of its row, instead of that of the transposed map",
+        "runtime/worker/attention/lens.py",
+        "found += read[part] @ rows[part].double()",
+        "found[part] += rows[part].double() @ read",
+        f"{_LENS}test_steering_with_a_token_adds_the_direction_of_its_lens",
+    ),
+    Fault(
+        "The direction of a token lacks the weights of the final norm",
+        "runtime/worker/attention/lens.py",
+        "read = gain * head.double()",
+        "read = head.double()",
+        f"{_LENS}test_steering_with_a_token_adds_the_direction_of_its_lens",
+    ),
+    Fault(
         "A lens is overwritten while requests use it",
         "runtime/frontend/weight_memory.py",
         "        if name in self._registered and self._memory.in_use",

@@ -295,6 +295,10 @@ def test_lenses_of_the_last_stage_are_those_of_one_rank(alone, several):
         assert not torch.allclose(
             one.lens["mapped"].values[:, 0, :4], one.lens["logit"].values[:, -1]
         )
+    # A token of each rank's part of the head.
+    for token in (3, 190):
+        one, other = (llm.lenses.direction(token, last[-1], "mapped") for llm in (several, alone))
+        assert float((one - other).abs().max()) <= 1e-6
     for llm in (alone, several):
         llm.lenses.remove("mapped")
     if several.info.workers[-1].stage:

@@ -160,8 +160,9 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, VllmAsyncLLM):
                 # A proxy: the engine's tasks must not keep it alive; see `_run_output_handler`.
                 front = await AsyncFrontEnd.start(weakref.proxy(self), client)
                 front.weights.write = functools.partial(call_all, client)
-                for message in front.saes.from_settings(self.vllm_config):
-                    await front.weights.write(message)
+                for registry in (front.lenses, front.saes):
+                    for message in registry.from_settings(self.vllm_config):
+                        await front.weights.write(message)
                 deliver = client.add_request_async
                 # Replaced on this client alone.
                 client.add_request_async = lambda request: front.send(request, deliver)

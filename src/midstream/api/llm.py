@@ -117,7 +117,7 @@ class LLM(OfflineSweeps, Evaluations, VllmLLM):
     @property
     def lenses(self) -> Lenses:
         """Registered lenses: register, remove, names."""
-        return Lenses(self._front_end.lenses)
+        return Lenses(self._front_end.lenses, self._front_end.directions)
 
     @property
     def saes(self) -> Saes:

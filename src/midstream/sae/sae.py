@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from midstream.errors import SpecError
-from midstream.sae.files import load_sae, sae_of
+from midstream.sae.files import from_release, load_sae, sae_of
 from midstream.sae.saelens import hook_tap
-from midstream.spec.forms import LayersLike, NumberLike, PhaseLike, PositionsLike, SitesLike
+from midstream.sites import Tap
+from midstream.spec.forms import (
+    LayersLike,
+    NumberLike,
+    PhaseLike,
+    PositionsLike,
+    SitesLike,
+    VectorLike,
+)
 from midstream.spec.operations import Feature
+from midstream.spec.operations.feature import FeaturesLike, read_index
 from midstream.validation import at, read_int
 
 if TYPE_CHECKING:
@@ -66,17 +76,21 @@ class SAE:
     @staticmethod
     def load(
         path: str | os.PathLike[str],
-        apply_b_dec_to_input: bool | None = None,
+        sae_id: str | None = None,
         *,
+        apply_b_dec_to_input: bool | None = None,
         hook_name: str | None = None,
         input_scale: float | None = None,
     ) -> SAE:
-        """Load an SAE from a folder in the format of SAELens, or from a file of tensors.
+        """Load an SAE from a folder in the format of SAELens, from a file of tensors, or a release.
 
         Args:
             path: a folder with `cfg.json` and `sae_weights.safetensors`; a safetensors file of the
                 same tensors, where a `cfg.json` in its folder is read too; or a file `.npz` of
-                Gemma Scope, or a folder with its `params.npz`.
+                Gemma Scope, or a folder with its `params.npz`. With `sae_id`, the name of a release
+                that the package `sae_lens` knows, such as "gemma-scope-2b-pt-res-canonical".
+            sae_id: the SAE's id in the release, such as "layer_12/width_16k/canonical". `sae_lens`
+                downloads it from the Hugging Face Hub; without an id nothing is downloaded.
             apply_b_dec_to_input: whether b_dec is subtracted before the encoder. Only for a file
                 without `cfg.json`, and optional if b_dec is zero.
             hook_name: TransformerLens's name of the hook point, such as
@@ -85,21 +99,31 @@ class SAE:
                 "expected_average_only_in": √width / their mean norm in training.
 
         Raises:
-            SpecError: the file does not exist or is of another format; the architecture, activation
-                or normalisation is unsupported; or shapes do not match. The message starts with
-                the file and the field.
+            SpecError: the file or release does not exist or is of another format; the architecture,
+                activation or normalisation is unsupported; or shapes do not match. The message
+                starts with the file and the field.
+            MissingExtraError: `sae_id` is given, and `sae_lens` is not installed.
         """
-        found = SAE(**load_sae(Path(path), apply_b_dec_to_input, input_scale))
+        if sae_id is None:
+            found = SAE(**load_sae(Path(path), apply_b_dec_to_input, input_scale))
+        else:
+            if apply_b_dec_to_input is not None:
+                raise SpecError("apply_b_dec_to_input", "the release specifies it; must be omitted")
+            found = SAE.from_saelens(from_release(os.fspath(path), sae_id), input_scale)
         return found if hook_name is None else replace(found, hook_name=hook_name)
 
     @staticmethod
-    def from_saelens(sae: Any) -> SAE:
+    def from_saelens(sae: Any, input_scale: float | None = None) -> SAE:
         """Return the SAE of an object of the package `sae_lens`, with copies of its tensors.
+
+        Args:
+            sae: the object.
+            input_scale: as for `load`.
 
         Raises:
             SpecError: it is none, or is unsupported.
         """
-        return SAE(**sae_of(sae))
+        return SAE(**sae_of(sae, input_scale))
 
     @property
     def width(self) -> int:
@@ -171,49 +195,99 @@ class SAE:
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
     ) -> Feature:
-        """Return an edit of one feature.
+        """Return an edit of one feature, 0 … features − 1; see `features`."""
+        with at("index"):
+            nth = read_int(index)
+        return self.features(nth, mode, value, layer, site, positions, phase, exclude)
+
+    def features(
+        self,
+        index: FeaturesLike,
+        mode: Literal["set", "add", "scale", "ablate"] = "set",
+        value: NumberLike | VectorLike | None = None,
+        layer: LayersLike | None = None,
+        site: SitesLike | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+    ) -> Feature:
+        """Return one edit of several features, which all read the same vector.
 
         Args:
-            index: 0 … features − 1.
+            index: {feature: value}; or the features, with `value`.
             mode, value: as for Feature.
             layer, site: the tap; taken from `hook_name` by default.
             positions, phase, exclude: as for Feature.
 
         Raises:
-            SpecError: the feature does not exist, a field is malformed, or `layer` or `site` is
-                omitted and `hook_name` does not determine it; or one feature cannot be changed: it
-                depends on others (`top_k`), on the norm of h (`normalize`), or h is not what it is
-                decoded to (a transcoder).
+            SpecError: a feature does not exist or is given twice, a field is malformed, or `layer`
+                or `site` is omitted and `hook_name` does not determine it; or a feature cannot be
+                changed by itself: it depends on others (`top_k`, except in the mode "add"), on the
+                norm of h (`normalize`), or h is not what it is decoded to (a transcoder).
         """
-        self._check_edits()
         with at("index"):
-            nth = read_int(index)
-            if not 0 <= nth < self.num_features:
-                raise SpecError("", f"expected 0 to {self.num_features - 1}, got {nth}")
+            ids, values = read_index(index)
+        if values is not None:
+            if mode == "ablate" or value is not None:
+                why = "the mode takes none" if value is None else "so does `value`"
+                raise SpecError("index", f"has values, and {why}")
+            value = values
+        given = self.weights_of(ids, mode)
         if layer is None or site is None:
-            if self.hook_name is None:
+            tap = self.tap
+            if tap is None:
                 raise SpecError(
                     "layer", "the SAE has no hook_name; specify both `layer` and `site`"
                 )
-            hook_site, hook_layer = hook_tap(self.hook_name)
-            layer = hook_layer if layer is None else layer
-            site = hook_site if site is None else site
-        encoder, bias = self._encoder(nth)
-        threshold = None if self.threshold is None else float(self.threshold[nth])
+            site = tap[0] if site is None else site
+            layer = tap[1] if layer is None else layer
         return Feature(
-            encoder,
-            self.w_dec[nth],
-            layer,
-            mode,
-            value,
-            bias=bias,
-            # The ReLU before the threshold makes a negative threshold equivalent to 0.
-            threshold=None if threshold is None else max(threshold, 0.0),
+            mode=mode,
+            value=value,
+            layer=layer,
             site=site,
             positions=positions,
             phase=phase,
             exclude=exclude,
+            **given,
         )
+
+    @property
+    def tap(self) -> Tap | None:
+        """The site and layer that it was trained on; None: it does not say.
+
+        Raises:
+            SpecError: it was trained on what is no site.
+        """
+        return None if self.hook_name is None else hook_tap(self.hook_name)
+
+    def weights_of(self, ids: Sequence[int], mode: str) -> dict[str, Any]:
+        """Return what a `Feature` takes of some features: encoder, decoder, bias and threshold.
+
+        Args:
+            ids: the features.
+            mode: the mode of the edit.
+
+        Raises:
+            SpecError: there is no such feature, or it cannot be changed by itself.
+        """
+        self._check_edits(mode)
+        for nth in ids:
+            if not 0 <= nth < self.num_features:
+                raise SpecError("index", f"expected 0 to {self.num_features - 1}, got {nth}")
+        chosen = list(ids)
+        rows = self.w_enc[:, chosen].double().T
+        bias = self.b_enc[chosen].double()
+        if self.apply_b_dec_to_input:
+            bias = bias - rows @ self.b_dec.double()
+        if self.centered:
+            # ⟨x − mean(x), row⟩ = ⟨x, row − mean(row)⟩
+            rows = rows - rows.mean(1, keepdim=True)
+        found = {"encoder": rows, "decoder": self.w_dec[chosen], "bias": bias.tolist()}
+        if self.threshold is not None:
+            # The ReLU before the threshold makes a negative threshold equivalent to 0.
+            found["threshold"] = self.threshold[chosen].clamp(min=0).tolist()
+        return found
 
     def folded(self) -> tuple[Tensor, Tensor]:
         """Return what is added to x W_enc, with b_dec folded in, and what an activation must
@@ -227,25 +301,19 @@ class SAE:
         threshold = torch.zeros_like(self.b_enc) if self.threshold is None else self.threshold
         return bias.float(), threshold.clamp(min=0)
 
-    def _check_edits(self) -> None:
+    def _check_edits(self, mode: str) -> None:
         why = ""
         if self.is_transcoder:
             why = "a transcoder's features are decoded to another vector than they are read from"
-        elif self.top_k:
-            why = "which features of a TopK SAE are active depends on all of them"
+        elif self.top_k and mode != "add":
+            why = (
+                "which features of a TopK SAE are active depends on all of them; the mode "
+                '"add" does not depend on it'
+            )
         elif self.normalize != "none":
             why = f"its input is normalised ({self.normalize})"
         if why:
             raise SpecError("", f"a feature cannot be changed by itself: {why}")
-
-    def _encoder(self, index: int) -> tuple[Tensor, float]:
-        """Return a feature's encoder row, float64 [width], and its bias with b_dec folded in."""
-        row = self.w_enc[:, index].double()
-        bias = float(self.b_enc[index])
-        if self.apply_b_dec_to_input:
-            bias -= float(row @ self.b_dec.double())
-        # ⟨x − mean(x), row⟩ = ⟨x, row − mean(row)⟩
-        return (row - row.mean() if self.centered else row), bias
 
 
 def _like(given: Any, found: Tensor) -> Any:

@@ -216,7 +216,7 @@ class Operation(ABC):
         Args:
             last: whether the position "last" is allowed.
         """
-        named = bool(self._named())
+        named = bool(self.names())
         layers, sites = read_taps(layer, site, "layer", "site")
         left = [name for name, value in (("layer", layers), ("site", sites)) if value is None]
         if "layer" in left and not named:
