@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class Cell(NamedTuple):
+class LensCell(NamedTuple):
     """A cell: its text, and the probability by which notebooks colour it, 0 to 1."""
 
     text: str
@@ -26,7 +26,7 @@ class LensTable:
     """
 
     headings: Sequence[str]
-    lines: Sequence[Sequence[Cell]]
+    lines: Sequence[Sequence[LensCell]]
     column_title: str = ""
 
     def __str__(self) -> str:
@@ -53,10 +53,10 @@ class LensTable:
         return picture._repr_html_()
 
 
-def token_cell(show: Callable[[int], str], token: int, logprob: float) -> Cell:
+def token_cell(show: Callable[[int], str], token: int, logprob: float) -> LensCell:
     """Return the cell of a token with its probability."""
     probability = math.exp(logprob)
-    return Cell(f"{show(token)} {100 * probability:.0f}%", probability)
+    return LensCell(f"{show(token)} {100 * probability:.0f}%", probability)
 
 
 def shown_by(tokenizer: Any) -> Callable[[int], str]:
