@@ -28,6 +28,7 @@ PAGES = [
     "docs/lens.md",
     "docs/operations.md",
     "docs/patching.md",
+    "docs/pictures.md",
     "docs/selecting.md",
     "docs/sinks.md",
     "docs/steering.md",
