@@ -107,7 +107,7 @@ class Attribution:
             )
         # The twin's shape, so that the grid is that of the estimates whatever the engine taps.
         context = SweepContext(self.shape, llm.vectors.lookup)
-        job = SweepJob(self.request, context, self.prompt, SweepPrompt(self.source, ()), has_logits)
+        job = SweepJob(self.request, context, self.prompt, SweepPrompt(self.source, ()))
         effects = np.abs(self.effects)
         cells = sorted(job.grid.cells, key=lambda cell: -effects[cell.index])[:count]
         for cell in cells:

@@ -153,13 +153,7 @@ class SAE:
         """
         import torch
 
-        h = torch.as_tensor(x).to(self.w_enc)
-        if self.centered or self.normalize == "layer_norm":
-            h = h - h.mean(-1, keepdim=True)
-        if self.normalize == "constant_norm_rescale":
-            h = h * (self.width**0.5 / h.norm(dim=-1, keepdim=True))
-        elif self.normalize == "layer_norm":
-            h = h / (h.std(-1, keepdim=True) + _EPSILON)
+        h = _normalized(self, torch.as_tensor(x).to(self.w_enc))
         if self.apply_b_dec_to_input:
             h = h - self.b_dec
         found = torch.relu(h @ self.w_enc + self.b_enc)
@@ -293,6 +287,17 @@ class SAE:
             bias = bias - self.b_dec.double() @ self.w_enc.double()
         threshold = torch.zeros_like(self.b_enc) if self.threshold is None else self.threshold
         return bias.float(), threshold.clamp(min=0)
+
+
+def _normalized(sae: SAE, h: Tensor) -> Tensor:
+    """Return vectors as the encoder takes them, before b_dec is subtracted."""
+    if sae.centered or sae.normalize == "layer_norm":
+        h = h - h.mean(-1, keepdim=True)
+    if sae.normalize == "constant_norm_rescale":
+        h = h * (sae.width**0.5 / h.norm(dim=-1, keepdim=True))
+    elif sae.normalize == "layer_norm":
+        h = h / (h.std(-1, keepdim=True) + _EPSILON)
+    return h
 
 
 def _check_edits(sae: SAE, mode: str) -> None:
