@@ -192,6 +192,14 @@ ATTENTION = (
         f"{_LENS}test_steering_with_a_token_adds_the_direction_of_its_lens",
     ),
     Fault(
+        "Each rank adds the bias of a score to its part",
+        "runtime/protocol/rank_parts.py",
+        "a=0.0 if step.op is Op.PROBE and part else step.a,",
+        "a=step.a,",
+        "tests/unit/runtime/protocol/test_rank_parts.py"
+        "::test_the_parts_of_a_score_add_up_to_it_with_its_bias",
+    ),
+    Fault(
         "A lens is overwritten while requests use it",
         "runtime/frontend/weight_memory.py",
         "        if name in self._registered and self._memory.in_use",

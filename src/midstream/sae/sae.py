@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _EPSILON = 1e-5
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SAE:
     """A sparse autoencoder: a = act((x − b_dec?) W_enc + b_enc), x̂ = a W_dec + b_dec.
 
@@ -61,11 +61,11 @@ class SAE:
         is_transcoder: whether what it reconstructs is another vector than it reads.
     """
 
-    w_enc: Tensor = field(repr=False)
-    b_enc: Tensor = field(repr=False)
-    w_dec: Tensor = field(repr=False)
-    b_dec: Tensor = field(repr=False)
-    threshold: Tensor | None = field(repr=False)
+    w_enc: Tensor
+    b_enc: Tensor
+    w_dec: Tensor
+    b_dec: Tensor
+    threshold: Tensor | None
     apply_b_dec_to_input: bool
     centered: bool = False
     hook_name: str | None = None
@@ -124,6 +124,13 @@ class SAE:
             SpecError: it is none, or is unsupported.
         """
         return SAE(**sae_of(sae, input_scale))
+
+    def __repr__(self) -> str:
+        kind = "ReLU" if self.threshold is None else "JumpReLU"
+        kind = f"TopK({self.top_k})" if self.top_k else kind
+        word = "transcoder" if self.is_transcoder else "SAE"
+        where = f" of {self.hook_name}" if self.hook_name else ""
+        return f"<{kind} {word}{where}: {self.num_features} features, width {self.width}>"
 
     @property
     def width(self) -> int:

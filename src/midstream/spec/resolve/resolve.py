@@ -175,7 +175,10 @@ class _Resolver:
         if capture.reduce:
             length = self._prompt.length
             return resolve_reduced(capture.reduce, source, taps, where, length, self._shape)
-        return [ResolvedCapture(taps, where, source)]
+        if capture.max_rows is None:
+            return [ResolvedCapture(taps, where, source)]
+        with at("max_rows"):
+            return [ResolvedCapture(taps, where.first(capture.max_rows), source, selected=where)]
 
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
         if probe.attention is not None:

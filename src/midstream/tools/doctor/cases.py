@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from midstream import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Probe, Replace, Scale, Steer
+from midstream.attribution.hooked.end_hooks import COMPARED
 from midstream.sites import ENDS, IN_LAYERS, INNER, OUTER, Tap
 from midstream.tools.doctor import formulas
-from midstream.tools.doctor.end_reference import COMPARED
 from midstream.tools.doctor.reference import Reference
 
 PROMPT_LENGTHS = (3, 13, 37)
