@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from midstream.attribution.check import AttributionCheck, compare, measure
+from midstream.attribution.check import AttributionCheck, check_same_model, compare, measure
 from midstream.errors import SpecError
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.resolve.tap_lookup import check_tapped
@@ -91,6 +91,7 @@ class Attribution:
             count = read_int(top)
             if count < 1:
                 raise SpecError("", f"expected at least 1 cell, got {count}")
+        check_same_model(llm, self.shape)
         metric, taps = self.request.metric, llm.info.shape.taps
         if not isinstance(metric, Metric):
             raise SpecError(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.attribution.attribution import Attribution
+from midstream.attribution.check import check_same_model
 from midstream.attribution.gradient_pass import gradient_pass, plain_pass
 from midstream.attribution.logit_functions import logit_function, read_with_ids
 from midstream.attribution.twin import Twin
@@ -78,6 +79,8 @@ def attribution_patching(
     """
     if not isinstance(twin, Twin):
         twin, llm = Twin(twin), twin if llm is None else llm
+    if llm is not None:
+        check_same_model(llm, twin.shape)
     with at("clean"):
         clean_ids = twin.prompts.ids(clean)
     with at("corrupt"):
