@@ -29,7 +29,7 @@ from midstream.runtime.vllm.seam_functions import TEMPLATE_ARGUMENTS
 from midstream.spec.captured_rows import OpenRows
 from midstream.spec.shape import ModelShape
 from midstream.sweep import Metric, Sweep, SweepRequest
-from midstream.sweep.cells import Cell
+from midstream.sweep.cells import SweepCell
 from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
 from midstream.sweep.source import PromptSource
 from midstream.validation import at
@@ -39,7 +39,7 @@ _LOGIT_BYTES = 256 << 20
 _NOTHING = CallArguments()
 
 # Called with each cell and its value, as soon as it is known.
-OnCell = Callable[[Cell, float], object]
+OnCell = Callable[[SweepCell, float], object]
 
 
 @dataclass(frozen=True)

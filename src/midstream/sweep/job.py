@@ -23,8 +23,8 @@ from midstream.spec.named_lookup import Lookup, pick, vectors_of
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.shape import ModelShape
 from midstream.sweep.alignment import align_positions
-from midstream.sweep.cells import Cell, Grid, plan_grid
-from midstream.sweep.edits import Rows, check_rows, check_sizes, edits_of
+from midstream.sweep.cells import Grid, SweepCell, plan_grid
+from midstream.sweep.edits import PatchRows, check_rows, check_sizes, edits_of
 from midstream.sweep.metrics import Metric, NextToken, Recovered
 from midstream.sweep.request import SweepRequest
 from midstream.sweep.result import Sweep, SweepReceipts
@@ -79,7 +79,7 @@ class SweepRun:
 
     token_ids: tuple[int, ...]
     plan: Plan | None
-    cell: Cell | None = None
+    cell: SweepCell | None = None
     is_source: bool = False
 
 
@@ -123,7 +123,7 @@ class SweepJob:
         self._prompt = prompt
         self._source = source
         self._aligned: Mapping[int, int] | None = None
-        self._rows: Rows | None = None
+        self._rows: PatchRows | None = None
         self.grid = self._plan(context)
         taps = frozenset(one.tap for one in self.grid.cells)
         check_sizes(request, taps, context.shape)
@@ -267,7 +267,7 @@ class SweepJob:
         places: Mapping[Tap, Mapping[int, int]] | None,
     ) -> None:
         check_rows(rows, self._shape)
-        self._rows = Rows(rows, places, self._aligned or {})
+        self._rows = PatchRows(rows, places, self._aligned or {})
 
     def _capture(self) -> list[Capture]:
         """Return the captures of the source prompt: the rows of all cells."""
@@ -290,7 +290,7 @@ class SweepJob:
             rows[tap] = np.array(to_numpy(each.reshape(len(each), -1)), np.float32)
             found = activations.positions_of(*tap).tolist()
             places[tap] = {position: row for row, position in enumerate(found)}
-        self._rows = Rows(rows, places, self._aligned or {})
+        self._rows = PatchRows(rows, places, self._aligned or {})
 
     def _plan_of(self, edits: list[Any], captures: list[Capture] | None = None) -> Plan | None:
         found = list(captures or ())
