@@ -267,6 +267,7 @@ def test_more_rows_than_a_step_has_room_for_are_refused(served: Served) -> None:
 
 def test_an_sae_of_the_settings_that_is_none_is_refused(tiny_models: Path) -> None:
     path = tiny.make("llama-bias", tiny_models, tiny.MODELS["llama"])
-    settings = {"saes": {"a": "no/such/folder"}}
-    with pytest.raises(ConfigError, match=r"saes\.a: there is no file or folder 'no/such/folder'"):
-        engine(path, midstream=settings).__enter__()
+    for name in ("saes", "lenses"):
+        wrong = rf"{name}\.a: there is no file or folder 'no/such/folder'"
+        with pytest.raises(ConfigError, match=wrong):
+            engine(path, midstream={name: {"a": "no/such/folder"}}).__enter__()

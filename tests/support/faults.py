@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from support.fault import Fault
 from support.faults_attention import ATTENTION
+from support.faults_fit import FIT
 from support.faults_kept import KEPT
 from support.faults_sweep import SWEEPS
+from support.faults_viz import VIZ
 
 ENGINE = "tests/engine/"
 SYSTEM = "tests/system/"
@@ -488,4 +490,6 @@ FAULTS: tuple[Fault, ...] = (
     *KEPT,
     *SWEEPS,
     *ATTENTION,
+    *FIT,
+    *VIZ,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from midstream.runtime.frontend.engine_info import describe
 from midstream.runtime.frontend.input_session import InputSession, check_session
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.intake import Intake
+from midstream.runtime.frontend.request.token_directions import DirectionKey
 from midstream.runtime.frontend.results.async_completion import AsyncCompletion
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.partial_rows import PartialRows
@@ -50,9 +51,8 @@ class AsyncFrontEnd(BaseFrontEnd):
 
         Args:
             answers: per replica, its workers' descriptions.
-            engine: gives the settings, the tokenizer and the renderer, and aborts requests. A
-                reference that does not keep the engine alive: the client's tasks keep this front
-                end alive.
+            engine: vLLM's AsyncLLM, by a reference that does not keep it alive: the client's tasks
+                keep this front end alive.
             client: the engine's client of its engine core, or of several.
         """
         super().__init__(describe(answers), engine, deltas=True, busy=lambda: busy(client))
@@ -70,6 +70,10 @@ class AsyncFrontEnd(BaseFrontEnd):
             self.info, self._config, self.info.shape, self.sinks, self._streamer,
             client.abort_requests_async, self._end, self._collected,
         )  # fmt: skip
+
+    async def find_directions(self, keys: Mapping[DirectionKey, str]) -> None:
+        """Ask the workers for directions of tokens; see `DirectionCache.reading`."""
+        await self._replicas[0].batcher.carry_out(self.directions.reading(keys))
 
     def begin(self, plan: CallPlan, session: InputSession | None) -> GenerateCall:
         """Begin a call, whose request is to be admitted with this very plan; pair with `leave`.
@@ -197,8 +201,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         """Send a request that waited for capacity."""
         [failure] = await asyncio.gather(deliver(request), return_exceptions=True)
         if failure is not None:
-            # `complete` raises it for the reader of the call's outputs.
-            call.failure = failure
+            call.failure = failure  # raised by `complete` for the reader of the call's outputs
             await self._engine.abort(call.ids, internal=True)
 
     def leave(self, call: GenerateCall) -> None:
@@ -248,8 +251,7 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     def spans_of(self, request_id: str) -> list[DelayedSpan] | None:
         """Return the list for the span of a request, by vLLM's id; None: it has no plan."""
-        calls = self._admitted.values()
-        return next((call.spans for call in calls if request_id in call.ids), None)
+        return next((one.spans for one in self._admitted.values() if request_id in one.ids), None)
 
     async def usage(self, timeout: float | None = None) -> dict[str, Any]:
         """Return what is in use, here and on the workers, and the totals of ended requests."""
@@ -276,8 +278,7 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     def has_calls(self) -> bool:
         """Return whether a call with a plan has not ended. May be called from any thread."""
-        calls = list(self._calls.values())
-        return any(call.plan is not None or call.admitted is not None for call in calls)
+        return any(one.plan or one.admitted is not None for one in list(self._calls.values()))
 
     def close(self) -> None:
         """Cancel all work, except for what the sinks were given. May be called from any thread."""

@@ -114,8 +114,10 @@ class FrontEnd(BaseFrontEnd):
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
         self.weights.write = self._call
-        for message in self.saes.from_settings(engine.vllm_config):
-            self._call(message)
+        self.directions.carry_out = lambda exchange: carry_out(exchange, self._call)
+        for registry in (self.lenses, self.saes):
+            for message in registry.from_settings(engine.vllm_config):
+                self._call(message)
         self._reporter = ReceiptReporter(self._config)
         self._reports = True
         self._outputs = engine.output_processor
@@ -132,17 +134,14 @@ class FrontEnd(BaseFrontEnd):
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
         # Also a running request without a plan must have another id: its output would be taken for
         # that of this request.
-        if request.request_id in self._running or request.request_id in (
-            self._outputs.external_req_ids
-        ):
-            raise _taken(request.request_id)
+        name = request.request_id
+        if name in self._running or name in self._outputs.external_req_ids:
+            raise _taken(name)
         admitted = super().admit(request, plan)
         if admitted is not None:
-            self._running[request.request_id] = admitted
-            num_completions = request.sampling_params.n
-            partial = PartialRows.of(
-                admitted, request.request_id, num_completions, self.sinks, self.info.shape
-            )
+            self._running[name] = admitted
+            completions = request.sampling_params.n
+            partial = PartialRows.of(admitted, name, completions, self.sinks, self.info.shape)
             if partial is not None:
                 self._streamer.add(admitted.uid, partial)
         return admitted
