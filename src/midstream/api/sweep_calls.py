@@ -82,7 +82,8 @@ class OfflineSweeps:
             SpecError: an argument is malformed, or the model or a prompt lacks something.
             ReceiptError: results differ from their plan.
         """
-        from midstream.api.sweep import is_chat, prepare, run_offline
+        from midstream.api.sweep import prepare, run_offline
+        from midstream.runtime.frontend.request.prompt.tokenized import is_chat
 
         request = SweepRequest(
             source, metric, layers, sites, positions, exclude, groups, heads, align, alpha, mask,
