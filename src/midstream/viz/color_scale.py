@@ -1,0 +1,143 @@
+"""Numbers of pictures: how they are read, written, and turned into colours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.errors import SpecError
+from midstream.validation import at, kind, read_float32
+
+NUM_BINS = 41
+"""Colours of the diverging scale: bin 0 is the low end, 40 the high end, 20 the centre."""
+
+Floats = NDArray[np.float64]
+
+
+def read_numbers(values: Any, path: str, dims: int) -> Floats:
+    """Read nested lists, an array or a tensor of any float dtype as float64.
+
+    Raises:
+        SpecError: these are no numbers, or have another number of dimensions.
+    """
+    if hasattr(values, "detach"):  # a tensor, whose bfloat16 NumPy lacks
+        values = values.detach().float().cpu().numpy()
+    try:
+        found = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        wanted = "rows of numbers" if dims == 2 else "numbers"
+        raise SpecError(path, f"expected {wanted}: {error}") from None
+    if found.ndim != dims and found.size:
+        raise SpecError(path, f"expected {dims} dimensions, got shape {list(found.shape)}")
+    return found.reshape((0,) * dims) if not found.size and found.ndim != dims else found
+
+
+def read_texts(values: Any, path: str) -> list[str]:
+    """Read labels: strings or numbers.
+
+    Raises:
+        SpecError: one is neither.
+    """
+    if isinstance(values, str):
+        raise SpecError(path, "expected a list of labels, got one `str`")
+    found = []
+    for nth, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, (str, int, float, np.number)):
+            raise SpecError(f"{path}[{nth}]", f"expected a label, got {kind(value)}")
+        found.append(value if isinstance(value, str) else f"{value}")
+    return found
+
+
+def written(value: float, fmt: str) -> str:
+    """Return a number as text with a true minus; `–` for NaN.
+
+    Raises:
+        SpecError: `fmt` is no format of a float.
+    """
+    if math.isnan(value):
+        return "–"
+    try:
+        text = format(float(value), fmt)
+    except (TypeError, ValueError) as error:
+        raise SpecError("fmt", f"expected a format such as '.2f', got {fmt!r}: {error}") from None
+    is_zero = not text.strip("-+0.,% ")
+    return text.replace("-", "" if is_zero else "−")
+
+
+@dataclass(frozen=True, slots=True)
+class ColorScale:
+    """Maps numbers to bins of colours.
+
+    Attributes:
+        low, high: the numbers at the ends; those beyond have the colours of the ends.
+        center: the number with the neutral colour, halfway between the ends; None: the colours
+            rise from neutral at `low`.
+    """
+
+    low: float
+    high: float
+    center: float | None
+
+    @staticmethod
+    def of(values: Floats, center: float | None, limits: Any = None) -> ColorScale:
+        """Return the scale that has all finite values between its ends.
+
+        Args:
+            values: any shape.
+            center: see the class.
+            limits: the two ends instead; around a centre, the larger distance counts.
+
+        Raises:
+            SpecError: `center` or `limits` is no number, or not a pair that rises.
+        """
+        if center is not None:
+            with at("center"):
+                center = read_float32(center)
+        low, high = _ends(values) if limits is None else _read_limits(limits)
+        if center is None:
+            return ColorScale(low, high, None)
+        reach = max(abs(low - center), abs(high - center))
+        return ColorScale(center - reach, center + reach, center)
+
+    def bin(self, value: float) -> int | None:
+        """Return the bin of a number, 0 to 40; None for NaN."""
+        if math.isnan(value):
+            return None
+        span = self.high - self.low
+        share = (min(max(value, self.low), self.high) - self.low) / span if span > 0 else None
+        middle = NUM_BINS // 2
+        if self.center is None:
+            return middle + round((1.0 if share is None else share) * middle)
+        return round((0.5 if share is None else share) * (NUM_BINS - 1))
+
+    def style(self, value: float) -> str:
+        """Return the class of a number in the style sheet; empty for NaN."""
+        found = self.bin(value)
+        return "" if found is None else f"b{found}"
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """Every other bin of the scale, rising."""
+        return range(NUM_BINS // 2 if self.center is None else 0, NUM_BINS, 2)
+
+
+def _ends(values: Floats) -> tuple[float, float]:
+    finite = values[np.isfinite(values)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+def _read_limits(limits: Any) -> tuple[float, float]:
+    if not isinstance(limits, (tuple, list)) or len(limits) != 2:
+        raise SpecError("limits", f"expected a pair (low, high), got {limits!r}")
+    found = []
+    for nth, value in enumerate(limits):
+        with at(f"limits[{nth}]"):
+            found.append(read_float32(value))
+    if found[0] >= found[1]:
+        raise SpecError("limits", f"expected low < high, got {limits!r}")
+    return found[0], found[1]

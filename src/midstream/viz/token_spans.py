@@ -1,0 +1,85 @@
+"""One text with its tokens coloured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.viz.color_scale import ColorScale, read_numbers, written
+from midstream.viz.heatmaps import MOST_CELLS, legend
+from midstream.viz.markup import escape, tag, visible
+from midstream.viz.picture import Picture, figure, readout
+
+
+def tokens(
+    texts: Sequence[str],
+    values: Any,
+    *,
+    title: str = "",
+    center: float | None = 0.0,
+    unit: str = "",
+    fmt: str = ".2f",
+    limits: tuple[float, float] | None = None,
+    positions: Sequence[int] | None = None,
+) -> Picture:
+    """Draw one text whose tokens are coloured by a value each.
+
+    Args:
+        texts: the tokens as text, in order, spaces included.
+        values: one number for each: a list, an array or a tensor. NaN is a token without colour.
+        title: title of the picture.
+        center: the value with the neutral colour; None: the colours rise from the smallest value.
+        unit: unit of the values, written after them.
+        fmt: format of the values, as for `format`.
+        limits: the values at the ends of the colours; None: those of the data.
+        positions: positions of the tokens; None: 0, 1, ….
+
+    Raises:
+        SpecError: sizes that do not fit, texts that are none, or no numbers.
+    """
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise SpecError("texts", "expected a list of `str`, one for each token")
+    numbers = read_numbers(values, "values", 1)
+    places = list(range(len(texts))) if positions is None else [int(one) for one in positions]
+    for name, found in (("values", len(numbers)), ("positions", len(places))):
+        if found != len(texts):
+            raise SpecError(name, f"expected {len(texts)}, as `texts` has, got {found}")
+    if len(texts) > MOST_CELLS:
+        raise SpecError("texts", f"{len(texts)} tokens, and a picture has at most {MOST_CELLS}")
+    scale = ColorScale.of(numbers, center, limits)
+    suffix = f" {unit}" if unit else ""
+    spans, lines = [], []
+    for nth, (text, value) in enumerate(zip(texts, numbers.tolist(), strict=True)):
+        number = written(value, fmt) + suffix if value == value else "no value"
+        label = f"{visible(text)!r} at {places[nth]}: {number}"
+        spans.append(_span(text, label, scale.style(value), is_first=nth == 0))
+        lines.append(f"{places[nth]:>5}  {number:>10}  {visible(text)!r}")
+    box = tag(
+        "div",
+        "".join(spans),
+        "text",
+        role="listbox",
+        aria_label=title or "tokens",
+        aria_orientation="horizontal",
+        data_columns=len(texts) or 1,
+        data_lm_suppress_shortcuts="true",
+        dir="auto",
+    )
+    head = f"{title}\n" if title else ""
+    body = figure(title, box + readout("a token", legend(scale, fmt, unit)))
+    return Picture(title, body, head + "\n".join(lines))
+
+
+def _span(text: str, label: str, style: str, is_first: bool) -> str:
+    # Line breaks stay line breaks, after a sign that takes the colour.
+    shown = "\n".join(visible(part) if part.strip(" ") else part for part in text.split("\n"))
+    return tag(
+        "span",
+        escape(shown.replace("\n", "⏎\n")),
+        f"c {style}".strip(),
+        role="option",
+        title=label,
+        aria_label=label,
+        tabindex="0" if is_first else None,
+    )
