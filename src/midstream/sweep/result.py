@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError, SpecError
-from midstream.results.receipt import Receipt
 from midstream.sweep.charts import Panel, html_of, plot
 from midstream.sweep.metrics import Metric, Recovered, read_metric
+from midstream.sweep.receipts import SweepReceipts
 from midstream.validation import at, read_fields, read_json
 
 if TYPE_CHECKING:
@@ -27,49 +28,6 @@ _FIELDS = (
     "format", "values", "dims", "coords", "metric", "clean", "corrupt", "noise_floor", "tokens",
     "receipts", "cached_tokens", "prompt_tokens",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class SweepReceipts:
-    """The receipts of all runs of a sweep, and their sums.
-
-    Attributes:
-        every: one receipt for each run that had a plan, in the order of the runs.
-        prompt_tokens: number of prompt tokens of all runs.
-        cached_tokens: of these, the tokens that the prefix cache served.
-    """
-
-    every: tuple[Receipt, ...] = ()
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-    @property
-    def status(self) -> str:
-        """`ok`, or the worst status of a receipt: `partial` or `error`."""
-        found = {one.status for one in self.every}
-        return next((word for word in ("error", "partial") if word in found), "ok")
-
-    @property
-    def expected(self) -> int:
-        """Number of edits that were asked for, counted once for each token."""
-        return sum(one.edited.expected for one in self.every if one.edited is not None)
-
-    @property
-    def applied(self) -> int:
-        """Number of edits that the device counted."""
-        return sum(one.edited.applied for one in self.every if one.edited is not None)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """The problems of all receipts."""
-        return tuple(one.complaint for one in self.every if one.problems)
-
-    def __len__(self) -> int:
-        return len(self.every)
-
-    def __str__(self) -> str:
-        cached = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from the prefix cache"
-        return f"{len(self)} runs: {self.status}; {self.applied} of {self.expected} edits; {cached}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +130,11 @@ class Sweep:
             "dims": list(self.dims),
             "coords": {name: list(self.coords[name]) for name in self.dims},
             "metric": self._metric_json(),
-            "clean": self.clean,
-            "corrupt": self.corrupt,
-            "noise_floor": None if np.isnan(self.noise_floor) else self.noise_floor,
+            "clean": None if self.clean is None else number_to_json(self.clean),
+            "corrupt": number_to_json(self.corrupt),
+            "noise_floor": number_to_json(self.noise_floor),
             "tokens": list(self.tokens),
-            "receipts": [one.to_dict() for one in self.receipts.every],
+            "receipts": self.receipts.to_json(),
             "prompt_tokens": self.receipts.prompt_tokens,
             "cached_tokens": self.receipts.cached_tokens,
         }
@@ -195,7 +153,6 @@ class Sweep:
         is_function = isinstance(metric, Mapping) and set(metric) == {"function"}
         with at("metric"):
             found = str(metric["function"]) if is_function else read_metric(metric)
-        noise = given["noise_floor"]
         try:
             values = np.array(given["values"], dtype=np.float64)  # null becomes nan
             return Sweep(
@@ -203,14 +160,12 @@ class Sweep:
                 tuple(given["dims"]),
                 {name: list(given["coords"][name]) for name in given["dims"]},
                 found,
-                float(given["corrupt"]),
+                _number(given["corrupt"]),
                 None if given["clean"] is None else float(given["clean"]),
-                float("nan") if noise is None else float(noise),
+                _number(given["noise_floor"]),
                 tuple(given["tokens"]),
-                SweepReceipts(
-                    tuple(Receipt.from_dict(one) for one in given["receipts"]),
-                    int(given["prompt_tokens"]),
-                    int(given["cached_tokens"]),
+                SweepReceipts.from_json(
+                    given["receipts"], int(given["prompt_tokens"]), int(given["cached_tokens"])
                 ),
             )
         except SpecError:
@@ -306,8 +261,19 @@ def show_metric(metric: Metric) -> str:
     return f"{type(metric).__name__}({', '.join(map(repr, metric.tokens))})"
 
 
+def number_to_json(value: float) -> float | str | None:
+    """Return a number as JSON: nan is null, and infinities have JavaScript's names."""
+    if math.isnan(value):
+        return None
+    return value if math.isfinite(value) else f"{'-' if value < 0 else ''}Infinity"
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
 def _lists(values: NDArray[np.float32]) -> Any:
     """Return nested lists, with None for nan."""
     if values.ndim == 0:
-        return None if np.isnan(values) else float(values)
+        return number_to_json(float(values))
     return [_lists(one) for one in values]
