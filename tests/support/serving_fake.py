@@ -76,6 +76,7 @@ class FakeEngine(FakeSweeps):
     Attributes:
         calls: (prompt, params, request id) of every call.
         states: the calls under way, by request id; True: one has an output.
+        log: "call" or "output" and the request id, in this order.
         seats: how many calls run at the same time; others wait in the order in which they came.
         script: gives a call's outputs in place of those that a plan asks for.
         parameters: the model's, by name.
@@ -99,6 +100,7 @@ class FakeEngine(FakeSweeps):
         self.intake = Intake()
         self.calls: list[tuple[Any, Params, str]] = []
         self.states: dict[str, bool] = {}
+        self.log: list[tuple[str, str]] = []
         self.seats = 64
         self._seats = asyncio.Semaphore(self.seats)
         self.parameters: dict[str, torch.Tensor] = {}
@@ -134,6 +136,7 @@ class FakeEngine(FakeSweeps):
         self, prompt: str, params: Params, request_id: str
     ) -> AsyncGenerator[Any, None]:
         self.calls.append((prompt, params, request_id))
+        self.log.append(("call", request_id))
         own = f"{request_id}-{len(self.calls)}"
         self.states[own] = False
         try:
@@ -144,6 +147,7 @@ class FakeEngine(FakeSweeps):
                     if isinstance(output, Exception):
                         raise output
                     self.states[own] = True
+                    self.log.append(("output", request_id))
                     yield output
         finally:
             del self.states[own]

@@ -61,7 +61,8 @@ class FakeSweeps:
         self, prompt: Any, request: Any, template: Mapping[str, Any], **given: Any
     ) -> Any:
         self.template = template
-        metric = request.metric.with_ids(_id)
+        with at("metric"):
+            metric = request.metric.with_ids(_id)
         source = request.source
         other = None
         if isinstance(source, PromptSource):
@@ -80,7 +81,9 @@ class FakeSweeps:
         async def output_of(run: SweepRun) -> Any:
             name = f"{RUN_ID}{uuid.uuid4().hex}"
             params = FakeParams({"midstream": run.plan})
-            outputs = self.generate("".join(map(chr, run.token_ids)), params, name)
+            # As the engine does it: past the `generate` that a server replaces.
+            prompt = "".join(map(chr, run.token_ids))
+            outputs = type(self).generate(self, prompt, params, name)
             last = [output async for output in outputs][-1]
             return _output(last, run)
 

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.spec.argument_names import one_spelling
 from midstream.sweep import SweepRequest
+from midstream.sweep.request import OPTIONS
 from midstream.sweep.source import PromptSource
-from midstream.validation import at, kind
+from midstream.validation import at, hint, kind, listed
 
 # Arguments of the chat template. A template itself is not a client's to give.
 _TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+_REQUIRED = ("prompt", "source", "metric")
+_KNOWN = (*_REQUIRED, *OPTIONS, "model", "stream", *_TEMPLATE)
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,17 @@ def read_sweep(value: object) -> SweepBody:
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected an object of a sweep's arguments, got {kind(value)}")
-    given = dict(value)
+    given = one_spelling(value, _KNOWN)
+    for name in given:
+        if name not in _KNOWN:
+            raise SpecError(name, f"unknown field{hint(name, _KNOWN)}; known: {listed(_KNOWN)}")
+    for name in _REQUIRED:
+        if name not in given:
+            raise SpecError(name, "missing")
     model, stream = given.pop("model", None), given.pop("stream", True)
     if model is not None and not isinstance(model, str):
         raise SpecError("model", f"expected the name of a model, got {kind(model)}")
     _check_flag("stream", stream)
-    if "prompt" not in given:
-        raise SpecError("prompt", "missing: the prompt that is patched")
     prompt = given.pop("prompt")
     template = {name: given.pop(name) for name in _TEMPLATE if name in given}
     for name, each in template.items():

@@ -12,8 +12,8 @@ from support.serving_fake import Params, make, scope_of, serving
 
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import middleware
-from midstream.server.http_request import CURRENT
 from midstream.server.body_values import MAX_VALUES
+from midstream.server.http_request import CURRENT
 from midstream.server.middleware import Middleware
 from midstream.spec import Capture, Plan
 

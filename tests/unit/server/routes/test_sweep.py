@@ -16,7 +16,8 @@ from midstream.errors import BusyError, SpecError
 from midstream.http.sse import DONE, Events
 from midstream.results.serialization import pack
 from midstream.server import sweep_pace
-from midstream.sweep import Sweep
+from midstream.sweep import LogProb, Sweep, SweepRequest
+from midstream.sweep.source import RowsSource
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/midstream/sweep"
@@ -29,12 +30,12 @@ BODY = {
 }
 
 
-def expected(layers=4, length=4):
+def expected():
     return np.array(
         [
             [
-                [logprob_of(A, layer, place) - logprob_of(B, layer, place) for place in range(length)]
-                for layer in range(layers)
+                [logprob_of(A, layer, place) - logprob_of(B, layer, place) for place in range(4)]
+                for layer in range(4)
             ]
         ],
         np.float32,
@@ -110,11 +111,8 @@ async def test_without_a_stream_the_answer_is_one_sweep():
 async def test_a_source_without_a_prompt_has_no_clean_run(source):
     async with serving() as (site, client):
         site.engine.vectors.register("v", [1.0, 2.0, 2.0])
-        body = {**BODY, "source": source, "layers": 1, "groups": {"both": [0, 2]}}
-        body |= {"metric": {"logprob": A}}
-        del body["metric"]
-        body["metric"] = {"logprob": A}
-        answer = await client.post(PATH, json={**body, "groups": {"second": [1]}})
+        body = {**BODY, "source": source, "layers": 1, "groups": {"second": [1]}}
+        answer = await client.post(PATH, json={**body, "metric": {"logprob": A}})
     events = events_of(answer.content)
     assert events[0][1]["clean"] is None
     assert events[0][1]["coords"]["position"] == ["second"]
@@ -125,17 +123,31 @@ async def test_the_source_may_be_rows_of_an_earlier_request_of_the_same_client()
     async with serving(has_key=True) as (site, client):
         data = pack(rows((1, 2), 4), 3, torch.float32)
         owner = {"authorization": "Bearer mine"}
-        mine = site.server.client_of({"headers": [(b"authorization", b"Bearer mine")], "type": "http"})
+        mine = site.server.client_of(
+            {"headers": [(b"authorization", b"Bearer mine")], "type": "http"}
+        )
         held = site.server.captures.store(data, mine, "r", {"codec": "raw"})
         body = {**BODY, "source": {"captured": held.id}, "metric": {"logprob": "x"}}
         answer = await client.post(PATH, json=body, headers=owner)
+        found = [value["index"] for name, value in events_of(answer.content) if name == "cell"]
         # Layers 0 and 3 have no rows: no cell is made of them.
-        assert {value["index"][1] for name, value in events_of(answer.content) if name == "cell"} == {
-            1, 2,
-        }  # fmt: skip
+        assert {layer for _, layer, _ in found} == {1, 2}
         other = {"authorization": "Bearer other"}
         error = await refused(client.post(PATH, json=body, headers=other), 400, "there are no rows")
         assert error["param"] == "source.captured"
+
+
+async def test_rows_by_value_keep_their_positions_and_the_prompt_that_they_are_of():
+    request = SweepRequest(
+        RowsSource({("resid_post", 2): np.ones((2, 3), np.float32)},
+                   {("resid_post", 2): (1, 3)}, 4, tuple(map(ord, "efgh"))),
+        LogProb("x"), sites="resid_post",
+    )  # fmt: skip
+    async with serving() as (_, client):
+        answer = await client.post(PATH, json={"prompt": "abcd", **request.to_dict()})
+    (_, start), *cells, _, _ = events_of(answer.content)
+    assert start["clean"] == unpatched(A, tuple(map(ord, "efgh")))
+    assert sorted(value["index"] for _, value in cells) == [[0, 2, 1], [0, 2, 3]]
 
 
 async def test_a_chat_is_text_and_gets_the_servers_template():
@@ -176,14 +188,14 @@ async def test_a_model_is_the_served_one_or_an_adapter():
         ({"prompt": ...}, "prompt"),
         ({"source": ...}, "source"),
         ({"source": {"captured": "no"}}, "source.captured"),
-        ({"source": {"name": "no"}}, "source.name"),
+        ({"source": {"name": "no"}}, "source"),
         ({"source": 3}, "source"),
         ({"metric": ...}, "metric"),
         ({"metric": "len"}, "metric"),
         ({"metric": {"function": "os.system"}}, "metric"),
         ({"metric": {"logit_diff": ["x", "xx"]}}, "metric.logit_diff[1]"),
         ({"metric": {"logit_diff": ["x", "x"]}}, "metric.logit_diff[1]"),
-        ({"layers": 9}, "layers[0]"),
+        ({"layers": 9}, "layers"),
         ({"sites": "resid_pre"}, "sites"),
         ({"sites": "final_norm"}, "sites"),
         ({"positions": [7]}, "positions"),
@@ -199,7 +211,7 @@ async def test_a_model_is_the_served_one_or_an_adapter():
         ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
         ({"add_generation_prompt": 1}, "add_generation_prompt"),
         ({"midstream": {}}, "midstream"),
-        ({"layer": [1]}, "layer"),
+        ({"layerz": [1]}, "layerz"),
     ],
 )
 async def test_what_is_malformed_is_refused_with_its_place_before_any_run(change, param):
@@ -209,14 +221,16 @@ async def test_what_is_malformed_is_refused_with_its_place_before_any_run(change
         for stream in (True, False):
             given = body if "stream" in change else {**body, "stream": stream}
             error = await refused(client.post(PATH, json=given), 400)
-            assert (error["param"] or "").startswith(param)
+            assert error["param"].startswith(param)
         assert site.engine.calls == []
         assert site.server.sweeps.sweeps == 0
 
 
 async def test_bodies_are_limited_and_read_strictly():
     async with serving(max_body_bytes=1000, sweep_cells=15) as (site, client):
-        error = await refused(client.post(PATH, json=BODY), 400, "16 cells, more than the limit of 15")
+        error = await refused(
+            client.post(PATH, json=BODY), 400, "16 cells, more than the limit of 15"
+        )
         assert error["param"] is None
         await refused(client.post(PATH, json={**BODY, "prompt": "a" * 1000}), 413)
         asked = {"content": json.dumps(BODY)}
@@ -365,9 +379,9 @@ async def test_a_client_that_reads_nothing_loses_its_sweep():
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive():
-            if messages:
-                return messages.pop()
-            await asyncio.sleep(60)
+            if not messages:
+                await asyncio.sleep(60)
+            return messages.pop()
 
         async def send(message):
             await asyncio.sleep(60)
@@ -384,9 +398,9 @@ async def test_a_server_that_stops_ends_the_stream_with_503():
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive():
-            if messages:
-                return messages.pop()
-            await asyncio.sleep(60)
+            if not messages:
+                await asyncio.sleep(60)
+            return messages.pop()
 
         async def send(message):
             sent.append(message)
@@ -411,48 +425,42 @@ async def test_a_server_that_stops_ends_the_stream_with_503():
 # ------------------------------------------------------------------ ordinary requests go first
 
 
-async def calls_before_first_token(client, site, body):
+async def before_first_token(client, site, body):
     """How many runs of a sweep start between an ordinary request and its first token, and how many
-    outputs of them the engine makes until it has a seat.
+    outputs of runs the engine makes in that time.
     """
-    sweep = asyncio.ensure_future(client.post(PATH, json=body))
-    await until(lambda: len(cells(site.engine)) and len(site.engine.calls) > 8)
-    before = len(site.engine.calls)
-    seen = []
-    pause = site.engine.pause
+    engine, ordinary = site.engine, []
+    engine.log.clear()
 
-    async def noted():
-        await pause()
-        states = site.engine.states
-        if not any(states[name] for name in states if name.startswith("cmpl")):
-            seen.append(1)
+    async def pause():
+        if not ordinary and len(engine.log) > 60:
+            ordinary.append(
+                asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "abc"}))
+            )
+        await asyncio.sleep(0.001)
 
-    site.engine.pause = noted
-    ordinary = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "abc"}))
-    await until(lambda: any(name.startswith("cmpl") for name in site.engine.states))
-    ours = next(name for name in site.engine.states if name.startswith("cmpl"))
-    await until(lambda: site.engine.states.get(ours, True))
-    started = sum(name.startswith(RUN_ID) for _, _, name in site.engine.calls[before:])
-    assert (await ordinary).status_code == 200
-    site.engine.pause = pause
-    assert (await sweep).status_code == 200
-    return started, len(seen)
+    engine.pause = pause
+    assert (await client.post(PATH, json=body)).status_code == 200
+    assert (await ordinary[0]).status_code == 200
+    begin, end = (engine.log.index((what, "cmpl-0")) for what in ("call", "output"))
+    between = [what for what, name in engine.log[begin:end] if name.startswith(RUN_ID)]
+    return between.count("call"), between.count("output")
 
 
-async def test_an_ordinary_request_has_its_first_token_before_any_further_cell_starts(monkeypatch):
-    long = {**BODY, "prompt": "a" * 60, "source": "b" * 60, "layers": [0, 1]}
+async def test_an_ordinary_request_has_its_first_token_before_any_further_run_starts(monkeypatch):
+    body = {**BODY, "prompt": "a" * 60, "source": "b" * 60, "layers": [0, 1]}
     async with serving() as (site, client):
         site.engine.limit_seats(8)
-        site.engine.pause = lambda: asyncio.sleep(0.002)
-        started, outputs = await calls_before_first_token(client, site, long)
+        started, outputs = await before_first_token(client, site, body)
         assert started == 0
-        # The engine has a seat for it at once: only the runs that were under way have outputs.
-        assert outputs <= 2 * 3
-        assert len(site.engine.calls) > 120
-        # Without the pace, the request waits behind the cells.
+        assert site.engine.log[-1][1].startswith(RUN_ID)  # the sweep went on afterwards
+        # There is a seat for it at once. In its first pause each run that is under way may have one
+        # output, and a second one after it.
+        assert outputs <= 2 * 2
+        # With as many runs as there are seats and more, it waits behind them.
         monkeypatch.setattr(sweep_pace.SweepPace, "_is_free", lambda *_: True)
         monkeypatch.setattr("midstream.server.sweep_run.runs_at_once", lambda *_: 64)
-        started, outputs = await calls_before_first_token(client, site, long)
+        started, outputs = await before_first_token(client, site, body)
         assert started > 0
         assert outputs > 40
 
