@@ -185,6 +185,7 @@ _EXTRA_OF = {
     "fastapi": "vllm",
     "jinja2": "vllm",
     "matplotlib": "inspect",
+    "pandas": "sweep",
     "prometheus_client": "vllm",
     "psutil": "vllm",
     "pyarrow": "arrow",
@@ -196,6 +197,7 @@ _EXTRA_OF = {
     "torch": "vllm",
     "transformers": "vllm",
     "vllm": "vllm",
+    "xarray": "sweep",
 }
 
 

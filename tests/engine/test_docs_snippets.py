@@ -25,6 +25,7 @@ PAGES = [
     "docs/guide.md",
     "docs/lens.md",
     "docs/operations.md",
+    "docs/patching.md",
     "docs/selecting.md",
     "docs/sinks.md",
     "docs/steering.md",

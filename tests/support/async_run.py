@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from midstream.testing import inspect
+from support import async_sweeps
 from support.async_lenses import stream_of_lenses
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 from support.output_results import logprobs, results, scores
@@ -409,6 +410,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await streams(llm, found)
         await aborts(llm, found)
         await waiting(llm, found)
+        found["sweep"] = await async_sweeps.sweep(llm)
         await server_wide(llm, found)
     finally:
         llm.shutdown()
@@ -428,6 +430,9 @@ def offline(model: Path, found: dict[str, Any]) -> None:
         found["offline"] = [
             {"generated": list(one.outputs[0].token_ids), **results(one)} for one in outputs
         ]
+        asked = (async_sweeps.PROMPT, async_sweeps.SOURCE, async_sweeps.METRIC)
+        swept = llm.sweep(*asked, use_tqdm=False, **async_sweeps.ASKED)
+        found["offline sweep"] = swept.to_json()
 
 
 def _listed(value: Any) -> Any:

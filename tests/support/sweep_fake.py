@@ -69,9 +69,7 @@ class FakeSweeps:
             other = _prompt("source", source.prompt)
         target = _prompt("prompt", prompt)
         context = SweepContext(self.info.shape, self.vectors.lookup, **given)
-        job = SweepJob(
-            request.with_metric(metric), context, target, other, False, shown=request.metric
-        )
+        job = SweepJob(request.with_metric(metric), context, target, other, request.metric)
         return SimpleNamespace(job=job)
 
     async def run_sweep(self, sweep: Any, vllm_args: Mapping[str, Any], **given: Any) -> Sweep:

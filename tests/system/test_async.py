@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.async_run import ALL_SITES, COUNT, KINDS, TAPPED, plan, prompt
@@ -258,3 +259,29 @@ def test_streamed_attention_comes_with_its_tokens_and_ends_whole(found):
             assert torch.equal(part, values[expected])
             assert torch.equal(named, keys[expected])
             came = expected.stop
+
+
+def test_a_sweep_is_what_the_offline_engine_gives(found):
+    from midstream import Sweep
+
+    mine, theirs = (
+        Sweep.from_json(one) for one in (found["sweep"]["sweep"], found["offline sweep"])
+    )
+    assert mine.coords == theirs.coords
+    assert np.ptp(theirs.values) > 0.1
+    assert np.abs(mine.values - theirs.values).max() < 1e-4
+    assert (mine.receipts.status, mine.receipts.expected) == ("ok", theirs.receipts.expected)
+
+
+def test_each_cell_of_a_sweep_is_told_as_it_comes(found):
+    from midstream import Sweep
+
+    mine = Sweep.from_json(found["sweep"]["sweep"])
+    cells = found["sweep"]["cells"]
+    assert len({index for index, _ in cells}) == len(cells) == mine.values.size
+    assert all(mine.values[index] == np.float32(value) for index, value in cells)
+
+
+def test_a_cancelled_sweep_leaves_nothing_and_one_without_alignment_is_refused(found):
+    assert found["sweep"]["cancelled"] == "CancelledError"
+    assert found["sweep"]["refused"] == "align"

@@ -19,6 +19,7 @@ COMMANDS = (
     "serve",
     "plan",
     "capture",
+    "sweep",
     "inspect",
     "export",
     "verify",

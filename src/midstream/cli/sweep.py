@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from midstream.cli.capture import ENVIRONMENT, read_layers
-from midstream.cli.output import print_json, read_json_option, read_numbers, read_positions, refusals
+from midstream.cli.output import (
+    print_json,
+    read_json_option,
+    read_numbers,
+    read_positions,
+    refusals,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,9 +67,7 @@ def sweep(
         str, typer.Option(help="Prompts of different lengths: suffix, prefix, or exact.")
     ] = "exact",
     alpha: Annotated[float, typer.Option(help="Share of the source in the patched vectors.")] = 1.0,
-    repeats: Annotated[
-        int, typer.Option(min=0, help="Unpatched runs, for the noise floor.")
-    ] = 3,
+    repeats: Annotated[int, typer.Option(min=0, help="Unpatched runs, for the noise floor.")] = 3,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt and the source are user messages.")
     ] = False,
@@ -174,14 +179,14 @@ def _of_engine(
     settings: Mapping[str, Any], prompt: Any, request: SweepRequest, terminal: IO[str]
 ) -> Sweep:
     """Return the sweep of a new engine, whose taps are the sites of the sweep."""
-    from tqdm import tqdm
-
     from midstream import LLM
     from midstream.sweep import Metric
 
     taps = list(request.sites)
     if isinstance(request.metric, Metric) and request.metric.reads_all:
         taps.append("final_norm")
+
+    tqdm: Any = import_module("tqdm").tqdm  # vLLM's own, which is quiet here
 
     def bar(*args: Any, **named: Any) -> Any:
         return tqdm(*args, **{**named, "file": terminal, "disable": False})
@@ -190,9 +195,7 @@ def _of_engine(
     return llm.sweep(prompt, **_arguments_of(request), use_tqdm=bar)
 
 
-def _of_server(
-    url: str, model: str, prompt: Any, request: SweepRequest, console: Console
-) -> Sweep:
+def _of_server(url: str, model: str, prompt: Any, request: SweepRequest, console: Console) -> Sweep:
     from rich.progress import Progress
 
     from midstream.client import Client

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError
+from midstream.viz.heatmaps import MOST_CELLS, heatmap
+from midstream.viz.picture import Picture
 
 # Panels that are shown; a sweep of many heads at many positions has more.
 MOST_PANELS = 12
@@ -35,17 +36,36 @@ class Panel:
     values: NDArray[np.float32]
 
 
-def html_of(panels: Sequence[Panel], title: str) -> str:
-    """Return the panels as HTML tables.
+def picture_of(panels: Sequence[Panel], title: str, center: float, most: float) -> Picture:
+    """Return the panels as one picture, with the same colours.
 
     Args:
-        panels: the panels.
+        panels: the panels; the first 12 are shown.
         title: what the values are.
+        center: the value with the neutral colour.
+        most: the largest difference from it.
     """
-    found = [_table(panel, title) for panel in panels[:MOST_PANELS]]
-    if len(panels) > MOST_PANELS:
-        found.append(f"<p>and {len(panels) - MOST_PANELS} more; see Sweep.values</p>")
-    return "".join(found)
+    limits = (center - most, center + most)
+    found = [
+        heatmap(
+            panel.values,
+            panel.rows,
+            panel.columns,
+            title=f"{title}, {panel.title}" if panel.title else title,
+            row_title=panel.row,
+            column_title=panel.column,
+            center=center,
+            limits=limits,
+        )
+        for panel in panels[:MOST_PANELS]
+        if panel.values.size <= MOST_CELLS
+    ]
+    left = len(panels) - len(found)
+    if left:
+        rest = f"{left} of {len(panels)} heatmaps are not shown; see Sweep.values"
+        found.append(Picture("", f"<p>{rest}</p>", rest))
+    body = "".join(one.body for one in found)
+    return Picture(title, body, "\n\n".join(one.text for one in found))
 
 
 def plot(panels: Sequence[Panel], title: str, center: float, most: float, **options: Any) -> Any:
@@ -85,17 +105,3 @@ def plot(panels: Sequence[Panel], title: str, center: float, most: float, **opti
         axis.set_yticks(range(len(panel.rows)), panel.rows)
     figure.colorbar(image, ax=list(axes.flat), label=title)
     return figure
-
-
-def _table(panel: Panel, title: str) -> str:
-    head = "".join(f"<th>{html.escape(one)}</th>" for one in panel.columns)
-    body = []
-    for label, each in zip(panel.rows, panel.values, strict=True):
-        cells = "".join(f"<td>{'' if np.isnan(one) else f'{one:.2f}'}</td>" for one in each)
-        body.append(f"<tr><th>{html.escape(label)}</th>{cells}</tr>")
-    caption = html.escape(f"{title}, {panel.title}" if panel.title else title)
-    corner = html.escape(f"{panel.row} \\ {panel.column}")
-    return (
-        f"<table><caption>{caption}</caption><tr><th>{corner}</th>{head}</tr>{''.join(body)}"
-        "</table>"
-    )

@@ -106,7 +106,6 @@ class SweepJob:
         context: SweepContext,
         prompt: SweepPrompt,
         source: SweepPrompt | None,
-        read_logits: bool,
         shown: Metric | None = None,
     ) -> None:
         """Plan it.
@@ -116,8 +115,6 @@ class SweepJob:
             context: the engine.
             prompt: the prompt that is patched.
             source: the source prompt; None: the source is no prompt.
-            read_logits: whether the logits of all tokens are read by a `Logits`; otherwise by the
-                sampling parameters of the runs.
             shown: the metric as it was given; None: that of the request.
 
         Raises:
@@ -128,7 +125,6 @@ class SweepJob:
         self._shape = context.shape
         self._prompt = prompt
         self._source = source
-        self._read_logits = read_logits
         self._aligned: Mapping[int, int] | None = None
         self._rows: Rows | None = None
         self.grid = self._plan(context)
@@ -306,7 +302,7 @@ class SweepJob:
 
     def _plan_of(self, edits: list[Any], captures: list[Capture] | None = None) -> Plan | None:
         found = list(captures or ())
-        if self._reads_all and self._read_logits:
+        if self._reads_all:
             found.append(Logits(tokens="all", positions="last_prompt"))
         return Plan.make(capture=found or None, edits=edits or None)
 
@@ -327,14 +323,9 @@ class SweepJob:
         metric = self.request.metric
         if not isinstance(metric, Metric):
             return NextToken()
-        if self._reads_all and self._read_logits:
+        if self._reads_all:
             return NextToken(every=np.array(to_numpy(output.logits.logprobs[0]), np.float32))
         (found, *_) = output.outputs[0].logprobs
-        if self._reads_all:
-            every = np.full(max(found) + 1, -np.inf, np.float32)
-            for token, one in found.items():
-                every[token] = one.logprob
-            return NextToken(every=every)
         return NextToken({int(token): found[token].logprob for token in metric.tokens})
 
     def _value(self, run: NextToken, output: Any) -> float:

@@ -158,9 +158,8 @@ class KL(Metric):
         assert reference.every is not None
         p = reference.every.astype(np.float64)
         q = run.every.astype(np.float64)
-        # A token of probability 0 in P contributes nothing.
-        terms = np.where(np.isneginf(p), 0.0, np.exp(p) * (p - q))
-        return float(terms.sum())
+        possible = ~np.isneginf(p)  # other tokens contribute nothing
+        return float((np.exp(p[possible]) * (p[possible] - q[possible])).sum())
 
     def emit(self) -> object:
         return "kl"

@@ -139,4 +139,5 @@ class SweepReceipts:
 
     def __str__(self) -> str:
         cached = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from the prefix cache"
-        return f"{len(self)} runs: {self.status}; {self.applied} of {self.expected} edits; {cached}"
+        edits = f"{self.applied + self.cached} of {self.expected} edits"
+        return f"{len(self)} runs: {self.status}; {edits}; {cached}"

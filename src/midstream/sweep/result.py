@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError, SpecError
-from midstream.sweep.charts import Panel, html_of, plot
+from midstream.sweep.charts import Panel, picture_of, plot
 from midstream.sweep.metrics import Metric, Recovered, read_metric
 from midstream.sweep.receipts import SweepReceipts
 from midstream.validation import at, read_fields, read_json
+from midstream.viz.picture import Picture
 
 if TYPE_CHECKING:
     import pandas
@@ -110,8 +111,15 @@ class Sweep:
 
         return pandas.DataFrame([self._cell(flat) for flat in range(self.values.size)])
 
+    def picture(self) -> Picture:
+        """Return heatmaps, one for each site and head: what a notebook shows. Its `save(path)`
+        writes a page.
+        """
+        found = picture_of(self.panels(), self.title, *self._scale())
+        return Picture(found.title, f"{found.body}<p>{escape(repr(self))}</p>", found.text)
+
     def plot(self, **options: Any) -> Any:
-        """Draw heatmaps, one for each site and head, and return matplotlib's figure.
+        """Draw the heatmaps of `picture` with matplotlib, and return the figure.
 
         Args:
             options: arguments of `matplotlib.pyplot.subplots`.
@@ -119,8 +127,7 @@ class Sweep:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        center, most = self._scale()
-        return plot(self.panels(), self.title, center, most, **options)
+        return plot(self.panels(), self.title, *self._scale(), **options)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, which `from_json` reads; nan is null."""
@@ -230,7 +237,7 @@ class Sweep:
         )
 
     def _repr_html_(self) -> str:
-        return html_of(self.panels(), self.title) + f"<p>{html.escape(repr(self))}</p>"
+        return self.picture()._repr_html_()
 
     @property
     def title(self) -> str:

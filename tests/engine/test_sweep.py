@@ -1,0 +1,371 @@
+"""Each cell of a sweep against a hook in transformers in float32, and what holds of any sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.engines import engine, greedy
+from support.patching import Patch, PatchOracle, put
+from torch import Tensor
+
+from midstream import (
+    KL,
+    Capture,
+    LogitDiff,
+    LogProb,
+    Named,
+    Recovered,
+    Replace,
+    SpecError,
+    Sweep,
+    Text,
+)
+
+SITES = ["resid_pre", "attn_out", "mlp_out", "z", "resid_post", "final_norm"]
+# 33, 33 and 34 tokens; the countries begin at token 14, and are of letters.
+CORRUPT = "The capital of Japan is the city of"
+CLEAN = "The capital of Italy is the city of"
+LONGER = "The capital of France is the city of"
+A, B = 70, 71
+TOLERANCE = 1e-4
+QUIET: dict[str, Any] = {"use_tqdm": False}
+
+
+@pytest.fixture(scope="module")
+def llm(talking_llama: Path) -> Iterator[Any]:
+    settings = {"max_num_batched_tokens": 512, "max_num_seqs": 32, "block_size": 32}
+    with engine(
+        talking_llama, **settings, enable_prefix_caching=True, midstream={"sites": SITES}
+    ) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def oracle(talking_llama: Path) -> PatchOracle:
+    return PatchOracle(talking_llama)
+
+
+def ids(llm: Any, text: str) -> list[int]:
+    return list(llm.get_tokenizer().encode(text))
+
+
+def difference(logprobs: Tensor) -> np.ndarray:
+    return (logprobs[:, A] - logprobs[:, B]).numpy()
+
+
+def expected(
+    oracle: PatchOracle, corrupt: list[int], clean: list[int], taps: Any, positions: Any
+) -> np.ndarray:
+    """LogitDiff(A, B) of each tap and position, patched from the same position."""
+    rows = oracle.rows(clean, taps)
+    cells = [
+        Patch(tap, put([place], rows[tap][[place]])) for tap, place in product(taps, positions)
+    ]
+    return difference(oracle.logprobs(corrupt, cells))
+
+
+def test_every_cell_is_what_a_hook_gives(llm: Any, oracle: PatchOracle) -> None:
+    sites, positions = ["resid_pre", "attn_out", "mlp_out", "z"], list(range(12, 33, 2))
+    found = llm.sweep(CORRUPT, CLEAN, LogitDiff(A, B), sites=sites, positions=positions, **QUIET)
+    corrupt, clean = ids(llm, CORRUPT), ids(llm, CLEAN)
+    taps = list(product(sites, range(3)))
+    wanted = expected(oracle, corrupt, clean, taps, positions)
+    assert found.dims == ("site", "layer", "position")
+    assert found.coords == {"site": sites, "layer": [0, 1, 2], "position": positions}
+    assert np.ptp(wanted) > 0.5, "the patches change nothing"
+    assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
+    assert found.corrupt == pytest.approx(difference(oracle.logprobs(corrupt))[0], abs=TOLERANCE)
+    assert found.clean == pytest.approx(difference(oracle.logprobs(clean))[0], abs=TOLERANCE)
+    assert found.noise_floor < TOLERANCE
+    assert found.receipts.status == "ok"
+    assert (
+        found.receipts.applied + found.receipts.cached
+        == found.receipts.expected
+        == found.values.size
+    )
+    assert found.tokens[:4] == ("f", "J", "p", "n")
+
+
+def test_all_positions_at_the_first_layer_recover_all_and_none_recover_nothing(llm: Any) -> None:
+    found = llm.sweep(
+        CORRUPT,
+        CLEAN,
+        Recovered(LogitDiff(A, B)),
+        groups={"all": "prompt", "where they are the same": [0, 1, 2, 3]},
+        layers=0,
+        **QUIET,
+    )
+    assert found.values[0, 0, 0] == pytest.approx(1, abs=TOLERANCE)
+    assert abs(found.values[0, 0, 1]) < TOLERANCE
+    assert found.coords["position"] == ["all", "where they are the same"]
+    assert found.tokens == (CORRUPT, "The c")
+
+
+def test_a_prompt_patched_from_itself_is_itself(llm: Any) -> None:
+    found = llm.sweep(CLEAN, CLEAN, LogProb(A), positions=[0, 15, 32], **QUIET)
+    assert np.abs(found.values - found.corrupt).max() <= max(found.noise_floor, 1e-5)
+    assert found.clean == pytest.approx(found.corrupt, abs=1e-5)
+
+
+def test_kl_is_that_of_the_two_distributions(llm: Any, oracle: PatchOracle) -> None:
+    positions = [14, 16, 32]
+    found = llm.sweep(CORRUPT, CLEAN, KL(), layers=[0, 2], positions=positions, **QUIET)
+    corrupt, clean = ids(llm, CORRUPT), ids(llm, CLEAN)
+    taps = [("resid_pre", 0), ("resid_pre", 2)]
+    rows = oracle.rows(clean, taps)
+    cells = [Patch(tap, put([one], rows[tap][[one]])) for tap, one in product(taps, positions)]
+    p = oracle.logprobs(clean).double()
+    q = oracle.logprobs(corrupt, cells).double()
+    wanted = (p.exp() * (p - q)).sum(-1).numpy()
+    assert wanted.max() > 0.01
+    assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
+    assert found.clean == pytest.approx(0, abs=1e-6)
+    unpatched = (p.exp() * (p - oracle.logprobs(corrupt).double())).sum()
+    assert found.corrupt == pytest.approx(float(unpatched), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("source", [0, "zero"])
+def test_zero_ablation_is_what_a_hook_gives(llm: Any, oracle: PatchOracle, source: Any) -> None:
+    found = llm.sweep(
+        CORRUPT, source, LogProb(A), sites=["attn_out", "mlp_out"], positions=[15, 32], **QUIET
+    )
+    taps = product(["attn_out", "mlp_out"], range(3))
+    nothing = torch.zeros(1, 64)
+    cells = [Patch(tap, put([one], nothing)) for tap, one in product(taps, [15, 32])]
+    wanted = oracle.logprobs(ids(llm, CORRUPT), cells)[:, A].numpy()
+    assert np.ptp(wanted) > 0.01
+    assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
+    assert found.clean is None
+
+
+@pytest.mark.parametrize("by", ["name", "mean", "rows"])
+def test_mean_ablation_is_what_a_hook_gives(llm: Any, oracle: PatchOracle, by: str) -> None:
+    taps = [("mlp_out", layer) for layer in range(3)]
+    rows = oracle.rows(ids(llm, LONGER), taps)
+    means = {tap: each.mean(0, keepdim=True) for tap, each in rows.items()}
+    source: Any = means
+    if by != "rows":
+        llm.vectors.register("average", {tap: mean[0] for tap, mean in means.items()})
+        source = Named("average") if by == "name" else "mean:average"
+    found = llm.sweep(CORRUPT, source, LogProb(A), sites="mlp_out", positions=[15, 32], **QUIET)
+    cells = [Patch(tap, put([one], means[tap])) for tap, one in product(taps, [15, 32])]
+    wanted = oracle.logprobs(ids(llm, CORRUPT), cells)[:, A].numpy()
+    assert np.ptp(wanted) > 0.01
+    assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
+
+
+def test_heads_are_patched_one_by_one(llm: Any, oracle: PatchOracle) -> None:
+    positions = [15, 32]
+    found = llm.sweep(
+        CORRUPT, CLEAN, LogitDiff(A, B), sites="z", heads="all", positions=positions, **QUIET
+    )
+    taps = [("z", layer) for layer in range(3)]
+    rows = oracle.rows(ids(llm, CLEAN), taps)
+    cells = [
+        Patch(tap, put([place], rows[tap][[place]], slice(32 * head, 32 * head + 32)))
+        for tap, place, head in product(taps, positions, range(2))
+    ]
+    wanted = difference(oracle.logprobs(ids(llm, CORRUPT), cells))
+    assert found.dims == ("site", "layer", "position", "head")
+    assert found.values.shape == (1, 3, 2, 2)
+    assert np.ptp(wanted) > 0.1
+    assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
+
+
+def test_alpha_interpolates_and_a_mask_chooses_components(llm: Any, oracle: PatchOracle) -> None:
+    tap, place = ("resid_pre", 1), 15
+    rows = oracle.rows(ids(llm, CLEAN), [tap])[tap][[place]]
+    weights = torch.linspace(-0.5, 1.5, 64)
+    chosen = list(range(5, 40))
+
+    def masked(hidden: Tensor) -> None:
+        hidden[place, chosen] = rows[0, chosen]
+
+    def weighted(hidden: Tensor) -> None:
+        hidden[place] += 0.5 * weights * (rows[0] - hidden[place])
+
+    changes = {"half": put([place], rows, alpha=0.5), "mask": masked, "weights": weighted}
+    wanted = difference(
+        oracle.logprobs(ids(llm, CORRUPT), [Patch(tap, one) for one in changes.values()])
+    )
+    asked: list[dict[str, Any]] = [
+        {"alpha": 0.5}, {"mask": chosen}, {"mask": weights, "alpha": 0.5}
+    ]  # fmt: skip
+    assert np.ptp(wanted) > 0.01
+    for more, value in zip(asked, wanted, strict=True):
+        found = llm.sweep(
+            CORRUPT, CLEAN, LogitDiff(A, B), layers=1, positions=place, **more, **QUIET
+        )
+        assert found.values.item() == pytest.approx(value, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("align", "pairs"),
+    [
+        ("suffix", {32: 33, 16: 17, 0: 1}),
+        ("prefix", {32: 32, 16: 16, 0: 0}),
+        ({16: 3, -1: -2}, {32: 32, 16: 3, 0: None}),
+    ],
+)
+def test_prompts_of_different_lengths_are_aligned(
+    llm: Any, oracle: PatchOracle, align: Any, pairs: dict[int, int | None]
+) -> None:
+    corrupt, clean = ids(llm, CORRUPT), ids(llm, LONGER)
+    assert (len(corrupt), len(clean)) == (33, 34)
+    found = llm.sweep(
+        CORRUPT, LONGER, LogitDiff(A, B), layers=1, positions=sorted(pairs), align=align, **QUIET
+    )
+    rows = oracle.rows(clean, [("resid_pre", 1)])["resid_pre", 1]
+    for value, place in zip(found.values.ravel(), sorted(pairs), strict=True):
+        source = pairs[place]
+        if source is None:
+            assert np.isnan(value)
+            continue
+        patch = Patch(("resid_pre", 1), put([place], rows[[source]]))
+        wanted = difference(oracle.logprobs(corrupt, [patch]))[0]
+        assert value == pytest.approx(wanted, abs=TOLERANCE)
+
+
+def test_rows_of_an_output_are_those_of_its_prompt(llm: Any) -> None:
+    asked = {"layers": [1, 2], "positions": [15, 32], **QUIET}
+    metric = Recovered(LogitDiff(A, B))
+    wanted = llm.sweep(CORRUPT, CLEAN, metric, **asked)
+    output = llm.generate(CLEAN, capture=Capture("all", "resid_pre", "prompt"), **QUIET)[0]
+    found = llm.sweep(CORRUPT, output, metric, **asked)
+    assert np.abs(found.values - wanted.values).max() < TOLERANCE
+    assert found.clean == pytest.approx(wanted.clean, abs=TOLERANCE)
+    bare = llm.sweep(CORRUPT, output.activations, LogitDiff(A, B), **asked)
+    assert bare.clean is None
+    share = (bare.values - bare.corrupt) / (wanted.clean - wanted.corrupt)
+    assert np.abs(share - wanted.values).max() < TOLERANCE
+
+
+def test_a_function_of_an_output_is_a_metric(llm: Any) -> None:
+    def first_token(output: Any) -> float:
+        return float(output.outputs[0].token_ids[0])
+
+    found = llm.sweep(CORRUPT, CLEAN, first_token, layers=[0, 2], positions=[15, 32], **QUIET)
+    rows = llm.generate(CLEAN, capture=Capture("all", "resid_pre"), **QUIET)[0].activations
+    for (nth, layer), (column, place) in product(enumerate([0, 2]), enumerate([15, 32])):
+        edit = Replace(rows["resid_pre", layer][place], layer, site="resid_pre", positions=place)
+        output = llm.generate(CORRUPT, greedy(1), edits=edit, **QUIET)[0]
+        assert found.values[0, nth, column] == output.outputs[0].token_ids[0]
+    assert found.metric == "first_token"
+    assert Sweep.from_json(found.to_json()).metric == "first_token"
+
+
+def test_the_prefix_cache_serves_what_comes_before_the_first_patched_position(llm: Any) -> None:
+    llm.reset_prefix_cache()
+    places = [10, 40, 100, 170]
+    prompt = ids(llm, CORRUPT * 6)
+    found = llm.sweep(prompt, prompt[::-1], LogProb(A), layers=[0, 1, 2], positions=places, **QUIET)
+    # Blocks of 32 tokens; the unpatched runs have all whole ones but that of the last token.
+    before = [0, 32, 96, 160]
+    unpatched = 3 * 192
+    assert found.receipts.cached_tokens == 3 * sum(before) + unpatched
+    again = llm.sweep(prompt, prompt[::-1], LogProb(A), layers=[0, 1, 2], positions=places, **QUIET)
+    assert np.abs(found.values - again.values).max() < TOLERANCE
+
+
+def test_texts_find_positions_and_messages_are_prompts(llm: Any) -> None:
+    found = llm.sweep(
+        CORRUPT, CLEAN, LogProb(A), layers=0, positions=Text("Japan"), repeats=0, **QUIET
+    )
+    assert found.coords["position"] == [14, 15, 16, 17, 18]
+    assert "".join(found.tokens) == "Japan"
+    assert np.isnan(found.noise_floor)
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("align", {"source": LONGER}),
+        ("source", {"source": "mean:nothing"}),
+        ("source", {"source": {("resid_pre", 0): [[1.0, 2.0]]}, "layers": 0}),
+        ("layers", {"layers": 3}),
+        ("sites", {"sites": "mlp_in"}),
+        ("positions", {"positions": 99}),
+        ("positions", {"positions": Text("Peru")}),
+        ("groups.subject", {"groups": {"subject": Text("Peru")}}),
+        ("heads", {"heads": 0}),
+        ("heads", {"sites": "z", "heads": [2]}),
+        ("mask", {"mask": [64]}),
+        ("mask", {"mask": [0.5, 0.5]}),
+        ("metric.logprob", {"metric": LogProb(" Paris and more")}),
+        ("metric", {"source": 0, "metric": Recovered(LogProb(A))}),
+        ("metric", {"source": CORRUPT, "metric": Recovered(LogProb(A))}),
+        ("sampling_params", {"sampling_params": object()}),
+        ("temperature", {"temperature": 1.0}),
+        ("tools", {"tools": []}),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_its_argument(
+    llm: Any, path: str, more: dict[str, Any]
+) -> None:
+    given = {"source": CLEAN, "metric": LogProb(A), **QUIET, **more}
+    with pytest.raises(SpecError) as error:
+        llm.sweep(CORRUPT, **given)
+    assert error.value.path == path
+    if path == "align":
+        assert "33 tokens" in str(error.value)
+        assert "34" in str(error.value)
+
+
+# On SmolLM2: the grid of a real question.
+QUESTION = ("The capital of Japan is the city of", "The capital of Italy is the city of")
+STREAM = ["resid_pre", "attn_out", "mlp_out"]
+
+
+@pytest.fixture(scope="module")
+def smol(smollm2: Path) -> Iterator[Any]:
+    settings = {"max_num_batched_tokens": 256, "max_num_seqs": 32, "enable_prefix_caching": True}
+    with engine(smollm2, **settings, midstream={"sites": [*STREAM, "final_norm"]}) as found:
+        yield found
+
+
+def assert_grid(smol: Any, path: Path, layers: list[int], every_metric: bool) -> None:
+    oracle = PatchOracle(path)
+    corrupt, clean = (ids(smol, text) for text in QUESTION)
+    assert len(corrupt) == len(clean) == 8
+    rome, tokyo = (ids(smol, text)[0] for text in (" Rome", " Tokyo"))
+    taps = list(product(STREAM, layers))
+    rows = oracle.rows(clean, taps)
+    cells = [Patch(tap, put([place], rows[tap][[place]])) for tap, place in product(taps, range(8))]
+    found = oracle.logprobs(corrupt, cells)
+    own, other = oracle.logprobs(corrupt)[0], oracle.logprobs(clean)[0]
+    asked = {"sites": STREAM, "layers": layers, **QUIET}
+    start, end = (float(each[rome] - each[tokyo]) for each in (own, other))
+    wanted = (found[:, rome] - found[:, tokyo]).numpy()
+    share = smol.sweep(*QUESTION, Recovered(LogitDiff(" Rome", " Tokyo")), **asked)
+    assert share.clean == pytest.approx(end, abs=TOLERANCE)
+    assert share.corrupt == pytest.approx(start, abs=TOLERANCE)
+    errors = [np.abs(share.values.ravel() * (end - start) + start - wanted).max()]
+    best = share.best(1)[0]
+    assert (best["site"], best["token"]) == ("resid_pre", " Japan")
+    assert share.noise_floor < 1e-5
+    if every_metric:
+        one = smol.sweep(*QUESTION, LogProb(" Rome"), **asked)
+        errors.append(np.abs(one.values.ravel() - found[:, rome].numpy()).max())
+        kl = smol.sweep(*QUESTION, KL(), **asked)
+        p, q = other.double(), found.double()
+        errors.append(np.abs(kl.values.ravel() - (p.exp() * (p - q)).sum(-1).numpy()).max())
+    # KL sums over the vocabulary, and reaches 15 nats here.
+    assert max(errors[:2]) < TOLERANCE
+    assert max(errors) < 5 * TOLERANCE
+
+
+@pytest.mark.model
+def test_a_grid_of_smollm2_is_what_hooks_give(smol: Any, smollm2: Path) -> None:
+    assert_grid(smol, smollm2, [0, 6, 12, 18, 24, 29], every_metric=False)
+
+
+@pytest.mark.model
+@pytest.mark.nightly
+def test_the_whole_grid_of_smollm2_is_what_hooks_give(smol: Any, smollm2: Path) -> None:
+    assert_grid(smol, smollm2, list(range(30)), every_metric=True)

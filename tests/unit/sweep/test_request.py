@@ -1,0 +1,164 @@
+"""`SweepRequest`: its JSON form, its defaults, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midstream import KL, LogProb, Named, Positions, SpecError, Text
+from midstream.sweep import SweepRequest
+from midstream.sweep.source import NameSource, PromptSource, RowsSource, ZeroSource, read_source
+
+SOURCES = st.one_of(
+    st.text(min_size=1, max_size=10).map(lambda text: f"a {text}"),
+    st.lists(st.integers(0, 1000), min_size=1, max_size=5),
+    st.just(0),
+    st.just({"name": "average"}),
+    st.just({"captured": "some-id", "positions": [1, 2]}),
+)
+ITEMS = st.sampled_from(["prompt", "last_prompt", 3, -1, {"text": "Japan"}, {"slice": [0, 4, 1]}])
+FIELDS = st.fixed_dictionaries(
+    {"source": SOURCES, "metric": st.sampled_from([{"logprob": 3}, "kl", {"recovered": "kl"}])},
+    optional={
+        "layers": st.sampled_from(["all", 3, [0, -1]]),
+        "sites": st.sampled_from(["z", ["resid_pre", "mlp_out"]]),
+        "heads": st.sampled_from(["all", 1, [0, 2]]),
+        "align": st.sampled_from(["suffix", "prefix", {"0": 3, "-1": -1}]),
+        "alpha": st.floats(-2, 2, width=32),
+        "mask": st.sampled_from([[1, 2], {"f32": "AACAPwAAAD8="}]),
+        "repeats": st.integers(0, 10),
+    },
+)
+PLACES = st.one_of(
+    st.just({}),
+    st.builds(lambda item: {"positions": item}, ITEMS),
+    st.just({"positions": "prompt", "exclude": [0]}),
+    st.builds(lambda item: {"groups": {"one": item, "all": "prompt"}}, ITEMS),
+)
+
+
+@given(FIELDS, PLACES)
+def test_a_request_is_read_from_its_json_form(
+    fields: dict[str, Any], places: dict[str, Any]
+) -> None:
+    request = SweepRequest.parse({**fields, **places})
+    plain = request.to_dict()
+    again = SweepRequest.parse(json.loads(json.dumps(plain)))
+    assert again.to_dict() == plain
+    assert again == request
+
+
+def test_defaults_are_all_layers_at_resid_pre_and_each_token_of_the_prompt() -> None:
+    request = SweepRequest("a prompt", KL())
+    assert request.layers.indices == "all"
+    assert request.sites == ("resid_pre",)
+    assert request.positions == Positions("prompt")
+    assert (request.alpha, request.dims, request.weights, request.repeats) == (1.0, (), None, 3)
+    assert SweepRequest.parse(request) is request
+
+
+def test_a_source_is_told_by_its_form() -> None:
+    assert read_source("a prompt") == PromptSource("a prompt")
+    assert read_source([1, 2]) == PromptSource([1, 2])
+    messages = [{"role": "user", "content": "hello"}]
+    assert read_source(messages) == PromptSource(messages)
+    assert read_source({"prompt_token_ids": [1]}) == PromptSource({"prompt_token_ids": [1]})
+    assert read_source(0) == read_source("zero") == read_source(0.0) == ZeroSource()
+    assert read_source("mean:average") == read_source(Named("average")) == NameSource("average")
+
+
+def test_rows_are_one_for_each_position_or_one_for_all() -> None:
+    several = read_source({("resid_pre", 3): np.ones((4, 8)), "z.2": np.zeros((4, 2, 4))})
+    assert isinstance(several, RowsSource)
+    assert several.length == 4
+    assert several.positions == dict.fromkeys([("resid_pre", 3), ("z", 2)], (0, 1, 2, 3))
+    assert several.rows["z", 2].shape == (4, 8)
+    one = read_source({("blocks.3.hook_resid_pre"): [1.0, 2.0]})
+    assert isinstance(one, RowsSource)
+    assert one.positions == {("resid_pre", 3): ()}
+    again = read_source(json.loads(json.dumps(several.emit())))
+    assert isinstance(again, RowsSource)
+    assert again.positions == several.positions
+    assert all((again.rows[tap] == several.rows[tap]).all() for tap in several.rows)
+
+
+@pytest.mark.parametrize(
+    ("mask", "dims", "weights"),
+    [
+        ([3, 1], (1, 3), None),
+        (2, (2,), None),
+        (range(3), (0, 1, 2), None),
+        (np.array([0, 2]), (0, 2), None),
+        (np.array([False, True, True]), (1, 2), None),
+        ([0.0, 1.0], (), [0.0, 1.0]),
+        (np.array([0.5, 1.0]), (), [0.5, 1.0]),
+        ([0, 0.5], (), [0.0, 0.5]),
+    ],
+)
+def test_integers_of_a_mask_are_indices_and_other_numbers_weights(
+    mask: Any, dims: tuple[int, ...], weights: list[float] | None
+) -> None:
+    request = SweepRequest("a", KL(), mask=mask)
+    assert request.dims == dims
+    assert (None if request.weights is None else request.weights.numpy().tolist()) == weights
+
+
+@pytest.mark.parametrize(
+    ("more", "path"),
+    [
+        ({"source": ""}, "source"),
+        ({"source": 1}, "source"),
+        ({"source": None}, "source"),
+        ({"source": {}}, "source"),
+        ({"source": {("nowhere", 3): [1.0]}}, "source"),
+        ({"source": {("z", 0): np.ones((2, 3)), ("z", 1): np.ones((3, 3))}}, "source"),
+        ({"source": "mean:.."}, "source.name"),
+        ({"source": Named("a", 2.0)}, "source.scale"),
+        ({"metric": "logprob"}, "metric"),
+        ({"metric": {"logprob": -1}}, "metric.logprob"),
+        ({"layers": []}, "layers"),
+        ({"sites": "nowhere"}, "sites"),
+        ({"sites": "final_norm"}, "sites"),
+        ({"positions": "generated"}, "positions"),
+        ({"positions": ["prompt", "last"]}, "positions[1]"),
+        ({"positions": Positions("all", "generated")}, "positions"),
+        ({"positions": 1, "groups": {"a": 1}}, "positions"),
+        ({"exclude": 1, "groups": {"a": 1}}, "exclude"),
+        ({"groups": {}}, "groups"),
+        ({"groups": {"": 1}}, "groups"),
+        ({"groups": {"a": "generated"}}, "groups.a"),
+        ({"groups": [1]}, "groups"),
+        ({"heads": "some"}, "heads"),
+        ({"heads": [-1]}, "heads"),
+        ({"align": "middle"}, "align"),
+        ({"alpha": "1"}, "alpha"),
+        ({"alpha": float("nan")}, "alpha"),
+        ({"mask": []}, "mask"),
+        ({"mask": [1, 1]}, "mask"),
+        ({"mask": "x"}, "mask"),
+        ({"repeats": -1}, "repeats"),
+        ({"repeats": 10**6}, "repeats"),
+        ({"repeat": 3}, ""),
+        ({"windows": 3}, ""),
+    ],
+)
+def test_malformed_requests_are_refused_by_their_path(more: dict[str, Any], path: str) -> None:
+    with pytest.raises(SpecError) as error:
+        SweepRequest.parse({"source": "a", "metric": LogProb(3), **more})
+    assert error.value.path == path
+
+
+def test_a_function_has_no_json_form() -> None:
+    request = SweepRequest("a", len)
+    with pytest.raises(SpecError, match="no JSON form"):
+        request.to_dict()
+    with pytest.raises(SpecError, match="no JSON form"):
+        SweepRequest.parse({"source": "a", "metric": len})
+    assert SweepRequest("a", KL(), positions=Text("b")).to_dict()["positions"] == [
+        {"text": "b", "occurrence": "all"}
+    ]
