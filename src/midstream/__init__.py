@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from midstream.api.llm import LLM
     from midstream.api.sampling_params import SamplingParams
     from midstream.client import AsyncClient, Client, extra_body
+    from midstream.fit import Direction, Directions
     from midstream.lenses import JacobianLens, TunedLens
     from midstream.results.activations import Activations
     from midstream.results.stack import stack
@@ -99,6 +100,8 @@ __all__ = [
     "CodecError",
     "Config",
     "ConfigError",
+    "Direction",
+    "Directions",
     "EngineError",
     "Entropy",
     "Feature",
@@ -164,6 +167,8 @@ _LAZY = {
     "AsyncClient": "midstream.client",
     "AsyncLLM": "midstream.api.async_llm",
     "Client": "midstream.client",
+    "Direction": "midstream.fit",
+    "Directions": "midstream.fit",
     "SamplingParams": "midstream.api.sampling_params",
     "activate": "midstream.runtime.install",
     "extra_body": "midstream.client",

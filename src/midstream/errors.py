@@ -183,6 +183,7 @@ class ModelError(MidstreamError, RuntimeError):
 # The extra that brings a package that a plain install lacks.
 _EXTRA_OF = {
     "fastapi": "vllm",
+    "gguf": "fit",
     "jinja2": "vllm",
     "matplotlib": "inspect",
     "pandas": "sweep",
@@ -192,6 +193,7 @@ _EXTRA_OF = {
     "pydantic": "vllm",
     "ray": "ray",
     "s3fs": "cloud",
+    "sklearn": "fit",
     "starlette": "vllm",
     "tokenizers": "vllm",
     "torch": "vllm",

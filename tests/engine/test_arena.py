@@ -16,7 +16,7 @@ from midstream.testing import inspect
 
 EVERYTHING = Capture(layers="all", sites=ALL_SITES)
 PROMPTS = [list(range(3 + n, 90 + 2 * n)) for n in range(12)]
-CODECS = ["raw", "full8", "rp8:k=16,seed=3", "topk8:k=8"]
+CODECS = ["raw", "cast:dtype=float8_e4m3fn", "full8", "rp8:k=16,seed=3", "topk8:k=8"]
 
 
 @pytest.fixture(autouse=True)
@@ -122,9 +122,9 @@ def test_what_a_codec_leaves_is_what_it_makes_of_the_rows_in_memory(llm, codec):
 
 
 def test_requests_of_different_codecs_share_a_batch(llm, alone):
-    captures = [Capture(layers="all", sites=ALL_SITES, codec=CODECS[n % 4]) for n in range(12)]
+    captures = [Capture(layers="all", sites=ALL_SITES, codec=CODECS[n % 5]) for n in range(12)]
     outputs = run(llm, PROMPTS, captures)
-    check(outputs[::4], alone[::4], PROMPTS[::4])
+    check(outputs[::5], alone[::5], PROMPTS[::5])
     for output, rows, capture in zip(outputs, alone, captures, strict=True):
         assert output.receipt.status == "ok"
         codec = parse_codec(capture.codec)
@@ -205,3 +205,34 @@ def test_what_has_no_room_is_dropped_counted_and_nothing_else_is_wrong(tiny_llam
                 torch.testing.assert_close(found, wanted[kept], rtol=1e-4, atol=1e-4)
         del outputs, output, found
         check(run(llm, PROMPTS[:1]), alone)
+
+
+def test_the_first_rows_are_kept_and_the_receipt_tells_how_many_were_left_out(llm):
+    """Beside captures of all rows, of a prompt and of what is generated."""
+    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1]]
+    several = {"layers": [0, 2], "sites": ["resid_pre", "resid_post"]}
+    asked = [
+        [Capture(**several, max_rows=3)],
+        [Capture([1]), Capture(**several, positions="generated", max_rows=2)],
+        [Capture(**several, positions=[2, 5], max_rows=9)],
+    ]
+    alone = [run(llm, [one])[0].activations for one in prompts]
+    count = len(PROMPTS[0])
+    wanted = [[0, 1, 2], [count, count + 1], [2, 5]]
+    left = [count + 3 - 3, 1, 0]
+    for output, rows, places, more in zip(
+        run(llm, prompts, asked), alone, wanted, left, strict=True
+    ):
+        assert output.receipt.status == "ok"
+        *_, selected = output.receipt.selected
+        assert selected.left_out == more
+        for site in ("resid_pre", "resid_post"):
+            for layer in (0, 2):
+                assert output.activations.positions_of(site, layer).tolist() == places
+                found = output.activations[site, layer]
+                torch.testing.assert_close(found, rows[site, layer][places], rtol=0, atol=1e-4)
+        if len(output.receipt.captured) > 4:
+            assert len(output.activations["resid_post", 1]) == count + 3
+    with pytest.raises(SpecError, match="depends on what is generated") as caught:
+        run(llm, prompts[:1], Capture([1], positions=["last"], max_rows=2))
+    assert caught.value.path == "capture.max_rows"

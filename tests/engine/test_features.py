@@ -79,13 +79,18 @@ def assert_features(rows: FeatureRows, asked: Features, active: Tensor) -> float
     assert rows.ids.shape == rows.values.shape == (len(mine), asked.top)
     assert rows.values.dtype == rows.feature_values.dtype == torch.float32
     assert rows.ids.dtype == rows.l0.dtype == torch.int64
-    assert torch.equal(rows.l0, (mine > 0).sum(-1))
+    assert_counts(rows.l0, mine)
     best = mine.topk(asked.top)
     assert torch.equal(rows.ids, torch.where(best.values > 0, best.indices, -1))
     errors = [rows.values - best.values]
     assert rows.features == asked.features
     errors.append(rows.feature_values - mine[:, list(asked.features)])
     return max(float(one.abs().max()) for one in errors if one.numel())
+
+
+def assert_counts(found: Tensor, active: Tensor) -> None:
+    """Numbers of active features; rounding may take one activation of them all past 0."""
+    assert int((found - (active > 0).sum(-1)).abs().sum()) <= 1
 
 
 def expected(sae: RandomSae, seen: Seen) -> Tensor:
@@ -267,6 +272,7 @@ def test_more_rows_than_a_step_has_room_for_are_refused(served: Served) -> None:
 
 def test_an_sae_of_the_settings_that_is_none_is_refused(tiny_models: Path) -> None:
     path = tiny.make("llama-bias", tiny_models, tiny.MODELS["llama"])
-    settings = {"saes": {"a": "no/such/folder"}}
-    with pytest.raises(ConfigError, match=r"saes\.a: there is no file or folder 'no/such/folder'"):
-        engine(path, midstream=settings).__enter__()
+    for name in ("saes", "lenses"):
+        wrong = rf"{name}\.a: there is no file or folder 'no/such/folder'"
+        with pytest.raises(ConfigError, match=wrong):
+            engine(path, midstream={name: {"a": "no/such/folder"}}).__enter__()

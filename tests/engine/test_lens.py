@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import tiny
 from support.end_oracle import MODULES, EndOracle
 from support.engines import HAS_GPU, engine, generated, greedy, tokens
@@ -22,6 +23,7 @@ from midstream import (
     Attention,
     Bias,
     Capture,
+    Gate,
     JacobianLens,
     Lens,
     Logits,
@@ -44,12 +46,23 @@ LENS_BYTES = 4 * (3 * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH * WIDTH)
 @pytest.fixture(
     scope="module", params=["llama", "gemma2", pytest.param("gpt2", marks=pytest.mark.nightly)]
 )
-def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest,
+    tiny_models: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
     path = tiny.make(f"{request.param}-bias", tiny_models, tiny.MODELS[request.param])
+    start = str(written_lens(tmp_path_factory.mktemp("lens") / "start.safetensors"))
     oracle = EndOracle(path, request.param)
     sites = SITES if request.param != "gpt2" else SITES[:-1]
-    with engine(path, **ROOM, midstream={"sites": sites, "readout_bytes": LENS_BYTES}) as llm:
+    settings = {"sites": sites, "readout_bytes": LENS_BYTES, "lenses": {"start": start}}
+    with engine(path, **ROOM, midstream=settings) as llm:
         yield Served(request.param, oracle, llm)
+
+
+def written_lens(path: Path) -> Path:
+    save_file({"0": maps(WIDTH, WIDTH, seed=30)}, path)
+    return path
 
 
 ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
@@ -106,6 +119,26 @@ LENSES = [
     Lens(site="resid_mid", top=190, name="mid"),
     Lens(top=2, site="resid_pre"),
 ]
+
+
+def test_a_lens_of_the_settings_is_there_from_the_start(served: Served) -> None:
+    """The first test of an engine: later ones need its memory."""
+    assert served.llm.lenses.names == ("start",)
+    asked = Lens(0, top=3, tokens=CHOSEN, kind="start")
+    (output,) = served.ask([PROMPTS[1]], 2, capture=asked)
+    seen = served.oracle.run([*PROMPTS[1], *generated(output)][:-1])
+    moved = seen.values["resid_post", 0] @ maps(WIDTH, WIDTH, seed=30).T
+    wanted = decoded(served.oracle.model, MODULES[served.name][1], moved)[:, None]
+    assert assert_lens(output.lens["start"], asked, wanted) <= TOLERANCE
+
+
+@pytest.fixture(autouse=True)
+def _no_lens(request: pytest.FixtureRequest) -> None:
+    """Only the first test has the lens of the settings."""
+    if "served" in request.fixturenames and "from_the_start" not in request.node.name:
+        lenses = request.getfixturevalue("served").llm.lenses
+        for name in lenses.names:
+            lenses.remove(name)
 
 
 def test_every_layer_is_decoded_as_transformers_decodes_it(served: Served) -> None:
@@ -213,6 +246,104 @@ def check_registered(served: Served, weights: Any, biases: Any, jacobians: Any) 
         for one in asked:
             errors.append(assert_lens(output.lens[one.name], one, wanted[nth][one.name]))
     assert max(errors) <= TOLERANCE, errors
+
+
+def direction(served: Served, token: int, mapped: Tensor) -> Tensor:
+    """Jᵀ (γ ⊙ W[token]) / ‖…‖ of the reference's weights, in float64."""
+    model: Any = served.oracle.model
+    norm = reduce(getattr, MODULES[served.name][1].split("."), model)
+    gain = norm.weight.double() + (1 if served.name == "gemma2" else 0)
+    read = gain * model.get_output_embeddings().weight[token].double()
+    if isinstance(norm, torch.nn.LayerNorm):
+        read -= read.mean()
+    found = mapped.double().T @ read
+    return (found / found.norm()).detach()
+
+
+def test_steering_with_a_token_adds_the_direction_of_its_lens(served: Served) -> None:
+    """By the formulas, for each kind of lens; the token's logit is that of the moved stream."""
+    jacobians = {nth: torch.eye(WIDTH) + maps(WIDTH, WIDTH, seed=20 + nth) for nth in (0, 1)}
+    weights = {nth: maps(WIDTH, WIDTH, seed=nth) for nth in range(3)}
+    lenses, token, scale = served.llm.lenses, 42, 40.0
+    lenses.register("jacobian", JacobianLens(jacobians))
+    lenses.register("tuned", TunedLens(weights, {nth: maps(WIDTH, seed=9) for nth in range(3)}))
+    whole = torch.eye(WIDTH)
+    cases = [
+        ([1], "resid_post", "logit", [whole]),
+        ([2], "resid_mid", "logit", [whole]),
+        ([0, 1], "resid_post", "jacobian", [jacobians[0], jacobians[1]]),
+        ([1, 2], "resid_pre", "tuned", [whole + weights[1], whole + weights[2]]),
+        # What leaves layer 0 enters layer 1; what leaves the last one has no map.
+        ([0, 2], "resid_post", "tuned", [whole + weights[1], whole]),
+    ]
+    edits, wanted = [], []
+    for layers, site, kind, mapped in cases:
+        where = {"site": site, "positions": slice(2, None)}
+        edits.append(Steer(token=token, lens=kind, layer=layers, scale=scale, **where))
+        units = [direction(served, token, one) for one in mapped]
+        for layer, unit in zip(layers, units, strict=True):
+            found = lenses.direction(token, layer, kind, site)
+            assert found.dtype == torch.float32
+            assert float((found - unit).abs().max()) <= 1e-6
+        wanted.append([
+            At(Steer(unit, layer, scale, **where), lambda position: position >= 2)
+            for layer, unit in zip(layers, units, strict=True)
+        ])  # fmt: skip
+    asked = [Lens(top=1, tokens=token), Capture("all", "resid_post")]
+    prompts = [PROMPTS[nth % 3] for nth in range(len(cases))]
+    outputs = served.ask(prompts, 2, capture=[asked] * len(cases), edits=[[one] for one in edits])
+    errors, rises = [], []
+    for prompt, output, ats in zip(prompts, outputs, wanted, strict=True):
+        assert output.receipt.status == "ok", output.receipt
+        seen = served.assert_is(prompt, output, *ats)
+        rows = output.lens["logit"]
+        logits = expected(served, seen, range(3))
+        errors.append(assert_lens(rows, Lens(top=1, tokens=token), logits))
+        before = served.oracle.run([*prompt, *generated(output)][:-1])
+        rises.append(logits - expected(served, before, range(3)))
+    assert max(errors) <= TOLERANCE, errors
+    # At the layer that is edited first, a token's own logit rises at each edited position.
+    assert float(rises[0][2:, 1, token].min()) > 1
+    lenses.remove("jacobian")
+    lenses.remove("tuned")
+    with pytest.raises(SpecError, match="there is no lens 'tuned'") as caught:
+        served.ask([LONG], 1, edits=Steer(token=token, lens="tuned", layer=1))
+    assert caught.value.path == "edits.lens"
+
+
+@ONE
+@pytest.mark.parametrize(
+    ("given", "path", "problem"),
+    [
+        ({"token": 100_000}, "edits.token", "there is no token 100000: the model has"),
+        ({"token": " Paris"}, "edits.token", "needs a tokenizer"),
+        ({"token": 3, "layer": [0, 5]}, "edits.layer[1]", "layer 5 is out of range"),
+    ],
+)
+def test_a_token_that_gives_no_direction_is_refused(
+    served: Served, given: Any, path: str, problem: str
+) -> None:
+    with pytest.raises(SpecError, match=problem) as caught:
+        served.ask([LONG], 1, edits=Steer(**{"layer": 1, **given}))
+    assert caught.value.path == path
+    with pytest.raises(SpecError, match=r"llm\.lenses\.direction\(token, layer\)") as caught:
+        served.llm.steering.set(base=Steer(token=3, layer=1))
+    assert caught.value.path == "base.token"
+
+
+@ONE
+def test_a_gated_token_is_steered_where_its_gate_is_open(served: Served) -> None:
+    """norm="match" moves the stream by its own length."""
+    unit = direction(served, 42, torch.eye(WIDTH)).float()
+    probe = torch.linspace(-1, 1, WIDTH)
+    steer = {"layer": [0, 1], "scale": 0.5, "norm": "match"}
+    given = [Gate(Steer(unit, **steer), probe), Gate(Steer(token=42, **steer), probe)]
+    rows = Capture("all", "resid_post")
+    first, second = served.ask([LONG, LONG], 3, capture=rows, edits=[[one] for one in given])
+    assert generated(first) == generated(second)
+    for tap, rows in first.activations.items():
+        assert float((rows - second.activations[tap]).abs().max()) <= 1e-4
+    assert second.receipt.edited == first.receipt.edited
 
 
 @ONE

@@ -149,4 +149,4 @@ def vector_of(edit: Any) -> Vector | None:
 def _jumps(edit: Any) -> bool:
     if isinstance(edit, Gate):
         return edit.sharpness is None or _jumps(edit.edit)
-    return isinstance(edit, Feature) and edit.threshold > 0
+    return isinstance(edit, Feature) and max(edit.threshold) > 0

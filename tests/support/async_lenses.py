@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from midstream import SAE, BusyError, Features, JacobianLens, Lens
+from midstream import SAE, BusyError, Capture, Features, JacobianLens, Lens, SpecError, Steer
 
 
 async def stream_of_lenses(llm: Any, prompt: Any, sampling: Any) -> list[Any]:
@@ -16,6 +17,7 @@ async def stream_of_lenses(llm: Any, prompt: Any, sampling: Any) -> list[Any]:
     width = llm.info.shape.hidden_size
     await llm.lenses.register("same", JacobianLens({0: torch.eye(width), 1: torch.eye(width)}))
     assert llm.lenses.names == ("same",)
+    await check_directions(llm, prompt, sampling)
     await llm.saes.register("random", random_sae(width))
     assert llm.saes.names == ("random",)
     asked = [
@@ -41,6 +43,24 @@ async def stream_of_lenses(llm: Any, prompt: Any, sampling: Any) -> list[Any]:
     llm.lenses.remove("same")
     llm.saes.remove("random")
     return shown
+
+
+async def check_directions(llm: Any, prompt: Any, sampling: Any) -> None:
+    """A token steers as its direction does, which is that of the lens without maps for `same`."""
+    unit = await llm.lenses.direction(7, 1)
+    assert abs(float(unit.norm()) - 1) < 1e-6
+    edits = [Steer(token=7, layer=1, scale=3, lens="same"), Steer(unit, 1, 3)]
+    rows = []
+    for nth, edit in enumerate(edits):
+        given = {"capture": Capture(1, positions="last_prompt"), "edits": edit}
+        async for output in llm.generate(prompt, sampling, f"direction-{nth}", **given):
+            last = output
+        rows.append(last.activations["resid_post", 1])
+    torch.testing.assert_close(rows[0], rows[1])
+    with pytest.raises(SpecError, match="there is no token") as caught:
+        async for _ in llm.generate(prompt, sampling, "no", edits=Steer(token=10**6, layer=1)):
+            pass
+    assert caught.value.path == "edits.token"
 
 
 def random_sae(width: int) -> SAE:

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from midstream.codecs import Codec, parse_codec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CODECS = ("raw", "full8", "rp8:k=16,seed=3", "topk8:k=3")
-LOSSY = CODECS[1:]
+# Codecs that mark a row that is not finite.
+LOSSY = ("full8", "rp8:k=16,seed=3", "topk8:k=3")
+CASTS = ("cast:dtype=bfloat16", "cast:dtype=float16", "cast:dtype=float8_e4m3fn")
+CODECS = ("raw", *CASTS, *LOSSY)
 
 _WIDTHS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
 _INTEGERS = {32: torch.int32, 16: torch.int16}

@@ -118,15 +118,16 @@ def _added(edit: Edit, h: Array, g: Array, rows: ArrayLike | None) -> Array:
             high = np.inf if edit.high is None else edit.high
             return h + g * edit.strength * (np.clip(x, low, high) - x) * u
         case Feature():
-            x = along(h, wide(edit.encoder)) + edit.bias
-            act = np.where(x > edit.threshold, x, 0.0)
+            x = h @ wide(edit.encoder).T + np.array(edit.bias)
+            act = np.where(x > np.array(edit.threshold), x, 0.0)
+            value = np.array(edit.value)
             amount = {
-                "set": lambda: edit.value - act,
-                "add": lambda: np.full_like(act, edit.value),
-                "scale": lambda: (edit.value - 1) * act,
+                "set": lambda: value - act,
+                "add": lambda: value + 0.0 * act,
+                "scale": lambda: (value - 1) * act,
                 "ablate": lambda: -act,
             }[edit.mode]()
-            return h + g * amount * wide(edit.decoder)
+            return h + g * amount @ wide(edit.decoder)
         case Affine() if edit.matrix is not None:
             size = h.shape[-1]
             bias = wide(edit.bias) if isinstance(edit.bias, Vector) else edit.bias

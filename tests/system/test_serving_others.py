@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import serving
 from support.others_words import direction, packed
 from support.sae_oracle import RandomSae
@@ -22,6 +22,7 @@ from midstream import (
     Attention,
     Capture,
     Client,
+    Feature,
     Features,
     Lens,
     Logits,
@@ -35,16 +36,23 @@ from midstream.compat.foreign_fields import FOREIGN, OWN
 
 ASKED = {"model": NAME, "temperature": 0, "max_tokens": TOKENS}
 PROMPT = "The capital of France is"
+MAP = torch.randn(576, 576, generator=torch.Generator().manual_seed(4)) / 24
 RANDOM = RandomSae("topk", 576, 400, "blocks.10.hook_resid_post")
+JUMPS = RandomSae("jumprelu", 576, 40, "blocks.10.hook_resid_post")
 
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = RANDOM.write(tmp_path_factory.mktemp("saes") / "random")
+    folder = tmp_path_factory.mktemp("saes")
+    for name, sae in (("random", RANDOM), ("jumps", JUMPS)):
+        sae.write(folder / name)
+    lens = tmp_path_factory.mktemp("lenses") / "mapped.safetensors"
+    save_file({"3": MAP}, lens)
     settings = serving.settings(
+        lenses={"mapped": str(lens)},
         http={"parameters": ["lm_head.weight", "model.norm.weight"]},
-        saes={"random": str(folder)},
-        readout_bytes=1 << 20,
+        saes={name: str(folder / name) for name in ("random", "jumps")},
+        readout_bytes=4 << 20,
     )
     command = serving.command(smollm2, "--sites=resid_post,rot_q,final_norm", settings)
     with serving.running(command, tmp_path_factory.mktemp("others")) as found:
@@ -190,6 +198,36 @@ def test_lenses_come_over_http(client, asks):
             assert torch.equal(part.ranks, rows.ranks[at])
 
 
+def test_a_lens_that_the_server_has_from_its_start_is_had_over_http(client):
+    """It maps the stream of its layer before the norm."""
+    asked = [Lens(3, top=4, kind="mapped"), Capture(3)]
+    found = client.complete(PROMPT, **ASKED, capture=asked)
+    rows = found.lens["mapped"]
+    moved = found.activations["resid_post", 3].float() @ MAP.T
+    scale = torch.rsqrt(moved.pow(2).mean(-1, keepdim=True) + 1e-5)
+    every = moved * scale * client.parameter("model.norm.weight")
+    every = every @ client.parameter("lm_head.weight").T
+    torch.testing.assert_close(rows.values[:, 0], every.topk(4).values, atol=1e-3, rtol=1e-4)
+    with pytest.raises(ServerError, match="there is no lens 'other'; there is 'logit', 'mapped'"):
+        client.complete(PROMPT, **ASKED, capture=Lens(3, kind="other"))
+
+
+def test_a_token_steers_over_http_as_its_direction_does(client):
+    """The direction is that of the parameters that a client may fetch."""
+    read = client.parameter("model.norm.weight") * client.parameter("lm_head.weight")[7042]
+    capture = Capture([20], positions="last_prompt")
+    kept = []
+    for edit in (None, Steer(read / read.norm(), 20, 30.0), Steer(token=7042, layer=20, scale=30)):
+        found = client.complete(PROMPT, **ASKED, capture=capture, edits=edit)
+        kept.append(found.activations["resid_post", 20])
+    torch.testing.assert_close(kept[1], kept[2], atol=1e-3, rtol=1e-4)
+    moved = (kept[2] - kept[0])[0].double()
+    torch.testing.assert_close(moved, 30 * (read / read.norm()).double(), atol=1e-2, rtol=0)
+    with pytest.raises(ServerError, match=r"midstream\.edits.*there is no lens 'no'") as caught:
+        client.complete(PROMPT, **ASKED, edits=Steer(token=7042, layer=20, lens="no"))
+    assert caught.value.status == 400
+
+
 @pytest.mark.parametrize("asks", ["complete", "stream"])
 def test_features_come_over_http(client, asks):
     """Of an SAE that the server has from its start: they are those of what was captured."""
@@ -221,9 +259,31 @@ def test_features_come_over_http(client, asks):
 
 
 def test_an_sae_that_the_server_has_not_is_refused(client):
-    with pytest.raises(ServerError, match="there is no SAE 'mine'; there is `random`") as caught:
-        client.complete(PROMPT, **ASKED, capture=Features("mine"))
-    assert caught.value.status == 400
+    for asked, path in (
+        ({"capture": Features("mine")}, "capture[0].sae"),
+        ({"edits": Feature(sae="mine", index={3: 1.0})}, "edits[0].sae"),
+    ):
+        with pytest.raises(
+            ServerError, match="there is no SAE 'mine'; there is `random`"
+        ) as caught:
+            client.complete(PROMPT, **ASKED, **asked)
+        assert caught.value.status == 400
+        assert path in str(caught.value)
+
+
+def test_features_are_edited_over_http_by_the_name_of_their_sae(client):
+    """Against the vectors without the edit, by the formulas of the SAE."""
+    values = {3: 20.0, 17: 0.0, 30: 5.0}
+    capture = Capture(10, positions="prompt")
+    [before] = client.complete(PROMPT, **ASKED, capture=capture).outputs
+    edit = Feature(sae="jumps", index=values)
+    [after] = client.complete(PROMPT, **ASKED, capture=capture, edits=edit).outputs
+    assert after.receipt.edited.applied == 5 + TOKENS - 1
+    x = before.activations["resid_post", 10].double()
+    added = torch.tensor(list(values.values())) - JUMPS.encode(x)[:, list(values)]
+    wanted = x + added @ JUMPS.tensors["W_dec"][list(values)].double()
+    found = after.activations["resid_post", 10].double()
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("asks", ["complete", "stream"])

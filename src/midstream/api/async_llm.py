@@ -30,6 +30,7 @@ from midstream.api.arguments import (
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.async_registries import AsyncRegistries
 from midstream.api.default_capture import DefaultCapture
+from midstream.api.evaluations import AsyncEvaluations
 from midstream.api.outputs import GenerateOutput
 from midstream.api.sweep_calls import AsyncSweeps
 from midstream.config.config import KEY, Config, from_additional_config
@@ -41,12 +42,13 @@ from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.intake import Intake
 from midstream.runtime.frontend.rpc.replicas import call_all
+from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_script
 
 
-class AsyncLLM(AsyncRegistries, AsyncSweeps, VllmAsyncLLM):
+class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, VllmAsyncLLM):
     """vLLM's asynchronous engine, with midstream enabled.
 
     The engine core runs in a process of its own. `info`, `vectors`, `steering` and `sites()` are
@@ -159,7 +161,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, VllmAsyncLLM):
                 # A proxy: the engine's tasks must not keep it alive; see `_run_output_handler`.
                 front = await AsyncFrontEnd.start(weakref.proxy(self), client)
                 front.weights.write = functools.partial(call_all, client)
-                for message in front.saes.from_settings(self.vllm_config):
+                for message in from_settings((front.lenses, front.saes), self.vllm_config):
                     await front.weights.write(message)
                 deliver = client.add_request_async
                 # Replaced on this client alone.

@@ -33,7 +33,7 @@ class AsyncRegistries:
     @property
     def lenses(self) -> AsyncLenses:
         """Registered lenses: register, remove, names. Raises RuntimeError before `ready()`."""
-        return AsyncLenses(self._front.lenses)
+        return AsyncLenses(self._front)
 
     @property
     def saes(self) -> AsyncSaes:

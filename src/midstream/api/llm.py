@@ -17,6 +17,7 @@ from midstream.api.arguments import (
     check_names,
 )
 from midstream.api.default_capture import DefaultCapture
+from midstream.api.evaluations import Evaluations
 from midstream.api.offline_call import OfflineCall
 from midstream.api.outputs import GenerateOutput
 from midstream.api.registered import Lenses, Saes
@@ -39,7 +40,7 @@ from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 
 
-class LLM(OfflineSweeps, VllmLLM):
+class LLM(OfflineSweeps, Evaluations, VllmLLM):
     """vLLM's offline engine, with midstream enabled.
 
     Has the arguments of `vllm.LLM`, and:
@@ -116,7 +117,7 @@ class LLM(OfflineSweeps, VllmLLM):
     @property
     def lenses(self) -> Lenses:
         """Registered lenses: register, remove, names."""
-        return Lenses(self._front_end.lenses)
+        return Lenses(self._front_end.lenses, self._front_end.directions)
 
     @property
     def saes(self) -> Saes:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
 
 from midstream.lenses import LinearLens
+from midstream.runtime.frontend.request.token_directions import DirectionCache
 from midstream.runtime.frontend.weight_memory import NamedWeights
 from midstream.sae.sae import SAE
+from midstream.spec.lens import LOGIT
+
+if TYPE_CHECKING:
+    from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 
 Weights = TypeVar("Weights")
 
@@ -75,9 +83,46 @@ class Lenses(Registered[LinearLens]):
     them as `Lens(kind=name)`.
     """
 
+    def __init__(self, registry: NamedWeights[LinearLens, Any], directions: DirectionCache) -> None:
+        super().__init__(registry)
+        self._directions = directions
+
+    def direction(
+        self, token: int | str, layer: int, lens: str = LOGIT, site: str = "resid_post"
+    ) -> Tensor:
+        """Return the direction along which a lens reads a token; see `Steer.token`.
+
+        Args:
+            token: a token's id, or a text that is one token.
+            layer: index of a layer.
+            lens: "logit", or the name of a registered lens.
+            site: "resid_post" or "resid_pre"; with "logit" also "resid_mid".
+
+        Returns:
+            float32 [width], of length 1.
+
+        Raises:
+            SpecError: there is no such token, layer, lens or map, or the model's head is unknown.
+        """
+        found = self._directions.get(self._directions.place(token, layer, lens, site))
+        return torch.from_numpy(found.numpy().copy())
+
 
 class AsyncLenses(AsyncRegistered[LinearLens]):
     """Registered lenses of an `AsyncLLM`; see `Lenses`."""
+
+    def __init__(self, front: AsyncFrontEnd) -> None:
+        super().__init__(front.lenses)
+        self._front = front
+
+    async def direction(
+        self, token: int | str, layer: int, lens: str = LOGIT, site: str = "resid_post"
+    ) -> Tensor:
+        """Return the direction along which a lens reads a token; see `Lenses.direction`."""
+        directions = self._front.directions
+        key = directions.place(token, layer, lens, site)
+        await directions.fetch({key: ""})
+        return torch.from_numpy(directions.get(key).numpy().copy())
 
 
 class Saes(Registered[SAE]):

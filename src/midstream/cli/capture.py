@@ -58,7 +58,8 @@ def capture(
         int, typer.Option(min=1, help="Tokens to generate for each prompt, greedily.")
     ] = 1,
     codec: Annotated[
-        str, typer.Option(help="Codec: raw, full8, rp8:k=512,seed=0, topk8:k=64.")
+        str,
+        typer.Option(help="Codec: raw, cast:dtype=float16, full8, rp8:k=512,seed=0, topk8:k=64."),
     ] = "raw",
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue an incomplete job in DIR.")

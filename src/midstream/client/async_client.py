@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ from midstream.client.protocol import Exchange, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
 from midstream.spec.captured_rows import CapturedRows
 from midstream.sweep import Sweep
-from midstream.sweep.cells import Cell
+from midstream.sweep.async_run import OnCell
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class AsyncClient:
         source: Any,
         metric: Any,
         *,
-        on_cell: Callable[[Cell, float], object] | None = None,
+        on_cell: OnCell | None = None,
         **given: Any,
     ) -> Sweep:
         """Patch a prompt at each cell of a grid; see `Client.sweep`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ from midstream.client.protocol import Exchange, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
 from midstream.spec.captured_rows import CapturedRows
 from midstream.sweep import Sweep
-from midstream.sweep.cells import Cell
+from midstream.sweep.async_run import OnCell
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class Client:
         source: Any,
         metric: Any,
         *,
-        on_cell: Callable[[Cell, float], object] | None = None,
+        on_cell: OnCell | None = None,
         **given: Any,
     ) -> Sweep:
         """Patch a prompt at each cell of a grid, and return a metric of each cell.
@@ -113,7 +113,7 @@ class Client:
         Args:
             prompt, source, metric: as for `midstream.LLM.sweep`. The source may also be rows that
                 the server keeps, `output.outputs[0].captured`; the metric is no function.
-            on_cell: called with each `Cell` and its value as soon as it is known.
+            on_cell: called with each `SweepCell` and its value as soon as it is known.
             **given: other arguments of `midstream.LLM.sweep`, except `sampling_params`, `use_tqdm`
                 and `lora_request`; `model`, the name of the model or of an adapter; of the chat
                 template `add_generation_prompt`, `continue_final_message` and

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from midstream.client.protocol import HttpRequest, Stream
 from midstream.errors import ServerError, SpecError
 from midstream.sweep import Sweep, SweepRequest
-from midstream.sweep.cells import Cell
+from midstream.sweep.async_run import OnCell
+from midstream.sweep.cells import SweepCell
 from midstream.sweep.result import FORMAT
 
 SWEEP = "/v1/midstream/sweep"
@@ -35,7 +36,9 @@ class SweepStream:
         request: the request to send.
     """
 
-    def __init__(self, body: Mapping[str, Any], on_cell: Callable[[Cell, float], object] | None):
+    def __init__(
+        self, body: Mapping[str, Any], on_cell: Callable[[SweepCell, float], object] | None
+    ):
         """Prepare the request.
 
         Args:
@@ -86,7 +89,7 @@ class SweepStream:
         except (KeyError, SpecError) as error:
             raise ServerError(500, f"the server sent an invalid sweep: {error}") from None
 
-    def _read(self, value: Mapping[str, Any]) -> tuple[Cell, float] | None:
+    def _read(self, value: Mapping[str, Any]) -> tuple[SweepCell, float] | None:
         """Read an event; return the cell that it is of, with its value."""
         kind = value["type"]
         if kind == "start":
@@ -102,9 +105,9 @@ class SweepStream:
             self._result = dict(value)
         return None
 
-    def _cell(self, index: tuple[int, ...]) -> Cell:
+    def _cell(self, index: tuple[int, ...]) -> SweepCell:
         coords, dims = self._start["coords"], self._start["dims"]
         at = dict(zip(dims, index, strict=True))
         labels = {name: coords[name][nth] for name, nth in at.items()}
         places = tuple(self._start["positions"][at["position"]])
-        return Cell(index, (labels["site"], labels["layer"]), places, labels.get("head"))
+        return SweepCell(index, (labels["site"], labels["layer"]), places, labels.get("head"))

@@ -6,6 +6,7 @@ each byte layout and error.
 """
 
 from midstream.codecs.base import Codec
+from midstream.codecs.cast import Cast
 from midstream.codecs.full8 import Full8
 from midstream.codecs.parse import parse_codec
 from midstream.codecs.per_dim import Full8PerDim
@@ -16,6 +17,7 @@ from midstream.codecs.sketches import cosine_similarities, inner_products, norms
 from midstream.codecs.topk8 import Topk8
 
 __all__ = [
+    "Cast",
     "Codec",
     "Full8",
     "Full8PerDim",

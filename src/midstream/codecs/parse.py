@@ -1,4 +1,4 @@
-"""Parser of codec names with parameters: `raw`, `full8`, `rp8:k=512,seed=0`, `topk8:k=64`."""
+"""Parser of codec names with parameters: `raw`, `cast:dtype=float16`, `topk8:k=64`, …"""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import functools
 import re
 import sys
 from dataclasses import fields
+from typing import Any
 
 from midstream.codecs.base import Codec
+from midstream.codecs.cast import Cast
 from midstream.codecs.full8 import Full8
 from midstream.codecs.per_dim import Full8PerDim
 from midstream.codecs.raw import Raw
@@ -16,13 +18,14 @@ from midstream.codecs.topk8 import Topk8
 from midstream.errors import SpecError, UnsupportedError
 from midstream.validation import at, hint, kind, listed, show
 
-_CLASSES: dict[str, type[Raw] | type[Full8] | type[Rp8] | type[Topk8]] = {
+_CLASSES: dict[str, type[Raw] | type[Cast] | type[Full8] | type[Rp8] | type[Topk8]] = {
     "raw": Raw,
+    "cast": Cast,
     "full8": Full8,
     "rp8": Rp8,
     "topk8": Topk8,
 }
-_FORMS = listed(("raw", "full8", "rp8:k=512,seed=0", "topk8:k=64"))
+_FORMS = listed(("raw", "cast:dtype=bfloat16", "full8", "rp8:k=512,seed=0", "topk8:k=64"))
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,19}")
 
 
@@ -43,7 +46,7 @@ def parse_codec(text: object) -> Codec:
         raise UnsupportedError("codec: codecs require a little-endian machine")
     if isinstance(text, str):
         return _parse(text)
-    if isinstance(text, Raw | Full8 | Rp8 | Topk8):
+    if isinstance(text, Raw | Cast | Full8 | Rp8 | Topk8):
         return text
     raise SpecError("codec", f"expected one of {_FORMS}, got {kind(text)}")
 
@@ -67,9 +70,9 @@ def _parse(text: str) -> Codec:
         return cls(**_parameters(name, known, parameters)) if colon else cls()
 
 
-def _parameters(codec: str, known: tuple[str, ...], text: str) -> dict[str, int]:
+def _parameters(codec: str, known: tuple[str, ...], text: str) -> dict[str, Any]:
     """Read parameters such as `k=512,seed=0`; `known` are the codec's parameters."""
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name not in known:
@@ -77,6 +80,9 @@ def _parameters(codec: str, known: tuple[str, ...], text: str) -> dict[str, int]
             raise SpecError("", f"`{codec}` takes {takes}, got {show(part)}{hint(name, known)}")
         if name in found:
             raise SpecError(name, "duplicate parameter")
+        if name == "dtype":
+            found[name] = value
+            continue
         if not _NUMBER.fullmatch(value):
             raise SpecError(name, f"expected a decimal number, got {show(value)}")
         found[name] = int(value)

@@ -18,7 +18,7 @@ from midstream import sites
 from midstream.config.http import plain_http, read_http
 from midstream.config.reader import check_mapping, check_names, read_bool, read_choice, read_count
 from midstream.config.sinks import plain_sinks
-from midstream.config.steering import plain_saes, plain_steering, plain_vectors
+from midstream.config.steering import WEIGHTS, plain_steering, plain_vectors, plain_weights
 from midstream.errors import ConfigError
 from midstream.spec.capture import RETURNS, SHARDED
 from midstream.version import __version__
@@ -116,6 +116,8 @@ class Config:
             `{"store": {"root": "acts"}}`, or one string `"filesystem:root=acts"`.
         vectors: named vectors from the start: paths of `.safetensors`, `.npz`, `.gguf` or `.json`
             files by name, such as `{"happy": "happy.safetensors"}`.
+        lenses: lenses from the start: folders of `TunedLens.load` and files of `JacobianLens.load`
+            by name, such as `{"tuned": "lenses/tuned"}`. Their memory is `readout_bytes`.
         saes: sparse autoencoders from the start: what `SAE.load` reads by name, such as
             `{"layer-12": "saes/layer-12"}`. Their memory is `readout_bytes`.
         steering: server-wide edits from the start, by tier (`base`, `prompt`, `generated`), in the
@@ -148,6 +150,7 @@ class Config:
     tapped_model: str = "startup"
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     vectors: Mapping[str, str] = field(default_factory=dict)
+    lenses: Mapping[str, str] = field(default_factory=dict)
     saes: Mapping[str, str] = field(default_factory=dict)
     steering: Mapping[str, Any] = field(default_factory=dict)
     http: bool | Mapping[str, Any] = True
@@ -190,8 +193,9 @@ class Config:
             given["sinks"] = plain_sinks(given["sinks"])
         if "vectors" in given:
             given["vectors"] = plain_vectors(given["vectors"])
-        if "saes" in given:
-            given["saes"] = plain_saes(given["saes"])
+        for name in WEIGHTS:
+            if name in given:
+                given[name] = plain_weights(name, given[name])
         if "steering" in given:
             given["steering"] = plain_steering(given["steering"])
         if given.get("http", True) is not True:

@@ -1,5 +1,5 @@
 """Parser of the settings `vectors` and `steering`, what an engine is steered with from its start,
-and `saes`.
+and of `lenses` and `saes`.
 
 Only their form is checked here. Files are read, and names and layers looked up, where the engine
 starts: see `midstream.runtime.frontend.start_steering`.
@@ -18,7 +18,9 @@ from midstream.spec.operations import Edit
 from midstream.spec.vector import Vector
 
 TIER_NAMES = ("base", "prompt", "generated")
-_VECTORS, _SAES, _STEERING = "midstream.vectors", "midstream.saes", "midstream.steering"
+_VECTORS, _STEERING = "midstream.vectors", "midstream.steering"
+# Settings with registered weights, and what their paths are of.
+WEIGHTS = {"lenses": "a lens's folder or file", "saes": "an SAE's folder or file"}
 
 
 def plain_vectors(value: object) -> dict[str, str]:
@@ -30,13 +32,13 @@ def plain_vectors(value: object) -> dict[str, str]:
     return _paths(_VECTORS, value, "a .safetensors, .npz, .gguf or .json file")
 
 
-def plain_saes(value: object) -> dict[str, str]:
-    """Return the setting `saes` as {name: path of a file or folder}.
+def plain_weights(setting: str, value: object) -> dict[str, str]:
+    """Return a setting of `WEIGHTS` as {name: path of a file or folder}.
 
     Raises:
         ConfigError: another type, or an invalid name or path.
     """
-    return _paths(_SAES, value, "an SAE's folder or file")
+    return _paths(f"midstream.{setting}", value, WEIGHTS[setting])
 
 
 def _paths(setting: str, value: object, what: str) -> dict[str, str]:

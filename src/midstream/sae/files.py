@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from midstream.errors import SpecError
+from midstream.errors import MissingExtraError, SpecError
 from midstream.sae.saelens import (
     AVERAGE,
     CONFIG,
@@ -18,7 +18,7 @@ from midstream.sae.saelens import (
     read_weights,
 )
 from midstream.sae.tensors import Arrays, check_names, has_threshold, reduced
-from midstream.validation import at, kind
+from midstream.validation import at, kind, show
 
 # The file of Gemma Scope.
 _PARAMS = "params.npz"
@@ -59,7 +59,7 @@ def load_sae(path: Path, subtract: bool | None, scale: float | None) -> dict[str
         return _made(config, tensors, scale)
 
 
-def sae_of(given: Any) -> dict[str, Any]:
+def sae_of(given: Any, scale: float | None) -> dict[str, Any]:
     """Read an object of the package `sae_lens`; see `SAE.from_saelens`.
 
     Raises:
@@ -80,7 +80,32 @@ def sae_of(given: Any) -> dict[str, Any]:
         found = config_of(fields)
     tensors = {name: tensor.detach().cpu().float() for name, tensor in state().items()}
     check_names(list(tensors), found.architecture)
-    return _made(found, checked(tensors, found), None)
+    return _made(found, checked(tensors, found), scale)
+
+
+def from_release(release: str, sae_id: str) -> Any:
+    """Return an SAE of a release, as an object of the package `sae_lens`.
+
+    Raises:
+        SpecError: there is no such release or id, or it cannot be downloaded.
+        MissingExtraError: the package is not installed.
+    """
+    try:
+        import sae_lens
+    except ModuleNotFoundError as error:
+        if error.name != "sae_lens":
+            raise
+        raise MissingExtraError(
+            "SAE.load(release, sae_id) needs the package sae_lens: pip install sae-lens; or "
+            "download the SAE, and give its folder",
+            name=error.name,
+        ) from None
+    try:
+        return sae_lens.SAE.from_pretrained(release, sae_id, device="cpu")
+    except (ValueError, KeyError, OSError) as error:
+        # A KeyError's text is its key in quotes.
+        why = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise SpecError("", f"{release}: sae_lens cannot load {show(sae_id)}: {why}") from error
 
 
 def _gemma_scope(path: Path, subtract: bool | None, scale: float | None) -> dict[str, Any]:
@@ -165,6 +190,6 @@ def _not_safetensors(path: Path) -> str:
     if path.exists():
         return expected
     return (
-        f"{expected}, and there is no such path; names of releases are not looked up: download the "
-        "SAE from the Hugging Face Hub first, and give its folder"
+        f"{expected}, and there is no such path; of a release of SAELens, give its id too: "
+        "SAE.load(release, sae_id)"
     )

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from midstream.errors import SpecError
-from midstream.sae.files import load_sae, sae_of
+from midstream.sae.files import from_release, load_sae, sae_of
 from midstream.sae.saelens import hook_tap
-from midstream.spec.forms import LayersLike, NumberLike, PhaseLike, PositionsLike, SitesLike
+from midstream.sites import Tap
+from midstream.spec.forms import (
+    LayersLike,
+    NumberLike,
+    PhaseLike,
+    PositionsLike,
+    SitesLike,
+    VectorLike,
+)
 from midstream.spec.operations import Feature
+from midstream.spec.operations.feature import FeaturesLike, read_index
 from midstream.validation import at, read_int
 
 if TYPE_CHECKING:
@@ -25,7 +35,7 @@ if TYPE_CHECKING:
 _EPSILON = 1e-5
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SAE:
     """A sparse autoencoder: a = act((x − b_dec?) W_enc + b_enc), x̂ = a W_dec + b_dec.
 
@@ -51,11 +61,11 @@ class SAE:
         is_transcoder: whether what it reconstructs is another vector than it reads.
     """
 
-    w_enc: Tensor = field(repr=False)
-    b_enc: Tensor = field(repr=False)
-    w_dec: Tensor = field(repr=False)
-    b_dec: Tensor = field(repr=False)
-    threshold: Tensor | None = field(repr=False)
+    w_enc: Tensor
+    b_enc: Tensor
+    w_dec: Tensor
+    b_dec: Tensor
+    threshold: Tensor | None
     apply_b_dec_to_input: bool
     centered: bool = False
     hook_name: str | None = None
@@ -66,17 +76,21 @@ class SAE:
     @staticmethod
     def load(
         path: str | os.PathLike[str],
-        apply_b_dec_to_input: bool | None = None,
+        sae_id: str | None = None,
         *,
+        apply_b_dec_to_input: bool | None = None,
         hook_name: str | None = None,
         input_scale: float | None = None,
     ) -> SAE:
-        """Load an SAE from a folder in the format of SAELens, or from a file of tensors.
+        """Load an SAE from a folder in the format of SAELens, from a file of tensors, or a release.
 
         Args:
             path: a folder with `cfg.json` and `sae_weights.safetensors`; a safetensors file of the
                 same tensors, where a `cfg.json` in its folder is read too; or a file `.npz` of
-                Gemma Scope, or a folder with its `params.npz`.
+                Gemma Scope, or a folder with its `params.npz`. With `sae_id`, the name of a release
+                that the package `sae_lens` knows, such as "gemma-scope-2b-pt-res-canonical".
+            sae_id: the SAE's id in the release, such as "layer_12/width_16k/canonical". `sae_lens`
+                downloads it from the Hugging Face Hub; without an id nothing is downloaded.
             apply_b_dec_to_input: whether b_dec is subtracted before the encoder. Only for a file
                 without `cfg.json`, and optional if b_dec is zero.
             hook_name: TransformerLens's name of the hook point, such as
@@ -85,21 +99,38 @@ class SAE:
                 "expected_average_only_in": √width / their mean norm in training.
 
         Raises:
-            SpecError: the file does not exist or is of another format; the architecture, activation
-                or normalisation is unsupported; or shapes do not match. The message starts with
-                the file and the field.
+            SpecError: the file or release does not exist or is of another format; the architecture,
+                activation or normalisation is unsupported; or shapes do not match. The message
+                starts with the file and the field.
+            MissingExtraError: `sae_id` is given, and `sae_lens` is not installed.
         """
-        found = SAE(**load_sae(Path(path), apply_b_dec_to_input, input_scale))
+        if sae_id is None:
+            found = SAE(**load_sae(Path(path), apply_b_dec_to_input, input_scale))
+        else:
+            if apply_b_dec_to_input is not None:
+                raise SpecError("apply_b_dec_to_input", "the release specifies it; must be omitted")
+            found = SAE.from_saelens(from_release(os.fspath(path), sae_id), input_scale)
         return found if hook_name is None else replace(found, hook_name=hook_name)
 
     @staticmethod
-    def from_saelens(sae: Any) -> SAE:
+    def from_saelens(sae: Any, input_scale: float | None = None) -> SAE:
         """Return the SAE of an object of the package `sae_lens`, with copies of its tensors.
+
+        Args:
+            sae: the object.
+            input_scale: as for `load`.
 
         Raises:
             SpecError: it is none, or is unsupported.
         """
-        return SAE(**sae_of(sae))
+        return SAE(**sae_of(sae, input_scale))
+
+    def __repr__(self) -> str:
+        kind = "ReLU" if self.threshold is None else "JumpReLU"
+        kind = f"TopK({self.top_k})" if self.top_k else kind
+        word = "transcoder" if self.is_transcoder else "SAE"
+        where = f" of {self.hook_name}" if self.hook_name else ""
+        return f"<{kind} {word}{where}: {self.num_features} features, width {self.width}>"
 
     @property
     def width(self) -> int:
@@ -122,13 +153,7 @@ class SAE:
         """
         import torch
 
-        h = torch.as_tensor(x).to(self.w_enc)
-        if self.centered or self.normalize == "layer_norm":
-            h = h - h.mean(-1, keepdim=True)
-        if self.normalize == "constant_norm_rescale":
-            h = h * (self.width**0.5 / h.norm(dim=-1, keepdim=True))
-        elif self.normalize == "layer_norm":
-            h = h / (h.std(-1, keepdim=True) + _EPSILON)
+        h = _normalized(self, torch.as_tensor(x).to(self.w_enc))
         if self.apply_b_dec_to_input:
             h = h - self.b_dec
         found = torch.relu(h @ self.w_enc + self.b_enc)
@@ -156,7 +181,6 @@ class SAE:
 
         if self.normalize != "none":
             raise SpecError("normalize", f"{self.normalize} cannot be undone without the vectors")
-
         result: Array = _like(a, torch.as_tensor(a).to(self.w_dec) @ self.w_dec + self.b_dec)
         return result
 
@@ -171,49 +195,86 @@ class SAE:
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
     ) -> Feature:
-        """Return an edit of one feature.
-
-        Args:
-            index: 0 … features − 1.
-            mode, value: as for Feature.
-            layer, site: the tap; taken from `hook_name` by default.
-            positions, phase, exclude: as for Feature.
-
-        Raises:
-            SpecError: the feature does not exist, a field is malformed, or `layer` or `site` is
-                omitted and `hook_name` does not determine it; or one feature cannot be changed: it
-                depends on others (`top_k`), on the norm of h (`normalize`), or h is not what it is
-                decoded to (a transcoder).
-        """
-        self._check_edits()
+        """Return an edit of one feature, 0 … features − 1; see `features`."""
         with at("index"):
             nth = read_int(index)
-            if not 0 <= nth < self.num_features:
-                raise SpecError("", f"expected 0 to {self.num_features - 1}, got {nth}")
-        if layer is None or site is None:
-            if self.hook_name is None:
-                raise SpecError(
-                    "layer", "the SAE has no hook_name; specify both `layer` and `site`"
-                )
-            hook_site, hook_layer = hook_tap(self.hook_name)
-            layer = hook_layer if layer is None else layer
-            site = hook_site if site is None else site
-        encoder, bias = self._encoder(nth)
-        threshold = None if self.threshold is None else float(self.threshold[nth])
+        return self.features(nth, mode, value, layer, site, positions, phase, exclude)
+
+    def features(
+        self,
+        index: FeaturesLike,
+        mode: Literal["set", "add", "scale", "ablate"] = "set",
+        value: NumberLike | VectorLike | None = None,
+        layer: LayersLike | None = None,
+        site: SitesLike | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+    ) -> Feature:
+        """Return one edit of several features, which all read the same vector.
+
+        Args:
+            index: {feature: value}; or the features, with `value`.
+            layer, site: the tap; taken from `hook_name` by default.
+            mode, value, positions, phase, exclude: as for Feature.
+
+        Raises:
+            SpecError: a feature does not exist or is given twice, a field is malformed, or `layer`
+                or `site` is omitted and `hook_name` does not determine it; or a feature cannot be
+                changed by itself: it depends on others (`top_k`, except in the mode "add"), on the
+                norm of h (`normalize`), or h is not what it is decoded to (a transcoder).
+        """
+        with at("index"):
+            ids, values = read_index(index)
+        if values is not None:
+            if mode == "ablate" or value is not None:
+                raise SpecError("index", "has values, and so has `value`, or the mode takes none")
+            value = values
         return Feature(
-            encoder,
-            self.w_dec[nth],
-            layer,
-            mode,
-            value,
-            bias=bias,
-            # The ReLU before the threshold makes a negative threshold equivalent to 0.
-            threshold=None if threshold is None else max(threshold, 0.0),
-            site=site,
+            mode=mode,
+            value=value,
             positions=positions,
             phase=phase,
             exclude=exclude,
+            **self.weights_of(ids, mode),
+            **_place(self, layer, site),
         )
+
+    @property
+    def tap(self) -> Tap | None:
+        """The site and layer that it was trained on; None: it does not say.
+
+        Raises:
+            SpecError: it was trained on what is no site.
+        """
+        return None if self.hook_name is None else hook_tap(self.hook_name)
+
+    def weights_of(self, ids: Sequence[int], mode: str) -> dict[str, Any]:
+        """Return what a `Feature` takes of some features: encoder, decoder, bias and threshold.
+
+        Args:
+            ids, mode: the features, and the mode of the edit.
+
+        Raises:
+            SpecError: there is no such feature, or it cannot be changed by itself.
+        """
+        _check_edits(self, mode)
+        for nth in ids:
+            if not 0 <= nth < self.num_features:
+                raise SpecError("index", f"expected 0 to {self.num_features - 1}, got {nth}")
+        chosen = list(ids)
+        rows = self.w_enc[:, chosen].double().T
+        bias = self.b_enc[chosen].double()
+        if self.apply_b_dec_to_input:
+            bias = bias - rows @ self.b_dec.double()
+        if self.centered:
+            # ⟨x − mean(x), row⟩ = ⟨x, row − mean(row)⟩
+            rows = rows - rows.mean(1, keepdim=True)
+        found = {"encoder": rows, "decoder": self.w_dec[chosen], "bias": bias.tolist()}
+        if self.threshold is not None:
+            # The ReLU before the threshold makes a negative threshold equivalent to 0.
+            found["threshold"] = self.threshold[chosen].clamp(min=0).tolist()
+        return found
 
     def folded(self) -> tuple[Tensor, Tensor]:
         """Return what is added to x W_enc, with b_dec folded in, and what an activation must
@@ -227,25 +288,43 @@ class SAE:
         threshold = torch.zeros_like(self.b_enc) if self.threshold is None else self.threshold
         return bias.float(), threshold.clamp(min=0)
 
-    def _check_edits(self) -> None:
-        why = ""
-        if self.is_transcoder:
-            why = "a transcoder's features are decoded to another vector than they are read from"
-        elif self.top_k:
-            why = "which features of a TopK SAE are active depends on all of them"
-        elif self.normalize != "none":
-            why = f"its input is normalised ({self.normalize})"
-        if why:
-            raise SpecError("", f"a feature cannot be changed by itself: {why}")
 
-    def _encoder(self, index: int) -> tuple[Tensor, float]:
-        """Return a feature's encoder row, float64 [width], and its bias with b_dec folded in."""
-        row = self.w_enc[:, index].double()
-        bias = float(self.b_enc[index])
-        if self.apply_b_dec_to_input:
-            bias -= float(row @ self.b_dec.double())
-        # ⟨x − mean(x), row⟩ = ⟨x, row − mean(row)⟩
-        return (row - row.mean() if self.centered else row), bias
+def _normalized(sae: SAE, h: Tensor) -> Tensor:
+    """Return vectors as the encoder takes them, before b_dec is subtracted."""
+    if sae.centered or sae.normalize == "layer_norm":
+        h = h - h.mean(-1, keepdim=True)
+    if sae.normalize == "constant_norm_rescale":
+        h = h * (sae.width**0.5 / h.norm(dim=-1, keepdim=True))
+    elif sae.normalize == "layer_norm":
+        h = h / (h.std(-1, keepdim=True) + _EPSILON)
+    return h
+
+
+def _check_edits(sae: SAE, mode: str) -> None:
+    """Check that features of an SAE can be changed by themselves."""
+    why = ""
+    if sae.is_transcoder:
+        why = "a transcoder's features are decoded to another vector than they are read from"
+    elif sae.top_k and mode != "add":
+        why = (
+            "which features of a TopK SAE are active depends on all of them; the mode "
+            '"add" does not depend on it'
+        )
+    elif sae.normalize != "none":
+        why = f"its input is normalised ({sae.normalize})"
+    if why:
+        raise SpecError("", f"a feature cannot be changed by itself: {why}")
+
+
+def _place(sae: SAE, layer: Any, site: Any) -> dict[str, Any]:
+    """Return the layer and site of an edit, by default those where the SAE was trained."""
+    if layer is None or site is None:
+        tap = sae.tap
+        if tap is None:
+            raise SpecError("layer", "the SAE has no hook_name; specify both `layer` and `site`")
+        site = tap[0] if site is None else site
+        layer = tap[1] if layer is None else layer
+    return {"layer": layer, "site": site}
 
 
 def _like(given: Any, found: Tensor) -> Any:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midstream.codecs import Codec, Raw, Rp8, Topk8
+from midstream.codecs import Cast, Codec, Raw, Rp8, Topk8
 from midstream.codecs.affine import HEADER_BYTES, scales_and_zeros
 from midstream.results.activations import Activations
 
@@ -20,9 +20,9 @@ def arrays_of(activations: Activations, site: str, layer: int, width: int) -> Ar
     """Return the rows of one site and layer, with `positions` and `token_ids`, int64 [n].
 
     Codec `raw`: `rows` [n, width]; bfloat16 is converted to float32, which represents all of its
-    values. Other codecs: `q` uint8, `scale` and `zero` float32 [n]; a row is `zero + scale · q`.
-    `q` is [n, width] for `full8` and [n, k] for `rp8` and `topk8`; `topk8` also has `indices`
-    int64 [n, k].
+    values. Codec `cast`: `rows` float32 [n, width]. Other codecs: `q` uint8, `scale` and `zero`
+    float32 [n]; a row is `zero + scale · q`. `q` is [n, width] for `full8` and [n, k] for `rp8` and
+    `topk8`; `topk8` also has `indices` int64 [n, k].
 
     Args:
         activations: the captured rows.
@@ -30,7 +30,7 @@ def arrays_of(activations: Activations, site: str, layer: int, width: int) -> Ar
         width: width of the captured vectors.
     """
     codec = activations.codec
-    if isinstance(codec, Raw):
+    if isinstance(codec, Raw | Cast):
         rows = activations[site, layer]
         rows = rows.float() if rows.dtype == torch.bfloat16 else rows
         found = {"rows": rows.numpy()}

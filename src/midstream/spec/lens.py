@@ -23,7 +23,7 @@ _FIELDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Lens(Capture):
     """Return the tokens that the model's head gives for the stream of chosen layers.
 
@@ -83,7 +83,7 @@ class Lens(Capture):
         """
         Capture.__init__(self, layers, site, positions, phase, exclude, stream=stream)
         with at("kind"):
-            object.__setattr__(self, "kind", _read_kind(kind))
+            object.__setattr__(self, "kind", read_kind(kind))
         if len(self.sites.names) != 1 or self.sites.names[0] not in SITES:
             raise SpecError(
                 "site", f"a lens reads the stream: expected one of {listed(SITES)}, got {site!r}"
@@ -163,7 +163,12 @@ def is_lens(value: Mapping[str, Any]) -> bool:
     return "kind" in value or (has_layers and ("top" in value or "tokens" in value))
 
 
-def _read_kind(value: object) -> str:
+def read_kind(value: object) -> str:
+    """Read "logit", or the name of a registered lens.
+
+    Raises:
+        SpecError: it is no name.
+    """
     if not isinstance(value, str):
         problem = f"expected `str`, got {kind(value)}"
         if hasattr(value, "matrices"):
@@ -188,14 +193,19 @@ def _read_tokens(value: Any) -> tuple[int | str, ...]:
     found: dict[int | str, None] = {}
     for nth, one in enumerate(values):
         with at(f"[{nth}]"):
-            token = _read_token(one)
+            token = read_token(one)
             if token in found:
                 raise SpecError("", f"token {token!r} is given twice")
             found[token] = None
     return tuple(found)
 
 
-def _read_token(value: object) -> int | str:
+def read_token(value: object) -> int | str:
+    """Read a token's id, or its text.
+
+    Raises:
+        SpecError: it is neither.
+    """
     if isinstance(value, str):
         if not value:
             raise SpecError("", "expected a token's text, got an empty one")

@@ -6,9 +6,9 @@ whole edits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, overload
 
 from midstream.errors import SpecError
 from midstream.sites import BY_NAME, Tap
@@ -29,7 +29,44 @@ class NamedEdits:
     edits: tuple[Any, ...]
 
 
-Lookup = Callable[[str], Registered | NamedEdits]
+@dataclass(frozen=True, slots=True)
+class SaeName:
+    """The name of a registered sparse autoencoder (SAE); vectors may have the same name."""
+
+    name: str
+
+
+class FeatureSource(Protocol):
+    """A registered SAE, as edits of its features need it."""
+
+    @property
+    def tap(self) -> Tap | None:
+        """The site and layer where it was trained; None: it does not say.
+
+        Raises:
+            SpecError: it was trained on what is no site.
+        """
+
+    def weights_of(self, ids: Sequence[int], mode: str) -> Mapping[str, Any]:
+        """Return what a `Feature` of this mode takes by value: encoder, decoder, bias, threshold.
+
+        Raises:
+            SpecError: there is no such feature, or it cannot be changed by itself.
+        """
+
+
+class Lookup(Protocol):
+    """Returns what is registered under a name.
+
+    Raises:
+        SpecError: the name is not registered.
+    """
+
+    @overload
+    def __call__(self, name: str, /) -> Registered | NamedEdits: ...
+    @overload
+    def __call__(self, name: SaeName, /) -> FeatureSource: ...
+
 
 _SHOWN = 8
 

@@ -205,6 +205,15 @@ class Plan:
                 probes.extend(probe.bind(lookup, num_layers))
         return Plan(self.captures, edits, tuple(probes), origins, self.coming_from)
 
+    def expanded(self, expand: Callable[[Edit], tuple[Edit, ...]]) -> Plan:
+        """Return the plan with each edit replaced by those that `expand` returns for it.
+
+        Raises:
+            SpecError: `expand` raised it. The path is relative to this plan.
+        """
+        edits, origins = self._expanded(expand)
+        return replace(self, edits=edits, origins=origins)
+
     def fill(self, open_rows: OpenRows, shape: ModelShape) -> Plan:
         """Return the plan with rows of earlier requests by value; see `fill_edit`.
 
@@ -215,8 +224,7 @@ class Plan:
         Raises:
             SpecError: there are no such rows. The path is relative to this plan.
         """
-        edits, origins = self._expanded(lambda edit: fill_edit(edit, open_rows, shape))
-        return replace(self, edits=edits, origins=origins)
+        return self.expanded(lambda edit: fill_edit(edit, open_rows, shape))
 
     def _expanded(
         self, expand: Callable[[Edit], tuple[Edit, ...]]

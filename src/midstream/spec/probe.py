@@ -22,6 +22,7 @@ from midstream.spec.forms import (
     VectorOrName,
 )
 from midstream.spec.instructions import Instruction
+from midstream.spec.linear_classifier import read_linear
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import Operation, by_value, read_scalar
@@ -32,7 +33,7 @@ from midstream.validation import at, kind, show
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Probe(Operation):
     """A probe of the selected tokens: one score for each, linear or of their attention.
 
@@ -125,6 +126,31 @@ class Probe(Operation):
             raise SpecError(
                 "site", f"a probe reads one site, got {len(self.sites)}; use one probe per site"
             )
+
+    @staticmethod
+    def from_sklearn(
+        classifier: object,
+        layer: LayersLike | None = None,
+        site: SitesLike | None = None,
+        name: str | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+    ) -> Probe:
+        """Return the probe whose scores are the `decision_function` of a linear classifier.
+
+        Args:
+            classifier: a fitted binary `LogisticRegression`, `LinearDiscriminantAnalysis`,
+                `RidgeClassifier` or `LinearSVC`, or the CV form of the first and third; or a
+                `Pipeline` of `StandardScaler` and one of them. Weights are rounded to float32.
+            layer, site, name, positions, phase, exclude: see the constructor.
+
+        Raises:
+            SpecError: another classifier, one that is not fitted, or one of more than two classes.
+        """
+        with at("classifier"):
+            weights, bias = read_linear(classifier)
+        return Probe(weights, layer, bias, site, name, positions, phase, exclude)
 
     def _check_alone(self, site: SitesLike | None) -> None:
         """Check that a probe of attention has nothing that only a direction has."""

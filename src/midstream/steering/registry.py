@@ -7,14 +7,15 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import overload
 
 from midstream.errors import NoRoomError, SpecError
 from midstream.sites import Tap, order
 from midstream.spec.matrix import Matrix, matrix_by_value, read_vector_or_matrix
-from midstream.spec.named_lookup import NamedEdits, Registered
+from midstream.spec.named_lookup import FeatureSource, NamedEdits, Registered, SaeName
 from midstream.spec.named_vector import read_name
 from midstream.spec.operation import by_value
 from midstream.spec.operations import Edit, Gate
@@ -67,6 +68,8 @@ class VectorRegistry:
         self._shape = shape
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
+        # Returns the registered SAE of a name; the front end sets it.
+        self.saes: Callable[[str], FeatureSource] = _no_sae
 
     @property
     def shape(self) -> ModelShape:
@@ -131,15 +134,20 @@ class VectorRegistry:
                 raise self._unknown(name)
             del self._entries[name]
 
-    def lookup(self, name: str) -> Registered | NamedEdits:
-        """Return the vectors of a name, read-only, by (canonical site, layer from 0), or its edits.
+    @overload
+    def lookup(self, name: str) -> Registered | NamedEdits: ...
+    @overload
+    def lookup(self, name: SaeName) -> FeatureSource: ...
+    def lookup(self, name: str | SaeName) -> Registered | NamedEdits | FeatureSource:
+        """Return the vectors of a name, read-only, by (canonical site, layer from 0), or its edits;
+        or the SAE of a name.
 
         The only key is None for a vector without a tap.
 
         Raises:
             SpecError: the name is not registered; the path is empty.
         """
-        return self.show(name)[1]
+        return self.saes(name.name) if isinstance(name, SaeName) else self.show(name)[1]
 
     def show(self, name: str) -> tuple[Description, Registered | NamedEdits]:
         """Return a name's description, and its vectors or edits, as one consistent pair.
@@ -301,6 +309,10 @@ def _describe(
     norms = tuple(vector.norm for vector in found.values())
     size = max(_width_of(vector) for vector in found.values())
     return Description(name, tuple(found), norms, size, content.hexdigest(), registered)
+
+
+def _no_sae(name: str) -> FeatureSource:
+    raise SpecError("", f"there is no SAE {show(name)}")
 
 
 def _taps_of(edit: Edit, shape: ModelShape) -> tuple[Tap, ...]:

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
-from midstream.sweep.cells import Cell
+from midstream.sweep.cells import SweepCell
 from midstream.sweep.job import SweepJob, SweepRun
 from midstream.sweep.result import Sweep
 
 # Called with each cell and its value, as soon as it is known.
-OnCell = Callable[[Cell, float], object]
+OnCell = Callable[[SweepCell, float], object]
 # Called once, with the sweep's job, when its unpatched runs are known.
 OnStart = Callable[[SweepJob], object]
 # Returns a context that is entered before each run, which may wait there, and left after it.

@@ -23,8 +23,8 @@ from midstream.spec.named_lookup import Lookup, pick, vectors_of
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.shape import ModelShape
 from midstream.sweep.alignment import align_positions
-from midstream.sweep.cells import MAX_CELLS, Cell, Grid, plan_grid
-from midstream.sweep.edits import Rows, check_rows, check_sizes, edits_of
+from midstream.sweep.cells import MAX_CELLS, Grid, SweepCell, plan_grid
+from midstream.sweep.edits import PatchRows, check_rows, check_sizes, edits_of
 from midstream.sweep.metrics import Metric, NextToken, Recovered
 from midstream.sweep.receipts import SweepReceipts
 from midstream.sweep.request import SweepRequest
@@ -82,7 +82,7 @@ class SweepRun:
 
     token_ids: tuple[int, ...]
     plan: Plan | None
-    cell: Cell | None = None
+    cell: SweepCell | None = None
     is_source: bool = False
 
 
@@ -126,7 +126,7 @@ class SweepJob:
         self._prompt = prompt
         self._source = source
         self._aligned: Mapping[int, int] | None = None
-        self._rows: Rows | None = None
+        self._rows: PatchRows | None = None
         self.grid = self._plan(context)
         taps = frozenset(one.tap for one in self.grid.cells)
         check_sizes(request, taps, context.shape)
@@ -275,7 +275,7 @@ class SweepJob:
         places: Mapping[Tap, Mapping[int, int]] | None,
     ) -> None:
         check_rows(rows, self._shape)
-        self._rows = Rows(rows, places, self._aligned or {})
+        self._rows = PatchRows(rows, places, self._aligned or {})
 
     def _capture(self) -> list[Capture]:
         """Return the captures of the source prompt: the rows of all cells."""
@@ -298,7 +298,7 @@ class SweepJob:
             rows[tap] = np.array(to_numpy(each.reshape(len(each), -1)), np.float32)
             found = activations.positions_of(*tap).tolist()
             places[tap] = {position: row for row, position in enumerate(found)}
-        self._rows = Rows(rows, places, self._aligned or {})
+        self._rows = PatchRows(rows, places, self._aligned or {})
 
     def _plan_of(self, edits: list[Any], captures: list[Capture] | None = None) -> Plan | None:
         found = list(captures or ())

@@ -18,7 +18,7 @@ from midstream.client import ServerError
 from midstream.errors import SpecError
 from midstream.spec import CapturedRows, Named
 from midstream.sweep import LogitDiff, LogProb, Recovered, Sweep
-from midstream.sweep.cells import Cell
+from midstream.sweep.cells import SweepCell
 
 A, B = ord("x"), ord("z")
 
@@ -57,7 +57,7 @@ def test_a_sweep_is_what_the_engine_computes_and_cells_come_one_by_one(both, tmp
     assert (len(found.receipts), found.receipts.status, found.receipts.applied) == (5, "ok", 4)
     assert found.receipts.prompt_tokens == 4 * 9
     assert sorted(seen, key=lambda one: one[0].index) == [
-        (Cell((0, row, column), ("resid_post", layer), (place,), None),
+        (SweepCell((0, row, column), ("resid_post", layer), (place,), None),
          logprob_of(A, layer, place) - logprob_of(B, layer, place))
         for row, layer in enumerate((0, 2)) for column, place in enumerate((1, 3))
     ]  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.codecs import Full8, Raw, Rp8, Topk8, parse_codec
+from midstream.codecs import Cast, Full8, Raw, Rp8, Topk8, parse_codec
 from midstream.errors import SpecError, UnsupportedError
 
 
@@ -21,6 +21,8 @@ from midstream.errors import SpecError, UnsupportedError
         ("rp8:k=7", Rp8(k=7), "rp8:k=7,seed=0"),
         ("rp8:seed=18446744073709551615,k=1", Rp8(1, 2**64 - 1), None),
         ("topk8", Topk8(k=64), "topk8:k=64"),
+        ("cast", Cast("bfloat16"), "cast:dtype=bfloat16"),
+        ("cast:dtype=float8_e4m3fn", Cast("float8_e4m3fn"), None),
         ("topk8:k=1", Topk8(k=1), "topk8:k=1"),
     ],
 )
@@ -40,7 +42,11 @@ def test_every_codec_s_own_text_is_read_as_that_codec(k, seed):
 @pytest.mark.parametrize(
     ("text", "path", "problem"),
     [
-        (None, "codec", "expected one of `raw`, `full8`, `rp8:k=512,seed=0`, `topk8:k=64`, got"),
+        (
+            None,
+            "codec",
+            "expected one of `raw`, `cast:dtype=bfloat16`, `full8`, `rp8:k=512,seed=0`, `topk8:k",
+        ),
         (8, "codec", "got `int`"),
         (Raw, "codec", "got `type`"),
         ("", "codec", "expected one of `raw`"),
@@ -56,6 +62,13 @@ def test_every_codec_s_own_text_is_read_as_that_codec(k, seed):
         ("rp8:sed=1", "codec", r"got 'sed=1' \(did you mean `seed`\?\)"),
         ("topk8:seed=1", "codec", "`topk8` takes `k`, got 'seed=1'"),
         ("rp8:k=1,k=1", "codec.k", "duplicate parameter"),
+        (
+            "cast:dtype=int8",
+            "codec.dtype",
+            "expected one of `bfloat16`, `float16`, `float8_e4m3fn`",
+        ),
+        ("cast:dtype=float16,dtype=float16", "codec.dtype", "duplicate parameter"),
+        ("cast:bits=8", "codec", "`cast` takes `dtype`, got 'bits=8'"),
         ("rp8:k", "codec.k", "expected a decimal number, got ''"),
         ("rp8:k=", "codec.k", "expected a decimal number, got ''"),
         ("rp8:k= 1", "codec.k", "expected a decimal number, got ' 1'"),

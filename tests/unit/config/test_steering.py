@@ -51,6 +51,8 @@ def test_every_form_of_a_tier_means_the_same_after_a_trip_through_json(value):
         ({"vectors": {"a b": "a.npz"}}, r"midstream.vectors: name 'a b': expected 1 to 128"),
         ({"vectors": {"a": ""}}, r"midstream.vectors.a: expected the path of a \.safetensors"),
         ({"vectors": {"a": [1.0]}}, r"midstream.vectors.a: expected the path of a .*\[1.0\]"),
+        ({"lenses": {"a": 3}}, r"midstream.lenses.a: expected the path of a lens's folder or file"),
+        ({"saes": ["a"]}, r"midstream.saes: expected a dict of files by name"),
         ({"vector": {}}, r"midstream.vector: no such setting; did you mean vectors\?"),
         ({"steering": "happy"}, r"midstream.steering: expected a dict of tiers"),
         ({"steering": {"all": "a"}}, r"midstream.steering.all: no such setting; there are base"),

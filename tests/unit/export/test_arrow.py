@@ -72,7 +72,7 @@ def test_a_parquet_file_has_every_row_with_what_it_is_of(tmp_path, dtype):
     assert said["model"] == "acme/tiny"
 
 
-@pytest.mark.parametrize("codec", ["full8", "rp8:k=16,seed=1", "topk8:k=3"])
+@pytest.mark.parametrize("codec", ["cast:dtype=float16", "full8", "rp8:k=16,seed=1", "topk8:k=3"])
 def test_rows_of_a_codec_are_decoded(tmp_path, codec):
     selection = selected(tmp_path, header(codec=codec), layer=0)
     table = record_batches(selection).read_all()

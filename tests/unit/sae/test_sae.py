@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.formulas import apply
+from support.formulas import apply, run
 from support.sae_oracle import KINDS, RandomSae
 
-from midstream.errors import SpecError
+from midstream.errors import MissingExtraError, SpecError
 from midstream.sae.sae import SAE
 from midstream.spec import Feature
 
@@ -204,10 +205,57 @@ def test_a_configuration_beside_the_file_counts(tmp_path):
 def test_a_threshold_below_zero_is_that_of_the_relu_before_it(tmp_path):
     weights = {**tensors(), "threshold": torch.full((FEATURES,), -1.0)}
     sae = SAE.load(write(tmp_path, NEW, weights))
-    assert sae.feature(0, value=1).threshold == 0
+    assert sae.feature(0, value=1).threshold == (0,)
     x = torch.randn(20, WIDTH)
     relu = SAE.load(write(tmp_path, {**NEW, "architecture": "standard"}, tensors())).encode(x)
     assert torch.equal(sae.encode(x), relu)
+
+
+@pytest.mark.parametrize("mode", ["set", "add", "scale", "ablate"])
+def test_features_of_one_edit_read_the_same_vector(tmp_path, mode):
+    sae = SAE.load(write(tmp_path, FLAT, tensors()))
+    x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    active = sae.encode(x).double()
+    ids = [7, 2, 5]
+    values = {"scale": [2.0, 0.5, 0.0], "ablate": None}.get(mode, [3.0, -1.0, 0.25])
+    amount = {
+        "set": lambda: torch.tensor(values) - active[:, ids],
+        "add": lambda: torch.tensor(values).expand(20, 3),
+        "scale": lambda: (torch.tensor(values) - 1) * active[:, ids],
+        "ablate": lambda: -active[:, ids],
+    }[mode]()
+    edit = sae.features(ids, mode, values)
+    wanted = (x + amount.double() @ sae.w_dec[ids].double()).numpy()
+    assert np.allclose(apply(edit, x), wanted, atol=1e-4)
+    assert np.allclose(run(edit.instructions(WIDTH), x), wanted, atol=1e-4)
+    if values is not None:
+        assert edit == sae.features(dict(zip(ids, values, strict=True)), mode)
+    assert [edit.layers.indices, edit.sites.names] == [(8,), ("resid_pre",)]
+
+
+def test_values_of_features_are_given_once(tmp_path):
+    sae = SAE.load(write(tmp_path, FLAT, tensors()))
+    for given, path in (
+        (({1: 2.0}, "set", 3.0), "index"),
+        (({1: 2.0}, "ablate"), "index"),
+        (([1, 1], "set", 3.0), "index[1]"),
+        (([1, FEATURES], "set", 3.0), "index"),
+        (([1, 2], "set", [3.0]), "value"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            sae.features(*given)
+        assert caught.value.path == path
+
+
+def test_a_multiple_of_a_decoder_row_is_added_whatever_else_is_active(tmp_path):
+    given = RandomSae("topk", 24, 60, "blocks.1.hook_resid_post")
+    sae = SAE.load(given.write(tmp_path))
+    with pytest.raises(SpecError, match='depends on all of them; the mode "add" does not'):
+        sae.features({3: 1.0})
+    x = torch.randn(4, 24).double()
+    found = apply(sae.features({3: 1.5, 4: -2.0}, "add"), x)
+    wanted = x + 1.5 * sae.w_dec[3].double() - 2 * sae.w_dec[4].double()
+    assert np.allclose(found, wanted.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("index", [-1, FEATURES, True, "0", 1.0])
@@ -405,6 +453,34 @@ def test_objects_of_sae_lens_are_read(kind):
     assert sae.hook_name == "blocks.1.hook_resid_post"
     with pytest.raises(SpecError, match="expected an SAE of the package sae_lens, got `str`"):
         SAE.from_saelens("gpt2-small")
+
+
+def test_a_release_needs_sae_lens(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sae_lens", None)
+    with pytest.raises(MissingExtraError, match="pip install sae-lens; or download the SAE"):
+        SAE.load("gemma-scope-2b-pt-res-canonical", "layer_12/width_16k/canonical")
+
+
+def test_a_release_and_its_id_are_those_of_sae_lens(monkeypatch):
+    given = RandomSae("jumprelu", 24, 60, "blocks.12.hook_resid_post")
+    fields = {name: value for name, value in given.config.items() if name != "hook_name"}
+    metadata = {"hook_name": given.config["hook_name"]}
+    config = SimpleNamespace(to_dict=lambda: {**fields, "metadata": metadata})
+    asked = []
+
+    def from_pretrained(release, sae_id, device):
+        asked.append((release, sae_id, device))
+        return SimpleNamespace(cfg=config, state_dict=lambda: given.tensors)
+
+    package = SimpleNamespace(SAE=SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "sae_lens", package)
+    sae = SAE.load("gemma-scope-2b-pt-res-canonical", "layer_12/width_16k/canonical")
+    assert asked == [("gemma-scope-2b-pt-res-canonical", "layer_12/width_16k/canonical", "cpu")]
+    x = torch.randn(4, 24)
+    assert torch.allclose(sae.encode(x).double(), given.encode(x), atol=1e-5)
+    assert sae.tap == ("resid_post", 12)
+    with pytest.raises(SpecError, match="apply_b_dec_to_input: the release specifies it"):
+        SAE.load("gemma", "layer_12", apply_b_dec_to_input=True)
 
 
 def test_what_a_gated_sae_lacks_is_refused_by_name(tmp_path):

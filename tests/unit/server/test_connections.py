@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import threading
 import time
@@ -16,6 +15,7 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from support.open_files import MEMORY, SOCKET, open_files
 from support.serving_fake import Site, make, rows
 
 from midstream import Capture, Probe, Steer
@@ -130,14 +130,14 @@ def test_a_client_that_breaks_off_in_mid_stream_ends_its_call_and_leaves_nothing
     with connection(listening.address, head(len(sent)) + sent) as client:
         until(lambda: site.engine.running == 1)
     until(lambda: site.engine.running == 0)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(MEMORY, SOCKET)
     for nth in range(20):
         with connection(listening.address, head(len(sent)) + sent) as client:
             until(lambda count=nth + 2: len(site.engine.calls) >= count)
             if nth % 2:
                 client.recv(10)
     until(lambda: site.engine.running == 0)
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    until(lambda: open_files(MEMORY, SOCKET) <= before)
     assert len(site.server.captures) == 0
 
 
@@ -147,13 +147,13 @@ def test_a_client_that_breaks_off_while_it_fetches_leaves_no_file_open(listening
     data = pack(rows((1,), 200_000), 3, torch.float32)
     held = listening.site.server.captures.store(data, "me", "r", {})
     until(lambda: True)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(MEMORY, SOCKET)
     for _ in range(10):
         line = f"GET /v1/midstream/activations/{held.id} HTTP/1.1"
         ask = f"{line}\r\nhost: localhost\r\n\r\n".encode()
         with connection(listening.address, ask) as client:
             assert client.recv(100).startswith(b"HTTP/1.1 200")
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    until(lambda: open_files(MEMORY, SOCKET) <= before)
 
 
 def test_many_clients_with_plans_of_their_own_get_their_own_results(listening):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.open_files import open_files
 from support.serving_fake import completion, outputs_of, rows, scope_of, scores, serving
 
 from midstream.errors import BusyError, SpecError
@@ -51,10 +51,6 @@ async def until(holds):
         if holds():
             return
     pytest.fail("it never came to hold")
-
-
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
 
 
 # ------------------------------------------------------------------ one body
@@ -164,10 +160,10 @@ async def test_no_room_is_said_before_anything_is_computed():
 
 async def test_of_an_answer_that_is_refused_nothing_stays_held():
     async with serving(client_captures=3) as (site, client):
-        before = descriptors()
+        before = open_files()
         answer = await ask(client, HANDLE, n=4)
         assert answer.status_code == 429
-        assert (len(site.server.captures), descriptors()) == (0, before)
+        assert (len(site.server.captures), open_files() - before) == (0, set())
 
 
 async def test_what_the_engine_refuses_is_as_the_client_wrote_it():
@@ -188,10 +184,10 @@ async def test_an_answer_that_is_none_stays_as_it_is():
 
 async def test_vllms_answer_null_to_a_client_that_has_gone_stays_and_leaves_nothing():
     async with serving() as (site, client):
-        before = descriptors()
+        before = open_files()
         answer = await ask(client, HANDLE, gone=True)
         assert (answer.status_code, answer.content) == (200, b"null")
-        assert (len(site.server.captures), descriptors()) == (0, before)
+        assert (len(site.server.captures), open_files() - before) == (0, set())
 
 
 # ------------------------------------------------------------------ events
@@ -296,7 +292,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_ends_it():
 
 async def test_a_client_that_leaves_in_mid_stream_leaves_nothing():
     async with serving() as (site, client):
-        before = descriptors()
+        before = open_files()
         gone = asyncio.Event()
         sent = []
         messages = [body_of({"prompt": "abc", "stream": True, "midstream": HANDLE})]
@@ -317,7 +313,7 @@ async def test_a_client_that_leaves_in_mid_stream_leaves_nothing():
         await site.app(scope_of(), receive, send)
         assert len(site.engine.calls) == 1
         await until(lambda: site.engine.running == 0)
-        assert (len(site.server.captures), descriptors()) == (0, before)
+        assert (len(site.server.captures), open_files() - before) == (0, set())
 
 
 async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_nothing(monkeypatch):
@@ -333,13 +329,13 @@ async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_noth
 
     monkeypatch.setattr(answers, "pack", slow)
     async with serving() as (site, client):
-        before = descriptors()
+        before = open_files()
         task = asyncio.ensure_future(ask(client, HANDLE))
         await packing.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await until(lambda: (len(site.server.captures), descriptors()) == (0, before))
+        await until(lambda: (len(site.server.captures), open_files() - before) == (0, set()))
 
 
 # ------------------------------------------------------------------ no capacity, shutdown
@@ -412,7 +408,7 @@ async def test_a_server_that_is_stopped_ends_a_stream_with_an_error_event():
 
 async def test_a_client_that_reads_nothing_of_its_stream_loses_its_request():
     async with serving(stall_seconds=1) as (site, _):
-        before, sent = descriptors(), []
+        before, sent = open_files(), []
 
         async def send(message):
             sent.append(message)
@@ -422,7 +418,7 @@ async def test_a_client_that_reads_nothing_of_its_stream_loses_its_request():
         await asyncio.wait_for(site.app(scope_of(), once(HANDLE), send), 20)
         assert len(sent) == 2
         await until(lambda: site.engine.running == 0)
-        assert (len(site.server.captures), descriptors()) == (0, before)
+        assert (len(site.server.captures), open_files() - before) == (0, set())
 
 
 def once(midstream):

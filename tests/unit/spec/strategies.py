@@ -109,12 +109,15 @@ def clamps(draw: st.DrawFn, width: int, places: st.SearchStrategy[dict[str, Any]
 @st.composite
 def features(draw: st.DrawFn, width: int, places: st.SearchStrategy[dict[str, Any]]) -> Feature:
     mode = draw(st.sampled_from(["set", "add", "scale", "ablate"]))
+    count = draw(st.integers(1, 3))
+    each = eighths | st.lists(eighths, min_size=count, max_size=count)
+    row = st.lists(numbers(width), min_size=count, max_size=count)
     return Feature(
-        draw(numbers(width)),
-        draw(numbers(width)),
+        draw(row),
+        draw(row),
         mode=mode,
-        value=None if mode == "ablate" else draw(eighths),
-        bias=draw(eighths),
+        value=None if mode == "ablate" else draw(each),
+        bias=draw(each),
         threshold=draw(st.none() | eighths.map(abs)),
         decoder_bias=draw(st.none() | numbers(width)),
         **draw(places),

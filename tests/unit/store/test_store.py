@@ -21,7 +21,9 @@ def test_what_was_added_is_there_bit_by_bit(tmp_path):
         assert found.token_ids.tolist() == [10 * p + 1 for p in range(rows)]
 
 
-@pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=64,seed=3", "topk8:k=4"])
+@pytest.mark.parametrize(
+    "codec", ["raw", "cast:dtype=float16", "full8", "rp8:k=64,seed=3", "topk8:k=4"]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_every_codec_and_dtype_reads_as_its_codec_decodes(tmp_path, codec, dtype):
     head = header(codec=codec, dtype=dtype, hidden_size=96)

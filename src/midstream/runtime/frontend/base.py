@@ -31,6 +31,7 @@ from midstream.runtime.frontend.request.plan_resolver import PlanResolver, Prepa
 from midstream.runtime.frontend.request.readouts import Registries
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.frontend.request.sink_routes import routes_of
+from midstream.runtime.frontend.request.token_directions import DirectionCache
 from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.sae_registry import SaeRegistry
@@ -77,10 +78,12 @@ class BaseFrontEnd:
         weakref.finalize(self, self.sinks.close)
         self._needs: dict[str, Need] = {}
         self._resolver = PlanResolver(info, engine)
-        self.weights = WeightMemory(found.readout_bytes, self._is_used, self._resolver.forget)
+        self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
         self.lenses = LensRegistry(self.weights, info.shape)
         self.saes = SaeRegistry(self.weights, info.shape)
-        self._resolver.registries = Registries(self.lenses, self.saes)
+        self.vectors.saes = self.saes.source
+        self.directions = DirectionCache(self.lenses, info.shape, engine)
+        self._resolver.registries = Registries(self.lenses, self.saes, self.directions)
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
         self._row_limits = [row_limit(workers, found) for workers in self._workers]
@@ -97,6 +100,11 @@ class BaseFrontEnd:
         is_for_all = bool(self.steering.plan_edits()) or bool(self.captures)
         # Pooling requests have an output_kind as well, but no tokens to generate.
         return is_for_all and hasattr(params, "max_tokens")
+
+    def _forget_weights(self) -> None:
+        """Forget what was made of registered weights: a name has changed its meaning."""
+        self._resolver.forget()
+        self.directions.forget()
 
     def _is_used(self, weights: tuple[str, str]) -> bool:
         """Return whether a running request reads registered weights, (kind, name)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from midstream.errors import SpecError
-from midstream.lenses import LinearLens
+from midstream.lenses import LinearLens, load_lens
 from midstream.runtime.frontend.weight_memory import NamedWeights, WeightMemory, WeightPart
 from midstream.spec import ModelShape
 from midstream.spec.lens import LOGIT
@@ -20,6 +20,8 @@ class LensRegistry(NamedWeights[LinearLens, dict[int, LensMap]]):
 
     kind = "lens"
     word = "lens"
+    setting = "lenses"
+    load = staticmethod(load_lens)
 
     def __init__(self, memory: WeightMemory, shape: ModelShape) -> None:
         """Args:
@@ -42,7 +44,7 @@ class LensRegistry(NamedWeights[LinearLens, dict[int, LensMap]]):
             raise SpecError(
                 "kind",
                 f"there is no lens {show(name)}; there is {known}; register it with "
-                "llm.lenses.register(name, lens)",
+                "llm.lenses.register(name, lens), or in midstream's setting `lenses`",
             )
         found = []
         for depth in depths:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from midstream.config.config import KEY
-from midstream.errors import ConfigError, SpecError
+from midstream.errors import SpecError
 from midstream.runtime.frontend.weight_memory import NamedWeights, WeightMemory, WeightPart
-from midstream.runtime.protocol.rpc import WriteWeights
-from midstream.runtime.vllm.additional_config import Settings
 from midstream.sae.sae import SAE
-from midstream.sae.saelens import hook_tap
-from midstream.sites import Tap
 from midstream.spec import ModelShape
 from midstream.spec.resolve.resolved import SaeEncoder
 from midstream.validation import kind, listed, show
@@ -30,27 +23,22 @@ class RegisteredSae:
 
     Attributes:
         encoder: where it is.
-        hook_name: see `SAE`.
+        sae: the SAE, on the host.
     """
 
     encoder: SaeEncoder
-    hook_name: str | None
-
-    @property
-    def tap(self) -> Tap | None:
-        """The site and layer that it was trained on; None: it does not say.
-
-        Raises:
-            SpecError: it was trained on what is no site.
-        """
-        return None if self.hook_name is None else hook_tap(self.hook_name)
+    sae: SAE
 
 
 class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
-    """The registered SAEs of an engine. Encoders are stored in float32, and decoders not at all."""
+    """The registered SAEs of an engine. The workers have their encoders in float32; whole SAEs
+    stay here, for edits of their features.
+    """
 
     kind = "sae"
     word = "SAE"
+    setting = "saes"
+    load = staticmethod(SAE.load)
 
     def __init__(self, memory: WeightMemory, shape: ModelShape) -> None:
         """Args:
@@ -59,23 +47,6 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
         """
         super().__init__(memory)
         self._shape = shape
-
-    def from_settings(self, vllm_config: Any) -> Iterator[WriteWeights]:
-        """Register the SAEs of the setting `saes`, and yield the messages, which are to be sent.
-
-        Raises:
-            ConfigError: one cannot be read, is of another model, or there is no memory for it. The
-                message names the setting.
-        """
-        settings = vllm_config.additional_config[KEY]
-        if not isinstance(settings, Settings):
-            return
-        for name, path in settings.saes.items():
-            try:
-                with self.adding(name, SAE.load(path)) as messages:
-                    yield from messages
-            except SpecError as error:
-                raise ConfigError(f"{KEY}.saes.{name}: {error}") from None
 
     def get(self, name: str) -> RegisteredSae:
         """Return the SAE of a name.
@@ -92,6 +63,17 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
                 "llm.saes.register(name, sae), or in midstream's setting `saes`",
             )
         return found.made
+
+    def source(self, name: str) -> SAE:
+        """Return the SAE of a name.
+
+        Raises:
+            SpecError: there is none. The path is empty.
+        """
+        try:
+            return self.get(name).sae
+        except SpecError as error:
+            raise SpecError("", error.problem) from None
 
     def check(self, weights: SAE) -> None:
         if not isinstance(weights, SAE):
@@ -118,4 +100,4 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
             WeightPart(4 * at, torch.float32, bias),
             WeightPart(4 * (at + count), torch.float32, threshold),
         ]
-        return RegisteredSae(encoder, weights.hook_name), parts
+        return RegisteredSae(encoder, weights), parts

@@ -35,6 +35,7 @@ from midstream.runtime.frontend.rpc.fetch import (
 )
 from midstream.runtime.frontend.rpc.parameters import check_awake, read_parameter
 from midstream.runtime.frontend.rpc.rpc_client import Started, start_rpc
+from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.runtime.protocol.rpc import (
@@ -114,7 +115,8 @@ class FrontEnd(BaseFrontEnd):
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
         self.weights.write = self._call
-        for message in self.saes.from_settings(engine.vllm_config):
+        self.directions.carry_out = lambda exchange: carry_out(exchange, self._call)
+        for message in from_settings((self.lenses, self.saes), engine.vllm_config):
             self._call(message)
         self._reporter = ReceiptReporter(self._config)
         self._reports = True
@@ -132,17 +134,14 @@ class FrontEnd(BaseFrontEnd):
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
         # Also a running request without a plan must have another id: its output would be taken for
         # that of this request.
-        if request.request_id in self._running or request.request_id in (
-            self._outputs.external_req_ids
-        ):
-            raise _taken(request.request_id)
+        name = request.request_id
+        if name in self._running or name in self._outputs.external_req_ids:
+            raise _taken(name)
         admitted = super().admit(request, plan)
         if admitted is not None:
-            self._running[request.request_id] = admitted
-            num_completions = request.sampling_params.n
-            partial = PartialRows.of(
-                admitted, request.request_id, num_completions, self.sinks, self.info.shape
-            )
+            self._running[name] = admitted
+            completions = request.sampling_params.n
+            partial = PartialRows.of(admitted, name, completions, self.sinks, self.info.shape)
             if partial is not None:
                 self._streamer.add(admitted.uid, partial)
         return admitted
@@ -327,8 +326,6 @@ class FrontEnd(BaseFrontEnd):
             one.delivery.set_results(one.output)
             self._finished.remove(one)
             self._reporter.add(one.output)
-
-    # -- inside -----------------------------------------------------------------------------
 
     def _release_requests(self, names: list[str]) -> None:
         """Release running requests, here and on the workers."""

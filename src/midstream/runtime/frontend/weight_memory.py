@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from midstream.errors import BusyError, SpecError
+from midstream.config.config import KEY
+from midstream.errors import BusyError, ConfigError, SpecError
 from midstream.runtime.protocol.rpc import WriteWeights
+from midstream.runtime.vllm.additional_config import Settings
 from midstream.spec.sink_target import read_name
 from midstream.validation import at, show
 
@@ -101,10 +103,19 @@ class StoredWeights(Generic[T]):
 
 
 class NamedWeights(Generic[Weights, T]):
-    """Weights by name, in a `WeightMemory`. Subclasses say what is stored of them."""
+    """Weights by name, in a `WeightMemory`. Subclasses say what is stored of them.
+
+    Attributes:
+        kind: first part of what `WeightMemory.in_use` is asked about.
+        word: what they are, for messages.
+        setting: the setting that names their files.
+        load: reads the files of one.
+    """
 
     kind: str
     word: str
+    setting: str
+    load: Callable[[str], Weights]
 
     def __init__(self, memory: WeightMemory) -> None:
         self._memory = memory
@@ -119,6 +130,23 @@ class NamedWeights(Generic[Weights, T]):
     def write(self) -> Callable[[WriteWeights], Any]:
         """Sends a message to all workers; see `WeightMemory`."""
         return self._memory.write
+
+    def from_settings(self, vllm_config: Any) -> Iterator[WriteWeights]:
+        """Register what the setting names, and yield the messages, which are to be sent.
+
+        Raises:
+            ConfigError: one cannot be read, is of another model, or there is no memory for it. The
+                message names the setting.
+        """
+        settings = vllm_config.additional_config[KEY]
+        if not isinstance(settings, Settings):
+            return
+        for name, path in getattr(settings, self.setting).items():
+            try:
+                with self.adding(name, self.load(path)) as messages:
+                    yield from messages
+            except (SpecError, OSError) as error:
+                raise ConfigError(f"{KEY}.{self.setting}.{name}: {error}") from None
 
     @contextmanager
     def adding(self, name: str, weights: Weights) -> Iterator[Iterator[WriteWeights]]:
@@ -193,6 +221,14 @@ class NamedWeights(Generic[Weights, T]):
     def _forget(self, name: str) -> None:
         self._memory.taken.discard(self._registered.pop(name).place)
         self._memory.changed()
+
+
+def from_settings(
+    registries: Sequence[NamedWeights[Any, Any]], vllm_config: Any
+) -> Iterator[WriteWeights]:
+    """Register what the settings name; see `NamedWeights.from_settings`."""
+    for registry in registries:
+        yield from registry.from_settings(vllm_config)
 
 
 def _messages(parts: list[WeightPart]) -> Iterator[WriteWeights]:

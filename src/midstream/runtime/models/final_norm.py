@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.decoder import find_layers
 from midstream.runtime.models.forward_source import tree_of
 from midstream.runtime.models.trunk_ends import NoEnd, find_norm
+
+# Of the norm of the result: what is added to the mean square, and rounding.
+_SLACK = 1e-3
 
 
 def find_final_norm(model: nn.Module) -> nn.Module:
@@ -34,6 +39,51 @@ def find_final_norm(model: nn.Module) -> nn.Module:
     if why:
         raise UnsupportedError(why)
     return norm
+
+
+def gain_of(norm: nn.Module, width: int, device: torch.device) -> tuple[Tensor, bool]:
+    """Return the weights γ by which a norm multiplies what it has normed, and whether it subtracts
+    the mean before.
+
+    Classes store γ in different ways (Gemma's stores γ − 1), so it is read from what the norm makes
+    of a few vectors, and then checked on another one.
+
+    Args:
+        norm: the norm.
+        width: size of its vectors.
+        device: where it is.
+
+    Returns:
+        γ, float64 [width], but for a factor near 1 that is the same for all; whether it is a
+        LayerNorm.
+
+    Raises:
+        UnsupportedError: it is neither an RMSNorm nor a LayerNorm.
+    """
+    exact = copy.deepcopy(norm).float()
+    call = getattr(exact, "forward_native", exact.forward)
+
+    def normed(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = call(x.float()[None])[0].double()
+        return found
+
+    # Of mean 0 and of mean square 1, whatever the norm divides by.
+    signs = torch.ones(width, dtype=torch.float64, device=device)
+    signs[1::2] = -1
+    up, down = normed(signs), normed(-signs)
+    gain, bias = (up - down) / 2 * signs, (up + down) / 2
+    other = torch.linspace(-1, 3, width, dtype=torch.float64, device=device) + 0.5 * signs
+    found = normed(other)
+    for is_centred in (False, True):
+        x = other - other.mean() if is_centred else other
+        wanted = gain * x / x.square().mean().sqrt() + bias
+        if float((found - wanted).norm()) <= _SLACK * float(wanted.norm()):
+            return gain, is_centred
+    raise UnsupportedError(
+        f"{type(norm).__qualname__} is neither an RMSNorm nor a LayerNorm, so that no direction of "
+        "the stream is known for a token"
+    )
 
 
 def why_no_head(model: nn.Module) -> str:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from midstream.runtime.models.decoder import find_layers, find_root
 
@@ -64,6 +67,29 @@ def find_parameters(model: nn.Module, ties_head: bool) -> dict[str, OuterParamet
     if ties_head and embedding is not None:
         found.setdefault(HEAD, embedding)
     return found
+
+
+def find_head(model: nn.Module, ties_head: bool) -> OuterParameter | None:
+    """Return this rank's part of the head, [vocabulary, width]; None: it has none of it.
+
+    Args:
+        model: the model of the runner.
+        ties_head: whether the head is the embedding.
+    """
+    heads: dict[int, OuterParameter] = {}
+    embedding: OuterParameter | None = None
+    for module in find_root(model).modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, VocabParallelEmbedding) or not isinstance(weight, Tensor):
+            continue
+        one = _part(module, weight)
+        if isinstance(module, ParallelLMHead):
+            heads[id(weight)] = one
+        elif embedding is None:
+            embedding = one
+    if len(heads) == 1:
+        return next(iter(heads.values()))
+    return embedding if ties_head and not heads else None
 
 
 def _part(module: nn.Module, parameter: Tensor) -> OuterParameter:

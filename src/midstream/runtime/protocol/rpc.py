@@ -12,6 +12,7 @@ from midstream.runtime.protocol.scores import RequestScores, Span
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.protocol.worker_info import WorkerInfo, WorkerRank
 from midstream.runtime.vllm.attributes import ENDPOINT
+from midstream.spec.resolve.resolved import LensMap
 from midstream.validation import show
 
 # Name of the method of vLLM's workers.
@@ -106,6 +107,19 @@ class ParameterRows(ProtocolMessage, frozen=True):
     shape: list[Natural] = []
     dtype: str = ""
     first: Natural = 0
+    data: bytes = b""
+    problem: str = ""
+
+
+class TokenDirections(ProtocolMessage, frozen=True):
+    """Directions of a token.
+
+    Attributes:
+        data: float32 [maps, width], each of length 1; empty: another worker has the token's row of
+            the head.
+        problem: why this worker has none; empty if it has, or another one has.
+    """
+
     data: bytes = b""
     problem: str = ""
 
@@ -217,6 +231,19 @@ class ReadParameter(RpcRequest[ParameterRows], frozen=True):
     answer: ClassVar[type[ProtocolMessage]] = ParameterRows
 
 
+class ReadDirections(RpcRequest[TokenDirections], frozen=True):
+    """Return the directions along which lenses read a token: see `Steer.token`.
+
+    Attributes:
+        token: its id.
+        maps: the map of each lens.
+    """
+
+    token: Natural
+    maps: list[LensMap]
+    answer: ClassVar[type[ProtocolMessage]] = TokenDirections
+
+
 class WriteWeights(RpcRequest[Acknowledged], frozen=True):
     """Write into the memory for registered weights: maps of lenses, and encoders of SAEs.
 
@@ -254,6 +281,7 @@ _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
         DiscardData,
         ReleaseRequests,
         ReadParameter,
+        ReadDirections,
         WriteWeights,
         ReadUsage,
         CheckIntegrity,

@@ -14,6 +14,7 @@ from midstream.compat.act_environment import (
 )
 from midstream.config.config import KEY, Config, from_additional_config, from_environment
 from midstream.config.sinks import read_sinks
+from midstream.config.steering import WEIGHTS
 from midstream.errors import ConfigError, SpecError
 from midstream.sinks.registry import make_sink
 from midstream.spec.sink_target import MEMORY
@@ -55,7 +56,7 @@ def with_midstream(
 
 
 # Settings that do not change what is compiled.
-_UNHASHED = ("saes", "sinks", "steering", "vectors")
+_UNHASHED = ("lenses", "saes", "sinks", "steering", "vectors")
 
 
 class Settings(dict[str, Any]):
@@ -68,7 +69,7 @@ class Settings(dict[str, Any]):
     Attributes:
         sinks: the sinks' settings, as `plain_sinks` returns them.
         vectors: files of named vectors, as `plain_vectors` returns them.
-        saes: files of sparse autoencoders, as `plain_saes` returns them.
+        lenses, saes: files of lenses and of sparse autoencoders, as `plain_weights` returns them.
         steering: server-wide edits by tier, as `plain_steering` returns them.
         replicas: number of engines of this front end on this machine, known once vLLM has completed
             its settings. vLLM does not tell its engines.
@@ -84,6 +85,7 @@ class Settings(dict[str, Any]):
         super().__init__({name: value for name, value in plain.items() if name not in _UNHASHED})
         self.sinks: Mapping[str, Mapping[str, Any]] = plain["sinks"]
         self.vectors: Mapping[str, str] = plain["vectors"]
+        self.lenses: Mapping[str, str] = plain["lenses"]
         self.saes: Mapping[str, str] = plain["saes"]
         self.steering: Mapping[str, Any] = plain["steering"]
         self.replicas = replicas
@@ -95,7 +97,7 @@ class Settings(dict[str, Any]):
 
 def check_steering(settings: Settings) -> None:
     """Check files of vectors and server-wide edits before the engine starts, which takes a while.
-    Of SAEs, which are large, only that there is one.
+    Of lenses and SAEs, which are large, only that there is one.
 
     Names, layers and sizes are checked when the model is known.
 
@@ -107,9 +109,10 @@ def check_steering(settings: Settings) -> None:
             read_json_file(path) if is_json_file(path) else read_file(path)
         except SpecError as error:
             raise ConfigError(f"{KEY}.vectors.{name}: {error}") from None
-    for name, path in settings.saes.items():
-        if not Path(path).exists():
-            raise ConfigError(f"{KEY}.saes.{name}: there is no file or folder {path!r}")
+    for setting in WEIGHTS:
+        for name, path in getattr(settings, setting).items():
+            if not Path(path).exists():
+                raise ConfigError(f"{KEY}.{setting}.{name}: there is no file or folder {path!r}")
     for tier, value in settings.steering.items():
         try:
             read_tier(value, TIERS[tier])

@@ -11,7 +11,6 @@ import torch
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.decoder import Decoder, find_decoder
-from midstream.runtime.models.parameters import find_parameters
 from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import (
@@ -23,8 +22,8 @@ from midstream.runtime.protocol.rpc import (
     DescribeWorker,
     DiscardData,
     IntegrityReport,
-    ParameterRows,
     ReadData,
+    ReadDirections,
     ReadParameter,
     ReadScores,
     ReadUsage,
@@ -54,6 +53,7 @@ from midstream.runtime.worker.logit_bias import num_switches
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
+from midstream.runtime.worker.parameter_answers import parameter_rows, token_directions
 from midstream.runtime.worker.rank_agreement import all_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.rank_weights import RankWeights
@@ -231,7 +231,11 @@ class WorkerEndpoint:
             case WriteWeights():
                 self._weights.write(request.offset, request.data)
             case ReadParameter():
-                return self._read_parameter(request)
+                model = self._runner.get_model()
+                return parameter_rows(model, self._ties_head, self._tensor_rank, request)
+            case ReadDirections():
+                model = self._runner.get_model()
+                return token_directions(model, self._ties_head, self._lens, request)
             case ReadUsage():
                 return self._usage()
             case CheckIntegrity():
@@ -278,25 +282,6 @@ class WorkerEndpoint:
     def _ring_rows(self) -> int:
         """Vectors of the stream's width for which the staging ring has room."""
         return self._buffers.ring.numel() // self._hidden_size
-
-    def _read_parameter(self, request: ReadParameter) -> ParameterRows:
-        found = find_parameters(self._runner.get_model(), self._ties_head)
-        one = found.get(request.name)
-        if one is None:
-            return ParameterRows(names=sorted(found))
-        begin = max(request.first, one.first)
-        stop = min(request.first + request.count, one.first + one.rows.shape[0])
-        data = b""
-        if begin < stop and not (one.shared and self._tensor_rank):
-            rows = one.rows[begin - one.first : stop - one.first].cpu().contiguous()
-            data = rows.view(torch.uint8).numpy().tobytes()
-        return ParameterRows(
-            shape=list(one.shape),
-            dtype=str(one.rows.dtype).removeprefix("torch."),
-            first=begin,
-            data=data,
-            problem=one.problem,
-        )
 
     def _usage(self) -> WorkerUsage:
         self._arena.sweep()

@@ -22,9 +22,9 @@ from midstream.server.routes.common import (
     ServerDep,
     error_responses,
 )
+from midstream.server.served_sweep import ServedSweep, error_of, whole
 from midstream.server.server import SWEEP
 from midstream.server.sweep_body import SweepBody, read_sweep
-from midstream.server.sweep_run import SweepRun, error_of, whole
 from midstream.validation import read_json
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: sweeps"])
@@ -128,7 +128,7 @@ async def sweep(request: Request, server: ServerDep) -> Response:
     body = await _body_of(request)
     with server.sweeps.begun():  # a request beyond the limit does no work
         adapter = _adapter(request, body.model)
-        found = await SweepRun.prepare(server, request.scope, body, adapter)
+        found = await ServedSweep.prepare(server, request.scope, body, adapter)
     return _SweepResponse(found, body.stream)
 
 
@@ -163,7 +163,7 @@ class _SweepResponse(Response):
     for `stall_seconds`.
     """
 
-    def __init__(self, run: SweepRun, is_stream: bool) -> None:
+    def __init__(self, run: ServedSweep, is_stream: bool) -> None:
         super().__init__()
         self._run = run
         self._is_stream = is_stream

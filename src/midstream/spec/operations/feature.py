@@ -1,9 +1,11 @@
-"""`Feature`: changing one feature of a sparse autoencoder."""
+"""`Feature`: changing features of a sparse autoencoder."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
@@ -15,27 +17,46 @@ from midstream.spec.forms import (
     NumberLike,
     PhaseLike,
     PositionsLike,
+    RowsLike,
     SitesLike,
     VectorLike,
 )
 from midstream.spec.instructions import Instruction
+from midstream.spec.matrix import MAX_RANK, read_rows
+from midstream.spec.named_lookup import Lookup, SaeName
 from midstream.spec.operation import (
     Operation,
-    by_value,
     one_edit,
     read_norm,
     read_scalar,
+    rows_by_value,
     with_norm,
 )
+from midstream.spec.sink_target import read_name
 from midstream.spec.vector import Vector
-from midstream.validation import at, listed, read_word
+from midstream.validation import (
+    INT_LIMIT,
+    as_list,
+    at,
+    is_int,
+    kind,
+    listed,
+    read_int,
+    read_word,
+    show,
+)
 
 MODES = ("set", "add", "scale", "ablate")
+_ABLATE = 'mode "ablate" takes no value; use "set" or "scale"'
+# The id of a feature, several ids, or {id: value}.
+FeaturesLike = (
+    SupportsIndex | Sequence[SupportsIndex] | Mapping[int, NumberLike] | Mapping[str, NumberLike]
+)
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Feature(Operation):
-    """Change one feature of a sparse autoencoder (SAE) and nothing else in h.
+    """Change features of a sparse autoencoder (SAE) and nothing else in h.
 
     With x = ⟨h, encoder⟩ + bias and act(x) = x where x > threshold, else 0:
 
@@ -46,41 +67,46 @@ class Feature(Operation):
     | scale | h + (value − 1) · act(x) · decoder |
     | ablate | h − act(x) · decoder |
 
-    h is not replaced by a reconstruction, so the SAE's error term is kept.
+    Of several features the sum of these changes is added, and all of them read the same h. h is not
+    replaced by a reconstruction, so the SAE's error term is kept.
 
     With threshold 0 this is a ReLU SAE (Cunningham et al. 2023, arXiv:2309.08600; Bricken et al.
     2023), otherwise a JumpReLU SAE (Rajamanoharan et al. 2024, arXiv:2407.14435).
 
     Attributes:
-        encoder: the feature's column of W_enc, [hidden size].
-        decoder: the feature's row of W_dec, [hidden size].
+        encoder: the features' columns of W_enc, n vectors of the hidden size; empty with `sae`.
+        decoder: the features' rows of W_dec, likewise.
         mode: one of the above.
-        value: a feature activation; for "scale" a factor. None for "ablate".
-        bias: the encoder bias, including the folded decoder bias.
-        threshold: at least 0.
+        value: [n], feature activations; for "scale" factors. Empty for "ablate".
+        bias: [n], the encoder biases, including the folded decoder bias; empty with `sae`.
+        threshold: [n], at least 0; empty with `sae`.
         norm: None or "keep".
+        sae: name of the registered SAE that the features are of; None: they are by value.
+        index: ids of its features, ascending.
     """
 
     op = "feature"
 
-    encoder: Vector
-    decoder: Vector
+    encoder: tuple[Vector, ...]
+    decoder: tuple[Vector, ...]
     mode: str
-    value: float | None
-    bias: float
-    threshold: float
+    value: tuple[float, ...]
+    bias: tuple[float, ...]
+    threshold: tuple[float, ...]
     norm: str | None
+    sae: str | None
+    index: tuple[int, ...]
 
     @accept_spellings
     def __init__(
         self,
-        encoder: VectorLike,
-        decoder: VectorLike,
+        encoder: RowsLike | None = None,
+        decoder: RowsLike | None = None,
         layer: LayersLike | None = None,
         mode: Literal["set", "add", "scale", "ablate"] = "set",
-        value: NumberLike | None = None,
-        bias: NumberLike = 0.0,
-        threshold: NumberLike | None = None,
+        value: NumberLike | VectorLike | None = None,
+        bias: NumberLike | VectorLike | None = None,
+        threshold: NumberLike | VectorLike | None = None,
         decoder_bias: VectorLike | None = None,
         site: SitesLike | None = None,
         positions: PositionsLike = "all",
@@ -88,92 +114,250 @@ class Feature(Operation):
         exclude: PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
         head: IndicesLike | None = None,
+        sae: str | None = None,
+        index: FeaturesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
         Args:
-            encoder, decoder: any form of Vector.parse.
+            encoder, decoder: [width], or [n, width] for n features: lists, 2-D arrays or tensors,
+                or base64 with `shape`.
             mode: "set", "add", "scale" or "ablate".
-            value: a number; required unless the mode is "ablate", which takes none.
-            bias: a number, the feature's entry of b_enc.
-            threshold: a number of at least 0, the feature's entry of the JumpReLU thresholds;
-                None: 0.
+            value: one number for all features, or [n]; required unless the mode is "ablate", which
+                takes none, or `index` has the values.
+            bias: likewise, the features' entries of b_enc; None: 0.
+            threshold: likewise, numbers of at least 0, the features' entries of the JumpReLU
+                thresholds; None: 0.
             decoder_bias: b_dec, any form of Vector.parse, for an SAE that subtracts it from h
                 before encoding: bias − ⟨encoder, decoder_bias⟩ becomes the attribute `bias`.
-            layer, site, positions, phase, exclude, head: see Steer.
+            layer, site, positions, phase, exclude, head: see Steer. With `sae`, layer and site are
+                by default those where the SAE was trained, and there is no `head`.
             norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
+            sae: instead of `encoder` and `decoder`, the name under which an SAE was registered:
+                `llm.saes`.
+            index: with `sae`: the id of a feature, several ids, or {id: value}; in JSON the ids of
+                the latter are strings of digits.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        for name, vector in (("encoder", encoder), ("decoder", decoder)):
-            with at(name):
-                self._set(**{name: Vector.parse(vector)})
         with at("mode"):
             self._set(mode=read_word(mode, MODES))
-        with at("value"):
-            self._set(value=self._read_value(value))
-        with at("bias"):
-            self._set(bias=read_scalar(bias))
-        if decoder_bias is not None:
-            with at("decoder_bias"):
-                self._set(bias=self._fold_bias(Vector.parse(decoder_bias)))
-        with at("threshold"):
-            self._set(threshold=0.0 if threshold is None else read_scalar(threshold))
-            if self.threshold < 0:
-                raise SpecError("", f"expected at least 0, got {self.threshold!r}")
+        if sae is None:
+            if index is not None:
+                raise SpecError("index", "only with `sae`, the name of a registered SAE")
+            self._read_rows(encoder, decoder)
+            self._set(sae=None, index=(), value=self._values(value, len(self.encoder)))
+            self._read_biases(bias, threshold, decoder_bias)
+        else:
+            with at("sae"):
+                self._set(sae=_read_sae(sae))
+            for name, given in (
+                ("encoder", encoder), ("decoder", decoder), ("bias", bias),
+                ("threshold", threshold), ("decoder_bias", decoder_bias), ("head", head),
+            ):  # fmt: skip
+                if given is not None:
+                    raise SpecError(name, "unsupported with `sae`, which determines it")
+            self._set(encoder=(), decoder=(), bias=(), threshold=())
+            self._read_index(index, value)
         self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        found = {
-            "encoder": self.encoder,
-            "decoder": self.decoder,
-            "mode": self.mode,
-            "value": self.value,
-            "bias": self.bias,
-            "threshold": self.threshold,
-        }
+        found: dict[str, Any] = {"mode": self.mode, "value": _short(self.value)}
+        if self.sae is None:
+            rows = {"encoder": self.encoder, "decoder": self.decoder}
+            found = {
+                **rows,
+                **found,
+                "bias": _short(self.bias),
+                "threshold": _short(self.threshold),
+            }
+        else:
+            found = {"sae": self.sae, "index": list(self.index), **found}
         return with_norm(found, self.norm)
 
-    def instructions(self, width: int) -> tuple[Instruction, ...]:
-        with at("encoder"):
-            read = by_value(self.encoder, width)
-        with at("decoder"):
-            write = (by_value(self.decoder, width),)
-        value = 0.0 if self.value is None else self.value
-        if self.mode == "add":
-            return one_edit([Instruction(Op.ADD, write=write, a=float32(value))], self.norm)
-        return one_edit(
-            [
-                Instruction(
-                    Op.FEATURE,
-                    read=read,
-                    write=write,
-                    a=float32(self.bias),
-                    b=float32(self.threshold),
-                    c=float32(value - 1) if self.mode == "scale" else -1.0,
-                    d=float32(value) if self.mode == "set" else 0.0,
-                )
-            ],
-            self.norm,
+    def names(self) -> tuple[str, ...]:
+        """Return the name of the SAE, if there is one."""
+        return () if self.sae is None else (self.sae,)
+
+    def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Feature, ...]:
+        """Return the edit with the features of its SAE by value.
+
+        Args:
+            lookup: returns the SAE of a `SaeName`; raises SpecError for an unknown one.
+            num_layers: not used.
+
+        Raises:
+            SpecError: the SAE is unknown, it lacks a feature, or its features cannot be changed
+                singly; or the layer was omitted, and the SAE does not say where it was trained.
+        """
+        if self.sae is None:
+            return (self,)
+        with at("sae"):
+            source = lookup(SaeName(self.sae))
+            place: dict[str, Any] = {"layer": self.layers, "site": self.sites}
+            if self.left:
+                tap = source.tap
+                if tap is None:
+                    problem = "the SAE has no hook point; give both `layer` and `site`"
+                    raise SpecError("", problem)
+                place |= {name: tap[name == "layer"] for name in self.left}
+        given: dict[str, Any] = {**source.weights_of(self.index, self.mode), **place}
+        value = list(self.value) or None
+        return (
+            Feature(
+                mode=self.mode,  # type: ignore[arg-type]
+                value=value,
+                norm=self.norm,  # type: ignore[arg-type]
+                positions=self.positions,
+                **given,
+            ),
         )
 
-    def _read_value(self, value: object) -> float | None:
-        if self.mode == "ablate":
-            if value is not None:
-                raise SpecError("", 'mode "ablate" takes no value; use "set" or "scale"')
-            return None
-        if value is None:
-            others = listed(mode for mode in MODES if mode != "ablate")
-            raise SpecError("", f"missing: modes {others} require a value")
-        return read_scalar(value)
+    def instructions(self, width: int) -> tuple[Instruction, ...]:
+        if self.sae is not None:
+            raise SpecError("sae", f"the SAE `{self.sae}` is not registered")
+        reads = rows_by_value("encoder", self.encoder, width)
+        writes = rows_by_value("decoder", self.decoder, width)
+        values = self.value or (0.0,) * len(reads)
+        given = zip(reads, writes, values, self.bias, self.threshold, strict=True)
+        return one_edit([self._change(*each) for each in given], self.norm)
 
-    def _fold_bias(self, decoder_bias: Vector) -> float:
-        if decoder_bias.size != self.encoder.size:
+    def _change(
+        self, read: Vector, write: Vector, value: float, bias: float, threshold: float
+    ) -> Instruction:
+        if self.mode == "add":
+            return Instruction(Op.ADD, write=(write,), a=float32(value))
+        return Instruction(
+            Op.FEATURE,
+            read=read,
+            write=(write,),
+            a=float32(bias),
+            b=float32(threshold),
+            c=float32(value - 1) if self.mode == "scale" else -1.0,
+            d=float32(value) if self.mode == "set" else 0.0,
+        )
+
+    def _read_rows(self, encoder: object, decoder: object) -> None:
+        for name, rows in (("encoder", encoder), ("decoder", decoder)):
+            with at(name):
+                if rows is None:
+                    raise SpecError(
+                        "", "missing; give `encoder` and `decoder`, or `sae` and `index`"
+                    )
+                self._set(**{name: read_rows(rows)})
+        if len(self.decoder) != len(self.encoder):
+            raise SpecError(
+                "decoder",
+                f"expected {len(self.encoder)} rows, as in `encoder`, got {len(self.decoder)}",
+            )
+
+    def _read_biases(self, bias: object, threshold: object, decoder_bias: object) -> None:
+        count = len(self.encoder)
+        with at("bias"):
+            self._set(bias=_read_numbers(0.0 if bias is None else bias, count))
+        if decoder_bias is not None:
+            with at("decoder_bias"):
+                self._set(bias=self._fold_bias(Vector.parse(decoder_bias)))
+        with at("threshold"):
+            found = _read_numbers(0.0 if threshold is None else threshold, count)
+            if min(found) < 0:
+                raise SpecError("", f"expected at least 0, got {min(found)!r}")
+            self._set(threshold=found)
+
+    def _read_index(self, index: object, value: object) -> None:
+        with at("index"):
+            ids, values = read_index(index)
+        if values is not None:
+            if self.mode == "ablate":
+                raise SpecError("index", _ABLATE)
+            if value is not None:
+                raise SpecError("value", "`index` has the values")
+        else:
+            values = self._values(value, len(ids))
+        order = sorted(range(len(ids)), key=ids.__getitem__)
+        self._set(index=tuple(ids[nth] for nth in order))
+        self._set(value=tuple(values[nth] for nth in order) if values else ())
+
+    def _values(self, value: object, count: int) -> tuple[float, ...]:
+        with at("value"):
+            if self.mode == "ablate":
+                if value is not None:
+                    raise SpecError("", _ABLATE)
+                return ()
+            if value is None:
+                others = listed(mode for mode in MODES if mode != "ablate")
+                raise SpecError("", f"missing: modes {others} require a value")
+            return _read_numbers(value, count)
+
+    def _fold_bias(self, decoder_bias: Vector) -> tuple[float, ...]:
+        if decoder_bias.size != self.encoder[0].size:
             raise SpecError(
                 "",
-                f"expected {self.encoder.size} numbers, as in `encoder`, got {decoder_bias.size}",
+                f"expected {self.encoder[0].size} numbers, as in `encoder`, got "
+                f"{decoder_bias.size}",
             )
-        encoder, shift = wide([self.encoder, decoder_bias])
-        return read_scalar(self.bias - float(encoder @ shift))
+        *rows, shift = wide([*self.encoder, decoder_bias])
+        pairs = zip(self.bias, rows, strict=True)
+        return tuple(read_scalar(bias - float(row @ shift)) for bias, row in pairs)
+
+
+def read_index(value: object) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+    """Read the ids of features, and their values if it has these.
+
+    Args:
+        value: an id, several, or {id: value}.
+
+    Raises:
+        SpecError: another form, an id below 0 or given twice, none or too many.
+    """
+    if value is None:
+        raise SpecError("", "missing; give the id of a feature, several ids, or {id: value}")
+    given = [value] if is_int(value) else as_list(value)
+    if not isinstance(given, (list, tuple, range, Mapping)):
+        raise SpecError(
+            "", f"expected the id of a feature, ids, or {{id: value}}, got {kind(value)}"
+        )
+    if not 1 <= len(given) <= MAX_RANK:
+        raise SpecError("", f"expected 1 to {MAX_RANK} features, got {len(given)}")
+    has_values, found = isinstance(given, Mapping), dict[int, float]()
+    for nth, one in enumerate(given):
+        place = f"[{nth}]"
+        if isinstance(given, Mapping):
+            place = f"[{show(one) if isinstance(one, (str, int)) else kind(one)}]"
+        with nullcontext() if is_int(value) else at(place):
+            is_text = isinstance(one, str) and one.isascii() and one.isdecimal() and len(one) < 10
+            feature = int(one) if has_values and is_text else read_int(one)
+            if not 0 <= feature <= INT_LIMIT:
+                raise SpecError("", f"expected ids from 0, got {feature}")
+            if feature in found:
+                raise SpecError("", f"feature {feature} is given twice")
+            found[feature] = read_scalar(given[one]) if isinstance(given, Mapping) else 0.0
+    return tuple(found), tuple(found.values()) if has_values else None
+
+
+def _read_sae(value: object) -> str:
+    if not isinstance(value, str):
+        problem = f"expected the name of a registered SAE, `str`, got {kind(value)}"
+        if hasattr(value, "features"):
+            problem += "; of an SAE object, use sae.features({id: value})"
+        raise SpecError("", problem)
+    return read_name(value, may_be_empty=False)
+
+
+def _read_numbers(value: object, count: int) -> tuple[float, ...]:
+    """Read one number for all features, or one for each."""
+    if isinstance(value, (list, tuple, Mapping, Vector)) or len(getattr(value, "shape", ())):
+        found = Vector.parse(value)
+        if found.size != count:
+            raise SpecError("", f"expected {count} numbers, one for each feature, got {found.size}")
+        return tuple(read_scalar(each) for each in found.numpy().tolist())
+    return (read_scalar(value),) * count
+
+
+def _short(values: tuple[float, ...]) -> Any:
+    """Return the JSON form of numbers: equal ones are one number; None: there is none."""
+    if not values:
+        return None
+    return values[0] if len(set(values)) == 1 else list(values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from midstream.errors import ScaleWarning, SpecError
 from midstream.ops.layout import Flags, Op
@@ -22,12 +22,14 @@ from midstream.spec.forms import (
     SitesLike,
 )
 from midstream.spec.instructions import Instruction
+from midstream.spec.lens import LOGIT, read_kind, read_token
+from midstream.spec.lens import SITES as LENS_SITES
 from midstream.spec.matrix import read_rows
 from midstream.spec.named_vector import Named
 from midstream.spec.operation import Operation, by_value, one_edit, read_scalar, rows_by_value
 from midstream.spec.row_per_layer import check_per_layer, read_per_layer
 from midstream.spec.vector import Vector
-from midstream.validation import MAX_ITEMS, at, read_word
+from midstream.validation import MAX_ITEMS, at, listed, read_word
 
 NORMS = ("match", "keep")
 # A larger edit warns: above MAX_RMS per coordinate, a norm of MAX_RMS · √width; with norm="match",
@@ -38,7 +40,7 @@ MAX_MATCHED = 10.0
 _has_warned = False
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Steer(Operation):
     """Add a steering vector to the selected tokens: h ← h + scale · v.
 
@@ -51,12 +53,20 @@ class Steer(Operation):
     activation addition, arXiv:2312.06681), Zou et al. 2023 (representation engineering,
     arXiv:2310.01405).
 
+    With `token`, v is the unit vector along which a lens reads the token: h moves so that the
+    logit of the token rises most, for a given size of the final norm's input. With W the head,
+    γ the weights of the final norm, and J the lens's map of the layer (1 for "logit"; I + W_l for a
+    tuned lens): v = g / ‖g‖, g = Jᵀ (γ ⊙ W[token]). Where the final norm subtracts the mean, its
+    mean is subtracted from γ ⊙ W[token] as well.
+
     Attributes:
         vector: v, a vector of the model's hidden size; or a name, whose scale multiplies `scale`;
-            or several vectors, one per layer; None with `rows`.
+            or several vectors, one per layer; None with `rows` and with `token`.
         rows: two or more vectors of that size, one per selected token, in order; else empty.
         scale: finite, within float32's range.
         norm: None, "match" or "keep".
+        token: id or text of a token, whose direction is v; None: `vector` or `rows` is.
+        lens: "logit", or the name of a registered lens, which gives that direction.
     """
 
     op = "steer"
@@ -65,6 +75,8 @@ class Steer(Operation):
     rows: tuple[Vector, ...]
     scale: float
     norm: str | None
+    token: int | str | None
+    lens: str
 
     @accept_spellings
     def __init__(
@@ -79,6 +91,9 @@ class Steer(Operation):
         exclude: PositionsLike | None = None,
         rows: RowsLike | None = None,
         head: IndicesLike | None = None,
+        *,
+        token: SupportsIndex | str | None = None,
+        lens: str | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -101,17 +116,27 @@ class Steer(Operation):
             head: an attention head, counted from 0, or several: only these are changed, each in the
                 same way, at a site whose vectors are of heads. Vectors then have the size of a
                 head. None: the whole vector.
+            token: instead of `vector`: a token's id, or a text that is one token of the model, such
+                as `" Paris"`. The site is resid_pre, resid_mid or resid_post.
+            lens: with `token`: "logit" (the default), or the name under which a lens was
+                registered.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
         with at("norm"):
             self._set(norm=None if norm is None else read_word(norm, NORMS))
-        self._set(rows=())
-        if rows is not None:
+        self._set(rows=(), token=None, lens=LOGIT)
+        if token is not None:
+            self._read_token(token, lens, vector, rows)
+        elif lens is not None:
+            raise SpecError("lens", "is for `token`, which is missing")
+        elif rows is not None:
             vector = self._read_rows(vector, rows)
         elif vector is None:
-            raise SpecError("vector", "missing; give a vector, or one row per position as `rows`")
+            raise SpecError(
+                "vector", "missing; give a vector, one row per position as `rows`, or a `token`"
+            )
         if vector is not None:
             vector, layer = self._read_vector(vector, layer)
         self._set(vector=vector)
@@ -120,7 +145,29 @@ class Steer(Operation):
         self._set_place(layer, site, positions, phase, exclude, head)
         if isinstance(self.vector, tuple):
             check_per_layer("vector", len(self.vector), self.layers)
+        if self.token is not None:
+            self._check_token()
         self._warn_of_scale()
+
+    def _read_token(self, token: object, lens: object, vector: object, rows: object) -> None:
+        for name, value in (("vector", vector), ("rows", rows)):
+            if value is not None:
+                raise SpecError("token", f"`{name}` is given too; give one of them")
+        with at("token"):
+            self._set(token=read_token(token))
+        if lens is not None:
+            with at("lens"):
+                self._set(lens=read_kind(lens))
+
+    def _check_token(self) -> None:
+        """Check that a token has a direction at the sites."""
+        if self.heads:
+            raise SpecError("head", "the direction of a token is of the whole vector")
+        for site in self.sites:
+            if site not in LENS_SITES:
+                raise SpecError(
+                    "site", f"a lens reads the stream: expected {listed(LENS_SITES)}, got {site!r}"
+                )
 
     def _read_rows(self, vector: object, rows: object) -> Vector | None:
         """Set the rows; return the vector if there is one row."""
@@ -148,7 +195,9 @@ class Steer(Operation):
         return found, layer
 
     def own(self) -> dict[str, Any]:
-        what = {"rows": self.rows} if self.rows else {"vector": self.vector}
+        what: dict[str, Any] = {"rows": self.rows} if self.rows else {"vector": self.vector}
+        if self.token is not None:
+            what = {"token": self.token, "lens": self.lens}
         return {**what, "scale": self.scale, "norm": self.norm}
 
     def per_layer(self) -> tuple[Steer, ...]:
@@ -163,6 +212,12 @@ class Steer(Operation):
         return {"vector": vectors[self.vector.name], "scale": scale, "norm": self.norm}
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
+        if self.token is not None:
+            raise SpecError(
+                "token",
+                "is replaced by its direction in the edits of a request alone; use "
+                "llm.lenses.direction(token, layer) as the vector here",
+            )
         if self.rows:
             rows = rows_by_value("rows", self.rows, width)
         else:

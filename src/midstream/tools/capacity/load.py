@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from midstream.codecs import Codec, Rp8, Topk8
+from midstream.codecs import Cast, Codec, Rp8, Topk8
 from midstream.errors import SpecError
 from midstream.store.format.entry import Header
 from midstream.store.format.layout import BLOCK, Group, Layout, group_bytes
@@ -198,6 +198,8 @@ def load_of(job: PlannedJob, codec: Codec, returned: str, rates: Rates) -> Load:
     row_bytes = sum(bytes_of[size.width(tap)] for tap in job.taps) / len(job.taps)
     token_bytes = len(job.taps) * row_bytes * job.fraction
     name, k = codec.spec.partition(":")[0], codec.k if isinstance(codec, Rp8 | Topk8) else 0
+    # `cast` has no measurement of its own: it does less than `full8`.
+    name = "full8" if isinstance(codec, Cast) else name
     mean_bytes = round(sum(most) / max(1, len(most)) * size.itemsize)
     costs = _Costs(engine_rate(job, rates), row_seconds(name, mean_bytes, k), encoder_rate(name, k))
     stored = stored_bytes(job, codec)

@@ -94,10 +94,11 @@ def _added(edit: Any, h: Tensor) -> Tensor:
         x = h @ unit
         return float(edit.strength) * torch.outer(x.clamp(edit.low, edit.high) - x, unit)
     if isinstance(edit, Feature):
-        active = h @ _row(edit.encoder) + edit.bias
-        active = torch.where(active > edit.threshold, active, torch.zeros_like(active))
+        active = h @ _rows(edit.encoder).T + torch.tensor(edit.bias)
+        is_on = active > torch.tensor(edit.threshold)
+        active = torch.where(is_on, active, torch.zeros_like(active))
         # The doctor tests the mode "set" only.
-        return torch.outer(float(edit.value or 0) - active, _row(edit.decoder))
+        return (torch.tensor(edit.value) - active) @ _rows(edit.decoder)
     if isinstance(edit, Affine) and edit.matrix is not None:
         matrix, width = _row(edit.matrix), h.shape[1]
         return float(edit.scale) * (h @ matrix.view(width, width).T + _row(edit.bias) - h)

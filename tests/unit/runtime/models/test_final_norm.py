@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from midstream.errors import UnsupportedError
-from midstream.runtime.models.final_norm import find_final_norm, why_no_head
+from midstream.runtime.models.final_norm import find_final_norm, gain_of, why_no_head
 
 
 class Norm(nn.Module):
@@ -80,3 +81,52 @@ def test_a_model_whose_head_reads_something_else_says_so(model: nn.Module, probl
 def test_whether_the_head_reads_the_norm_is_known_apart_from_the_norm() -> None:
     assert why_no_head(Model(NormOfBoth())) == ""
     assert why_no_head(MiniCPM()).startswith("MiniCPM gives its head output / self.scale_width")
+
+
+class Scaled(nn.Module):
+    """An RMSNorm that stores its weights less one, or a LayerNorm without a bias."""
+
+    def __init__(self, size: int, subtracts: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, dtype=torch.bfloat16))
+        self.subtracts = subtracts
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        h = h - h.mean(-1, keepdim=True) if self.subtracts else h
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5)
+        return (h * (1 + self.weight.float())).to(x.dtype)
+
+
+def layer_norm(size: int) -> nn.Module:
+    norm = nn.LayerNorm(size)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    return norm.bfloat16()
+
+
+class Clipped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(-1, 1)
+
+
+@pytest.mark.parametrize(
+    ("norm", "gain", "is_centred"),
+    [
+        (one := Scaled(64, False), one.weight.double() + 1, False),
+        (one := Scaled(64, True), one.weight.double() + 1, True),
+        (one := nn.RMSNorm(64), torch.ones(64).double(), False),
+        (one := layer_norm(64), one.weight.double(), True),
+    ],
+    ids=["less one", "subtracts", "rms", "layer"],
+)
+def test_the_weights_of_a_norm_are_read_from_what_it_makes_of_vectors(norm, gain, is_centred):
+    found, subtracts = gain_of(norm, 64, torch.device("cpu"))
+    assert subtracts is is_centred
+    assert float((found / found.norm() - gain / gain.norm()).abs().max()) <= 1e-6
+    assert next(iter(norm.parameters())).dtype in (torch.bfloat16, torch.float32)
+
+
+def test_what_is_no_norm_has_no_weights():
+    with pytest.raises(UnsupportedError, match="Clipped is neither an RMSNorm nor a LayerNorm"):
+        gain_of(Clipped(), 64, torch.device("cpu"))

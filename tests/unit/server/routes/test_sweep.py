@@ -459,7 +459,7 @@ async def test_an_ordinary_request_has_its_first_token_before_any_further_run_st
         assert outputs <= 2 * 2
         # With as many runs as there are seats and more, it waits behind them.
         monkeypatch.setattr(sweep_pace.SweepPace, "_is_free", lambda *_: True)
-        monkeypatch.setattr("midstream.server.sweep_run.runs_at_once", lambda *_: 64)
+        monkeypatch.setattr("midstream.server.served_sweep.runs_at_once", lambda *_: 64)
         started, outputs = await before_first_token(client, site, body)
         assert started > 0
         assert outputs > 40

@@ -64,6 +64,38 @@ def test_the_excluded_positions_are_emitted():
     assert steer.to_dict()["exclude"] == [0, -1]
 
 
+def test_a_steer_has_a_token_instead_of_a_vector():
+    steer = Steer(token=" Paris", layer=[3, 4], scale=2)
+    given = {"op": "steer", "token": " Paris", "lens": "logit", "scale": 2.0, "layer": [3, 4]}
+    assert given.items() <= steer.to_dict().items()
+    assert Steer.parse(steer.to_dict()) == steer != Steer(token=7, layer=[3, 4], scale=2)
+    assert Steer(token=7, layer=1, lens="tuned").replace(layer=2).lens == "tuned"
+    assert steer.is_bound
+    with pytest.raises(SpecError, match=r"llm\.lenses\.direction"):
+        steer.instructions(8)
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "problem"),
+    [
+        ({"token": 3}, "layer", "missing"),
+        ({"token": 3, "layer": 1, "vector": [1]}, "token", "`vector` is given too"),
+        ({"token": 3, "layer": 1, "rows": [[1], [2]]}, "token", "`rows` is given too"),
+        ({"vector": [1], "layer": 1, "lens": "tuned"}, "lens", "is for `token`"),
+        ({"token": -1, "layer": 1}, "token", "from 0"),
+        ({"token": "", "layer": 1}, "token", "an empty one"),
+        ({"token": 1.5, "layer": 1}, "token", "expected"),
+        ({"token": 3, "layer": 1, "lens": 5}, "lens", "expected `str`"),
+        ({"token": 3, "layer": 1, "site": "attn_out"}, "site", "a lens reads the stream"),
+        ({"token": 3, "layer": 1, "head": 2}, "head", "of the whole vector"),
+    ],
+)
+def test_a_malformed_token_is_refused_by_its_path(given, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        Steer(**given)
+    assert caught.value.path == path
+
+
 def test_parsing_leaves_the_dict_as_it_was():
     value = dict(STEER)
     Steer.parse(value)
@@ -151,7 +183,29 @@ def test_a_value_to_clamp_to_is_a_range_of_one():
 def test_a_features_bias_has_that_of_the_decoder_in_it():
     folded = Feature([1, 2], [3, 4], 0, value=1, bias=5, decoder_bias=[0.5, 0.25])
     assert folded == Feature([1, 2], [3, 4], 0, value=1, bias=4)
+    two = Feature([[1, 2], [0, 4]], [[3, 4], [0, 0]], 0, value=1, bias=5, decoder_bias=[0.5, 0.25])
+    assert two.bias == (4, 4)
+    assert two.to_dict()["bias"] == 4
     assert "decoder_bias" not in folded.to_dict()
+
+
+def test_features_of_a_name_have_one_form_whatever_their_order():
+    edit = Feature(sae="a", index={33: 0.0, 7: 8.0})
+    assert edit == Feature(sae="a", index=[33, 7], value=[0, 8])
+    assert edit.to_dict() == {
+        "op": "feature",
+        "sae": "a",
+        "index": [7, 33],
+        "mode": "set",
+        "value": [8.0, 0.0],
+        "positions": ["all"],
+        "phase": "all",
+    }
+    assert Feature.parse({"sae": "a", "index": {"7": 8, "33": 0}}) == edit
+    assert Feature.parse(edit.to_dict()) == edit
+    assert edit.names() == ("a",)
+    with pytest.raises(SpecError, match="the SAE `a` is not registered"):
+        edit.instructions(4)
 
 
 def test_a_scale_has_one_factor_or_one_for_each_component():
@@ -254,6 +308,24 @@ NEARLY = [[1.0, 0.01], [0.0, 1.0]]
             "decoder_bias",
             "expected 1 numbers, as in `encoder`, got 2",
         ),
+        (lambda: Feature([[1], [2]], [[1]], 0, value=1), "decoder", "expected 2 rows.*, got 1"),
+        (lambda: Feature([[1], [2]], [[1], [2]], 0, value=[1]), "value", "2 numbers, .*, got 1"),
+        (lambda: Feature([1], [1], 0, value=1, index=3), "index", "only with `sae`"),
+        (lambda: Feature(layer=0, value=1), "encoder", "missing; .*, or `sae` and `index`"),
+        (lambda: Feature(sae=object(), index=3, value=1), "sae", "name of a registered SAE"),
+        (lambda: Feature(sae="a", value=1), "index", "missing; give the id of a feature"),
+        (lambda: Feature(sae="a", index=3), "value", "missing: modes"),
+        (lambda: Feature(sae="a", index={3: 1.0}, value=1), "value", "`index` has the values"),
+        (lambda: Feature(sae="a", index={3: 1.0}, mode="ablate"), "index", "takes no value"),
+        (lambda: Feature(sae="a", index={}, value=1), "index", "1 to 256 features, got 0"),
+        (lambda: Feature(sae="a", index=range(257), value=1), "index", "1 to 256 features"),
+        (lambda: Feature(sae="a", index=[3, 3], value=1), "index[1]", "feature 3 is given twice"),
+        (lambda: Feature(sae="a", index={3: 1, "3": 2}), "index['3']", "3 is given twice"),
+        (lambda: Feature(sae="a", index={"x": 2}), "index['x']", "expected `int`"),
+        (lambda: Feature(sae="a", index=-1, value=1), "index", "ids from 0, got -1"),
+        (lambda: Feature(sae="a", index=["1"], value=1), "index[0]", "expected `int`"),
+        (lambda: Feature([1], sae="a", index=1, value=1), "encoder", "unsupported with `sae`"),
+        (lambda: Feature(sae="a", index=1, value=1, head=0), "head", "unsupported with `sae`"),
         (lambda: Affine([[1], [2]], [[1]], 0), "write", r"shape of `read`, \[2, 1\], got \[1, 1\]"),
         (lambda: Affine([1], [1], 0, [1, 2]), "bias", "expected 1 numbers, one per row"),
         (lambda: Affine([1], [1], 0, True), "bias", "got `bool`"),
@@ -269,7 +341,7 @@ NEARLY = [[1.0, 0.01], [0.0, 1.0]]
         (lambda: LoReFT([1, 0], [[1, 0], [0, 1]], 0, 0), "weight", "the shape of `rotation`"),
         (lambda: Replace([[]], 0), "rows[0]", "the vector is empty"),
         (lambda: Ablate([1], 0, norm="match"), "norm", "expected one of `keep`, got .match"),
-        (lambda: Steer(layer=0), "vector", "missing; give a vector, or one row per position"),
+        (lambda: Steer(layer=0), "vector", "missing; give a vector, one row per position"),
         (lambda: Steer([1], 0, rows=[[1]]), "rows", "`vector` is given too; give one of them"),
         (lambda: Steer(rows=[[0], [0]], layer=0), "rows", "all rows are zero"),
         (lambda: Steer(rows=[[1], [1, 2]], layer=0), "rows[1]", "expected 1 numbers"),
@@ -328,9 +400,9 @@ def test_a_rotation_stored_in_bfloat16_is_orthonormal_enough_and_one_that_is_not
         (Steer([1, 2], 0, norm="match"), "vector"),
         (Ablate([[1, 2], [2, 1]], 0), "directions[0]"),
         (Clamp([1, 2], 0, 1), "direction"),
-        (Feature([1, 2], [1, 2, 3], 0, value=1), "encoder"),
-        (Feature([1, 2, 3], [1, 2], 0, value=1), "decoder"),
-        (Feature([1, 2], [1, 2, 3], 0, "add", value=1), "encoder"),
+        (Feature([1, 2], [1, 2, 3], 0, value=1), "encoder[0]"),
+        (Feature([1, 2, 3], [1, 2], 0, value=1), "decoder[0]"),
+        (Feature([1, 2], [1, 2, 3], 0, "add", value=1), "encoder[0]"),
         (Affine([1, 2], [1, 2], 0), "read[0]"),
         (LoReFT([1, 0], [1, 2], 0, 0), "rotation[0]"),
         (Replace([[1, 2], [1, 2]], 0), "rows[0]"),

@@ -18,7 +18,7 @@ from midstream.spec.resolve.resolved import ResolvedCapture
 from midstream.validation import at
 
 # Layers that the stream has passed at a site of layer i, beyond i.
-_AFTER = {"resid_pre": 0, "resid_post": 1}
+AFTER = {"resid_pre": 0, "resid_post": 1}
 
 
 def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
@@ -65,7 +65,7 @@ def with_maps(
         assert capture.pattern is not None
         assert registry is not None
         with at(f"capture[{capture.source}]"):
-            after = _AFTER.get(given.sites.names[0])
+            after = AFTER.get(given.sites.names[0])
             if after is None:
                 raise SpecError("site", "a registered lens reads resid_pre or resid_post")
             depths = [layer + after for _, layer in capture.pattern.reads]

@@ -16,20 +16,22 @@ from midstream.validation import at
 
 if TYPE_CHECKING:
     from midstream.runtime.frontend.lens_registry import LensRegistry
+    from midstream.runtime.frontend.request.token_directions import DirectionCache
     from midstream.runtime.frontend.sae_registry import SaeRegistry
 
 
 @dataclass(frozen=True, slots=True)
 class Registries:
-    """Registered weights of an engine; None: there can be none."""
+    """Registered weights of an engine, and directions of tokens; None: there can be none."""
 
     lenses: LensRegistry | None = None
     saes: SaeRegistry | None = None
+    directions: DirectionCache | None = None
 
 
 def bound(plan: Plan | None, engine: Any, registries: Registries) -> Plan | None:
-    """Return a plan whose lenses have the ids of their tokens, and whose SAEs have layers and
-    sites.
+    """Return a plan whose lenses have the ids of their tokens, whose SAEs have layers and sites,
+    and whose edits have vectors in place of tokens.
 
     Args:
         plan: a plan; None: there is none.
@@ -37,9 +39,11 @@ def bound(plan: Plan | None, engine: Any, registries: Registries) -> Plan | None
         registries: the registered weights.
 
     Raises:
-        SpecError: a text is not one token, or there is no such SAE.
+        SpecError: a text is not one token, or there is no such SAE or lens.
     """
     plan = with_token_ids(plan, engine)
+    if registries.directions is not None:
+        plan = registries.directions.bound(plan)
     if plan is None or not any(isinstance(one, Features) for one in plan.captures):
         return plan
     captures = list(plan.captures)
@@ -50,7 +54,7 @@ def bound(plan: Plan | None, engine: Any, registries: Registries) -> Plan | None
                 sae = registries.saes.get(capture.sae)
                 if capture.layer is not None and capture.site is not None:
                     continue
-                tap = sae.tap
+                tap = sae.sae.tap
                 if tap is not None:
                     captures[nth] = capture.at_tap(*tap)
     return replace(plan, captures=tuple(captures))

@@ -4,6 +4,7 @@ a lens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor
 
 from midstream.errors import UnsupportedError
-from midstream.runtime.models.final_norm import find_final_norm, why_no_head
+from midstream.runtime.models.final_norm import find_final_norm, gain_of, why_no_head
 from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.spec.resolve.resolved import LensMap
+
+# Of a map that is in float64 at a time.
+_ROWS = 256
 
 
 class RankLens:
@@ -58,3 +62,40 @@ class RankLens:
         # returns one.
         normed: Tensor = self._norm.forward(stream.contiguous())
         return normed
+
+    def directions(self, head: Tensor, maps: Sequence[LensMap]) -> Tensor:
+        """Return the direction in which the stream moves a token's logit most, through each map.
+
+        Args:
+            head: the token's row of the head, [width].
+            maps: the maps.
+
+        Returns:
+            float32 [maps, width], each of length 1.
+
+        Raises:
+            UnsupportedError: the final norm is neither an RMSNorm nor a LayerNorm, or a direction
+                is zero.
+        """
+        gain, is_centred = gain_of(self._norm, head.shape[0], head.device)
+        read = gain * head.double()
+        if is_centred:
+            read -= read.mean()
+        found = torch.stack([self._pulled_back(read, one) for one in maps])
+        norms = found.norm(dim=1, keepdim=True)
+        if not bool((norms > 0).all()):
+            raise UnsupportedError("the token's direction is zero")
+        units: Tensor = (found / norms).float()
+        return units
+
+    def _pulled_back(self, read: Tensor, one: LensMap) -> Tensor:
+        """Return the image of a vector under the transposed map, float64 [width]."""
+        if one.matrix < 0:
+            return read
+        width = read.shape[0]
+        found = read.clone() if one.adds else torch.zeros_like(read)
+        rows = self._maps[one.matrix : one.matrix + width * width].view(width, width)
+        for first in range(0, width, _ROWS):
+            part = slice(first, first + _ROWS)
+            found += read[part] @ rows[part].double()
+        return found

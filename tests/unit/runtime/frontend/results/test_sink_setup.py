@@ -17,6 +17,7 @@ from midstream.runtime.vllm.additional_config import Settings
 from midstream.spec.shape import ModelShape
 
 APART = {
+    "lenses": {"a": "folder"},
     "saes": {"a": "a"},
     "sinks": {"log": {"level": "debug"}},
     "vectors": {"a": "a.npz"},
@@ -34,6 +35,7 @@ def test_the_sinks_are_there_and_in_no_text_of_the_settings(monkeypatch, copied)
     found = copied(Settings(PLAIN))
     assert json.loads(json.dumps(found)) == {k: v for k, v in PLAIN.items() if k not in APART}
     assert (found.vectors, found.steering) == (APART["vectors"], APART["steering"])
+    assert (found.lenses, found.saes) == (APART["lenses"], APART["saes"])
     config = SimpleNamespace(additional_config={"midstream": found})
     sinks = open_sinks(config, None)
     assert sinks.names == ("memory", "log")

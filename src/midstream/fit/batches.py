@@ -1,0 +1,158 @@
+"""Batches of requests, which `LLM` and `AsyncLLM` run, and prompts as token ids for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from midstream.errors import SpecError
+from midstream.fit.prompts import is_chat, read_prompts
+from midstream.validation import kind
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Requests that run together; lists have one entry per prompt.
+
+    Attributes:
+        prompts: token ids of each.
+        params: vLLM's sampling parameters of each.
+        capture, edits, probes: as for `LLM.generate`.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    params: Sequence[Any]
+    capture: Any = None
+    edits: Any = None
+    probes: Any = None
+
+
+Steps = Generator[PromptBatch, list[Any], Result]
+"""A job: it yields batches, gets their outputs, and returns its result."""
+
+
+def run_steps(llm: Any, steps: Steps[Result]) -> Result:
+    """Run a job on an `LLM`."""
+    try:
+        batch = next(steps)
+        while True:
+            outputs = llm.generate(
+                [{"prompt_token_ids": list(ids)} for ids in batch.prompts],
+                list(batch.params),
+                capture=batch.capture,
+                edits=batch.edits,
+                probes=batch.probes,
+                use_tqdm=False,
+            )
+            batch = steps.send(outputs)
+    except StopIteration as end:
+        found: Result = end.value
+        return found
+
+
+async def run_steps_async(llm: Any, steps: Steps[Result]) -> Result:
+    """Run a job on an `AsyncLLM`; the requests of a batch run concurrently."""
+    try:
+        batch = next(steps)
+        while True:
+            count = len(batch.prompts)
+            columns = [_each(given, count) for given in (batch.capture, batch.edits, batch.probes)]
+            tasks = [
+                asyncio.ensure_future(_last(llm, ids, params, *row))
+                for ids, params, *row in zip(batch.prompts, batch.params, *columns, strict=True)
+            ]
+            try:
+                outputs = list(await asyncio.gather(*tasks))
+            finally:
+                # After an error, so that no request of the batch stays.
+                for task in tasks:
+                    task.cancel()
+            batch = steps.send(outputs)
+    except StopIteration as end:
+        found: Result = end.value
+        return found
+
+
+async def _last(
+    llm: Any, ids: Sequence[int], params: Any, capture: Any, edits: Any, probes: Any
+) -> Any:
+    """Return the last output of a request."""
+    last = None
+    prompt = {"prompt_token_ids": list(ids)}
+    async for output in llm.generate(prompt, params, capture=capture, edits=edits, probes=probes):
+        last = output
+    return last
+
+
+def _each(given: Any, count: int) -> list[Any]:
+    return list(given) if isinstance(given, list) and len(given) == count else [given] * count
+
+
+def encode_prompts(path: str, prompts: Any, tokenizer_of: Callable[[], Any]) -> list[list[int]]:
+    """Return the token ids of prompts.
+
+    Args:
+        path: name of the argument, for messages.
+        prompts: texts, lists of token ids, or chats, to which the assistant's turn is added; a chat
+            that ends with the assistant's turn goes on with it.
+        tokenizer_of: returns the engine's tokenizer; called for texts and chats alone.
+
+    Raises:
+        SpecError: these are no prompts, or one is empty.
+    """
+    found = [
+        _encode(path, nth, one, tokenizer_of) for nth, one in enumerate(read_prompts(path, prompts))
+    ]
+    for nth, ids in enumerate(found):
+        if not ids:
+            raise SpecError(f"{path}[{nth}]", "expected at least one token")
+    return found
+
+
+def encode_texts(path: str, texts: Any, tokenizer_of: Callable[[], Any]) -> list[list[int]]:
+    """Return the token ids of texts that follow a prompt: without the tokenizer's special tokens.
+
+    Args and raises are those of `encode_prompts`; there are no chats.
+    """
+    found = []
+    for nth, one in enumerate(read_prompts(path, texts)):
+        if isinstance(one, str):
+            found.append(list(tokenizer_of()(one, add_special_tokens=False)["input_ids"]))
+        else:
+            found.append(_ids(f"{path}[{nth}]", one))
+        if not found[-1]:
+            raise SpecError(f"{path}[{nth}]", "expected at least one token")
+    return found
+
+
+def _encode(path: str, nth: int, prompt: Any, tokenizer_of: Callable[[], Any]) -> list[int]:
+    if isinstance(prompt, str):
+        return list(tokenizer_of()(prompt)["input_ids"])
+    if is_chat(prompt):
+        tokenizer = tokenizer_of()
+        goes_on = prompt[-1].get("role") == "assistant"
+        text = tokenizer.apply_chat_template(
+            list(prompt),
+            tokenize=False,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+        )
+        # The template already has the special tokens.
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _ids(f"{path}[{nth}]", prompt)
+
+
+def _ids(path: str, prompt: Any) -> list[int]:
+    if isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
+        prompt = prompt["prompt_token_ids"]
+    if isinstance(prompt, (list, tuple)) and all(
+        isinstance(one, (int, np.integer)) and not isinstance(one, bool) for one in prompt
+    ):
+        return [int(one) for one in prompt]
+    raise SpecError(path, f"expected a text, or a list of token ids, got {kind(prompt)}")

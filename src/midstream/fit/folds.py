@@ -1,0 +1,61 @@
+"""Folds of a cross-validation, to which whole groups of rows are assigned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Folds:
+    """The fold of each row.
+
+    Attributes:
+        positive, negative: int64 [rows], the fold of each row of a class.
+        count: number of folds; 0: there are too few groups to hold any out.
+    """
+
+    positive: Indices
+    negative: Indices
+    count: int
+
+    @staticmethod
+    def assign(positive: Indices, negative: Indices, most: int, seed: int) -> Folds:
+        """Assign groups to folds, so that each fold has its share of each class.
+
+        Args:
+            positive, negative: int64 [rows], the group of each row. Rows of one group, of either
+                class, are in the same fold.
+            most: number of folds; there is at most one per group.
+            seed: seed of the shuffle.
+        """
+        sides = set(positive.tolist()), set(negative.tolist())
+        if most < 2 or min(map(len, sides)) < 2:
+            return Folds(np.zeros_like(positive), np.zeros_like(negative), 0)
+        shuffle = np.random.default_rng(seed).permutation
+        kinds = (sides[0] & sides[1], sides[0] - sides[1], sides[1] - sides[0])
+        # Groups of one kind are dealt in turn, so each fold has its share of them.
+        dealt = [int(one) for kind in kinds for one in shuffle(sorted(kind))]
+        count = min(most, len(dealt))
+        fold_of = {group: nth % count for nth, group in enumerate(dealt)}
+        return Folds(_look_up(fold_of, positive), _look_up(fold_of, negative), count)
+
+
+def number(keys: Iterable[Any], numbers: dict[Any, int]) -> Indices:
+    """Return the number of each key, int64; new keys are numbered as they come.
+
+    Args:
+        keys: hashable values.
+        numbers: the numbers so far, to which new keys are added.
+    """
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
+def _look_up(numbers: dict[int, int], keys: Indices) -> Indices:
+    return np.array([numbers[key] for key in keys.tolist()], np.int64)

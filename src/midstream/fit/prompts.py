@@ -1,0 +1,132 @@
+"""Prompts of two classes, captured in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.errors import SpecError
+from midstream.fit.folds import Indices
+from midstream.results.arrays import to_numpy
+from midstream.spec.capture import Capture
+from midstream.validation import kind, show
+
+
+@dataclass(frozen=True)
+class CapturedClass:
+    """Rows of one class's prompts.
+
+    Attributes:
+        rows: by layer, [rows, width], float32 or float16.
+        owners: int64 [rows], the prompt of each row.
+    """
+
+    rows: Mapping[int, NDArray[Any]]
+    owners: Indices
+
+
+def capture_rows(
+    llm: Any,
+    positive: Any,
+    negative: Any,
+    layers: Any,
+    positions: Any,
+    site: str,
+    reduce: str,
+) -> tuple[CapturedClass, CapturedClass]:
+    """Capture the prompts of both classes in one call; arguments as for `Directions.fit`.
+
+    Raises:
+        SpecError: an argument is malformed.
+    """
+    if reduce not in ("", "mean"):
+        raise SpecError("reduce", f'expected "" or "mean", got {show(str(reduce))}')
+    prompts = [*read_prompts("positive", positive), *read_prompts("negative", negative)]
+    capture = Capture(layers, site, positions, reduce=reduce)
+    try:
+        outputs = run_prompts(llm, prompts, capture)
+    except SpecError as error:
+        # The caller gave no `capture`, but what it is made of.
+        field = error.path.removeprefix("capture.")
+        raise type(error)({"sites": "site"}.get(field, field), error.problem) from None
+    middle = len(positive)
+    return _class(outputs[:middle], site), _class(outputs[middle:], site)
+
+
+def read_prompts(path: str, prompts: Any) -> list[Any]:
+    """Check that prompts are a list, and not one prompt.
+
+    Raises:
+        SpecError: they are not, or there are none.
+    """
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Sequence):
+        raise SpecError(path, f"expected a list of prompts, got {kind(prompts)}")
+    if not prompts:
+        raise SpecError(path, "expected at least one prompt")
+    if isinstance(prompts[0], (int, np.integer)) or is_message(prompts[0]):
+        raise SpecError(path, "expected a list of prompts, got one prompt; put it into a list")
+    return list(prompts)
+
+
+def is_message(value: object) -> bool:
+    """Return whether a value is a message of a chat."""
+    return isinstance(value, Mapping) and "role" in value
+
+
+def is_chat(prompt: object) -> bool:
+    """Return whether a prompt is a chat: a list of messages."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and is_message(prompt[0])
+
+
+def run_prompts(llm: Any, prompts: list[Any], capture: Capture) -> list[Any]:
+    """Run the prompts for one token each, in one batch, and return the outputs."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+    chats = [is_chat(prompt) for prompt in prompts]
+    if not any(chats):
+        given = [
+            {"prompt_token_ids": list(prompt)} if isinstance(prompt, (list, tuple)) else prompt
+            for prompt in prompts
+        ]
+        found: list[Any] = llm.generate(given, params, capture=capture, use_tqdm=False)
+        return found
+    if not all(chats):
+        raise SpecError("positive", "expected either chats alone, or texts and token ids alone")
+    ends = {prompt[-1]["role"] == "assistant" for prompt in prompts}
+    if len(ends) > 1:
+        raise SpecError(
+            "positive", "expected that all chats end with the assistant's turn, or that none does"
+        )
+    goes_on = ends == {True}
+    answers: list[Any] = llm.chat(
+        prompts,
+        params,
+        capture=capture,
+        use_tqdm=False,
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+    )
+    return answers
+
+
+def _class(outputs: Sequence[Any], site: str) -> CapturedClass:
+    layers = outputs[0].activations.layers
+    if not layers:
+        raise SpecError("site", f"{site} has no layers; fit a site that has, such as resid_post")
+    rows = {
+        layer: [to_numpy(output.activations[site, layer]) for output in outputs] for layer in layers
+    }
+    counts = {tuple(map(len, each)) for each in rows.values()}
+    if len(counts) > 1 or any(one.ndim != 2 for one in rows[layers[0]]):
+        raise SpecError(
+            "site", f"the vectors of {site} are of heads; fit a site as wide as the model"
+        )
+    return CapturedClass(
+        {layer: np.concatenate(each) for layer, each in rows.items()},
+        np.repeat(np.arange(len(outputs)), counts.pop()),
+    )

@@ -1,0 +1,52 @@
+"""Scores of a direction, from projections of rows that it was not fitted on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class LayerScore:
+    """Scores of one layer's direction on rows that it was not fitted on.
+
+    Attributes:
+        auc: probability that a random positive lies further along it than a random negative; 0.5
+            is guessing.
+        accuracy: fraction on the right side of the midpoint between the two class means.
+        d_prime: distance between the classes, in standard deviations within a class.
+    """
+
+    auc: float
+    accuracy: float
+    d_prime: float
+
+    @staticmethod
+    def of(positive: NDArray[Any], negative: NDArray[Any]) -> LayerScore:
+        """Score projections, which are 0 at the midpoint.
+
+        Args:
+            positive, negative: the projections of each class, [rows].
+        """
+        positive, negative = positive.astype(np.float64), negative.astype(np.float64)
+        others = np.sort(negative)
+        # A tie counts as half a win.
+        below = np.searchsorted(others, positive, "left") + np.searchsorted(
+            others, positive, "right"
+        )
+        right = np.concatenate([positive > 0, negative < 0])
+        spread = np.sqrt((_variance(positive) + _variance(negative)) / 2)
+        gap = positive.mean() - negative.mean()
+        return LayerScore(
+            auc=float(below.mean() / (2 * len(others))),
+            accuracy=float(right.mean()),
+            d_prime=float(gap / spread) if spread > 0 else 0.0,
+        )
+
+
+def _variance(values: NDArray[np.float64]) -> float:
+    """Return the unbiased variance; 0 for a single value."""
+    return float(values.var(ddof=1)) if len(values) > 1 else 0.0

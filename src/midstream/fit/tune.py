@@ -1,0 +1,313 @@
+"""Layer and strength of a direction, tried as one batch, whose answers a second one reads."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from midstream.errors import SpecError
+from midstream.fit.batches import PromptBatch, Steps, encode_prompts
+from midstream.fit.direction import Direction
+from midstream.fit.direction_set import DirectionSet
+from midstream.fit.guards import Guard, MaxKL, MaxPerplexity
+from midstream.fit.text_scores import logprobs_of, reading_params
+from midstream.fit.tune_result import Tuning
+from midstream.results.arrays import to_numpy
+from midstream.spec.logits import Logits
+from midstream.spec.positions.items import Window
+from midstream.spec.resolve.tap_lookup import check_tapped
+from midstream.spec.shape import ModelShape
+from midstream.validation import at, is_int, kind, read_float32
+
+Effect = Callable[[Any], float]
+_MAX_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """What is tried, checked.
+
+    Attributes:
+        directions: by layer.
+        prompts: token ids.
+        scales: the strengths.
+        reading: what reads the answers; None with `effect`.
+        effect: a function of an output; None: see `reading`.
+        guard: the guard, or None.
+        params: vLLM's sampling parameters of the answers.
+        where: positions of the edit, as arguments of `Steer`.
+    """
+
+    directions: dict[int, Direction]
+    prompts: list[list[int]]
+    scales: tuple[float, ...]
+    reading: Direction | None
+    effect: Effect | None
+    guard: Guard | None
+    params: Any
+    where: dict[str, Any]
+
+    @property
+    def kl_tokens(self) -> int:
+        """Tokens of each answer of which a divergence is measured."""
+        return self.guard.tokens if isinstance(self.guard, MaxKL) else 0
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What the unsteered model says of one answer: effect, log probabilities and divergences."""
+
+    effect: float
+    logprobs: Any
+    kl: Any
+
+
+def read_tune(
+    llm: Any,
+    directions: Any,
+    prompts: Any,
+    layers: Any,
+    scales: Any,
+    guard: Any,
+    read_layer: Any,
+    effect: Any,
+    sampling_params: Any,
+    where: dict[str, Any],
+) -> TuneRequest:
+    """Check the arguments of `LLM.tune`, before anything is run.
+
+    Args:
+        llm: the engine, an `LLM` or an `AsyncLLM` that is ready.
+        directions, prompts, layers, scales, guard, read_layer, effect, sampling_params: see there.
+        where: `positions` and `phase`.
+
+    Raises:
+        SpecError: one is malformed, or the engine lacks a tap.
+    """
+    chosen = _read_layers(directions, layers)
+    if guard is not None and not isinstance(guard, (MaxPerplexity, MaxKL)):
+        raise SpecError("guard", f"expected MaxPerplexity, MaxKL or None, got {kind(guard)}")
+    if effect is not None and not callable(effect):
+        raise SpecError("effect", f"expected a function of an output, got {kind(effect)}")
+    if effect is not None and read_layer is not None:
+        raise SpecError("read_layer", "`effect` replaces what is read; omit one of them")
+    reading = None if effect is not None else _reading_of(directions, read_layer)
+    if reading is not None:
+        reading.probe("effect")  # it has a midpoint
+    shape: ModelShape = llm.info.shape
+    for one in chosen.values():
+        with at("layers"):
+            check_tapped((one.site, one.layer), shape, "", "")
+        one.steer(**where)
+    if reading is not None:
+        with at("read_layer"):
+            check_tapped((reading.site, reading.layer), shape, "", "")
+    if isinstance(guard, MaxKL):
+        with at("guard"):
+            check_tapped(("final_norm", shape.num_layers - 1), shape, "", "")
+    given = encode_prompts("prompts", prompts, llm.get_tokenizer)
+    max_model_len = llm.model_config.max_model_len
+    params = _read_params(sampling_params)
+    for nth, ids in enumerate(given):
+        if len(ids) + params.max_tokens >= max_model_len:
+            raise SpecError(
+                f"prompts[{nth}]",
+                f"{len(ids)} tokens and max_tokens={params.max_tokens} leave no room to read the "
+                f"answer within max_model_len={max_model_len}",
+            )
+    return TuneRequest(
+        chosen, given, _read_scales(scales), reading, effect, guard, params, dict(where)
+    )
+
+
+def tune_steps(request: TuneRequest) -> Steps[Tuning]:
+    """Write the answers of all cells in one batch, and read them in another."""
+    cells: list[tuple[int, float] | None] = [None]
+    cells += [(layer, scale) for layer in request.directions for scale in request.scales]
+    steered = [
+        None
+        if cell is None or cell[1] == 0
+        else [request.directions[cell[0]].steer(cell[1], **request.where)]
+        for cell in cells
+    ]
+    count = len(request.prompts)
+    edits = [edit for edit in steered for _ in range(count)]
+    prompts = request.prompts * len(cells)
+    first = request.kl_tokens
+    logits = Logits(tokens="all", positions=Window(-1, first - 1)) if first else None
+    written = yield PromptBatch(
+        prompts,
+        [request.params] * len(prompts),
+        capture=None if logits is None else [logits] * len(prompts),
+        edits=edits,
+    )
+    read = yield from _read(request, prompts, written)
+    parts = [slice(nth * count, (nth + 1) * count) for nth in range(len(cells))]
+    return _gather(request, cells, [(read[part], written[part]) for part in parts])
+
+
+def _read(
+    request: TuneRequest, prompts: list[list[int]], written: Sequence[Any]
+) -> Steps[list[_Reading]]:
+    """Have the unsteered model read every answer that has tokens."""
+    answers = [list(output.outputs[0].token_ids) for output in written]
+    full = [nth for nth, answer in enumerate(answers) if answer]
+    first = request.kl_tokens
+    batch = PromptBatch(
+        [[*prompts[nth], *answers[nth]] for nth in full],
+        [reading_params()] * len(full),
+        capture=[_first_logits(len(prompts[nth]), len(answers[nth]), first) for nth in full]
+        if first
+        else None,
+        probes=[
+            [
+                request.reading.probe(
+                    "effect", positions=slice(len(prompts[nth]), len(prompts[nth] + answers[nth]))
+                )
+            ]
+            for nth in full
+        ]
+        if request.reading is not None
+        else None,
+    )
+    outputs = (yield batch) if full else []
+    found = [_Reading(math.nan, np.empty(0), np.empty(0))] * len(written)
+    for nth, output in zip(full, outputs, strict=True):
+        found[nth] = _Reading(
+            _effect_of(request, output, written[nth]),
+            logprobs_of(output, len(prompts[nth])).astype(np.float64),
+            _divergences(written[nth].logits, output.logits) if first else np.empty(0),
+        )
+    return found
+
+
+def _first_logits(prompt: int, answer: int, first: int) -> Logits:
+    """Return the logits from which the first tokens of an answer were chosen."""
+    return Logits(tokens="all", positions=slice(prompt - 1, prompt - 1 + min(first, answer)))
+
+
+def _effect_of(request: TuneRequest, read: Any, written: Any) -> float:
+    if request.effect is not None:
+        return float(request.effect(written))
+    return float(to_numpy(read.probes["effect"]).astype(np.float64).mean())
+
+
+def _divergences(steered: Any, plain: Any) -> Any:
+    """Return KL(steered ‖ plain) of each position, float64 [positions], in nats."""
+    p, q = (
+        to_numpy(one.values).astype(np.float64)
+        - to_numpy(one.logsumexp).astype(np.float64)[:, None]
+        for one in (steered, plain)
+    )
+    weights = np.exp(p)
+    # A token that cannot follow has −∞ in both, or in the steered model alone.
+    return np.where(weights > 0, weights * (p - q), 0.0).sum(1)
+
+
+def _gather(
+    request: TuneRequest,
+    cells: Sequence[tuple[int, float] | None],
+    found: Sequence[tuple[Sequence[_Reading], Sequence[Any]]],
+) -> Tuning:
+    numbers = [
+        (
+            _mean([one.effect for one in read]),
+            math.exp(-_mean(np.concatenate([one.logprobs for one in read]))),
+            _mean(np.concatenate([one.kl for one in read])),
+        )
+        for read, _ in found
+    ]
+    texts = [tuple(output.outputs[0].text for output in written) for _, written in found]
+    shape = len(request.directions), len(request.scales)
+    effect, perplexity, kl = (
+        np.array(each[1:]).reshape(shape) for each in zip(*numbers, strict=True)
+    )
+    return Tuning(
+        layers=tuple(request.directions),
+        scales=request.scales,
+        effect=effect,
+        perplexity=perplexity,
+        kl=kl if request.kl_tokens else None,
+        plain_effect=numbers[0][0],
+        plain_perplexity=numbers[0][1],
+        answers={cell: text for cell, text in zip(cells, texts, strict=True) if cell is not None},
+        plain_answers=texts[0],
+        guard=request.guard,
+    )
+
+
+def _mean(values: Any) -> float:
+    """Return the mean of what is finite; NaN of nothing."""
+    array = np.asarray(values, np.float64)
+    array = array[~np.isnan(array)]
+    return float(array.mean()) if len(array) else math.nan
+
+
+def _read_layers(directions: Any, layers: Any) -> dict[int, Direction]:
+    if isinstance(directions, Direction):
+        if layers is not None:
+            raise SpecError("layers", "a `Direction` is of one layer; omit it, or give Directions")
+        return {directions.layer: directions}
+    if not isinstance(directions, DirectionSet):
+        raise SpecError("directions", f"expected Directions or a Direction, got {kind(directions)}")
+    if layers is None:
+        return {directions.best_layer: directions[directions.best_layer]}
+    if isinstance(layers, str):
+        if layers != "all":
+            raise SpecError("layers", f'expected layers or "all", got {layers!r}')
+        return {one.layer: one for one in directions}
+    listed = [layers] if is_int(layers) else list(layers)
+    if not listed or len(set(listed)) < len(listed):
+        raise SpecError("layers", "expected at least one layer, each once")
+    return {int(layer): _direction_at("layers", directions, layer) for layer in listed}
+
+
+def _reading_of(directions: Any, layer: Any) -> Direction:
+    if isinstance(directions, Direction):
+        if layer is not None and layer != directions.layer:
+            raise SpecError("read_layer", "a `Direction` is of one layer; give Directions")
+        return directions
+    if layer is None:
+        layer = directions.best_layer
+    return _direction_at("read_layer", directions, layer)
+
+
+def _direction_at(path: str, directions: DirectionSet, layer: Any) -> Direction:
+    try:
+        return directions[layer]
+    except SpecError as error:
+        raise SpecError(path, error.problem) from None
+
+
+def _read_scales(scales: Any) -> tuple[float, ...]:
+    if isinstance(scales, (str, bytes)) or not hasattr(scales, "__iter__"):
+        raise SpecError("scales", f"expected a list of numbers, got {kind(scales)}")
+    found = []
+    for nth, one in enumerate(scales):
+        with at(f"scales[{nth}]"):
+            found.append(read_float32(one))
+    if not found or len(set(found)) < len(found):
+        raise SpecError("scales", "expected at least one number, each once")
+    return tuple(found)
+
+
+def _read_params(sampling_params: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if sampling_params is None:
+        sampling_params = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS)
+    if not isinstance(sampling_params, SamplingParams):
+        raise SpecError(
+            "sampling_params", f"expected one SamplingParams, got {kind(sampling_params)}"
+        )
+    if sampling_params.n != 1 or sampling_params.max_tokens is None:
+        raise SpecError("sampling_params", "expected n=1 and a number of max_tokens")
+    found = copy.copy(sampling_params)
+    found.output_kind = RequestOutputKind.FINAL_ONLY
+    return found

@@ -1,0 +1,205 @@
+"""Directions of tokens, which requests steer with: `Steer(token=…)`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+from midstream.errors import BusyError, SpecError
+from midstream.runtime.frontend.lens_registry import LensRegistry
+from midstream.runtime.frontend.request.lenses import AFTER
+from midstream.runtime.frontend.request.prompt.tokenized import token_id
+from midstream.runtime.frontend.rpc.fetch import Exchange
+from midstream.runtime.protocol.rpc import ReadDirections, TokenDirections
+from midstream.sites import Tap
+from midstream.spec import ModelShape, Plan, Steer
+from midstream.spec.lens import LOGIT, SITES, read_kind, read_token
+from midstream.spec.operations import Edit, Gate
+from midstream.spec.resolve.lens import LENS
+from midstream.spec.resolve.resolved import LensMap
+from midstream.spec.resolve.tap_lookup import find_layer, find_taps
+from midstream.spec.vector import Vector
+from midstream.validation import at, read_int, read_word
+
+_CACHED = 4096
+# Key of the lens without maps, whose direction is the same after every layer.
+_ANY = -1
+
+
+class DirectionKey(NamedTuple):
+    """A direction: of a token, through the map that a lens has after so many layers."""
+
+    token: int
+    lens: str
+    depth: int
+
+
+class DirectionCache:
+    """Directions of tokens of one engine, each asked of the workers once.
+
+    Attributes:
+        carry_out: calls the workers; None: that has to be awaited, so that directions must be there
+            before a plan is resolved: see `fetch`.
+        carry_out_later: what is awaited instead.
+    """
+
+    def __init__(self, lenses: LensRegistry, shape: ModelShape, engine: Any) -> None:
+        """Args:
+        lenses: the registered lenses.
+        shape: the model.
+        engine: vLLM's engine, for its tokenizer and settings.
+        """
+        self._lenses, self._shape, self._engine = lenses, shape, engine
+        self._found: dict[DirectionKey, Vector] = {}
+        self.carry_out: Callable[[Exchange[None]], None] | None = None
+        self.carry_out_later: Callable[[Exchange[None]], Awaitable[None]] | None = None
+
+    def forget(self) -> None:
+        """Forget all: a lens has changed."""
+        self._found.clear()
+
+    def bound(self, plan: Plan | None) -> Plan | None:
+        """Return a plan with vectors in place of tokens.
+
+        Raises:
+            SpecError: a token, a lens or its map does not exist, or the model's head is unknown.
+        """
+        if plan is None or not any(map(_has_token, plan.edits)):
+            return plan
+        return plan.expanded(self._expanded)
+
+    def reading(self, keys: Mapping[DirectionKey, str]) -> Exchange[None]:
+        """Ask the workers for the directions that are not there yet.
+
+        Args:
+            keys: of `needed` or `key`, with the path of each in the plan, or an empty one.
+
+        Raises:
+            SpecError: see `bound`.
+        """
+        for key, path in keys.items():
+            if key in self._found:
+                continue
+            with at(path) if path else nullcontext():
+                answers: list[TokenDirections] = yield ReadDirections(key.token, self._map(key))
+                data = next((each.data for each in answers if each.data), None)
+                if data is None:
+                    whys = [each.problem for each in answers if each.problem]
+                    raise SpecError("token", f"its direction is unknown: {', '.join(whys)}")
+            self._found[key] = Vector(data)
+            while len(self._found) > _CACHED:
+                del self._found[next(iter(self._found))]
+
+    async def fetch(self, keys: Mapping[DirectionKey, str]) -> None:
+        """Ask the workers of an asynchronous engine; see `reading`."""
+        assert self.carry_out_later is not None
+        await self.carry_out_later(self.reading(keys))
+
+    def needed(self, plan: Plan | None) -> dict[DirectionKey, str]:
+        """Return the directions that a plan needs, with the path of an edit that needs each.
+
+        Raises:
+            SpecError: see `bound`.
+        """
+        found: dict[DirectionKey, str] = {}
+        for nth, edit in enumerate(() if plan is None else plan.edits):
+            if _has_token(edit):
+                path = f"edits[{nth}]"
+                with at(path):
+                    keys = [key for _, key in self._keys(edit)]
+                found |= dict.fromkeys(keys, f"{path}.edit" if isinstance(edit, Gate) else path)
+        return found
+
+    def get(self, key: DirectionKey) -> Vector:
+        """Return a direction.
+
+        Raises:
+            BusyError: it was forgotten since it was asked of the workers.
+            SpecError: see `bound`.
+        """
+        if key not in self._found:
+            if self.carry_out is None:
+                raise BusyError("a lens was replaced meanwhile; ask again", 1)
+            self.carry_out(self.reading({key: ""}))
+        # The last used are kept longest.
+        found = self._found[key] = self._found.pop(key)
+        return found
+
+    def place(self, token: int | str, layer: int, lens: str, site: str) -> DirectionKey:
+        """Return what the direction of a token at a layer is stored under.
+
+        Raises:
+            SpecError: see `bound`, or there is no such layer or site.
+        """
+        with at("lens"):
+            lens = read_kind(lens)
+        with at("site"):
+            site = read_word(site, SITES)
+        with at("layer"):
+            layer = find_layer(read_int(layer), self._shape)
+        return self.key(read_token(token), (site, layer), lens)
+
+    def key(self, token: int | str, tap: Tap, lens: str) -> DirectionKey:
+        """Return what a direction is stored under.
+
+        Raises:
+            SpecError: see `bound`.
+        """
+        last = self._shape.num_layers - 1
+        reason = self._shape.reason((LENS, last))
+        if reason is not None:
+            raise SpecError("token", f"the stream cannot be decoded: {reason}")
+        with at("token"):
+            number = token_id(self._engine, token) if isinstance(token, str) else token
+            size = int(self._engine.vllm_config.model_config.get_vocab_size())
+            if number >= size:
+                raise SpecError("", f"there is no token {number}: the model has {size}")
+        site, layer = tap
+        if lens == LOGIT:
+            return DirectionKey(number, lens, _ANY)
+        if site not in AFTER:
+            raise SpecError("site", "a registered lens reads resid_pre or resid_post")
+        return DirectionKey(number, lens, layer + AFTER[site])
+
+    def _keys(self, edit: Edit) -> Iterator[tuple[Tap, DirectionKey]]:
+        """Yield each tap of an edit with a token, and what its direction is stored under."""
+        steer = edit.edit if isinstance(edit, Gate) else edit
+        assert isinstance(steer, Steer)
+        assert steer.token is not None
+        with nullcontext() if steer is edit else at("edit"):
+            for tap in find_taps(steer.layers, steer.sites, self._shape, "layer", "site"):
+                yield tap, self.key(steer.token, tap, steer.lens)
+
+    def _expanded(self, edit: Edit) -> tuple[Edit, ...]:
+        if not _has_token(edit):
+            return (edit,)
+        steer = edit.edit if isinstance(edit, Gate) else edit
+        assert isinstance(steer, Steer)
+        keys = list(self._keys(edit))
+        bare: dict[str, Any] = {"token": None, "lens": None}
+        if steer.lens == LOGIT:
+            parts = [steer.replace(**bare, vector=self.get(keys[0][1]))]
+        else:
+            parts = [
+                steer.replace(**bare, vector=self.get(key), site=tap[0], layer=tap[1])
+                for tap, key in keys
+            ]
+        if isinstance(edit, Gate):
+            return tuple(dataclasses.replace(edit, edit=part) for part in parts)
+        return tuple(parts)
+
+    def _map(self, key: DirectionKey) -> list[LensMap]:
+        if key.lens == LOGIT:
+            return [LensMap()]
+        try:
+            return list(self._lenses.maps_of(key.lens, [key.depth]))
+        except SpecError as error:
+            names = {"kind": "lens", "layers": "layer"}
+            raise SpecError(names.get(error.path, error.path), error.problem) from None
+
+
+def _has_token(edit: Edit) -> bool:
+    steer = edit.edit if isinstance(edit, Gate) else edit
+    return isinstance(steer, Steer) and steer.token is not None

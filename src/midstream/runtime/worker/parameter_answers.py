@@ -1,0 +1,73 @@
+"""Answers of a worker about parameters of its model: rows of them, and directions of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from midstream.errors import UnsupportedError
+from midstream.runtime.models.parameters import find_head, find_parameters
+from midstream.runtime.protocol.rpc import (
+    ParameterRows,
+    ReadDirections,
+    ReadParameter,
+    TokenDirections,
+)
+from midstream.runtime.worker.attention.lens import RankLens
+
+
+def parameter_rows(
+    model: nn.Module, ties_head: bool, tensor_rank: int, request: ReadParameter
+) -> ParameterRows:
+    """Return the rows of a parameter that this worker sends.
+
+    Args:
+        model: the model of the runner.
+        ties_head: whether the head is the embedding.
+        tensor_rank: of what all ranks have, only the first sends.
+        request: which parameter, and which rows.
+    """
+    found = find_parameters(model, ties_head)
+    one = found.get(request.name)
+    if one is None:
+        return ParameterRows(names=sorted(found))
+    begin = max(request.first, one.first)
+    stop = min(request.first + request.count, one.first + one.rows.shape[0])
+    data = b""
+    if begin < stop and not (one.shared and tensor_rank):
+        rows = one.rows[begin - one.first : stop - one.first].cpu().contiguous()
+        data = rows.view(torch.uint8).numpy().tobytes()
+    return ParameterRows(
+        shape=list(one.shape),
+        dtype=str(one.rows.dtype).removeprefix("torch."),
+        first=begin,
+        data=data,
+        problem=one.problem,
+    )
+
+
+def token_directions(
+    model: nn.Module, ties_head: bool, lens: RankLens, request: ReadDirections
+) -> TokenDirections:
+    """Return the directions of a token, if this worker has its row of the head.
+
+    Args:
+        model: the model of the runner.
+        ties_head: whether the head is the embedding.
+        lens: applies maps and the final norm.
+        request: the token, and the maps.
+    """
+    if lens.reason:
+        return TokenDirections(problem=lens.reason)
+    head = find_head(model, ties_head)
+    if head is None or head.problem:
+        why = "it is unknown where" if head is None else head.problem
+        return TokenDirections(problem=f"the head cannot be read: {why}")
+    row = request.token - head.first
+    if not 0 <= row < head.rows.shape[0]:
+        return TokenDirections()
+    try:
+        found = lens.directions(head.rows[row], request.maps)
+    except UnsupportedError as error:
+        return TokenDirections(problem=str(error))
+    return TokenDirections(found.cpu().numpy().tobytes())

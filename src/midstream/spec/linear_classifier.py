@@ -1,0 +1,90 @@
+"""Weights of scikit-learn's linear classifiers, read without importing scikit-learn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from midstream.errors import SpecError
+from midstream.validation import kind, listed
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# Their decision_function is ⟨h, coef_⟩ + intercept_.
+CLASSIFIERS = (
+    "LogisticRegression",
+    "LogisticRegressionCV",
+    "LinearDiscriminantAnalysis",
+    "RidgeClassifier",
+    "RidgeClassifierCV",
+    "LinearSVC",
+)
+_SCALER, _PIPELINE = "StandardScaler", "Pipeline"
+
+
+def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
+    """Return the weights and the intercept of a fitted binary classifier.
+
+    Args:
+        classifier: one of `CLASSIFIERS`, or a `Pipeline` of `StandardScaler` and one of them, in
+            which case the scaler is folded into the weights.
+
+    Returns:
+        float64 [width] and a number, with ⟨h, weights⟩ + intercept = `decision_function(h)`.
+
+    Raises:
+        SpecError: another class, or one that is not fitted or not binary. The path is empty.
+    """
+    import numpy as np
+
+    *scalers, last = _steps(classifier)
+    name = _name_of(last)
+    if name not in CLASSIFIERS:
+        raise SpecError(
+            "",
+            f"expected one of scikit-learn's {listed(CLASSIFIERS)}, or a `Pipeline` of "
+            f"`{_SCALER}` and one of these, got {kind(last)}",
+        )
+    found: Any = last
+    if not hasattr(found, "coef_"):
+        raise SpecError("", f"`{name}` is not fitted; call fit first")
+    # [1, width], or [width] of newer RidgeClassifiers.
+    weights = np.atleast_2d(np.asarray(found.coef_, np.float64))
+    if len(found.classes_) != 2 or weights.ndim != 2 or len(weights) != 1:
+        raise SpecError(
+            "",
+            f"expected two classes, with `coef_` [1, width], got {len(found.classes_)} classes with"
+            f" `coef_` {list(weights.shape)}; fit one classifier for each class against the others",
+        )
+    vector: NDArray[np.float64] = weights[0]
+    bias = float(np.asarray(found.intercept_, np.float64).reshape(-1)[0])
+    for scaler in reversed(scalers):
+        if not hasattr(scaler, "n_features_in_"):
+            raise SpecError("", f"`{_SCALER}` is not fitted; call fit first")
+        if scaler.with_std:
+            vector = vector / np.asarray(scaler.scale_, np.float64)
+        if scaler.with_mean:
+            bias -= float(vector @ np.asarray(scaler.mean_, np.float64))
+    return vector, bias
+
+
+def _steps(classifier: Any) -> list[Any]:
+    """Return the steps of a pipeline, or the classifier alone."""
+    if _name_of(classifier) != _PIPELINE:
+        return [classifier]
+    steps = [step for _, step in classifier.steps if step not in (None, "passthrough")]
+    for step in steps[:-1]:
+        if _name_of(step) != _SCALER:
+            raise SpecError(
+                "", f"a `Pipeline` may have `{_SCALER}` before its classifier, got {kind(step)}"
+            )
+    if not steps:
+        raise SpecError("", "the `Pipeline` has no steps")
+    return steps
+
+
+def _name_of(value: object) -> str:
+    """Return the name of scikit-learn's class; "" of any other, subclasses included."""
+    found = type(value)
+    return found.__name__ if found.__module__.partition(".")[0] == "sklearn" else ""

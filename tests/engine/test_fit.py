@@ -1,0 +1,231 @@
+"""Directions of an engine's prompts, against fits on transformers' rows, by repeng too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import LogisticRegression, RidgeClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.svm import LinearSVC
+from support.engines import HAS_GPU, greedy, tokens
+from support.oracle_edits import PLACES, At, EditOracle
+from transformers import BatchEncoding
+from unit.store.making import header, rows_of, write
+
+from midstream import Capture, Directions, Probe, SpecError, Steer, open_store
+from midstream.store import Entry
+
+TOLERANCE = 5e-4 if HAS_GPU else 1e-5
+METHODS = ["mean", "pca", "lat", "logistic", "lda"]
+made = np.random.default_rng(0)
+PAIRS = 12
+# The halves of a pair differ in three of their tokens, and in length.
+STEMS = [made.integers(3, 190, 6 + nth % 4).tolist() for nth in range(PAIRS)]
+POSITIVE = [[*stem, 11, 12, 13, 50 + nth] for nth, stem in enumerate(STEMS)]
+NEGATIVE = [[*stem, 21, 22, 50 + nth] for nth, stem in enumerate(STEMS)]
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_llama: Path) -> EditOracle:
+    return EditOracle(tiny_llama, PLACES["llama"])
+
+
+def reference_rows(oracle: EditOracle, prompts: list[list[int]], site: str) -> np.ndarray:
+    """The last row of each prompt, [prompts, layers, width]."""
+    runs = [oracle.run(prompt).values for prompt in prompts]
+    rows = [[run[site, layer][-1] for layer in range(oracle.num_layers)] for run in runs]
+    return np.stack([torch.stack(each).numpy() for each in rows])
+
+
+def check_close(found: Directions, wanted: Directions, tolerance: float = TOLERANCE) -> None:
+    """Vectors and midpoints by the length of each, and scores."""
+    assert found.layers == wanted.layers
+    for mine, theirs in ((found.vectors, wanted.vectors), (found.midpoints, wanted.midpoints)):
+        error = np.linalg.norm(mine - theirs, axis=1) / np.linalg.norm(theirs, axis=1)
+        assert error.max() <= tolerance, error
+    for layer in wanted.layers:
+        mine, theirs = found.scores[layer], wanted.scores[layer]
+        assert mine.auc == pytest.approx(theirs.auc, abs=2 / PAIRS**2)
+        assert mine.d_prime == pytest.approx(theirs.d_prime, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_fit_on_prompts_equals_one_on_transformers_rows(
+    wide: Any, oracle: EditOracle, method: str
+) -> None:
+    site = "resid_post" if method != "mean" else "mlp_out"
+    found = Directions.fit(wide, POSITIVE, NEGATIVE, method, site=site, seed=1)
+    rows = [reference_rows(oracle, prompts, site) for prompts in (POSITIVE, NEGATIVE)]
+    wanted = Directions.from_rows(*rows, method, site=site, seed=1)
+    # A solver that stops at a gradient, and a small gap between eigenvalues, enlarge rounding.
+    check_close(found, wanted, TOLERANCE if method == "mean" else 100 * TOLERANCE)
+    assert (found.site, found.method, found.model_type) == (site, method, "llama")
+
+
+def test_rows_of_several_tokens_and_their_mean(wide: Any, oracle: EditOracle) -> None:
+    runs = [[oracle.run(p).values for p in prompts] for prompts in (POSITIVE, NEGATIVE)]
+    each = [
+        [torch.stack([run["resid_post", n] for n in (0, 2)], 1) for run in side] for side in runs
+    ]
+    found = Directions.fit(wide, POSITIVE, NEGATIVE, layers=[0, -1], positions="prompt")
+    owners = tuple(np.repeat(range(PAIRS), [len(one) for one in side]) for side in each)
+    stacked = [torch.cat(side) for side in each]
+    check_close(found, Directions.from_rows(*stacked, layers=[0, 2], groups=owners))
+    found = Directions.fit(
+        wide, POSITIVE, NEGATIVE, layers=[0, 2], positions=[2, "last_prompt"], reduce="mean"
+    )
+    means = [torch.stack([one[[2, -1]].mean(0) for one in side]) for side in each]
+    check_close(found, Directions.from_rows(*means, layers=[0, 2]))
+
+
+def test_the_probe_reads_plus_and_minus_one_and_the_edit_moves_by_two(
+    wide: Any, oracle: EditOracle
+) -> None:
+    found = Directions.fit(wide, POSITIVE, NEGATIVE, "lda")[1]
+    probe = found.probe("mood", positions="last_prompt")
+    for edits, moved in (None, 0.0), (found.steer(1.5), 3.0):
+        outputs = wide.generate(
+            [tokens(prompt) for prompt in POSITIVE + NEGATIVE],
+            greedy(1), probes=probe, edits=edits, use_tqdm=False,
+        )  # fmt: skip
+        scores = np.array([float(output.probes["mood"]) for output in outputs])
+        assert scores[:PAIRS].mean() == pytest.approx(1 + moved, abs=1e-4)
+        assert scores[PAIRS:].mean() == pytest.approx(-1 + moved, abs=1e-4)
+    (output,) = wide.generate(
+        tokens(POSITIVE[0]), greedy(1), edits=found.ablate(layer="all"),
+        capture=Capture("all"), use_tqdm=False,
+    )  # fmt: skip
+    unit = torch.from_numpy(found.unit)
+    assert float((output.activations["resid_post"] @ unit).abs().max()) <= 1e-4
+    wanted = oracle.run(POSITIVE[0], [At(found.ablate(layer="all"))])
+    difference = output.activations["resid_post", 2] - wanted.values["resid_post", 2]
+    assert float(difference.abs().max()) <= 10 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "classifier",
+    [
+        LogisticRegression(),
+        LinearDiscriminantAnalysis(),
+        RidgeClassifier(),
+        LinearSVC(),
+        make_pipeline(StandardScaler(), LogisticRegression()),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_probe_of_a_classifier_scores_as_its_decision_function(
+    wide: Any, oracle: EditOracle, classifier: Any
+) -> None:
+    rows = [reference_rows(oracle, prompts, "resid_mid")[:, 1] for prompts in (POSITIVE, NEGATIVE)]
+    rows, labels = np.concatenate(rows), np.repeat([1, 0], PAIRS)
+    classifier.fit(rows, labels)
+    probe = Probe.from_sklearn(
+        classifier, layer=1, site="resid_mid", name="c", positions="last_prompt"
+    )
+    prompts = [tokens(prompt) for prompt in POSITIVE + NEGATIVE]
+    outputs = wide.generate(prompts, greedy(1), probes=probe, use_tqdm=False)
+    found = np.array([float(output.probes["c"]) for output in outputs])
+    wanted = classifier.decision_function(rows)
+    assert np.abs(found - wanted).max() / np.abs(wanted).max() <= 10 * TOLERANCE
+
+
+def test_a_stored_selection_gives_what_the_prompts_give(wide: Any, tmp_path: Path) -> None:
+    prompts = [tokens(prompt) for prompt in POSITIVE + NEGATIVE]
+    capture = Capture("all", positions="last_prompt")
+    outputs = wide.generate(prompts, greedy(1), capture=capture, use_tqdm=False)
+    head = header(dtype="float32", hidden_size=64)
+    entries = []
+    for nth, (name, output) in enumerate(zip("p" * PAIRS + "n" * PAIRS, outputs, strict=True)):
+        rows = {tap: rows_of(values, head) for tap, values in output.activations.items()}
+        entries.append(Entry(request=f"{nth}", prompt_tokens=9, taps=rows, tag=name))
+    write(tmp_path / "s", entries, head)
+    store = open_store(tmp_path / "s")
+    for method in ("mean", "lda"):
+        found = Directions.from_store(store.select(tag="p"), store.select(tag="n"), method)
+        check_close(found, Directions.fit(wide, POSITIVE, NEGATIVE, method))
+
+
+class IdTokenizer:
+    """Token ids written as numbers, for repeng."""
+
+    def __call__(self, texts: list[str], **_: Any) -> BatchEncoding:
+        rows = [list(map(int, text.split())) for text in texts]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+        return BatchEncoding({"input_ids": ids, "attention_mask": mask})
+
+
+def test_pca_is_repengs(
+    wide: Any, oracle: EditOracle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # repeng 0.4 names a type that NumPy 2 has no more.
+    monkeypatch.setattr(np, "float_", np.float64, raising=False)
+    repeng = pytest.importorskip("repeng")
+    entries = [
+        repeng.DatasetEntry(" ".join(map(str, one)), " ".join(map(str, other)))
+        for one, other in zip(POSITIVE, NEGATIVE, strict=True)
+    ]
+    theirs = repeng.ControlVector.train(oracle.model, IdTokenizer(), entries, hidden_layers=[0, 1])
+    mine = Directions.fit(wide, POSITIVE, NEGATIVE, "pca", layers=[0, 1])
+    for layer in (0, 1):
+        # Theirs has the sign of most pairs, ours that of the class means.
+        assert abs(np.dot(mine[layer].unit, theirs.directions[layer])) > 1 - 1e-5
+    # Theirs are of length 1; the last layer's rows are after the final norm there.
+    read = Directions.from_repeng(theirs)
+    np.testing.assert_array_equal(read.vectors[1], theirs.directions[1])
+    assert repeng.ControlVector(**mine.to_repeng()).model_type == theirs.model_type == "llama"
+    theirs.directions.pop(0)
+    theirs.export_gguf(tmp_path / "theirs.gguf")
+    again = Directions.from_gguf(tmp_path / "theirs.gguf")
+    np.testing.assert_array_equal(again.vectors, read.at(1).vectors)
+    mine.at(1).to_gguf(tmp_path / "mine.gguf")
+    imported = repeng.ControlVector.import_gguf(tmp_path / "mine.gguf")
+    np.testing.assert_array_equal(imported.directions[1], mine[1].vector)
+    assert imported.model_type == "llama"
+    sys.modules.pop("repeng")
+
+
+def test_a_registered_direction_steers_as_its_edit_does(wide: Any) -> None:
+    found = Directions.fit(wide, POSITIVE, NEGATIVE)
+    found.register(wide, "all")
+    found[1].register(wide, "one")
+
+    def rows(edit: Any) -> torch.Tensor:
+        (output,) = wide.generate(
+            tokens(POSITIVE[0]), greedy(2), edits=edit, capture=Capture("all"), use_tqdm=False
+        )
+        return output.activations["resid_post"]
+
+    for name, edit in (("all", found.steer(2.0)), ("one", found[1].steer(2.0))):
+        assert torch.equal(rows(Steer(name, scale=2.0)), rows(edit))
+
+
+def test_prompts_that_cannot_be_fitted_are_rejected(wide: Any) -> None:
+    fit = Directions.fit
+    chat = [{"role": "user", "content": "x"}]
+    for given, match in (
+        (("text", NEGATIVE), "positive: expected a list of prompts, got `str`"),
+        ((POSITIVE, []), "negative: expected at least one prompt"),
+        ((POSITIVE[0], NEGATIVE), "positive: expected a list of prompts, got one prompt"),
+        ((POSITIVE, chat), "negative: expected a list of prompts, got one prompt"),
+        ((POSITIVE, [chat]), "positive: expected either chats alone, or texts and token ids"),
+        ((POSITIVE, NEGATIVE[:5], "pca"), "method: .pca. needs pairs, got 12 positive and 5"),
+        ((POSITIVE, NEGATIVE, "pcs"), "method: expected one of"),
+        ((POSITIVE, NEGATIVE, "lat", "all", "prompt"), "positions: .* one row of each prompt"),
+        ((POSITIVE, NEGATIVE, "mean", [99]), "^layers: .*99"),
+        ((POSITIVE, NEGATIVE, "mean", "all", 50), r"^positions"),
+        ((POSITIVE, NEGATIVE, "mean", "all", "last_prompt", "embed"), "^site: embed is not tapped"),
+        ((POSITIVE, NEGATIVE, "mean", "all", "last_prompt", "logits"), "^site"),
+    ):
+        with pytest.raises(SpecError, match=match):
+            fit(wide, *given)
+    with pytest.raises(SpecError, match='reduce: expected "" or "mean", got \'max\''):
+        fit(wide, POSITIVE, NEGATIVE, reduce="max")

@@ -1,0 +1,44 @@
+"""Faults of fits, scores of texts and `tune`; see `support.faults`."""
+
+from __future__ import annotations
+
+from support.fault import Fault
+
+FIT: tuple[Fault, ...] = (
+    Fault(
+        "A direction is scored on rows that it was fitted on",
+        "fit/estimate.py",
+        "            np.ones(len(folds), np.bool_) if fold is None else folds != fold\n",
+        "            np.ones(len(folds), np.bool_)\n",
+        "tests/unit/fit/test_references.py::test_scores_are_those_of_fits_without_each_fold",
+    ),
+    Fault(
+        "Moments of a held-out fold are among those of the training rows",
+        "fit/estimate.py",
+        "for nth, one in enumerate(parts) if nth != fold]",
+        "for nth, one in enumerate(parts)]",
+        "tests/unit/fit/test_references.py::test_moments_give_what_the_rows_give",
+    ),
+    Fault(
+        "The halves of a pair are held out apart",
+        "fit/train.py",
+        "owners[1] if first == second else owners[1] + first",
+        "owners[1] + first",
+        "tests/unit/fit/test_planted.py::test_class_means_project_to_one_and_minus_one_and_a_scale"
+        "_of_one_joins_them",
+    ),
+    Fault(
+        "What an answer shows is read from the steered model's prompt too",
+        "fit/tune.py",
+        "positions=slice(len(prompts[nth]), len(prompts[nth] + answers[nth]))",
+        "positions=slice(0, len(prompts[nth] + answers[nth]))",
+        "tests/engine/test_tune.py::test_the_grid_is_that_of_single_requests",
+    ),
+    Fault(
+        "The divergence of an answer is that of the unsteered model from the steered one",
+        "fit/tune.py",
+        "    weights = np.exp(p)\n",
+        "    p, q = q, p\n    weights = np.exp(p)\n",
+        "tests/engine/test_tune.py::test_the_grid_is_that_of_single_requests",
+    ),
+)

@@ -1,0 +1,130 @@
+"""SAEs of the package `sae_lens`, random or trained, in its own files: the reference of tests.
+
+Importing it takes seconds, so one file of tests does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import sae_lens
+import torch
+from sae_lens.saes.sae import SAEMetadata, TrainStepInput
+from torch import Tensor
+
+MLP = {"hook_name": "blocks.2.mlp.hook_in", "hook_name_out": "blocks.2.hook_mlp_out"}
+# By name: the class without "Config", and what its configuration says beyond the sizes.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "standard": ("StandardSAE", {}),
+    "standard-unbiased": ("StandardSAE", {"apply_b_dec_to_input": False}),
+    "rescaled": ("StandardSAE", {"normalize_activations": "constant_norm_rescale"}),
+    "normed": ("JumpReLUSAE", {"normalize_activations": "layer_norm"}),
+    "jumprelu": ("JumpReLUSAE", {"apply_b_dec_to_input": False}),
+    "gated": ("GatedSAE", {}),
+    "topk": ("TopKSAE", {"k": 7}),
+    "topk-norms": ("TopKSAE", {"k": 5, "rescale_acts_by_decoder_norm": True}),
+    "batchtopk": ("BatchTopKTrainingSAE", {"k": 6.5, "rescale_acts_by_decoder_norm": False}),
+    "batchtopk-norms": ("BatchTopKTrainingSAE", {"k": 6.5}),
+    "matryoshka": ("MatryoshkaBatchTopKTrainingSAE", {"k": 6, "matryoshka_widths": [20, 60]}),
+    "transcoder": ("Transcoder", MLP),
+    "skip": ("SkipTranscoder", MLP),
+    "jumping": ("JumpReLUTranscoder", MLP),
+    "jumping-skip": ("JumpReLUSkipTranscoder", MLP),
+}
+
+
+def write_random(kind: str, folder: Path, width: int, features: int, hook: str) -> Path:
+    """Write a random SAE of a kind as `sae_lens` does."""
+    name, given = KINDS[kind]
+    found = _made(name, width, features, {"hook_name": hook, **given})
+    draw = torch.Generator().manual_seed(sum(kind.encode()))
+    with torch.no_grad():
+        for key, tensor in found.state_dict().items():
+            if key == "topk_threshold":
+                tensor.fill_(0.8)
+            elif "threshold" in key:
+                tensor.copy_(torch.rand(tensor.shape, generator=draw))
+            elif key == "W_dec":
+                lengths = 0.5 + torch.rand(features, 1, generator=draw)
+                tensor.copy_(torch.randn(tensor.shape, generator=draw) * lengths)
+            elif tensor.dim() == 2:
+                tensor.copy_(torch.randn(tensor.shape, generator=draw) / width**0.5)
+            else:
+                tensor.copy_(0.4 * torch.randn(tensor.shape, generator=draw))
+    return _saved(found, folder)
+
+
+def write_trained(name: str, folder: Path, rows: Tensor, hook: str, **given: Any) -> Path:
+    """Write an SAE that `sae_lens`'s loss trained on some vectors.
+
+    Args:
+        name: a class, such as "JumpReLUTrainingSAE".
+        folder: where to.
+        rows: [T, width].
+        hook: TransformerLens's name of the hook point.
+        given: what its configuration says beyond the sizes.
+    """
+    torch.manual_seed(0)
+    found = _made(name, rows.shape[1], 3 * rows.shape[1], {"hook_name": hook, **given})
+    optimizer = torch.optim.Adam(found.parameters(), 3e-3)
+    weights = {key: getattr(one, "value", one) for key, one in found.get_coefficients().items()}
+    losses = []
+    for step in range(200):
+        batch = rows[torch.randint(len(rows), (64,))]
+        out = found.training_forward_pass(TrainStepInput(batch, weights, None, step, False))
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+        losses.append(float((out.sae_out - batch).detach().square().sum(-1).mean()))
+    assert losses[-1] < 0.5 * losses[0], losses[::50]
+    return _saved(found, folder)
+
+
+def read(folder: Path) -> Any:
+    """Return what `sae_lens` reads of a folder, in float64."""
+    return sae_lens.SAE.load_from_disk(folder).to(torch.float64)
+
+
+def features(sae: Any, x: Tensor) -> Tensor:
+    """Return the activations, float64 [n, features]."""
+    with torch.no_grad():
+        found: Tensor = sae.encode(x.double())
+    return found
+
+
+def edited(sae: Any, x: Tensor, values: Mapping[int, float], mode: str) -> Tensor:
+    """Return what h becomes if features have other activations, and the error is added again:
+    x̂(a') + (x − x̂(a)), float64 [n, width].
+    """
+    with torch.no_grad():
+        a = sae.encode(x.double())
+        error = x.double() - sae.decode(a)
+        changed = a.clone()
+        for index, value in values.items():
+            match mode:
+                case "set":
+                    changed[:, index] = value
+                case "add":
+                    changed[:, index] += value
+                case "scale":
+                    changed[:, index] *= value
+        found: Tensor = sae.decode(changed) + error
+    return found
+
+
+def _made(name: str, width: int, features: int, given: dict[str, Any]) -> Any:
+    fields = dict(given)
+    places = {key: fields.pop(key) for key in ("hook_name", "hook_name_out") if key in fields}
+    config = getattr(sae_lens, f"{name}Config")
+    if "Transcoder" in name:
+        fields["d_out"], fields["apply_b_dec_to_input"] = width, False
+    made = config(d_in=width, d_sae=features, metadata=SAEMetadata(**places), **fields)
+    return getattr(sae_lens, name)(made)
+
+
+def _saved(sae: Any, folder: Path) -> Path:
+    is_trained = isinstance(sae, sae_lens.TrainingSAE)
+    (sae.save_inference_model if is_trained else sae.save_model)(folder)
+    return folder

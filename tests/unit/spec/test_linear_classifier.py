@@ -1,0 +1,65 @@
+"""Probes of scikit-learn's classifiers, against their own decision functions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import (
+    LogisticRegression,
+    RidgeClassifier,
+    RidgeClassifierCV,
+    SGDClassifier,
+)
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import MinMaxScaler, StandardScaler
+from sklearn.svm import SVC, LinearSVC
+
+from midstream import Probe, SpecError
+
+ROWS = np.random.default_rng(0).normal(size=(60, 5)) * [1, 2, 3, 0.1, 5] + 2
+LABELS = np.array(["no", "yes"])[(ROWS[:, 0] + ROWS[:, 3] > 4).astype(int)]
+CLASSIFIERS = [
+    LogisticRegression(),
+    LogisticRegression(fit_intercept=False),
+    LinearDiscriminantAnalysis(),
+    LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto"),
+    RidgeClassifier(),
+    RidgeClassifierCV(),
+    LinearSVC(),
+    LinearSVC(fit_intercept=False),
+    make_pipeline(StandardScaler(), LogisticRegression()),
+    make_pipeline(StandardScaler(with_mean=False), StandardScaler(), RidgeClassifier()),
+    make_pipeline(StandardScaler(with_std=False), LinearSVC()),
+    Pipeline([("none", "passthrough"), ("last", LinearDiscriminantAnalysis())]),
+]
+
+
+@pytest.mark.parametrize("classifier", CLASSIFIERS, ids=lambda one: type(one).__name__)
+def test_a_probe_scores_as_the_decision_function(classifier) -> None:
+    classifier.fit(ROWS, LABELS)
+    probe = Probe.from_sklearn(classifier, layer=3, name="yes", positions="prompt")
+    scores = ROWS @ probe.direction.numpy().astype("f8") + probe.bias
+    np.testing.assert_allclose(scores, classifier.decision_function(ROWS), atol=1e-5)
+    assert (probe.layers.indices, probe.name) == ((3,), "yes")
+
+
+def test_what_is_no_fitted_binary_linear_classifier_is_rejected() -> None:
+    three = LogisticRegression().fit(ROWS, np.arange(60) % 3)
+
+    class Own(LogisticRegression):
+        """Its decision function may be any."""
+
+    for classifier, match in (
+        (LogisticRegression(), "classifier: `LogisticRegression` is not fitted"),
+        (three, r"expected two classes, .* got 3 classes with `coef_` \[3, 5\]"),
+        (SVC(kernel="linear").fit(ROWS, LABELS), "expected one of scikit-learn's .*, got `SVC`"),
+        (SGDClassifier().fit(ROWS, LABELS), "got `SGDClassifier`"),
+        (Own().fit(ROWS, LABELS), "got `Own`"),
+        (make_pipeline(MinMaxScaler(), LinearSVC()), "before its classifier, got `MinMaxScaler`"),
+        (make_pipeline(StandardScaler(), LinearSVC()), "`LinearSVC` is not fitted"),
+        (StandardScaler().fit(ROWS), "got `StandardScaler`"),
+        ([1.0], "got `list`"),
+    ):
+        with pytest.raises(SpecError, match=match):
+            Probe.from_sklearn(classifier, 3)
