@@ -34,9 +34,7 @@ class EarlierRows:
         return tuple(Vector.parse([100.0 * tap[1] + one] * 4) for one in positions or (1, 2, 4))
 
 
-def job(
-    length: int = 6, source: int | None = None, earlier: bool = True, **fields: Any
-) -> SweepJob:
+def job(length: int = 6, other: int | None = None, earlier: bool = True, **fields: Any) -> SweepJob:
     def lookup(name: str) -> Any:
         raise SpecError("", f"`{name}` is not registered")
 
