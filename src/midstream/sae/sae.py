@@ -162,7 +162,7 @@ class SAE:
         if 0 < self.top_k < self.num_features:
             values, ids = found.topk(self.top_k, -1)
             found = torch.zeros_like(found).scatter_(-1, ids, values)
-        return cast(Array, _like(x, found))
+        return cast("Array", _like(x, found))
 
     def decode(self, a: Array) -> Array:
         """Return the vectors reconstructed from activations.
@@ -180,7 +180,7 @@ class SAE:
 
         if self.normalize != "none":
             raise SpecError("normalize", f"{self.normalize} cannot be undone without the vectors")
-        return cast(Array, _like(a, torch.as_tensor(a).to(self.w_dec) @ self.w_dec + self.b_dec))
+        return cast("Array", _like(a, torch.as_tensor(a).to(self.w_dec) @ self.w_dec + self.b_dec))
 
     def feature(
         self,
