@@ -65,8 +65,8 @@ class SAE:
     b_enc: Tensor = field(repr=False)
     w_dec: Tensor = field(repr=False)
     b_dec: Tensor = field(repr=False)
-    threshold: Tensor | None = field(repr=False)
-    apply_b_dec_to_input: bool
+    threshold: Tensor | None = field(default=None, repr=False)
+    apply_b_dec_to_input: bool = False
     centered: bool = False
     hook_name: str | None = None
     top_k: int = 0
