@@ -234,8 +234,8 @@ def test_no_exception_is_defined_elsewhere():
         and path.name != "errors.py"
         and any(re.search(r"(Error|Exception)$", ast.unparse(base)) for base in node.bases)
     }
-    # Raised and caught within the demo, or within the doctor.
-    own = ("demo/", "tools/doctor/")
+    # Raised and caught within the report, or within the doctor.
+    own = ("report/", "tools/doctor/")
     assert {name for name in defined if not name.startswith(own)} == set()
 
 

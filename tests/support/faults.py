@@ -9,6 +9,7 @@ from support.fault import Fault
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_kept import KEPT
+from support.faults_viz import VIZ
 
 ENGINE = "tests/engine/"
 SYSTEM = "tests/system/"
@@ -488,4 +489,5 @@ FAULTS: tuple[Fault, ...] = (
     *KEPT,
     *ATTENTION,
     *FIT,
+    *VIZ,
 )

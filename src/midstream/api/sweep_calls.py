@@ -123,7 +123,7 @@ class AsyncSweeps:
 
         Args:
             prompt, source, metric, sampling_params, lora_request: as for `LLM.sweep`.
-            on_cell: called with each `Cell` and its value as soon as it is known.
+            on_cell: called with each `SweepCell` and its value as soon as it is known.
             priority: of all runs, as in vLLM's `generate`.
             template: arguments of the chat template.
             **fields: other arguments of `LLM.sweep`.

@@ -15,6 +15,7 @@ from midstream.version import __version__
 
 COMMANDS = (
     "demo",
+    "report",
     "doctor",
     "serve",
     "plan",

@@ -5,7 +5,7 @@ The command is defined in `midstream.demo.cli`, because `python -m midstream.dem
 
 from __future__ import annotations
 
-from midstream.demo.cli import DemoCommand as CommandClass
 from midstream.demo.cli import demo
+from midstream.report.command import ScalesCommand as CommandClass
 
 __all__ = ["CommandClass", "demo"]

@@ -7,15 +7,7 @@ as plain text, at the last token: the full stop, whose vector depends on the who
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Pair(NamedTuple):
-    """One scene with two ends; the direction points from `negative` to `positive`."""
-
-    positive: str
-    negative: str
-
+from midstream.report.pairs import Pair
 
 POSITIVE, NEGATIVE = "glad", "sad"
 

@@ -14,6 +14,8 @@ from midstream.results.arrays import array_of, to_numpy
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from midstream.viz import Picture
+
 # Arrays of the JSON form, with the dtypes in it and here.
 _ARRAYS = {
     "values": ("<f4", "float32"),
@@ -23,7 +25,8 @@ _ARRAYS = {
 }
 # Features of a row that a picture shows.
 _SHOWN = 8
-_STYLE = "text-align:right;padding:1px 6px;white-space:nowrap;background:rgba(255,140,0,{:.2f})"
+# Rows that a notebook shows.
+_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,18 +85,46 @@ class FeatureRows:
         ]
         return "\n".join("  ".join(map(str.ljust, each, widths)).rstrip() for each in lines)
 
+    def picture(self, tokens: Any = None, top: int = _SHOWN, rows: slice = slice(None)) -> Picture:
+        """Return the table as a picture: features coloured by their activations.
+
+        Args:
+            tokens: as for `table`.
+            top: number of features of each position.
+            rows: the rows to show.
+
+        Raises:
+            SpecError: there are more than 20,000 cells.
+        """
+        from midstream import viz
+
+        every = list(self._cells(top))
+        cells = every[rows]
+        width = max((len(pairs) for _, pairs in cells), default=0)
+        names = []
+        for row, _ in cells:
+            place = int(self.positions[row])
+            names.append(str(place) if tokens is None else f"{place} {tokens[place]}")
+        values = [value for _, pairs in cells for _, value in pairs]
+        left_out = f": {len(cells)} of {len(every)} positions" if len(cells) < len(every) else ""
+        return viz.heatmap(
+            [[value for _, value in _padded(pairs, width)] for _, pairs in cells],
+            names,
+            range(1, width + 1),
+            title=f"features at {self.site} of layer {self.layer}{left_out}",
+            row_title="position",
+            column_title="most active",
+            center=None,
+            limits=(0, max(values)) if values else None,
+            fmt=".3g",
+            texts=[
+                ["" if one < 0 else str(one) for one, _ in _padded(pairs, width)]
+                for _, pairs in cells
+            ],
+        )
+
     def _repr_html_(self) -> str:
-        """Return the table as HTML; the most active feature has the strongest colour."""
-        highest = max((value for _, cells in self._cells() for _, value in cells), default=1.0)
-        lines = []
-        for row, cells in self._cells():
-            shown = "".join(
-                f'<td style="{_STYLE.format(value / highest)}" title="{value:.6g}">{one}</td>'
-                for one, value in cells
-            )
-            lines.append(f"<tr><th>{int(self.positions[row])}</th>{shown}</tr>")
-        caption = f"features at {self.site} of layer {self.layer}, by position"
-        return f"<table><caption>{caption}</caption>{''.join(lines)}</table>"
+        return self.picture(rows=slice(_ROWS))._repr_html_()
 
     def _cells(self, top: int = _SHOWN) -> Iterator[tuple[int, list[tuple[int, float]]]]:
         """Yield the number of each row, and its active features with their activations."""
@@ -177,6 +208,10 @@ class FeatureResults(Mapping[str, FeatureRows]):
     def from_json(value: Mapping[str, Any]) -> FeatureResults:
         """Read what `to_json` returned."""
         return FeatureResults({name: FeatureRows.from_json(rows) for name, rows in value.items()})
+
+
+def _padded(pairs: list[tuple[int, float]], width: int) -> list[tuple[int, float]]:
+    return pairs + [(-1, float("nan"))] * (width - len(pairs))
 
 
 def _text(values: Any, dtype: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from midstream.results.arrays import array_of, to_numpy
-from midstream.results.lens_table import Cell, LensTable, shown_by, token_cell
+from midstream.results.lens_table import LensCell, LensTable, shown_by, token_cell
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,9 +83,9 @@ class LensRows:
             ranks = self.ranks[row, nth].tolist()
             lines.append(
                 [
-                    Cell(str(layer)),
+                    LensCell(str(layer)),
                     *(token_cell(show, *pair) for pair in zip(ids, logprobs, strict=True)),
-                    *(Cell(f"#{rank}") for rank in ranks),
+                    *(LensCell(f"#{rank}") for rank in ranks),
                 ]
             )
         position = f"position {int(self.positions[row])}"
@@ -104,9 +104,9 @@ class LensRows:
             pairs = zip(
                 ids[:, nth].reshape(-1).tolist(), logprobs[:, nth].reshape(-1).tolist(), strict=True
             )
-            lines.append([Cell(str(layer)), *(token_cell(show, *pair) for pair in pairs)])
+            lines.append([LensCell(str(layer)), *(token_cell(show, *pair) for pair in pairs)])
         top = self.positions.tolist() if self.ids.shape[2] else []
-        return LensTable(["layer", *map(str, top)], lines)
+        return LensTable(["layer", *map(str, top)], lines, "position")
 
     def _repr_html_(self) -> str:
         return self.grid()._repr_html_()

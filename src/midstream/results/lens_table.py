@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class Cell(NamedTuple):
+class LensCell(NamedTuple):
     """A cell: its text, and the probability by which notebooks colour it, 0 to 1."""
 
     text: str
@@ -21,12 +20,14 @@ class LensTable:
     """A table; prints as plain text, and is coloured by probability in a notebook.
 
     Attributes:
-        headings: of the columns.
-        lines: cells of each line.
+        headings: of the columns; the first is that of the layers.
+        lines: cells of each line; the first is the layer.
+        column_title: what the headings are, such as "position".
     """
 
     headings: Sequence[str]
-    lines: Sequence[Sequence[Cell]]
+    lines: Sequence[Sequence[LensCell]]
+    column_title: str = ""
 
     def __str__(self) -> str:
         rows = [list(self.headings), *([cell.text for cell in line] for line in self.lines)]
@@ -34,22 +35,28 @@ class LensTable:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(one)}</th>" for one in self.headings)
-        body = "".join(f"<tr>{''.join(map(_html, line))}</tr>" for line in self.lines)
-        return f"<table><tr>{head}</tr>{body}</table>"
+        from midstream import viz
+
+        first, *columns = self.headings
+        picture = viz.heatmap(
+            [[cell.probability or math.nan for cell in line[1:]] for line in self.lines],
+            [line[0].text for line in self.lines],
+            columns,
+            title="" if first == "layer" else first,
+            row_title="layer",
+            column_title=self.column_title,
+            center=None,
+            limits=(0, 1),
+            fmt=".3f",
+            texts=[[cell.text for cell in line[1:]] for line in self.lines],
+        )
+        return picture._repr_html_()
 
 
-def _html(cell: Cell) -> str:
-    style = ""
-    if cell.probability > 0:
-        style = f' style="background: rgba(70, 130, 220, {0.7 * cell.probability:.2f})"'
-    return f"<td{style}>{html.escape(cell.text)}</td>"
-
-
-def token_cell(show: Callable[[int], str], token: int, logprob: float) -> Cell:
+def token_cell(show: Callable[[int], str], token: int, logprob: float) -> LensCell:
     """Return the cell of a token with its probability."""
     probability = math.exp(logprob)
-    return Cell(f"{show(token)} {100 * probability:.0f}%", probability)
+    return LensCell(f"{show(token)} {100 * probability:.0f}%", probability)
 
 
 def shown_by(tokenizer: Any) -> Callable[[int], str]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from midstream.viz import Picture
+
+# Positions that a notebook shows of a long completion.
+_SHOWN = 512
 
 
 class Probes(Mapping[str, "Tensor"]):
@@ -63,6 +68,50 @@ class Probes(Mapping[str, "Tensor"]):
             KeyError: there is no such probe.
         """
         return self._tokens[self.positions_of(name)]
+
+    def picture(self, tokenizer: Any = None, name: str | None = None) -> Picture:
+        """Return the scores of one probe as a picture: the text, its tokens coloured by score.
+
+        The text goes from the first scored token to the last; tokens between them that the probe
+        does not select have no colour.
+
+        Args:
+            tokenizer: what decodes ids, such as `llm.get_tokenizer()`; None: ids are shown.
+            name: the probe; None: the first.
+
+        Raises:
+            KeyError: there is no such probe.
+            SpecError: the text has more than 20,000 tokens.
+        """
+        from midstream import viz
+
+        name = next(iter(self), "") if name is None else name
+        scores, scored = self[name].tolist(), self.positions_of(name).tolist()
+        places = list(range(scored[0], scored[-1] + 1)) if scored else []
+        of_place = dict(zip(scored, scores, strict=True))
+        ids = [int(self._tokens[place]) for place in places]
+        texts = [f" {one}" if tokenizer is None else tokenizer.decode([one]) for one in ids]
+        values = [of_place.get(place, float("nan")) for place in places]
+        return viz.tokens(texts, values, title=f"probe {name}", positions=places)
+
+    def _repr_html_(self) -> str:
+        """Return a line of cells for each probe, a cell for each position; the text itself is
+        shown by `picture`.
+        """
+        from midstream import viz
+
+        every = sorted({place for one in self._positions.values() for place in one.tolist()})
+        shown = every[:_SHOWN]
+        rows = []
+        for name, scores in self.items():
+            of_place = dict(zip(self._positions[name].tolist(), scores.tolist(), strict=True))
+            rows.append([of_place.get(place, float("nan")) for place in shown])
+        left_out = f": the first {len(shown)} of {len(every)} positions" if shown != every else ""
+        title = f"probe scores{left_out}"
+        picture = viz.heatmap(
+            rows, list(self), shown, title=title, row_title="probe", column_title="position"
+        )
+        return picture._repr_html_()
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{name}: {len(scores)}" for name, scores in self._scores.items())

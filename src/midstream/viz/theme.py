@@ -114,8 +114,8 @@ figure.midstream.wide { width: auto; }
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 11.5rem), 1fr)); }
 .midstream .answer { border: 1px solid var(--line); border-top: 4px solid var(--c, var(--line));
   border-radius: 10px; padding: .6rem .8rem .7rem; min-width: 0; }
-.midstream .answer .chip { display: flex; flex-wrap: wrap; justify-content: space-between;
-  gap: 0 .5rem; font-size: 12px; color: var(--soft); font-variant-numeric: tabular-nums; }
+.midstream .answer .chip { display: grid; font-size: 12px; color: var(--soft);
+  font-variant-numeric: tabular-nums; }
 .midstream .answer .chip strong { color: var(--ink); font-size: 14px; }
 .midstream .answer p { margin: .4rem 0 0; font: 15px/1.45 var(--serif); white-space: pre-wrap;
   overflow-wrap: anywhere; }

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from midstream.demo import cli
+from midstream.report import command
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -94,22 +95,22 @@ def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[cli.DemoOptions]:
+def called(monkeypatch: pytest.MonkeyPatch) -> list[command.ReportOptions]:
     """The options of each call; the demo itself does not run."""
-    options: list[cli.DemoOptions] = []
+    options: list[command.ReportOptions] = []
 
-    def record(given: cli.DemoOptions) -> int:
+    def record(given: command.ReportOptions) -> int:
         options.append(given)
         return 0
 
-    monkeypatch.setattr(cli, "_show", record)
+    monkeypatch.setattr(command, "show", record)
     return options
 
 
 @pytest.mark.parametrize(
     ("arguments", "scales"),
     [
-        ([], cli.DEFAULT_SCALES),
+        ([], command.DEFAULT_SCALES),
         (["--scales", "-2", "2"], (-2.0, 2.0)),
         (["--scales", "1"], (1.0,)),
         (["--scales", "-.5", "1e1", "--layer", "-1"], (-0.5, 10.0)),
@@ -117,7 +118,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[cli.DemoOptions]:
     ],
 )
 def test_both_commands_take_several_scales_after_one_option(
-    called: list[cli.DemoOptions], arguments: list[str], scales: tuple[float, ...]
+    called: list[command.ReportOptions], arguments: list[str], scales: tuple[float, ...]
 ) -> None:
     from midstream.cli.app import app
 
@@ -125,7 +126,8 @@ def test_both_commands_take_several_scales_after_one_option(
         with pytest.raises(SystemExit) as end:
             run([*arguments, "--seed", "3", "--compile"])
         assert end.value.code == 0
-    assert called[0] == called[1]
+    for name in ("scales", "seed", "compiled", "layer", "pairs", "questions", "classes"):
+        assert getattr(called[0], name) == getattr(called[1], name)
     assert (called[0].scales, called[0].seed, called[0].compiled) == (scales, 3, True)
     assert called[0].layer == (-1 if "--layer" in arguments else None)
 

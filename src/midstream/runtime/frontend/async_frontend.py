@@ -51,9 +51,8 @@ class AsyncFrontEnd(BaseFrontEnd):
 
         Args:
             answers: per replica, its workers' descriptions.
-            engine: gives the settings, the tokenizer and the renderer, and aborts requests. A
-                reference that does not keep the engine alive: the client's tasks keep this front
-                end alive.
+            engine: vLLM's AsyncLLM, by a reference that does not keep it alive: the client's tasks
+                keep this front end alive.
             client: the engine's client of its engine core, or of several.
         """
         super().__init__(describe(answers), engine, deltas=True, busy=lambda: busy(client))
@@ -202,8 +201,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         """Send a request that waited for capacity."""
         [failure] = await asyncio.gather(deliver(request), return_exceptions=True)
         if failure is not None:
-            # `complete` raises it for the reader of the call's outputs.
-            call.failure = failure
+            call.failure = failure  # raised by `complete` for the reader of the call's outputs
             await self._engine.abort(call.ids, internal=True)
 
     def leave(self, call: GenerateCall) -> None:
@@ -253,8 +251,7 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     def spans_of(self, request_id: str) -> list[DelayedSpan] | None:
         """Return the list for the span of a request, by vLLM's id; None: it has no plan."""
-        calls = self._admitted.values()
-        return next((call.spans for call in calls if request_id in call.ids), None)
+        return next((one.spans for one in self._admitted.values() if request_id in one.ids), None)
 
     async def usage(self, timeout: float | None = None) -> dict[str, Any]:
         """Return what is in use, here and on the workers, and the totals of ended requests."""
@@ -281,8 +278,7 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     def has_calls(self) -> bool:
         """Return whether a call with a plan has not ended. May be called from any thread."""
-        calls = list(self._calls.values())
-        return any(call.plan is not None or call.admitted is not None for call in calls)
+        return any(one.plan or one.admitted is not None for one in list(self._calls.values()))
 
     def close(self) -> None:
         """Cancel all work, except for what the sinks were given. May be called from any thread."""

@@ -134,17 +134,14 @@ class FrontEnd(BaseFrontEnd):
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
         # Also a running request without a plan must have another id: its output would be taken for
         # that of this request.
-        if request.request_id in self._running or request.request_id in (
-            self._outputs.external_req_ids
-        ):
-            raise _taken(request.request_id)
+        name = request.request_id
+        if name in self._running or name in self._outputs.external_req_ids:
+            raise _taken(name)
         admitted = super().admit(request, plan)
         if admitted is not None:
-            self._running[request.request_id] = admitted
-            num_completions = request.sampling_params.n
-            partial = PartialRows.of(
-                admitted, request.request_id, num_completions, self.sinks, self.info.shape
-            )
+            self._running[name] = admitted
+            completions = request.sampling_params.n
+            partial = PartialRows.of(admitted, name, completions, self.sinks, self.info.shape)
             if partial is not None:
                 self._streamer.add(admitted.uid, partial)
         return admitted

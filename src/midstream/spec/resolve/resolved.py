@@ -235,12 +235,15 @@ class ResolvedCapture:
             −1.
         pattern: of an `Attention`, `Features`, `Lens` or `Logits`, or where rows are reduced, what
             its rows are; else None.
+        selected: with `max_rows`, all positions that the capture selects, for the receipt. Workers
+            do not have it.
     """
 
     taps: tuple[Tap, ...]
     where: Where
     source: int = 0
     pattern: Pattern | None = None
+    selected: Where | None = field(default=None, compare=False)
 
     @property
     def returned(self) -> Ranges:

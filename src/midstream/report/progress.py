@@ -1,4 +1,4 @@
-"""Progress of the demo: one bar over all stages, or plain lines if there is no terminal."""
+"""Progress of a report: one bar over all stages, or plain lines if there is no terminal."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from midstream.demo.result import Question, Result, format_scale, format_signed
+from midstream.report.result import Question, Result, format_signed
+from midstream.viz.answer_cards import strength
 
 
 def answers(result: Result, width: int) -> Group:
@@ -24,7 +25,7 @@ def answers(result: Result, width: int) -> Group:
 
 def _heading(answer_scale: float) -> Text:
     style = "bold" if answer_scale == 0 else "dark_orange" if answer_scale > 0 else "dodger_blue1"
-    return Text(format_scale(answer_scale), style)
+    return Text(strength(answer_scale), style)
 
 
 def _titled(question: Question, show_header: bool) -> Table:
@@ -56,10 +57,17 @@ def _rows(question: Question) -> Table:
 
 def _summary(result: Result) -> Text:
     best = result.scores[result.layer]
-    readings = zip(result.scales, result.mean_readings(), strict=True)
-    known = [(scale, reading) for scale, reading in readings if reading is not None]
-    listed = ", ".join(f"{format_scale(scale)}: {format_signed(value)}" for scale, value in known)
+    listed = _by_strength(result, "reading")
+    coherence = _by_strength(result, "logprob")
     return Text(
         f"Layer {result.layer} separates {result.classes[0]} from {result.classes[1]} in held-out"
-        f" sentences with AUC {best.auc:.3f}. Mean reading by strength: {listed}."
+        f" texts with AUC {best.auc:.3f}. Mean reading by strength: {listed}. Mean log-probability"
+        f" of the answers' tokens without steering, in nats: {coherence}."
+    )
+
+
+def _by_strength(result: Result, name: str) -> str:
+    pairs = zip(result.scales, result.means_of(name), strict=True)
+    return ", ".join(
+        f"{strength(scale)}: {format_signed(value)}" for scale, value in pairs if value == value
     )

@@ -1,11 +1,13 @@
-"""Result of the demo's run, for the table and the report: plain values, ready for JSON."""
+"""Result of a run, for the table and the page: plain values, ready for JSON."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from midstream.fit.scores import LayerScore
+from midstream.report.pairs import Pair
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,17 @@ class Answer:
         text: the generated text.
         reading: mean projection of the text's tokens when the unsteered model reads them; None for
             a text that is too short.
+        logprob: mean log-probability of the text's tokens in nats, given the question, under the
+            unsteered model; None for a text without tokens.
+        repetition: share of the runs of three tokens that occurred before in the text, 0 to 1;
+            None for a text of fewer than three tokens.
     """
 
     scale: float
     text: str
     reading: float | None
+    logprob: float | None = None
+    repetition: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,19 @@ class Result:
         started: date and time, with the zone.
         seconds: wall time of each stage.
         classes: names of the positive and the negative class.
-        num_pairs, num_folds: number of pairs of sentences, and of folds of the cross-validation.
+        pairs: the texts that the direction was fitted on, (positive, negative).
+        num_folds: number of folds of the cross-validation.
         scores: one per layer.
         best_layer: the layer that separates best.
         layer: the steered layer.
         gap_norm: length of the steered layer's direction.
         stream_norm: mean length of the vectors that the direction was fitted on.
         token_maps, questions, receipts: texts token by token, answers, and receipts.
+        source: what `LLM` loads: a folder or a name.
+        arguments: further arguments of `LLM`.
+        max_tokens: most tokens of an answer.
+        command: the command that made the result; empty: unknown.
+        vectors: bytes of the file that `Directions.save` wrote.
     """
 
     model: str
@@ -83,7 +97,7 @@ class Result:
     started: str
     seconds: dict[str, float]
     classes: tuple[str, str]
-    num_pairs: int
+    pairs: list[Pair]
     num_folds: int
     scores: tuple[LayerScore, ...]
     best_layer: int
@@ -93,29 +107,45 @@ class Result:
     token_maps: list[TokenMap]
     questions: list[Question]
     receipts: list[RequestReceipt]
+    source: str
+    arguments: dict[str, Any]
+    max_tokens: int
+    command: str
+    vectors: bytes
 
     @property
     def scales(self) -> list[float]:
         """The strengths in rising order, 0 included."""
         return [answer.scale for answer in self.questions[0].answers]
 
-    def mean_readings(self) -> list[float | None]:
-        """Return the mean reading of each strength; None if no answer has a reading."""
-        means: list[float | None] = []
-        for column in zip(*(question.answers for question in self.questions), strict=True):
-            readings = [a.reading for a in column if a.reading is not None]
-            means.append(sum(readings) / len(readings) if readings else None)
+    def values_of(self, name: str) -> list[list[float]]:
+        """Return a number of each answer, `reading`, `logprob` or `repetition`.
+
+        Returns:
+            [questions][strengths]; NaN where an answer has none.
+        """
+        return [
+            [_number(getattr(answer, name)) for answer in question.answers]
+            for question in self.questions
+        ]
+
+    def means_of(self, name: str) -> list[float]:
+        """Return the means over the questions, by strength; NaN if no answer has the number."""
+        means = []
+        for column in zip(*self.values_of(name), strict=True):
+            known = [value for value in column if not math.isnan(value)]
+            means.append(sum(known) / len(known) if known else math.nan)
         return means
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return all but the vectors as plain values."""
+        found = asdict(self)
+        found.pop("vectors")
+        return found
 
 
-def format_scale(scale: float) -> str:
-    """Format a strength: `+2`, `−0.5`, or `plain` for 0."""
-    if scale == 0:
-        return "plain"
-    return f"{scale:+g}".replace("-", "−")
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def format_signed(value: float) -> str:

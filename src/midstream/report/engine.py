@@ -1,4 +1,4 @@
-"""The demo's interface to an engine; the only module of the demo that uses `midstream.LLM`."""
+"""The report's interface to an engine; its only module that uses `midstream.LLM`."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ class Request:
 
 
 @dataclass(frozen=True)
-class DemoReply:
+class EngineReply:
     """The result of one request.
 
     Attributes:
         text: the generated text.
         rows: float32 `[layers, rows, hidden]`; None if nothing was captured.
         token_ids: the tokens of the rows.
+        output_ids: the generated tokens.
         receipt: midstream's receipt as plain values; None if the request neither captured nor
             steered.
     """
@@ -61,32 +62,42 @@ class DemoReply:
     text: str
     rows: torch.Tensor | None
     token_ids: list[int]
+    output_ids: list[int]
     receipt: dict[str, Any] | None
 
 
-class DemoEngine(Protocol):
-    """The interface that the demo's run needs."""
+class ReportEngine(Protocol):
+    """The interface that the run needs."""
 
     tokenizer: Any
+    max_length: int
+    """Most tokens of a request, prompt and answer together."""
 
-    def run(self, requests: Sequence[Request]) -> list[DemoReply]:
+    def run(self, requests: Sequence[Request]) -> list[EngineReply]:
         """Run all requests in one batch, and return the replies in the same order."""
+        ...
+
+    def score(self, texts: list[list[int]], prompts: list[list[int]]) -> list[float]:
+        """Return the mean log-probability in nats of the tokens of each text after its prompt."""
         ...
 
 
 class MidstreamEngine:
     """`midstream.LLM` with every layer's `resid_post` tapped."""
 
-    def __init__(self, model: Path | str, *, seed: int, compiled: bool) -> None:
+    def __init__(
+        self, model: Path | str, *, seed: int, compiled: bool, max_length: int = 512
+    ) -> None:
         from midstream import LLM
 
         on_gpu = torch.cuda.is_available()
         self.arguments: dict[str, Any] = {
             "dtype": "bfloat16" if on_gpu else "float32",
-            "max_model_len": 512,
+            "max_model_len": max_length,
             "enforce_eager": not (compiled or on_gpu),
             "seed": seed,
         }
+        self.max_length = max_length
         self.device = torch.cuda.get_device_name() if on_gpu else "CPU"
         self._llm = LLM(
             str(model),
@@ -96,7 +107,7 @@ class MidstreamEngine:
         )
         self.tokenizer = self._llm.get_tokenizer()
 
-    def run(self, requests: Sequence[Request]) -> list[DemoReply]:
+    def run(self, requests: Sequence[Request]) -> list[EngineReply]:
         from midstream import Capture, SamplingParams, Steer
 
         outputs = self._llm.generate(
@@ -116,11 +127,16 @@ class MidstreamEngine:
         )
         return [_reply(output) for output in outputs]
 
+    def score(self, texts: list[list[int]], prompts: list[list[int]]) -> list[float]:
+        return [score.mean for score in self._llm.score(texts, prompts)]
 
-def _reply(output: Any) -> DemoReply:
+
+def _reply(output: Any) -> EngineReply:
     acts, rows, token_ids = output.activations, None, []
     if acts is not None and acts.layers:
         rows = torch.stack([acts[SITE, layer].float() for layer in acts.layers])
         token_ids = [int(token) for token in acts.token_ids]
     receipt = output.receipt.to_dict() if output.receipt is not None else None
-    return DemoReply(output.outputs[0].text, rows, token_ids, receipt)
+    return EngineReply(
+        output.outputs[0].text, rows, token_ids, list(output.outputs[0].token_ids), receipt
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import json
 import os
 import re
@@ -13,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from midstream.demo import prompts, report
+from midstream.demo import prompts
 from midstream.fit import Directions
+from midstream.report.page import DATA_ID
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -39,7 +42,7 @@ def page(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def data(page: str) -> dict[str, Any]:
-    found = re.search(rf'id="{report.DATA_ID}">(.*?)</script>', page, re.DOTALL)
+    found = re.search(rf'id="{DATA_ID}">(.*?)</script>', page, re.DOTALL)
     assert found
     return dict(json.loads(found[1]))
 
@@ -82,6 +85,17 @@ class Reference:
         hook.remove()
         answer = self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         return str(answer).strip()
+
+    @torch.no_grad()
+    def logprob(self, question: str, answer: str) -> float:
+        """Mean log-probability of the answer's tokens after the question, in nats."""
+        turns = [{"role": "user", "content": question}]
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        start = self.tokenizer(text, add_special_tokens=False).input_ids
+        tokens = self.tokenizer(answer, add_special_tokens=False).input_ids
+        logits = self.model(torch.tensor([start + tokens])).logits[0].log_softmax(-1)
+        places = range(len(start) - 1, len(start) + len(tokens) - 1)
+        return float(logits[list(places), tokens].mean())
 
     @staticmethod
     def _stream(out: Any) -> torch.Tensor:
@@ -153,6 +167,15 @@ def test_readings_equal_a_recomputation_and_rise_with_strength(
     assert means[0] < means[-1]
 
 
+def test_log_probabilities_equal_those_of_transformers_without_steering(
+    data: dict[str, Any], reference: Reference
+) -> None:
+    for question in data["questions"][:2]:
+        for answer in question["answers"]:
+            expected = reference.logprob(question["prompt"], answer["text"])
+            assert answer["logprob"] == pytest.approx(expected, abs=2e-3)
+
+
 def test_every_receipt_is_ok_and_every_row_and_edit_is_there(data: dict[str, Any]) -> None:
     contents = {receipt["request"]: receipt["content"] for receipt in data["receipts"]}
     assert all(content["status"] == "ok" for content in contents.values())
@@ -170,8 +193,35 @@ def test_every_receipt_is_ok_and_every_row_and_edit_is_there(data: dict[str, Any
             ]
 
 
+@pytest.mark.nightly
+def test_the_code_of_the_page_gives_the_answer_that_the_page_shows(
+    page: str, data: dict[str, Any], tmp_path: Path
+) -> None:
+    link = re.search(
+        r'download="([^"]+)" href="data:application/octet-stream;base64,([^"]+)"', page
+    )
+    code = re.search(r"<code>(from midstream.*?)</code>", page, re.DOTALL)
+    assert link
+    assert code
+    (tmp_path / link[1]).write_bytes(base64.b64decode(link[2]))
+    program = "\n".join(f"    {line}" for line in html.unescape(code[1]).splitlines())
+    (tmp_path / "again.py").write_text(f'if __name__ == "__main__":\n{program}\n')
+    paths = os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])
+    limits = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, "again.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, **limits},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    shown = [a["text"] for a in data["questions"][0]["answers"] if a["scale"] == max(SCALES)]
+    assert shown[0] in done.stdout
+
+
 def test_the_report_shows_all_answers_and_loads_nothing(page: str, data: dict[str, Any]) -> None:
-    from midstream.demo.html import escape
+    from midstream.viz.markup import escape
 
     for question in data["questions"]:
         assert escape(question["prompt"]) in page

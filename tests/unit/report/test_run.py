@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from unit.demo.fakes import FakeEngine, no_stage
+from unit.report.fakes import FakeEngine, no_stage
 
-from midstream.demo import DemoError, prompts, table
-from midstream.demo.prompts import Pair
-from midstream.demo.report import render
-from midstream.demo.run import DemoPlan, run
+from midstream.demo import prompts
+from midstream.fit import Directions
+from midstream.report import ReportError, table
+from midstream.report.page import render
+from midstream.report.pairs import Pair
+from midstream.report.run import ReportPlan, _repetition, run
 
 TOPICS = ["day", "night", "house", "river", "garden"]
 WORDS = [("glad", "sad"), ("won", "lost"), ("saved", "died"), ("laughed", "wept")]
@@ -24,8 +28,14 @@ PAIRS = [
     for glad, sad in WORDS
 ]
 QUESTIONS = ["Hm ?", "And ?"]
-PLAN = DemoPlan(
-    model="fake", scales=(1.0, -1.0), max_tokens=8, pairs=PAIRS, questions=["Hm ?", "And ?"]
+PLAN = ReportPlan(
+    model="fake",
+    pairs=PAIRS,
+    questions=QUESTIONS,
+    classes=("glad", "sad"),
+    shown_pair=10,
+    scales=(1.0, -1.0),
+    max_tokens=8,
 )
 
 
@@ -55,6 +65,45 @@ def test_everything_is_asked_in_three_batches(engine: FakeEngine) -> None:
     assert scales == [-1.0, 0, 1.0] * 2
     assert [r.capture for r in answers] == ["generated"] * 3 + [None] * 3
     assert all(r.push is None and r.capture == "prompt" for r in readings)
+    assert len(engine.scored) == len(readings) == len(answers)
+
+
+def test_answers_are_scored_after_their_questions(engine: FakeEngine) -> None:
+    result = run(engine, PLAN, no_stage)
+    text, prompt = engine.scored[0]
+    assert engine.tokenizer.decode(prompt) == "<user> Hm ? <assistant>"
+    assert engine.tokenizer.decode(text) == "I am sad <b>& so on</b>"
+    assert result.questions[0].answers[0].logprob == -4.06
+    assert result.means_of("logprob") == pytest.approx([-4.06] * 3)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "expected"),
+    [([], None), ([1, 2], None), ([1, 2, 3], 0), ([1, 2] * 5, 6 / 8), ([7] * 6, 3 / 4)],
+)
+def test_repetition_is_the_share_of_runs_of_three_that_came_before(
+    token_ids: list[int], expected: float | None
+) -> None:
+    assert _repetition(token_ids) == expected
+
+
+def test_the_file_to_download_has_the_direction_that_was_steered_with(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    result = run(engine, PLAN, no_stage)
+    (tmp_path / "x.safetensors").write_bytes(result.vectors)
+    found = Directions.load(tmp_path / "x.safetensors")
+    assert found.layers == (0, 1, 2, 3)
+    (pushed, *_) = [request.push for request in engine.batches[1] if request.push]
+    assert np.array_equal(found[engine.layer].vector, pushed.vector.numpy())
+    assert found[engine.layer].score == result.scores[engine.layer]
+
+
+def test_a_text_that_is_too_long_is_refused_by_its_name(engine: FakeEngine) -> None:
+    pairs = [*PAIRS[:2], Pair("long " * 64, "short")]
+    with pytest.raises(ReportError, match="pair 3, glad: 65 tokens, and the engine takes 64; use"):
+        run(engine, dataclasses.replace(PLAN, pairs=pairs), no_stage)
+    assert engine.batches == []
 
 
 def test_answers_are_in_the_order_of_questions_and_strengths(engine: FakeEngine) -> None:
@@ -90,14 +139,14 @@ def test_the_layer_can_be_chosen(engine: FakeEngine, wanted: int, steered: int) 
 
 @pytest.mark.parametrize("wanted", [4, -5])
 def test_a_layer_that_is_not_there_is_refused(engine: FakeEngine, wanted: int) -> None:
-    with pytest.raises(DemoError, match=f"--layer {wanted}: the model has layers 0 to 3"):
+    with pytest.raises(ReportError, match=f"--layer {wanted}: the model has layers 0 to 3"):
         run(engine, dataclasses.replace(PLAN, layer=wanted), no_stage)
 
 
 def test_token_maps_show_the_pair_and_the_ends_of_the_scale(engine: FakeEngine) -> None:
     plan = dataclasses.replace(PLAN, scales=(-2.0, -1.0, 1.0, 2.0))
     maps = run(engine, plan, no_stage).token_maps
-    assert [m.tokens for m in maps[:2]] == [pair.split() for pair in PAIRS[prompts.SHOWN_PAIR]]
+    assert [m.tokens for m in maps[:2]] == [pair.split() for pair in PAIRS[10]]
     assert ["plain" in m.title or "2" in m.title for m in maps[2:]] == [True] * 3
     for m in maps:
         assert len(m.cosine) == len(m.projection) == 4
@@ -118,12 +167,14 @@ def test_an_empty_answer_has_no_reading(engine: FakeEngine) -> None:
     def silent(requests):  # type: ignore[no-untyped-def]
         replies = real(requests)
         if len(engine.batches) == 2:
-            replies[0] = dataclasses.replace(replies[0], text="", token_ids=[])
+            replies[0] = dataclasses.replace(replies[0], text="", token_ids=[], output_ids=[])
         return replies
 
     engine.run = silent  # type: ignore[method-assign]
     result = run(engine, PLAN, no_stage)
     assert result.questions[0].answers[0].reading is None
+    assert result.questions[0].answers[0].logprob is None
+    assert result.questions[0].answers[0].repetition is None
     assert result.questions[0].answers[1].reading is not None
     assert "(nothing)" in render(result)
 
@@ -133,7 +184,8 @@ def test_every_request_that_asked_for_something_has_its_receipt(engine: FakeEngi
     asked = [r for batch in engine.batches for r in batch if r.capture or r.push]
     assert [receipt.request for receipt in result.receipts] == [r.name for r in asked]
     assert len({receipt.request for receipt in result.receipts}) == len(asked)
-    assert len(asked) == sum(len(batch) for batch in engine.batches) - 1  # one plain answer
+    # All but one plain answer.
+    assert len(asked) == sum(len(batch) for batch in engine.batches) - 1
 
 
 def test_a_missing_receipt_is_an_error(engine: FakeEngine) -> None:
@@ -144,7 +196,7 @@ def test_a_missing_receipt_is_an_error(engine: FakeEngine) -> None:
 
     engine.run = silent  # type: ignore[method-assign]
     with pytest.raises(
-        DemoError, match="pair 1, glad: the request captures or steers, but has no receipt"
+        ReportError, match="pair 1, glad: the request captures or steers, but has no receipt"
     ):
         run(engine, PLAN, no_stage)
 

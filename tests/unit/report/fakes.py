@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
-from midstream.demo.engine import DemoReply, Request
-from midstream.demo.result import Answer, Question, RequestReceipt, Result, TokenMap
 from midstream.fit import LayerScore
+from midstream.report.engine import EngineReply, Request
+from midstream.report.pairs import Pair
+from midstream.report.result import Answer, Question, RequestReceipt, Result, TokenMap
 
 NUM_LAYERS, HIDDEN = 4, 24
 GLAD = frozenset(["glad", "won", "saved", "laughed"])
@@ -40,19 +41,26 @@ class FakeEngine:
     """Its stream has, at layer 2 only, the sum of the glad and sad words so far along `axis`."""
 
     layer = 2
+    max_length = 64
 
     def __init__(self) -> None:
         self.tokenizer = WordTokenizer()
         self.batches: list[list[Request]] = []
+        self.scored: list[tuple[list[int], list[int]]] = []
         self.axis = torch.nn.functional.normalize(
             torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)), dim=0
         )
 
-    def run(self, requests: Sequence[Request]) -> list[DemoReply]:
+    def run(self, requests: Sequence[Request]) -> list[EngineReply]:
         self.batches.append(list(requests))
         return [self._one(index, request) for index, request in enumerate(requests)]
 
-    def _one(self, index: int, request: Request) -> DemoReply:
+    def score(self, texts: list[list[int]], prompts: list[list[int]]) -> list[float]:
+        """−1 for each token of the prompt, and −0.01 for each of the text."""
+        self.scored = list(zip(texts, prompts, strict=True))
+        return [-len(b) - 0.01 * len(a) for a, b in self.scored]
+
+    def _one(self, index: int, request: Request) -> EngineReply:
         text, generated = "", []
         if request.max_tokens > 1:
             push = request.push
@@ -85,7 +93,8 @@ class FakeEngine:
             else {"expected": len(tokens), "applied": len(tokens), "tokens": 0},
             "problems": [],
         }
-        return DemoReply(text, rows, [tokens[at] for at in chosen], receipt if asked else None)
+        kept = [tokens[at] for at in chosen]
+        return EngineReply(text, rows, kept, generated, receipt if asked else None)
 
     def _stream(self, seed: int, tokens: list[int]) -> torch.Tensor:
         """`[layers, tokens, hidden]`"""
@@ -108,9 +117,9 @@ def make_result(hostile: str = "") -> Result:
     scores = tuple(LayerScore(0.5 + 0.1 * n, 0.5 + 0.08 * n, 0.7 * n) for n in range(5))
     cells = [[0.1 * layer - 0.05 * token for token in range(3)] for layer in range(5)]
     answers = [
-        Answer(-2.0, f"a sad answer {hostile}", -0.5),
+        Answer(-2.0, f"a sad answer {hostile}", -0.5, -1.25, 0.5),
         Answer(0.0, f"a plain answer {hostile}", None),
-        Answer(1.5, f"a glad answer {hostile}", 0.25),
+        Answer(1.5, f"a glad answer {hostile}", 0.25, -2.5, 0.0),
     ]
     content = {
         "status": "ok",
@@ -127,7 +136,7 @@ def make_result(hostile: str = "") -> Result:
         started="2030-01-01 00:00 UTC",
         seconds={"capture": 1.25},
         classes=("glad", "sad"),
-        num_pairs=12,
+        pairs=[Pair(f"won {hostile}", f"lost {hostile}"), Pair("glad", "sad")],
         num_folds=6,
         scores=scores,
         best_layer=4,
@@ -137,4 +146,9 @@ def make_result(hostile: str = "") -> Result:
         token_maps=[TokenMap(f"a map {hostile}", ["One", f"two{hostile}", "\n"], cells, cells)],
         questions=[Question(f"A question {hostile}?", answers), Question("Another?", answers)],
         receipts=[RequestReceipt(f"request one {hostile}", content)],
+        source=f"models/a-model{hostile}",
+        arguments={"dtype": "float32"},
+        max_tokens=40,
+        command=f"midstream report --model 'x{hostile}'",
+        vectors=b"vectors",
     )

@@ -1,0 +1,12 @@
+"""The report: captures pairs of texts, fits a direction, steers along it, and shows what happened.
+
+`midstream report` makes it of one's own pairs, and `midstream demo` of sentences of its own.
+"""
+
+from __future__ import annotations
+
+from midstream.errors import MidstreamError
+
+
+class ReportError(MidstreamError):
+    """A report cannot be made as requested; the message says what would be right."""

@@ -1,0 +1,39 @@
+"""Faults of pictures and reports; see `support.faults`."""
+
+from __future__ import annotations
+
+from support.fault import Fault
+
+PICTURES = "tests/unit/viz/test_pictures.py::"
+
+VIZ: tuple[Fault, ...] = (
+    Fault(
+        "A token ends an attribute of a picture",
+        "viz/markup.py",
+        '="{escape(str(value))}"',
+        '="{value}"',
+        PICTURES + "test_hostile_text_stays_text_in_every_place",
+    ),
+    Fault(
+        "A token reorders the text around it",
+        "viz/markup.py",
+        " or code in _BIDI)",
+        ")",
+        PICTURES + "test_text_is_escaped_for_elements_and_attributes",
+    ),
+    Fault(
+        "A saved picture runs any script",
+        "viz/picture.py",
+        "script-src {source_of(SCRIPT)};",
+        "script-src 'unsafe-inline';",
+        PICTURES + "test_a_saved_page_allows_only_its_own_style_and_script",
+    ),
+    Fault(
+        "The file of a report has another direction than the one that was steered with",
+        "report/run.py",
+        "        fitted.save(path)\n",
+        "        fitted.at(fitted.layers[1:]).save(path)\n",
+        "tests/unit/report/test_run.py"
+        "::test_the_file_to_download_has_the_direction_that_was_steered_with",
+    ),
+)
