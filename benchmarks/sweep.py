@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import random
 import statistics
 import sys
 import time
@@ -140,8 +141,7 @@ def prompts(length: int) -> tuple[list[int], list[int]]:
 def chosen(layers: int, length: int, positions: int, loop: int) -> list[tuple[int, int]]:
     """Return cells spread over the grid, as (layer, position)."""
     every = [(one, length - positions + nth) for one in range(layers) for nth in range(positions)]
-    count = min(loop, len(every))
-    return [every[nth * len(every) // count] for nth in range(count)]
+    return sorted(random.Random(0).sample(every, min(loop, len(every))))
 
 
 def sweep(llm: Any, length: int, positions: int, loop: int) -> dict[str, Any]:

@@ -156,7 +156,7 @@ IOI = (
 @pytest.mark.model
 def test_estimates_of_all_cells_correlate_with_full_sweeps_of_smollm2(smollm2: Path) -> None:
     sites = ["attn_out", "mlp_out", "resid_pre"]
-    # Least correlations by site; measured 0.992, 0.913 and 0.933 for the first pair.
+    # Measured by site: 0.992, 0.913 and 0.933 for the first pair; 0.982, 0.850 and 0.856.
     pairs = [(CAPITALS, LogitDiff(" Paris", " Tokyo")), (IOI, LogitDiff(" Mary", " John"))]
     with engine(smollm2, midstream={"sites": sites}, max_num_seqs=32) as llm:
         twin = Twin(llm)

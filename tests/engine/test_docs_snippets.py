@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the snippets run: the files that they name are here."""
     folder = tmp_path_factory.mktemp("docs")
     tokenizer = byte_level()
-    tokenizer.add_tokens([" Paris", " London"])  # one token each, as in SmolLM2
+    tokenizer.add_tokens([" Paris", " London", " Berlin"])  # one token each, as in SmolLM2
     config = hf.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN,

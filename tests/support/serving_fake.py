@@ -34,6 +34,7 @@ from midstream.spec import ModelShape, Plan
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 from support.sinking import ORIGIN
+from support.sweep_fake import FakeSweeps
 
 WIDTH = 3
 SHAPE = ModelShape(4, WIDTH, [("resid_post", n) for n in range(4)] + [("resid_mid", 2)])
@@ -69,12 +70,14 @@ def scores(names: list[str], count: int) -> Probes:
     )
 
 
-class FakeEngine:
+class FakeEngine(FakeSweeps):
     """What serving needs of a `midstream.AsyncLLM`.
 
     Attributes:
         calls: (prompt, params, request id) of every call.
-        running: how many calls are under way.
+        states: the calls under way, by request id; True: one has an output.
+        log: "call" or "output" and the request id, in this order.
+        seats: how many calls run at the same time; others wait in the order in which they came.
         script: gives a call's outputs in place of those that a plan asks for.
         parameters: the model's, by name.
         pause: is awaited before each output.
@@ -91,17 +94,30 @@ class FakeEngine:
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(model="fake", revision=None),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=8192),
         )
         self.errored = False
         self.intake = Intake()
         self.calls: list[tuple[Any, Params, str]] = []
-        self.running = 0
+        self.states: dict[str, bool] = {}
+        self.log: list[tuple[str, str]] = []
+        self.seats = 64
+        self._seats = asyncio.Semaphore(self.seats)
         self.parameters: dict[str, torch.Tensor] = {}
         self.script: Callable[..., list[Any]] | None = None
         self.pause: Callable[[], Any] = lambda: asyncio.sleep(0)
 
+    @property
+    def running(self) -> int:
+        """How many calls are under way."""
+        return len(self.states)
+
     async def ready(self) -> None:
         """It is."""
+
+    def limit_seats(self, seats: int) -> None:
+        """Set the number of calls that run at the same time."""
+        self.seats, self._seats = seats, asyncio.Semaphore(seats)
 
     async def parameter(self, name: str) -> torch.Tensor:
         await self.pause()
@@ -120,16 +136,21 @@ class FakeEngine:
         self, prompt: str, params: Params, request_id: str
     ) -> AsyncGenerator[Any, None]:
         self.calls.append((prompt, params, request_id))
-        self.running += 1
+        self.log.append(("call", request_id))
+        own = f"{request_id}-{len(self.calls)}"
+        self.states[own] = False
         try:
-            script = self.script or outputs_of
-            for output in script(prompt, params, request_id):
-                await self.pause()
-                if isinstance(output, Exception):
-                    raise output
-                yield output
+            async with self._seats:
+                script = self.script or outputs_of
+                for output in script(prompt, params, request_id):
+                    await self.pause()
+                    if isinstance(output, Exception):
+                        raise output
+                    self.states[own] = True
+                    self.log.append(("output", request_id))
+                    yield output
         finally:
-            self.running -= 1
+            del self.states[own]
 
 
 def completion(index: int = 0, **changes: Any) -> SimpleNamespace:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from midstream import Ablate, Capture, Probe, Steer
+from midstream import Ablate, Capture, LogitDiff, Probe, Steer
 from support.serving import ENGINE
 
 TOKENS = 6
@@ -51,6 +51,16 @@ CASES = {
     "chat": Case(
         HELLO, {"capture": Capture([15]), "probes": Probe(VECTOR, 9, name="p", phase="prompt")}
     ),
+}
+
+# A sweep, as arguments of `sweep`.
+SWEEP: dict[str, Any] = {
+    "prompt": "The capital of Japan is",
+    "source": "The capital of France is",
+    "metric": LogitDiff(" Paris", " Tokyo"),
+    "layers": [3, 12, 25],
+    "sites": "resid_post",
+    "positions": "prompt",
 }
 
 
@@ -103,6 +113,7 @@ def main(model: str, out: str) -> None:
         ask = llm.chat if case.is_chat else llm.generate
         [output] = ask(case.prompt, params, use_tqdm=False, **case.asked)
         found[name] = plain(output.outputs[0])
+    found["sweep"] = llm.sweep(**SWEEP, use_tqdm=False).to_json()
     torch.save(found, out)
 
 

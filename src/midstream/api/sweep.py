@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -29,7 +29,8 @@ from midstream.runtime.vllm.seam_functions import TEMPLATE_ARGUMENTS
 from midstream.spec.captured_rows import OpenRows
 from midstream.spec.shape import ModelShape
 from midstream.sweep import Metric, Sweep, SweepRequest
-from midstream.sweep.cells import SweepCell
+from midstream.sweep.async_run import OnCell, OnStart, Turn, run_job
+from midstream.sweep.cells import MAX_CELLS
 from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
 from midstream.sweep.source import PromptSource
 from midstream.validation import at
@@ -37,9 +38,8 @@ from midstream.validation import at
 # Bytes of logits that are on outputs at the same time.
 _LOGIT_BYTES = 256 << 20
 _NOTHING = CallArguments()
-
-# Called with each cell and its value, as soon as it is known.
-OnCell = Callable[[SweepCell, float], object]
+# The ids of a sweep's requests begin with this.
+RUN_ID = "sweep-"
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def prepare(
     template: Mapping[str, Any],
     sampling_params: SamplingParams | None = None,
     open_rows: OpenRows | None = None,
+    most_cells: int = MAX_CELLS,
 ) -> PreparedSweep:
     """Check a sweep against its engine.
 
@@ -77,6 +78,7 @@ def prepare(
         sampling_params: of each run; only for a metric that is a function. None: one token, the
             most likely one.
         open_rows: returns the rows of an earlier request by id; None: there are none.
+        most_cells: most cells of a sweep.
 
     Raises:
         SpecError: the engine or a prompt lacks something that the sweep names.
@@ -97,7 +99,7 @@ def prepare(
     if isinstance(request.metric, Metric) and request.metric.reads_all:
         _check_final_norm(front.info.shape)
     params = _params_of(request.metric, sampling_params, config)
-    context = SweepContext(front.info.shape, front.vectors.lookup, open_rows)
+    context = SweepContext(front.info.shape, front.vectors.lookup, open_rows, most_cells)
     job = SweepJob(request, context, target, other, shown)
     reads_all = isinstance(request.metric, Metric) and request.metric.reads_all
     at_once = max(1, _LOGIT_BYTES // (4 * config.get_vocab_size())) if reads_all else 1 << 30
@@ -132,56 +134,44 @@ async def run_async(
     front: Any,
     sweep: PreparedSweep,
     vllm_args: Mapping[str, Any],
+    *,
+    on_start: OnStart | None = None,
     on_cell: OnCell | None = None,
+    turn: Turn = nullcontext,
+    at_once: int | None = None,
+    most_bytes: int | None = None,
 ) -> Sweep:
     """Carry out a sweep on an asynchronous engine. If the caller is cancelled, its requests are.
-
-    A few more runs than the engine computes at the same time are sent to it, so that requests of
-    others do not wait for all of a sweep.
 
     Args:
         llm: the engine.
         front: its front end.
         sweep: the sweep.
         vllm_args: arguments of vLLM's `generate`.
+        on_start: called with the job when its unpatched runs are known.
         on_cell: called with each cell and its value.
+        turn: returns a context that is entered before each run, which may wait there.
+        at_once: number of runs that are sent to the engine at the same time. None: a few more than
+            it computes, so that requests of others do not wait for all of a sweep.
+        most_bytes: most bytes of rows of the source prompt; None: any.
 
     Raises:
         ReceiptError: results differ from their plan.
+        SpecError: the source prompt has more rows.
     """
     job = sweep.job
 
     async def output_of(run: SweepRun) -> Any:
         call = AsyncEngineCall(llm, front, None, _NOTHING)
-        params = with_plan(sweep.params, CallPlan(run.plan))
+        params = with_plan(sweep.params, CallPlan(run.plan, most_bytes=most_bytes))
         prompt = {"prompt_token_ids": list(run.token_ids)}
-        outputs = call.outputs(prompt, params, f"sweep-{uuid.uuid4().hex}", vllm_args)
+        outputs = call.outputs(prompt, params, f"{RUN_ID}{uuid.uuid4().hex}", vllm_args)
         return [output async for output in outputs][-1]
 
-    job.begin(await _all(output_of(run) for run in job.first_runs()))
-    runs = iter(job.runs())
-
-    async def work() -> None:
-        for run in runs:
-            value = job.add(run, await output_of(run))
-            if on_cell is not None and run.cell is not None:
-                on_cell(run.cell, value)
-
-    width = min(2 * llm.vllm_config.scheduler_config.max_num_seqs, sweep.at_once)
-    await _all(work() for _ in range(width))
-    return job.result()
-
-
-async def _all(work: Any) -> list[Any]:
-    """Return the results of coroutines; if one fails, or the caller is cancelled, all end."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    if at_once is None:
+        at_once = 2 * llm.vllm_config.scheduler_config.max_num_seqs
+    most = min(at_once, sweep.at_once)
+    return await run_job(job, output_of, most, on_start=on_start, on_cell=on_cell, turn=turn)
 
 
 def _generate(
@@ -200,6 +190,11 @@ def _generate(
 def _prompt_of(engine: Any, name: str, prompt: Any, template: Mapping[str, Any]) -> SweepPrompt:
     with at(name):
         found = tokenize(engine, prompt, template)
+        longest = engine.vllm_config.model_config.max_model_len - 1
+        if found.length > longest:
+            raise SpecError(
+                "", f"{found.length} tokens, and this engine computes {longest} at most"
+            )
         return SweepPrompt(found, token_texts(engine, found))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from midstream.spec.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
@@ -12,8 +13,9 @@ from midstream.sweep.metrics import MetricFunction
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-    from midstream.api.sweep import OnCell
+    from midstream.api.sweep import PreparedSweep
     from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
+    from midstream.sweep.async_run import OnCell
 
 
 class OfflineSweeps:
@@ -83,6 +85,7 @@ class OfflineSweeps:
             ReceiptError: results differ from their plan.
         """
         from midstream.api.sweep import prepare, run_offline
+        from midstream.runtime.frontend.request.prompt.tokenized import is_chat
 
         request = SweepRequest(
             source, metric, layers, sites, positions, exclude, groups, heads, align, alpha, mask,
@@ -90,9 +93,29 @@ class OfflineSweeps:
         )  # fmt: skip
         llm: Any = self
         front = llm._front_end  # noqa: SLF001
+        if is_chat(prompt) or is_chat(source):
+            # vLLM's default is the template that the engine was created with.
+            template = {"chat_template": getattr(llm, "chat_template", None), **template}
         found = prepare(llm.llm_engine, front, prompt, request, template, sampling_params)
         vllm_args = {"use_tqdm": use_tqdm, "lora_request": lora_request}
         return run_offline(llm, front, found, vllm_args)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What an engine does besides the runs of sweeps.
+
+    Attributes:
+        requests: number of unfinished requests that are no runs of sweeps.
+        starting: of these, the number that have no token yet.
+        waiting: number of all requests, also of sweeps, that wait for capacity for their plans.
+        seats: number of requests that the engine computes at the same time.
+    """
+
+    requests: int
+    starting: int
+    waiting: int
+    seats: int
 
 
 class AsyncSweeps:
@@ -105,6 +128,20 @@ class AsyncSweeps:
     async def ready(self) -> None:
         """Ask the workers for their descriptions, once."""
         raise NotImplementedError
+
+    def traffic(self) -> Traffic:
+        """Return what the engine does besides the runs of sweeps. Raises RuntimeError before
+        `ready()`.
+        """
+        from midstream.api.sweep import RUN_ID
+
+        llm: Any = self
+        states = llm.output_processor.request_states
+        others = [each for name, each in states.items() if not name.startswith(RUN_ID)]
+        starting = sum(each.is_prefilling for each in others)
+        front = self._front
+        seats = llm.vllm_config.scheduler_config.max_num_seqs * front.num_replicas
+        return Traffic(len(others), starting, front.waiting, seats)
 
     async def sweep(
         self,
@@ -132,12 +169,31 @@ class AsyncSweeps:
             SpecError: an argument is malformed, or the model or a prompt lacks something.
             ReceiptError: results differ from their plan.
         """
-        from midstream.api.sweep import prepare, run_async
-
         request = SweepRequest(source, metric, **fields)
         await self.ready()
-        llm: Any = self
-        given = template or {}
-        found = prepare(llm, self._front, prompt, request, given, sampling_params)
+        found = self.prepare_sweep(prompt, request, template or {}, sampling_params)
         vllm_args = {"lora_request": lora_request, "priority": priority}
-        return await run_async(llm, self._front, found, vllm_args, on_cell)
+        return await self.run_sweep(found, vllm_args, on_cell=on_cell)
+
+    def prepare_sweep(
+        self,
+        prompt: Any,
+        request: SweepRequest,
+        template: Mapping[str, Any],
+        sampling_params: SamplingParams | None = None,
+        **given: Any,
+    ) -> PreparedSweep:
+        """Check a sweep against the engine; see `midstream.api.sweep.prepare`. May be called in any
+        thread. Raises RuntimeError before `ready()`.
+        """
+        from midstream.api.sweep import prepare
+
+        return prepare(self, self._front, prompt, request, template, sampling_params, **given)
+
+    async def run_sweep(
+        self, sweep: PreparedSweep, vllm_args: Mapping[str, Any], **given: Any
+    ) -> Sweep:
+        """Carry out a sweep; see `midstream.api.sweep.run_async`."""
+        from midstream.api.sweep import run_async
+
+        return await run_async(self, self._front, sweep, vllm_args, **given)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from midstream.attribution.check import AttributionCheck, compare, measure
+from midstream.attribution.check import AttributionCheck, check_same_model, compare, measure
 from midstream.errors import SpecError
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.resolve.tap_lookup import check_tapped
@@ -91,15 +91,15 @@ class Attribution:
             count = read_int(top)
             if count < 1:
                 raise SpecError("", f"expected at least 1 cell, got {count}")
-        metric, taps = self.request.metric, llm.info.shape.taps
-        if not isinstance(metric, Metric):
+        check_same_model(llm, self.shape)
+        metric, shown, taps = self.request.metric, self.sweep.metric, llm.info.shape.taps
+        if not isinstance(metric, Metric) or not isinstance(shown, Metric):
             raise SpecError(
                 "metric",
                 "a function of logits cannot be measured in an engine, which gives the "
                 "log-probabilities of tokens; use LogProb, LogitDiff, KL or Recovered",
             )
-        has_logits = any(site == "final_norm" for site, _ in taps)
-        if metric.reads_all and not has_logits:
+        if metric.reads_all and not any(site == "final_norm" for site, _ in taps):
             raise SpecError(
                 "metric",
                 "KL reads the logits of all tokens: tap final_norm, "
@@ -107,7 +107,8 @@ class Attribution:
             )
         # The twin's shape, so that the grid is that of the estimates whatever the engine taps.
         context = SweepContext(self.shape, llm.vectors.lookup)
-        job = SweepJob(self.request, context, self.prompt, SweepPrompt(self.source, ()))
+        source = SweepPrompt(self.source, ())
+        job = SweepJob(self.request, context, self.prompt, source, shown)
         effects = np.abs(self.effects)
         cells = sorted(job.grid.cells, key=lambda cell: -effects[cell.index])[:count]
         for cell in cells:

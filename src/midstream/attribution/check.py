@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import SpecError
+from midstream.spec.shape import ModelShape
 from midstream.sweep import Metric, Sweep
 from midstream.sweep.job import SweepJob, SweepRun
+from midstream.validation import kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +60,27 @@ class AttributionCheck:
         return "\n".join([*lines, f"correlation {self.correlation:.3f}"])
 
     __repr__ = __str__
+
+
+def check_same_model(llm: Any, shape: ModelShape) -> None:
+    """Check that an engine's model has the dimensions of a twin.
+
+    Args:
+        llm: a `midstream.LLM`.
+        shape: dimensions of the twin.
+
+    Raises:
+        SpecError: it is no `midstream.LLM`, or it has another model.
+    """
+    if not hasattr(llm, "info") or not hasattr(llm, "llm_engine"):
+        raise SpecError("llm", f"expected a midstream.LLM, got {kind(llm)}")
+    own = llm.info.shape
+    if (own.num_layers, own.hidden_size) != (shape.num_layers, shape.hidden_size):
+        raise SpecError(
+            "llm",
+            f"this engine's model has {own.num_layers} layers of width {own.hidden_size}, and the "
+            f"twin's {shape.num_layers} of width {shape.hidden_size}",
+        )
 
 
 def measure(llm: Any, job: SweepJob, metric: Metric) -> Sweep:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.attribution.attribution import Attribution
+from midstream.attribution.check import check_same_model
 from midstream.attribution.gradient_pass import gradient_pass, plain_pass
 from midstream.attribution.logit_functions import logit_function, read_with_ids
 from midstream.attribution.twin import Twin
@@ -26,6 +27,7 @@ from midstream.sweep.alignment import align_positions
 from midstream.sweep.cells import Grid, plan_grid
 from midstream.sweep.edits import check_sizes
 from midstream.sweep.job import SweepPrompt
+from midstream.sweep.metrics import read_metric
 from midstream.sweep.source import PromptSource
 from midstream.validation import at
 
@@ -78,6 +80,8 @@ def attribution_patching(
     """
     if not isinstance(twin, Twin):
         twin, llm = Twin(twin), twin if llm is None else llm
+    if llm is not None:
+        check_same_model(llm, twin.shape)
     with at("clean"):
         clean_ids = twin.prompts.ids(clean)
     with at("corrupt"):
@@ -99,7 +103,8 @@ def attribution_patching(
     prompt = twin.prompts.located(corrupt_ids)
     grid = plan_grid(request, twin.shape, prompt, aligned)
     check_sizes(request, frozenset(cell.tap for cell in grid.cells), twin.shape)
-    found = _Estimate(twin, llm, request, grid, aligned, clean_ids, corrupt_ids).run()
+    shown = read_metric(metric) if isinstance(request.metric, Metric) else _name_of(metric)
+    found = _Estimate(twin, llm, request, shown, grid, aligned, clean_ids, corrupt_ids).run()
     texts = tuple(twin.prompts.texts(corrupt_ids))
     return Attribution(
         found, request, twin.shape, SweepPrompt(prompt, texts), twin.prompts.located(clean_ids)
@@ -114,6 +119,7 @@ class _Estimate:
         twin: the model.
         llm: the engine that gives the activations; None: the twin does.
         request: the cells and the metric.
+        shown: the metric as it was given, or its name.
         grid: the cells.
         aligned: position in the clean prompt of each position of the corrupt one.
         clean, corrupt: token ids of the prompts.
@@ -122,6 +128,7 @@ class _Estimate:
     twin: Twin
     llm: Any
     request: SweepRequest
+    shown: Metric | str
     grid: Grid
     aligned: Mapping[int, int]
     clean: list[int]
@@ -204,7 +211,7 @@ class _Estimate:
             values,
             self.grid.dims,
             self.grid.coords,
-            metric if isinstance(metric, Metric) else _name_of(metric),
+            self.shown,
             corrupt,
             clean,
             math.nan,

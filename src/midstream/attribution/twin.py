@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midstream.attribution.check import check_same_model
 from midstream.attribution.gradient_pass import gradient_pass, plain_pass
 from midstream.attribution.load import load_model
 from midstream.attribution.logit_functions import logit_function, read_with_ids
 from midstream.attribution.model_files import ModelFiles
 from midstream.attribution.prompts import PromptReader
-from midstream.errors import UnsupportedError
 from midstream.sites import ENDS, IN_LAYERS, INNER, Tap
 from midstream.spec.forms import LayersLike, PositionsLike, SitesLike
 from midstream.spec.resolve.tap_lookup import find_taps
@@ -67,12 +67,7 @@ class Twin:
         self._load(ModelFiles.of(llm), dtype, device)
         if not llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
             self.prompts.tokenizer = llm.get_tokenizer()
-        own = llm.info.shape
-        if (own.num_layers, own.hidden_size) != (self.shape.num_layers, self.shape.hidden_size):
-            raise UnsupportedError(
-                f"{self.model}: transformers has {self.shape.num_layers} layers of width "
-                f"{self.shape.hidden_size}, the engine {own.num_layers} of width {own.hidden_size}"
-            )
+        check_same_model(llm, self.shape)
 
     @classmethod
     def load(

@@ -20,6 +20,7 @@ COMMANDS = (
     "serve",
     "plan",
     "capture",
+    "sweep",
     "inspect",
     "export",
     "verify",

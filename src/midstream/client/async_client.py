@@ -9,7 +9,10 @@ from typing import Any, Protocol, TypeVar
 from midstream.client import protocol
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpResponse
+from midstream.client.sweep_stream import SweepStream, sweep_body
 from midstream.spec.captured_rows import CapturedRows
+from midstream.sweep import Sweep
+from midstream.sweep.async_run import OnCell
 
 T = TypeVar("T")
 
@@ -71,6 +74,25 @@ class AsyncClient:
                 for exchange in stream.feed(data):
                     yield await self._run(exchange)
         stream.end()
+
+    async def sweep(
+        self,
+        prompt: Any,
+        source: Any,
+        metric: Any,
+        *,
+        on_cell: OnCell | None = None,
+        **given: Any,
+    ) -> Sweep:
+        """Patch a prompt at each cell of a grid; see `Client.sweep`."""
+        stream = SweepStream(sweep_body(prompt, source, metric, given), on_cell)
+        one = stream.request
+        async with self._http.stream(one.method, one.path, json=one.json) as response:
+            if response.status_code >= 400:
+                protocol.check(response.status_code, await response.aread())
+            async for data in response.aiter_bytes():
+                stream.feed(data)
+        return stream.end()
 
     async def read(self, answer: Any) -> ServedOutput:
         """Convert a response of another client to a ServedOutput; see `Client.read`."""

@@ -9,7 +9,10 @@ from typing import Any, Protocol, TypeVar
 from midstream.client import protocol
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpResponse
+from midstream.client.sweep_stream import SweepStream, sweep_body
 from midstream.spec.captured_rows import CapturedRows
+from midstream.sweep import Sweep
+from midstream.sweep.async_run import OnCell
 
 T = TypeVar("T")
 
@@ -93,6 +96,45 @@ class Client:
                 for exchange in stream.feed(data):
                     yield self._run(exchange)
         stream.end()
+
+    def sweep(
+        self,
+        prompt: Any,
+        source: Any,
+        metric: Any,
+        *,
+        on_cell: OnCell | None = None,
+        **given: Any,
+    ) -> Sweep:
+        """Patch a prompt at each cell of a grid, and return a metric of each cell.
+
+        The server computes ordinary requests first.
+
+        Args:
+            prompt, source, metric: as for `midstream.LLM.sweep`. The source may also be rows that
+                the server keeps, `output.outputs[0].captured`; the metric is no function.
+            on_cell: called with each `SweepCell` and its value as soon as it is known.
+            **given: other arguments of `midstream.LLM.sweep`, except `sampling_params`, `use_tqdm`
+                and `lora_request`; `model`, the name of the model or of an adapter; of the chat
+                template `add_generation_prompt`, `continue_final_message` and
+                `chat_template_kwargs`.
+
+        Returns:
+            The sweep. Its receipts are sums.
+
+        Raises:
+            SpecError: an argument is malformed, or has no JSON form.
+            ServerError: the server rejected the request, or the sweep failed.
+            httpx.HTTPError: the server is unreachable, or the connection failed.
+        """
+        stream = SweepStream(sweep_body(prompt, source, metric, given), on_cell)
+        one = stream.request
+        with self._http.stream(one.method, one.path, json=one.json) as response:
+            if response.status_code >= 400:
+                protocol.check(response.status_code, response.read())
+            for data in response.iter_bytes():
+                stream.feed(data)
+        return stream.end()
 
     def read(self, answer: Any) -> ServedOutput:
         """Convert a response of another client, such as `openai`'s, to a ServedOutput.

@@ -31,8 +31,10 @@ class HttpSettings:
         vector_bytes: maximum bytes of registered vectors.
         waiting_requests: maximum number of requests with a plan that wait for capacity.
         wait_seconds: longest time in seconds that such a request waits.
-        stall_seconds: longest time in seconds that a stream of a request with a plan waits for a
-            client that reads nothing of it; then the request ends.
+        stall_seconds: longest time in seconds that a stream of a request with a plan, or of a
+            sweep, waits for a client that reads nothing of it; then the request ends.
+        sweep_cells: maximum number of cells of a sweep.
+        running_sweeps: maximum number of sweeps at the same time.
         parameters: names of the model's parameters that clients may read, such as
             `lm_head.weight`. Embeddings, norms and the head are possible, the decoder layers are
             not.
@@ -50,6 +52,8 @@ class HttpSettings:
     waiting_requests: int = 1024
     wait_seconds: int = 120
     stall_seconds: int = 30
+    sweep_cells: int = 1 << 16
+    running_sweeps: int = 4
     parameters: tuple[str, ...] = ()
 
 

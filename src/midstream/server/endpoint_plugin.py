@@ -20,11 +20,14 @@ from midstream.server.routes import (
     parameters,
     status,
     steering,
+    sweep,
     vectors,
 )
 from midstream.server.server import Server
 
-_ROUTERS = (activations, captures, vectors, steering, parameters, status, compat_steering)
+_ROUTERS = (
+    activations, captures, vectors, steering, parameters, status, compat_steering, sweep,
+)  # fmt: skip
 
 
 class Endpoints:

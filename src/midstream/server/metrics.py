@@ -1,7 +1,7 @@
 """Prometheus metrics, in the same registry as vLLM's, so that `/metrics` has both.
 
-Only refusals and waits are counted here while requests run: a scrape of `/metrics` fetches the
-engine's counts.
+Only refusals, waits and sweeps are counted here while requests run: a scrape of `/metrics` fetches
+the engine's counts.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ COUNTERS = (
     ("edits_cached", "Edits of tokens served from the prefix cache.", ()),
     ("probe_scores", "Probe scores.", ()),
     ("sink_failures", "Completions whose rows a sink did not store, or not completely.", ()),
+    ("sweeps", "Ended sweeps, by how they ended.", ("status",)),
+    ("sweep_cells", "Cells of sweeps whose value was sent.", ()),
     ("refusals", "Rejected HTTP requests to midstream.", ("status",)),
     ("steps", "Forward passes of a worker.", _WORKER),
     ("active_steps", "Forward passes with at least one token that a plan covers.", _WORKER),
@@ -97,6 +99,11 @@ class Metrics:
     def count_refusal(self, status: int) -> None:
         """Count a rejected request."""
         self._counters["refusals"].labels(str(status)).inc()
+
+    def count_sweep(self, status: str, cells: int) -> None:
+        """Count an ended sweep: `ok`, `error`, or `aborted` because its client disconnected."""
+        self._counters["sweeps"].labels(status).inc()
+        self._counters["sweep_cells"].inc(cells)
 
     def observe_wait(self, seconds: float) -> None:
         """Count the time that a call waited for capacity."""

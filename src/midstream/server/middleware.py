@@ -20,13 +20,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from midstream.compat.foreign_fields import check_body, names_in
 from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError, SpecError
+from midstream.server.body_values import LONG, check_values
 from midstream.server.http_errors import send_error
 from midstream.server.http_request import CURRENT, RequestContext
 from midstream.server.refusal_logger import RefusalLogger
 from midstream.server.request_field import MidstreamField, take_field
 from midstream.server.request_models import body_fields
 from midstream.server.response_writer import ResponseWriter
-from midstream.server.server import PATHS, Server
+from midstream.server.server import PATHS, SWEEP, Server
 from midstream.validation import read_json
 
 _MARK = f'"{KEY}"'.encode()
@@ -37,11 +38,6 @@ _OWN = ("/v1/midstream", "/v1/steering")
 _METRICS = "/metrics"
 STEERING_HEADER = b"x-midstream-steering"
 _WRITES = frozenset({"POST", "PUT", "PATCH"})
-# Bodies that are longer are parsed in a thread.
-_LONG = 1 << 18
-# Values in a body with a plan. The event loop waits while a list of numbers is parsed, also if that
-# is done in a thread; `{"f32": base64}` takes no such time.
-MAX_VALUES = 1 << 20
 _FORM_FIELD = f'name="{KEY}"'.encode()
 
 
@@ -65,7 +61,7 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         path = path_of(scope)
-        if path in PATHS:
+        if path in PATHS or path == SWEEP:
             send = self._with_steering(send)
         on_error = functools.partial(self._server.record_refusal, scope)
         observer = RefusalLogger(send, on_error)
@@ -151,7 +147,7 @@ class Middleware:
         None and the unchanged body if the field is absent.
         """
         fields = self._fields_of(scope, path)
-        if len(body) > _LONG:
+        if len(body) > LONG:
             parsed = await asyncio.to_thread(_parse, path, fields, body)
         else:
             parsed = _parse(path, fields, body)
@@ -217,12 +213,12 @@ def _parse(
     if not (names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body):
         return None
     if _MARK in body:
-        _check_values(body)
+        check_values(body, KEY)
     value = _parse_if_asked(body, fields)
     if value is None:
         return None
     if _has_field(value):
-        _check_values(body)
+        check_values(body, KEY)
         if path not in PATHS:
             raise _rejected(f"{path} cannot return results; use {', '.join(PATHS)}", KEY)
     request_field = take_field(value, fields or ())
@@ -325,16 +321,6 @@ def _with_length(scope: Scope, body: bytes) -> Scope:
     if "content-length" in headers:
         headers["content-length"] = str(len(body))
     return changed
-
-
-def _check_values(body: bytes) -> None:
-    if body.count(b",") > MAX_VALUES:
-        raise HttpError(
-            413,
-            f"the body has more than {MAX_VALUES} values; write vectors as "
-            '{"f32": "<base64 of little-endian float32>"}',
-            KEY,
-        )
 
 
 def _check_length(headers: Headers, limit: int) -> None:

@@ -25,6 +25,7 @@ from midstream.server.http_request import CURRENT, RequestContext
 from midstream.server.patched_rows import opened_rows
 from midstream.server.request_field import MidstreamField
 from midstream.server.results_json import ResultEncoder
+from midstream.server.sweep_pace import SweepPace
 from midstream.spec import Plan
 from midstream.spec.operations import has_captured
 from midstream.steering.edit_forms import TIERS
@@ -33,6 +34,8 @@ from midstream.version import __version__
 
 # vLLM's endpoints whose responses can include results.
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+# midstream's own, which computes like these.
+SWEEP = "/v1/midstream/sweep"
 # Fields of a chat request that are arguments of its template.
 _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt",
              "continue_final_message", "tools")  # fmt: skip
@@ -71,6 +74,7 @@ class Server:
         self._llm: Any = None
         self._answers: ResultEncoder | None = None
         self._template: dict[str, Any] = {}
+        self.sweeps = SweepPace(settings.running_sweeps)
 
     async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
         """Connect the engine.
@@ -119,6 +123,11 @@ class Server:
         that know an id may use it.
         """
         return not self._has_key or cached.client == self.client_of(scope)
+
+    @property
+    def template(self) -> Mapping[str, Any]:
+        """Arguments of chat templates from the server's settings."""
+        return self._template
 
     @property
     def answers(self) -> ResultEncoder:

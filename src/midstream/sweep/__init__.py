@@ -6,8 +6,9 @@ The types need neither vLLM nor torch. `midstream.api.sweep` carries a sweep out
 from __future__ import annotations
 
 from midstream.sweep.metrics import KL, LogitDiff, LogProb, Metric, Recovered
+from midstream.sweep.receipts import SweepReceipts
 from midstream.sweep.request import SweepRequest
-from midstream.sweep.result import Sweep, SweepReceipts
+from midstream.sweep.result import Sweep
 
 __all__ = [
     "KL",

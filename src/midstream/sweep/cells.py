@@ -69,6 +69,7 @@ def plan_grid(
     prompt: Prompt,
     has_source: Mapping[int, int] | None,
     rows: Mapping[Tap, frozenset[int]] | None = None,
+    most: int = MAX_CELLS,
 ) -> Grid:
     """Return the cells of a sweep of one prompt.
 
@@ -78,6 +79,7 @@ def plan_grid(
         prompt: the prompt that is patched.
         has_source: source position of each position that has one; None: all have.
         rows: source positions with a row, by (site, layer); None: all.
+        most: most cells.
 
     Raises:
         SpecError: a site, layer, head or position does not exist, no cell can be patched, or there
@@ -96,8 +98,12 @@ def plan_grid(
     if heads is not None:
         coords["head"] = list(heads)
     count = len(request.sites) * len(layers) * len(places) * len(heads or (0,))
-    if count > MAX_CELLS:
-        raise SpecError("", f"the grid has {count} cells, more than the limit of {MAX_CELLS}")
+    if count > most:
+        raise SpecError(
+            "",
+            f"the grid has {count} cells, more than the limit of {most}; choose layers, positions "
+            "or heads",
+        )
     columns: Sequence[int | None] = (None,) if heads is None else heads
     cells = []
     for (nth, site), (row, layer), (column, positions), (last, head) in product(

@@ -23,11 +23,12 @@ from midstream.spec.named_lookup import Lookup, pick, vectors_of
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.shape import ModelShape
 from midstream.sweep.alignment import align_positions
-from midstream.sweep.cells import Grid, SweepCell, plan_grid
+from midstream.sweep.cells import MAX_CELLS, Grid, SweepCell, plan_grid
 from midstream.sweep.edits import PatchRows, check_rows, check_sizes, edits_of
 from midstream.sweep.metrics import Metric, NextToken, Recovered
+from midstream.sweep.receipts import SweepReceipts
 from midstream.sweep.request import SweepRequest
-from midstream.sweep.result import Sweep, SweepReceipts
+from midstream.sweep.result import Sweep
 from midstream.sweep.source import NameSource, PromptSource, RowsSource, ZeroSource
 from midstream.validation import at
 
@@ -59,11 +60,13 @@ class SweepContext:
         shape: the model and its taps.
         lookup: returns the vectors of a registered name.
         open_rows: returns the rows of an earlier request by id; None: there are none.
+        most_cells: most cells of a sweep.
     """
 
     shape: ModelShape
     lookup: Lookup
     open_rows: OpenRows | None = None
+    most_cells: int = MAX_CELLS
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,11 @@ class SweepJob:
         self._unpatched: list[float] = []
         self._seen = _Seen()
         self._values = np.full(self.grid.shape, np.nan, np.float32)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the longest prompt."""
+        return max(self._prompt.prompt.length, len(self._clean_tokens or ()))
 
     @property
     def _clean_tokens(self) -> tuple[int, ...] | None:
@@ -222,13 +230,13 @@ class SweepJob:
     def _plan(self, context: SweepContext) -> Grid:
         """Return the grid, and prepare rows that are known before any run."""
         request, shape, prompt = self.request, context.shape, self._prompt.prompt
-        source = request.source
+        source, most = request.source, context.most_cells
         if isinstance(source, PromptSource):
             assert self._source is not None
             self._aligned = align_positions(
                 request.align, prompt.length, self._source.prompt.length
             )
-            return plan_grid(request, shape, prompt, self._aligned)
+            return plan_grid(request, shape, prompt, self._aligned, most=most)
         if isinstance(source, CapturedRows):
             if context.open_rows is None:
                 raise SpecError(
@@ -240,7 +248,7 @@ class SweepJob:
         if isinstance(source, RowsSource) and any(source.positions.values()):
             self._aligned = align_positions(request.align, prompt.length, source.length)
             known = {tap: frozenset(each) for tap, each in source.positions.items()}
-            grid = plan_grid(request, shape, prompt, self._aligned, known)
+            grid = plan_grid(request, shape, prompt, self._aligned, known, most)
             places = {
                 tap: {position: row for row, position in enumerate(each)}
                 for tap, each in source.positions.items()
@@ -252,8 +260,8 @@ class SweepJob:
         if isinstance(source, RowsSource):
             self._use(source.rows, None)
             rows = dict.fromkeys(source.rows, frozenset[int]())
-            return plan_grid(request, shape, prompt, None, rows)
-        grid = plan_grid(request, shape, prompt, None)
+            return plan_grid(request, shape, prompt, None, rows, most)
+        grid = plan_grid(request, shape, prompt, None, most=most)
         if isinstance(source, NameSource):
             taps = dict.fromkeys(one.tap for one in grid.cells)
             self._use(_named_rows(source.name, context.lookup, taps), None)

@@ -27,7 +27,8 @@ MAX_REPEATS = 1000
 MAX_GROUPS = 1024
 _GROUP_NAME = 200  # characters
 
-_FIELDS = (
+# The fields that a request may lack.
+OPTIONS = (
     "layers", "sites", "positions", "exclude", "groups", "heads", "align", "alpha", "mask",
     "repeats",
 )  # fmt: skip
@@ -158,7 +159,7 @@ class SweepRequest:
             return value
         if not isinstance(value, Mapping):
             raise SpecError("", f"expected a dict of a sweep's arguments, got {kind(value)}")
-        given = read_named(value, ("source", "metric"), _FIELDS)
+        given = read_named(value, ("source", "metric"), OPTIONS)
         if _is_function(given["metric"]):
             raise SpecError("metric", "a function has no JSON form")
         return SweepRequest(**given)

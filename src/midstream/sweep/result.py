@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -13,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError, SpecError
-from midstream.results.receipt import Receipt
 from midstream.sweep.charts import Panel, picture_of, plot
 from midstream.sweep.metrics import Metric, Recovered, read_metric
+from midstream.sweep.receipts import SweepReceipts
 from midstream.validation import at, read_fields, read_json
 from midstream.viz.picture import Picture
 
@@ -28,57 +29,6 @@ _FIELDS = (
     "format", "values", "dims", "coords", "metric", "clean", "corrupt", "noise_floor", "tokens",
     "receipts", "cached_tokens", "prompt_tokens",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class SweepReceipts:
-    """The receipts of all runs of a sweep, and their sums.
-
-    Attributes:
-        every: one receipt for each run that had a plan, in the order of the runs.
-        prompt_tokens: number of prompt tokens of all runs.
-        cached_tokens: of these, the tokens that the prefix cache served.
-    """
-
-    every: tuple[Receipt, ...] = ()
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-    @property
-    def status(self) -> str:
-        """`ok`, or the worst status of a receipt: `partial` or `error`."""
-        found = {one.status for one in self.every}
-        return next((word for word in ("error", "partial") if word in found), "ok")
-
-    @property
-    def expected(self) -> int:
-        """Number of edits that were asked for, counted once for each token."""
-        return sum(one.edited.expected for one in self.every if one.edited is not None)
-
-    @property
-    def applied(self) -> int:
-        """Number of edits that the device counted."""
-        return sum(one.edited.applied for one in self.every if one.edited is not None)
-
-    @property
-    def cached(self) -> int:
-        """Number of edits of tokens that the prefix cache had, of an earlier run of the same cell.
-        `applied + cached == expected`.
-        """
-        return sum(one.edited.cached for one in self.every if one.edited is not None)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """The problems of all receipts."""
-        return tuple(one.complaint for one in self.every if one.problems)
-
-    def __len__(self) -> int:
-        return len(self.every)
-
-    def __str__(self) -> str:
-        cached = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from the prefix cache"
-        edits = f"{self.applied + self.cached} of {self.expected} edits"
-        return f"{len(self)} runs: {self.status}; {edits}; {cached}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,11 +137,11 @@ class Sweep:
             "dims": list(self.dims),
             "coords": {name: list(self.coords[name]) for name in self.dims},
             "metric": self._metric_json(),
-            "clean": _plain(self.clean),
-            "corrupt": _plain(self.corrupt),
-            "noise_floor": _plain(self.noise_floor),
+            "clean": None if self.clean is None else number_to_json(self.clean),
+            "corrupt": number_to_json(self.corrupt),
+            "noise_floor": number_to_json(self.noise_floor),
             "tokens": list(self.tokens),
-            "receipts": [one.to_dict() for one in self.receipts.every],
+            "receipts": self.receipts.to_json(),
             "prompt_tokens": self.receipts.prompt_tokens,
             "cached_tokens": self.receipts.cached_tokens,
         }
@@ -218,13 +168,11 @@ class Sweep:
                 {name: list(given["coords"][name]) for name in given["dims"]},
                 found,
                 _number(given["corrupt"]),
-                None if given["clean"] is None else _number(given["clean"]),
+                None if given["clean"] is None else float(given["clean"]),
                 _number(given["noise_floor"]),
                 tuple(given["tokens"]),
-                SweepReceipts(
-                    tuple(Receipt.from_dict(one) for one in given["receipts"]),
-                    int(given["prompt_tokens"]),
-                    int(given["cached_tokens"]),
+                SweepReceipts.from_json(
+                    given["receipts"], int(given["prompt_tokens"]), int(given["cached_tokens"])
                 ),
             )
         except SpecError:
@@ -321,17 +269,19 @@ def show_metric(metric: Metric) -> str:
     return f"{type(metric).__name__}({', '.join(map(repr, metric.tokens))})"
 
 
-def _plain(value: float | None) -> float | None:
-    """Return a number as it is in JSON, which has no nan."""
-    return None if value is None or np.isnan(value) else float(value)
+def number_to_json(value: float) -> float | str | None:
+    """Return a number as JSON: nan is null, and infinities have JavaScript's names."""
+    if math.isnan(value):
+        return None
+    return value if math.isfinite(value) else f"{'-' if value < 0 else ''}Infinity"
 
 
 def _number(value: Any) -> float:
-    return float("nan") if value is None else float(value)
+    return math.nan if value is None else float(value)
 
 
 def _lists(values: NDArray[np.float32]) -> Any:
     """Return nested lists, with None for nan."""
     if values.ndim == 0:
-        return None if np.isnan(values) else float(values)
+        return number_to_json(float(values))
     return [_lists(one) for one in values]

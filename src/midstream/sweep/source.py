@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +13,10 @@ from midstream.errors import SpecError
 from midstream.results.arrays import to_numpy
 from midstream.sites import Tap, parse
 from midstream.spec.captured_rows import CapturedRows, is_captured
+from midstream.spec.heads import read_indices
 from midstream.spec.matrix import emit_rows, read_rows
 from midstream.spec.named_vector import Named
-from midstream.validation import MAX_ITEMS, at, is_int, kind
+from midstream.validation import MAX_ITEMS, at, is_int, kind, read_fields, read_int
 
 if TYPE_CHECKING:
     from midstream.results.activations import Activations
@@ -84,13 +85,25 @@ class RowsSource:
     prompt: tuple[int, ...] | None = None
 
     def emit(self) -> object:
-        """Return the JSON form."""
-        return {
+        """Return the JSON form. What it has besides `rows` says which rows these are, where they
+        are not one for all positions, or one for each position from 0.
+        """
+        found: dict[str, object] = {
             "rows": {
                 f"{site}.{layer}": emit_rows(read_rows(rows, MAX_ITEMS))
                 for (site, layer), rows in self.rows.items()
             },
         }
+        counts = {len(rows) for rows in self.rows.values()}
+        default = _default_positions(self.rows)
+        if len(counts) > 1 or default != self.positions or counts != {self.length}:
+            found["positions"] = {
+                f"{site}.{layer}": list(each) for (site, layer), each in self.positions.items()
+            }
+            found["length"] = self.length
+        if self.prompt is not None:
+            found["prompt_token_ids"] = list(self.prompt)
+        return found
 
 
 Source = PromptSource | ZeroSource | NameSource | RowsSource | CapturedRows
@@ -141,9 +154,8 @@ def _read_mapping(value: Mapping[Any, Any]) -> Source:
     keys = set(value)
     if keys == {"name"}:
         return _named(Named.parse(value))
-    if keys == {"rows"} and isinstance(value["rows"], Mapping):
-        with at("rows"):
-            return _of_mapping(value["rows"])
+    if "rows" in keys and isinstance(value["rows"], Mapping):
+        return _of_dict(value)
     if keys & {"prompt", "prompt_token_ids"}:
         return PromptSource(value)
     return _of_mapping(value)
@@ -155,8 +167,69 @@ def _named(value: Named) -> NameSource:
     return NameSource(value.name)
 
 
+def _of_dict(value: Mapping[Any, Any]) -> RowsSource:
+    """Read what `RowsSource.emit` returns."""
+    given = read_fields(value, ("rows",), ("positions", "length", "prompt_token_ids"))
+    with at("rows"):
+        rows = _read_taps(given["rows"])
+    prompt = None
+    if "prompt_token_ids" in given:
+        with at("prompt_token_ids"):
+            prompt = tuple(map(read_int, _sequence(given["prompt_token_ids"])))
+    if "positions" not in given:
+        if "length" in given:
+            raise SpecError("length", "there are no positions; omit it")
+        source = _of_mapping(given["rows"])
+        return replace(source, prompt=prompt)
+    places = given["positions"]
+    with at("positions"):
+        if not isinstance(places, Mapping):
+            raise SpecError("", f"expected positions by site and layer, got {kind(places)}")
+        positions = {_read_tap(key): _read_places(each) for key, each in places.items()}
+        if positions.keys() != rows.keys():
+            raise SpecError("", "expected the sites and layers of `rows`")
+        for tap, each in rows.items():
+            if len(positions[tap]) != len(each):
+                raise SpecError(
+                    f"{tap[0]}.{tap[1]}",
+                    f"expected {len(each)}, one for each row, got {len(positions[tap])}",
+                )
+    last = max(max(each) for each in positions.values())
+    length = read_int(given.get("length", last + 1))
+    if length <= last:
+        raise SpecError("length", f"expected more than the last position, {last}, got {length}")
+    return RowsSource(rows, positions, length, prompt)
+
+
+def _read_places(value: object) -> tuple[int, ...]:
+    found = read_indices(value, "")
+    if list(found) != list(_sequence(value)):
+        raise SpecError("", "expected positions in ascending order, as the rows are")
+    return found
+
+
+def _sequence(value: object) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise SpecError("", f"expected a list, got {kind(value)}")
+    return list(value)
+
+
 def _of_mapping(value: Mapping[Any, Any]) -> RowsSource:
     """Read rows by (site, layer), or by a name with both; those of a prompt from position 0."""
+    rows = _read_taps(value)
+    counts = {len(each) for each in rows.values()}
+    if len(counts) > 1:
+        raise SpecError("", f"expected as many rows at each site and layer, got {sorted(counts)}")
+    (count,) = counts
+    return RowsSource(rows, _default_positions(rows), count)
+
+
+def _default_positions(rows: Mapping[Tap, NDArray[np.float32]]) -> dict[Tap, tuple[int, ...]]:
+    """Return the positions of rows that are one for all positions, or one for each from 0."""
+    return {tap: () if len(each) == 1 else tuple(range(len(each))) for tap, each in rows.items()}
+
+
+def _read_taps(value: Mapping[Any, Any]) -> dict[Tap, NDArray[np.float32]]:
     if not value:
         raise SpecError("", "expected rows of at least one site and layer")
     rows: dict[Tap, NDArray[np.float32]] = {}
@@ -169,12 +242,7 @@ def _of_mapping(value: Mapping[Any, Any]) -> RowsSource:
                 each = each.reshape(each.shape[0], -1)
             vectors = read_rows(each, MAX_ITEMS)
             rows[tap] = np.stack([one.numpy() for one in vectors])
-    counts = {len(each) for each in rows.values()}
-    if len(counts) > 1:
-        raise SpecError("", f"expected as many rows at each site and layer, got {sorted(counts)}")
-    (count,) = counts
-    places = () if count == 1 else tuple(range(count))
-    return RowsSource(rows, dict.fromkeys(rows, places), count)
+    return rows
 
 
 def _of_activations(value: Activations, prompt: tuple[int, ...] | None) -> RowsSource:

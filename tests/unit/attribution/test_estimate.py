@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 from midstream.attribution import Attribution, Twin, attribution_patching
 from midstream.errors import SpecError
+from midstream.spec.shape import ModelShape
 from midstream.sweep import KL, LogitDiff, LogProb, Recovered
 
 CORRUPT = [5, 17, 33, 101, 8, 77]
@@ -228,6 +230,34 @@ def test_what_is_wrong_is_named(twin, changes, message):
     given = {"clean": CLEAN, "corrupt": CORRUPT, "metric": METRIC, **changes}
     with pytest.raises(SpecError, match=message):
         attribution_patching(twin, **given)
+
+
+def engine_of(**shape: int) -> SimpleNamespace:
+    """What a check reads of an engine before it runs anything."""
+    sizes = {"num_layers": 3, "hidden_size": 64, **shape}
+    info = SimpleNamespace(shape=ModelShape(taps=[("resid_post", 1)], **sizes))
+    lookup = SimpleNamespace(lookup=lambda name: None)
+    return SimpleNamespace(info=info, llm_engine=None, vectors=lookup)
+
+
+def test_an_engine_that_cannot_check_estimates_is_named_before_anything_runs(twin):
+    found = attribution_patching(twin, CLEAN, CORRUPT, METRIC)
+    with pytest.raises(SpecError, match="^llm: expected a midstream.LLM, got `str`"):
+        found.check("some/model")
+    with pytest.raises(SpecError, match="^llm: expected a midstream.LLM, got `str`"):
+        attribution_patching(twin, CLEAN, CORRUPT, METRIC, llm="some/model")
+    with pytest.raises(SpecError, match="^llm: this engine's model has 4 layers of width 64, and"):
+        found.check(engine_of(num_layers=4))
+    with pytest.raises(SpecError, match="^top: expected at least 1 cell, got 0"):
+        found.check(engine_of(), top=0)
+    with pytest.raises(SpecError, match="^sites: resid_pre at layer . is not tapped; add it"):
+        found.check(engine_of())
+    by_function = attribution_patching(twin, CLEAN, CORRUPT, difference)
+    with pytest.raises(SpecError, match="^metric: a function of logits cannot be measured"):
+        by_function.check(engine_of())
+    divergence = attribution_patching(twin, CLEAN, CORRUPT, KL())
+    with pytest.raises(SpecError, match="^metric: KL reads the logits of all tokens: tap final_no"):
+        divergence.check(engine_of())
 
 
 def test_a_metric_that_compares_runs_has_no_gradient_of_its_own(twin):

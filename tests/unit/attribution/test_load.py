@@ -98,6 +98,7 @@ def test_what_cannot_be_loaded_is_named(folder, model, given, error, message):
         Twin.load(folder / model, **given)
 
 
+@pytest.mark.nightly  # transformers imports much for it
 def test_a_model_of_another_kind_is_refused(tmp_path):
     config = hf.T5Config(vocab_size=99, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     hf.T5ForConditionalGeneration(config).save_pretrained(tmp_path)

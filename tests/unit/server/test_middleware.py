@@ -12,8 +12,9 @@ from support.serving_fake import Params, make, scope_of, serving
 
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import middleware
+from midstream.server.body_values import MAX_VALUES
 from midstream.server.http_request import CURRENT
-from midstream.server.middleware import MAX_VALUES, Middleware
+from midstream.server.middleware import Middleware
 from midstream.spec import Capture, Plan
 
 pytestmark = pytest.mark.anyio

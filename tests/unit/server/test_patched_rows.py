@@ -14,6 +14,7 @@ from midstream.codecs import parse_codec
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.results.serialization import pack
+from midstream.server.patched_rows import opened_rows
 from midstream.spec import Replace, Vector
 
 pytestmark = pytest.mark.anyio
@@ -70,6 +71,13 @@ async def test_captured_rows_are_found_by_their_positions():
         assert (await client.post(COMPLETIONS, json=body)).status_code == 200
         (edit,) = edits_of(site)
         assert edit.rows == value(2, 2, 5)
+
+
+async def test_captured_rows_tell_their_positions():
+    async with serving() as (site, _):
+        with opened_rows(site.server.captures, lambda _: True, 1 << 20) as open_rows:
+            found = open_rows(keep(site))
+            assert found.positions(("resid_post", 2)) == (2, 3, 4, 5)
 
 
 async def test_all_rows_are_used_without_positions_and_no_file_is_left_open():

@@ -31,6 +31,7 @@ ENDPOINTS = {
     "GET /v1/midstream/parameters/{name}",
     "GET /v1/midstream/sites",
     "GET /v1/midstream/status",
+    "POST /v1/midstream/sweep",
     "POST /v1/steering/set",
     "POST /v1/steering/clear",
     "GET /v1/steering",
@@ -66,7 +67,7 @@ CHECKED = (
 
 
 # What takes nothing can be given nothing wrong.
-TAKES = ("/activations/", "/vectors/", "PUT", "/set", "register")
+TAKES = ("/activations/", "/vectors/", "PUT", "/set", "register", "/sweep")
 MODES = [
     (label, mode)
     for label in sorted(ENDPOINTS)

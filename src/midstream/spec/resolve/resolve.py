@@ -41,6 +41,7 @@ from midstream.spec.resolve.resolved import (
     ResolvedPlan,
     ResolvedProbe,
     Steps,
+    limited,
 )
 from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
 from midstream.spec.shape import ModelShape, VectorSize
@@ -181,10 +182,7 @@ class _Resolver:
         if capture.reduce:
             length = self._prompt.length
             return resolve_reduced(capture.reduce, source, taps, where, length, self._shape)
-        if capture.max_rows is None:
-            return [ResolvedCapture(taps, where, source)]
-        with at("max_rows"):
-            return [ResolvedCapture(taps, where.first(capture.max_rows), source, selected=where)]
+        return [limited(ResolvedCapture(taps, where, source), capture.max_rows)]
 
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
         if probe.attention is not None:

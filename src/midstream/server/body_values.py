@@ -1,0 +1,30 @@
+"""Limits of bodies that are JSON."""
+
+from __future__ import annotations
+
+from midstream.errors import HttpError
+
+# Bodies that are longer are parsed in a thread.
+LONG = 1 << 18
+# Values in a body with a plan. The event loop waits while a list of numbers is parsed, also if that
+# is done in a thread; `{"f32": base64}` takes no such time.
+MAX_VALUES = 1 << 20
+
+
+def check_values(body: bytes, param: str | None = None) -> None:
+    """Check that a body has not too many values.
+
+    Args:
+        body: the body.
+        param: the field that the error names.
+
+    Raises:
+        HttpError: 413, it has more.
+    """
+    if body.count(b",") > MAX_VALUES:
+        raise HttpError(
+            413,
+            f"the body has more than {MAX_VALUES} values; write vectors as "
+            '{"f32": "<base64 of little-endian float32>"}',
+            param,
+        )

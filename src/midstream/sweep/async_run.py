@@ -1,0 +1,70 @@
+"""The runs of a sweep on an asynchronous engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
+
+from midstream.sweep.cells import SweepCell
+from midstream.sweep.job import SweepJob, SweepRun
+from midstream.sweep.result import Sweep
+
+# Called with each cell and its value, as soon as it is known.
+OnCell = Callable[[SweepCell, float], object]
+# Called once, with the sweep's job, when its unpatched runs are known.
+OnStart = Callable[[SweepJob], object]
+# Returns a context that is entered before each run, which may wait there, and left after it.
+Turn = Callable[[], AbstractAsyncContextManager[object]]
+
+
+async def run_job(
+    job: SweepJob,
+    output_of: Callable[[SweepRun], Awaitable[Any]],
+    at_once: int,
+    *,
+    on_start: OnStart | None = None,
+    on_cell: OnCell | None = None,
+    turn: Turn = nullcontext,
+) -> Sweep:
+    """Carry out a sweep. If one run fails, or the caller is cancelled, the others are cancelled.
+
+    Args:
+        job: the sweep.
+        output_of: returns the output of a run.
+        at_once: number of runs at the same time.
+        on_start: called with the job when its unpatched runs are known.
+        on_cell: called with each cell and its value.
+        turn: returns the context of a run.
+    """
+
+    async def output(run: SweepRun) -> Any:
+        async with turn():
+            return await output_of(run)
+
+    job.begin(await _all(output(run) for run in job.first_runs()))
+    if on_start is not None:
+        on_start(job)
+    runs = iter(job.runs())
+
+    async def work() -> None:
+        for run in runs:
+            value = job.add(run, await output(run))
+            if on_cell is not None and run.cell is not None:
+                on_cell(run.cell, value)
+
+    await _all(work() for _ in range(at_once))
+    return job.result()
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Return the results of coroutines; if one fails, or the caller is cancelled, all end."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

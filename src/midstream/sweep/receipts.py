@@ -1,0 +1,143 @@
+"""The receipts of a sweep's runs, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from midstream.errors import SpecError
+from midstream.results.receipt import Receipt
+from midstream.validation import at, kind, read_fields, read_int, read_word
+
+
+@dataclass(frozen=True)
+class ReceiptSums:
+    """Sums over the receipts of a sweep's runs.
+
+    Attributes:
+        runs: number of runs that had a plan.
+        status: `ok`, or the worst status of a receipt: `partial` or `error`.
+        expected: number of edits that were asked for, counted once for each token.
+        applied: number of edits that the device counted.
+        cached: number of edits of tokens that the prefix cache had, of an earlier run of the same
+            cell. `applied + cached == expected`.
+        problems: the problems of all receipts.
+    """
+
+    runs: int = 0
+    status: str = "ok"
+    expected: int = 0
+    applied: int = 0
+    cached: int = 0
+    problems: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(receipts: Sequence[Receipt]) -> ReceiptSums:
+        """Return the sums over receipts."""
+        found = {one.status for one in receipts}
+        status = next((word for word in ("error", "partial") if word in found), "ok")
+        edited = [one.edited for one in receipts if one.edited is not None]
+        return ReceiptSums(
+            len(receipts),
+            status,
+            sum(one.expected for one in edited),
+            sum(one.applied for one in edited),
+            sum(one.cached for one in edited),
+            tuple(one.complaint for one in receipts if one.problems),
+        )
+
+    @staticmethod
+    def from_dict(value: object) -> ReceiptSums:
+        """Read what `dataclasses.asdict` returned.
+
+        Raises:
+            SpecError: a field is unknown, missing or malformed.
+        """
+        given = read_fields(value, required=tuple(ReceiptSums.__dataclass_fields__))
+        counts = {name: read_int(given[name]) for name in ("runs", "expected", "applied", "cached")}
+        status = read_word(given["status"], ("ok", "partial", "error"))
+        return ReceiptSums(**counts, status=status, problems=tuple(map(str, given["problems"])))
+
+
+@dataclass(frozen=True)
+class SweepReceipts:
+    """The receipts of all runs of a sweep, and their sums.
+
+    Attributes:
+        every: one receipt for each run that had a plan, in the order of the runs; (): a server
+            returned the sums alone.
+        prompt_tokens: number of prompt tokens of all runs.
+        cached_tokens: of these, the tokens that the prefix cache served.
+        given_sums: sums over the receipts, as a server returned them; None: they are of `every`.
+    """
+
+    every: tuple[Receipt, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    given_sums: ReceiptSums | None = None
+
+    @cached_property
+    def sums(self) -> ReceiptSums:
+        """Sums over the receipts."""
+        return ReceiptSums.of(self.every) if self.given_sums is None else self.given_sums
+
+    @property
+    def status(self) -> str:
+        """`ok`, or the worst status of a receipt: `partial` or `error`."""
+        return self.sums.status
+
+    @property
+    def expected(self) -> int:
+        """Number of edits that were asked for, counted once for each token."""
+        return self.sums.expected
+
+    @property
+    def applied(self) -> int:
+        """Number of edits that the device counted."""
+        return self.sums.applied
+
+    @property
+    def cached(self) -> int:
+        """Number of edits of tokens that the prefix cache had, of an earlier run of the same cell.
+        `applied + cached == expected`.
+        """
+        return self.sums.cached
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The problems of all receipts."""
+        return self.sums.problems
+
+    def to_json(self) -> object:
+        """Return each receipt as JSON values; if only the sums are known, these."""
+        if len(self.every) == self.sums.runs:
+            return [one.to_dict() for one in self.every]
+        return asdict(self.sums)
+
+    @staticmethod
+    def from_json(value: object, prompt_tokens: int, cached_tokens: int) -> SweepReceipts:
+        """Read what `to_json` returned.
+
+        Raises:
+            SpecError: it is not that.
+        """
+        if isinstance(value, Mapping):
+            with at("receipts"):
+                return SweepReceipts((), prompt_tokens, cached_tokens, ReceiptSums.from_dict(value))
+        if not isinstance(value, (list, tuple)):
+            raise SpecError("receipts", f"expected a list or a dict, got {kind(value)}")
+        every = tuple(Receipt.from_dict(one) for one in value)
+        return SweepReceipts(every, prompt_tokens, cached_tokens)
+
+    def without_every(self) -> SweepReceipts:
+        """Return the sums alone."""
+        return replace(self, every=(), given_sums=self.sums)
+
+    def __len__(self) -> int:
+        return self.sums.runs
+
+    def __str__(self) -> str:
+        cached = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from the prefix cache"
+        edits = f"{self.applied + self.cached} of {self.expected} edits"
+        return f"{len(self)} runs: {self.status}; {edits}; {cached}"
