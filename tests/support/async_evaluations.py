@@ -1,4 +1,4 @@
-"""Scores of texts, and layers and strengths tried, on an async and on an offline engine."""
+"""Fits, scores of texts, layers and strengths tried, on an async and on an offline engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPTS = [[3, 4, 5], [50, 51]]
 
 
 async def evaluate(llm: Any) -> dict[str, Any]:
-    """Numbers and tokens of `score` and `tune` of either engine."""
+    """Numbers and tokens of `fit`, `score` and `tune` of either engine."""
     from midstream import Directions
 
     rows = np.random.default_rng(0).normal(size=(2, 6, 3, WIDTH))
@@ -25,7 +25,10 @@ async def evaluate(llm: Any) -> dict[str, Any]:
     tuning = await _ended(
         llm.tune(directions, PROMPTS, [0, 2], [0.5, 1.0], sampling_params=greedy(4))
     )
+    fit = Directions.fit_async if inspect.iscoroutinefunction(llm.tune) else Directions.fit
+    fitted = await _ended(fit(llm, TEXTS * 3, PROMPTS * 3, "lda", [0, 2], folds=3))
     return {
+        "fitted": [*fitted.vectors.tolist(), *fitted.midpoints.tolist()],
         "scores": [score.logprobs.tolist() for score in scores],
         "effect": tuning.effect.tolist(),
         "perplexity": tuning.perplexity.tolist(),

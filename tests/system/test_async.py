@@ -261,11 +261,12 @@ def test_streamed_attention_comes_with_its_tokens_and_ends_whole(found):
             came = expected.stop
 
 
-def test_scores_of_texts_and_tried_strengths_are_those_of_the_offline_engine(found):
+def test_fits_scores_of_texts_and_tried_strengths_are_those_of_the_offline_engine(found):
     mine, theirs = found["evaluated"]
     assert mine["best"] == theirs["best"]
     assert len(mine["scores"][1]) == 49
-    for name in ("scores", "effect", "perplexity"):
+    assert len(mine["fitted"]) == 4
+    for name in ("fitted", "scores", "effect", "perplexity"):
         for one, other in zip(mine[name], theirs[name], strict=True):
             assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
 

@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from midstream.errors import SpecError
-from midstream.fit.prompts import is_chat, read_prompts
+from midstream.fit.prompts import (
+    CapturedClass,
+    is_chat,
+    naming_fields,
+    read_capture,
+    read_prompts,
+    split_classes,
+)
 from midstream.validation import kind
 
 Result = TypeVar("Result")
@@ -77,6 +84,37 @@ async def run_steps_async(llm: Any, steps: Steps[Result]) -> Result:
     except StopIteration as end:
         found: Result = end.value
         return found
+
+
+async def capture_rows_async(
+    llm: Any,
+    positive: Any,
+    negative: Any,
+    layers: Any,
+    positions: Any,
+    site: str,
+    reduce: str,
+) -> tuple[CapturedClass, CapturedClass]:
+    """Capture the prompts of both classes on an `AsyncLLM`; see `capture_rows`.
+
+    Chats are captured as token ids, so positions that select messages are rejected.
+    """
+    from vllm import SamplingParams
+
+    capture = read_capture(layers, site, positions, reduce)
+    ids = [
+        one
+        for path, prompts in (("positive", positive), ("negative", negative))
+        for one in encode_prompts(path, prompts, llm.get_tokenizer)
+    ]
+    params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+
+    def steps() -> Steps[list[Any]]:
+        return (yield PromptBatch(ids, [params] * len(ids), capture=capture))
+
+    with naming_fields():
+        outputs = await run_steps_async(llm, steps())
+    return split_classes(outputs, len(positive), site)
 
 
 async def _last(

@@ -12,7 +12,7 @@ import numpy as np
 from midstream.fit import files
 from midstream.fit.direction_set import DirectionSet
 from midstream.fit.estimate import Estimate
-from midstream.fit.train import fit_prompts, fit_rows, fit_store
+from midstream.fit.train import fit_prompts, fit_prompts_async, fit_rows, fit_store
 from midstream.spec.forms import LayersLike, PositionsLike
 
 if TYPE_CHECKING:
@@ -84,6 +84,31 @@ class Directions(DirectionSet):
             MissingExtraError: the method needs scikit-learn, which is not installed.
         """
         found = fit_prompts(
+            llm, positive, negative, method, layers, positions, site, reduce, folds, groups, seed
+        )
+        return Directions._of(*found)
+
+    @staticmethod
+    async def fit_async(
+        llm: Any,
+        positive: Any,
+        negative: Any,
+        method: Any = "mean",
+        layers: LayersLike = "all",
+        positions: PositionsLike = "last_prompt",
+        site: str = "resid_post",
+        *,
+        reduce: str = "",
+        folds: int = 5,
+        groups: Any = None,
+        seed: int = 0,
+    ) -> Directions:
+        """Fit as `fit` does, on an `AsyncLLM`, whose requests run concurrently.
+
+        Arguments and errors are those of `fit`. Chats are captured as token ids, so positions that
+        select messages, as `Role`, are rejected.
+        """
+        found = await fit_prompts_async(
             llm, positive, negative, method, layers, positions, site, reduce, folds, groups, seed
         )
         return Directions._of(*found)

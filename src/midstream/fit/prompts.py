@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,18 +44,39 @@ def capture_rows(
     Raises:
         SpecError: an argument is malformed.
     """
+    prompts = [*read_prompts("positive", positive), *read_prompts("negative", negative)]
+    capture = read_capture(layers, site, positions, reduce)
+    with naming_fields():
+        outputs = run_prompts(llm, prompts, capture)
+    return split_classes(outputs, len(positive), site)
+
+
+def read_capture(layers: Any, site: str, positions: Any, reduce: str) -> Capture:
+    """Return the capture of a fit's prompts.
+
+    Raises:
+        SpecError: an argument is malformed.
+    """
     if reduce not in ("", "mean"):
         raise SpecError("reduce", f'expected "" or "mean", got {show(str(reduce))}')
-    prompts = [*read_prompts("positive", positive), *read_prompts("negative", negative)]
-    capture = Capture(layers, site, positions, reduce=reduce)
+    return Capture(layers, site, positions, reduce=reduce)
+
+
+@contextmanager
+def naming_fields() -> Iterator[None]:
+    """Have errors name the arguments of a fit, of which its `Capture` is made."""
     try:
-        outputs = run_prompts(llm, prompts, capture)
+        yield
     except SpecError as error:
-        # The caller gave no `capture`, but what it is made of.
         field = error.path.removeprefix("capture.")
         raise type(error)({"sites": "site"}.get(field, field), error.problem) from None
-    middle = len(positive)
-    return _class(outputs[:middle], site), _class(outputs[middle:], site)
+
+
+def split_classes(
+    outputs: Sequence[Any], positives: int, site: str
+) -> tuple[CapturedClass, CapturedClass]:
+    """Return the rows of both classes from the outputs, those of the positives first."""
+    return _class(outputs[:positives], site), _class(outputs[positives:], site)
 
 
 def read_prompts(path: str, prompts: Any) -> list[Any]:

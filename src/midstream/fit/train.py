@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from midstream.errors import SpecError
+from midstream.fit.batches import capture_rows_async
 from midstream.fit.estimate import Estimate, estimate
 from midstream.fit.folds import Folds, Indices, number
 from midstream.fit.methods import Method
-from midstream.fit.prompts import capture_rows
+from midstream.fit.prompts import CapturedClass, capture_rows
 from midstream.fit.samples import ArraySamples, Samples, StoredSamples, check_alike, pair_up
 from midstream.spec.selection import read_site
 from midstream.validation import at, kind, read_int
@@ -58,25 +60,75 @@ def fit_prompts(
     seed: int,
 ) -> Fitted:
     """Capture prompts and fit their rows; see `Directions.fit`."""
-    with at("method"):
-        chosen = Method.read(method)
-    with at("site"):
-        site = read_site(site)
-    if chosen.needs_pairs and len(positive) != len(negative):
-        raise _no_pairs(chosen, len(positive), len(negative), "prompts")
-    classes = capture_rows(llm, positive, negative, layers, positions, site, reduce)
-    samples = [ArraySamples(one.rows) for one in classes]
-    check_alike(*samples)
-    owners = [one.owners for one in classes]
-    if chosen.needs_pairs and any(len(set(one.tolist())) < len(one) for one in owners):
-        raise SpecError(
-            "positions",
-            f'method="{chosen.name}" compares one row of each prompt, got several; select one '
-            'token, or give reduce="mean"',
-        )
-    keys = _keyed(groups, owners, (len(positive), len(negative)))
-    found = _fit(samples[0], samples[1], chosen, site, folds, keys, seed)
-    return (*found[:4], _model_type(llm))
+    request = _PromptFit.read(positive, negative, method, site, folds, groups, seed)
+    classes = capture_rows(llm, positive, negative, layers, positions, request.site, reduce)
+    return request.fit(llm, classes)
+
+
+async def fit_prompts_async(
+    llm: Any,
+    positive: Any,
+    negative: Any,
+    method: object,
+    layers: Any,
+    positions: Any,
+    site: str,
+    reduce: str,
+    folds: int,
+    groups: Any,
+    seed: int,
+) -> Fitted:
+    """Capture prompts concurrently and fit their rows; see `Directions.fit_async`."""
+    request = _PromptFit.read(positive, negative, method, site, folds, groups, seed)
+    classes = await capture_rows_async(
+        llm, positive, negative, layers, positions, request.site, reduce
+    )
+    return request.fit(llm, classes)
+
+
+@dataclass(frozen=True)
+class _PromptFit:
+    """A fit to prompts: its arguments, read before the prompts are captured."""
+
+    method: Method
+    site: str
+    counts: tuple[int, int]
+    folds: int
+    groups: Any
+    seed: int
+
+    @staticmethod
+    def read(
+        positive: Any,
+        negative: Any,
+        method: object,
+        site: str,
+        folds: int,
+        groups: Any,
+        seed: int,
+    ) -> _PromptFit:
+        with at("method"):
+            chosen = Method.read(method)
+        with at("site"):
+            site = read_site(site)
+        counts = len(positive), len(negative)
+        if chosen.needs_pairs and counts[0] != counts[1]:
+            raise _no_pairs(chosen, *counts, "prompts")
+        return _PromptFit(chosen, site, counts, folds, groups, seed)
+
+    def fit(self, llm: Any, classes: Sequence[CapturedClass]) -> Fitted:
+        samples = [ArraySamples(one.rows) for one in classes]
+        check_alike(*samples)
+        owners = [one.owners for one in classes]
+        if self.method.needs_pairs and any(len(set(one.tolist())) < len(one) for one in owners):
+            raise SpecError(
+                "positions",
+                f'method="{self.method.name}" compares one row of each prompt, got several; '
+                'select one token, or give reduce="mean"',
+            )
+        keys = _keyed(self.groups, owners, self.counts)
+        found = _fit(samples[0], samples[1], self.method, self.site, self.folds, keys, self.seed)
+        return (*found[:4], _model_type(llm))
 
 
 def fit_store(

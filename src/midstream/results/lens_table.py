@@ -15,7 +15,7 @@ class LensCell(NamedTuple):
     probability: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LensTable:
     """A table; prints as plain text, and is coloured by probability in a notebook.
 
@@ -33,6 +33,9 @@ class LensTable:
         rows = [list(self.headings), *([cell.text for cell in line] for line in self.lines)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         from midstream import viz

@@ -65,8 +65,8 @@ class SAE:
     b_enc: Tensor
     w_dec: Tensor
     b_dec: Tensor
-    threshold: Tensor | None
-    apply_b_dec_to_input: bool
+    threshold: Tensor | None = None
+    apply_b_dec_to_input: bool = False
     centered: bool = False
     hook_name: str | None = None
     top_k: int = 0

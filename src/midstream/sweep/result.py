@@ -229,7 +229,8 @@ class Sweep:
         return [one if isinstance(one, str) else f"{one} {text!r}" for one, text in pairs]
 
     def __repr__(self) -> str:
-        shape = " × ".join(f"{len(self.coords[name])} {name}s" for name in self.dims)
+        counts = [(len(self.coords[name]), name) for name in self.dims]
+        shape = " × ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
         clean = "" if self.clean is None else f", clean {self.clean:.4g}"
         return (
             f"Sweep({shape}; {self.title}; corrupt {self.corrupt:.4g}{clean}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from midstream.viz.picture import Picture, figure
 
 
 def answers(
-    texts: Mapping[float, str],
+    texts: Mapping[float, Any],
     *,
     prompt: str = "",
     notes: Mapping[float, str] | None = None,
@@ -23,7 +24,8 @@ def answers(
     """Draw completions side by side, by rising strength; 0 is headed `plain`.
 
     Args:
-        texts: the completions by strength.
+        texts: the completions by strength: texts, or outputs of `generate`, of which the first
+            completion is shown.
         prompt: what they answer.
         notes: a few words for some of the strengths, such as a score.
         title: title of the picture.
@@ -31,12 +33,11 @@ def answers(
     Raises:
         SpecError: a strength is no number, a completion no text, or a note has no completion.
     """
-    notes = notes or {}
-    for scale, text in texts.items():
+    notes, given = notes or {}, texts
+    for scale in given:
         with at("texts"):
             read_float32(scale)
-        if not isinstance(text, str):
-            raise SpecError(f"texts[{scale!r}]", f"expected `str`, got `{type(text).__name__}`")
+    texts = {scale: _text(scale, value) for scale, value in given.items()}
     for scale in notes:
         if scale not in texts:
             raise SpecError("notes", f"there is no completion of strength {scale!r}")
@@ -56,6 +57,22 @@ def answers(
     head = [title] if title else []
     body = figure(title, asked + tag("div", "".join(cards), "answers"), "midstream wide")
     return Picture(title, body, "\n".join([*head, *lines]))
+
+
+def _text(scale: float, value: Any) -> str:
+    """Return a completion, given as text or as an output of `generate`."""
+    if isinstance(value, str):
+        return value
+    outputs = getattr(value, "outputs", None)
+    text = (
+        getattr(outputs[0], "text", None)
+        if isinstance(outputs, (list, tuple)) and outputs
+        else None
+    )
+    if not isinstance(text, str):
+        expected = "expected `str` or an output of `generate`"
+        raise SpecError(f"texts[{scale!r}]", f"{expected}, got `{type(value).__name__}`")
+    return text
 
 
 def strength(scale: float) -> str:

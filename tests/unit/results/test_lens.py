@@ -61,6 +61,7 @@ def test_the_table_has_a_line_for_each_layer() -> None:
         "11          '<i>' 100%  #1\n"
         "4           ' b' 93%    #4"
     )  # fmt: skip
+    assert repr(rows().table(row=0)) == str(rows().table(row=0))
     assert str(rows().table(row=0)) == (
         "position 3                2\n"
         "11          0 64%  1 24%  #3\n"

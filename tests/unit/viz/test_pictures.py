@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -340,8 +341,21 @@ def test_answers_stand_by_rising_strength_with_their_notes() -> None:
         viz.answers({2: "x"}, notes={3: "y"})
     with pytest.raises(SpecError, match="texts: expected a number, got `str`"):
         viz.answers({"x": "y"})  # type: ignore[dict-item]
-    with pytest.raises(SpecError, match=r"texts\[1\]: expected `str`, got `int`"):
-        viz.answers({1: 2})  # type: ignore[dict-item]
+    with pytest.raises(SpecError, match=r"texts\[1\]: expected `str` or an output .*, got `int`"):
+        viz.answers({1: 2})
+
+
+def test_answers_of_outputs_are_their_first_completions() -> None:
+    def output(*texts: str) -> SimpleNamespace:
+        return SimpleNamespace(outputs=[SimpleNamespace(text=text) for text in texts])
+
+    picture = viz.answers({1: output("Glad.", "Other."), 0: "Plain."})
+    assert [card.text for card in Page(picture.body).all(cls="answer")] == [
+        "plainPlain.",
+        "+1Glad.",
+    ]
+    with pytest.raises(SpecError, match=r"texts\[1\]: expected .* an output of `generate`, got"):
+        viz.answers({1: output()})
 
 
 @pytest.mark.parametrize(

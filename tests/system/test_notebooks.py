@@ -1,0 +1,93 @@
+"""The notebooks run as they stand, by nbclient, and show what their texts say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import notebooks
+
+pytestmark = [pytest.mark.model]
+
+
+@pytest.fixture(scope="module")
+def hub(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return notebooks.hub_cache(tmp_path_factory.mktemp("hub"), smollm2)
+
+
+@pytest.fixture(scope="module")
+def shared(hub: Path) -> Iterator[Any]:
+    """A kernel whose notebooks share one engine."""
+    with notebooks.kernel(hub) as started:
+        notebooks.share_engine(started)
+        yield started
+
+
+def run(name: str, started: Any) -> list[str]:
+    """Execute a notebook; return the plain text of its outputs."""
+    found = notebooks.read(notebooks.FOLDER / f"{name}.ipynb")
+    try:
+        notebooks.execute(found, started)
+    finally:
+        if name not in notebooks.ASYNC:
+            notebooks.forget(started)
+    return [
+        one["data"]["text/plain"]
+        for cell in notebooks.code_cells(found)
+        for one in cell.outputs
+        if "data" in one
+    ]
+
+
+def test_the_lens_says_paris_at_the_last_layer_and_its_direction_says_berlin(shared: Any) -> None:
+    *_, cards = run("logit_lens", shared)
+    answers = dict(re.findall(r"^ *(plain|\+[\d.]+)  (.*)$", cards, re.M))
+    assert answers["plain"].startswith(" Paris")
+    assert answers["+0.4"].startswith(" Berlin")
+
+
+def test_ablating_the_refusal_direction_ends_the_refusal(shared: Any) -> None:
+    _, cards, receipt = run("refusal_direction", shared)
+    assert "I'm sorry" in cards.split("+1")[0]
+    assert "I'm sorry" not in cards.split("+1")[1]
+    assert "ok" in receipt
+
+
+@pytest.mark.nightly
+def test_the_answer_moves_from_the_name_to_the_end_by_one_layer_of_attention(shared: Any) -> None:
+    known, stream, written, heads = run("causal_tracing", shared)
+    assert known == "[' Paris', ' Rome']"
+    lines = {row.split()[0]: row.split()[1:] for row in stream.splitlines() if row[:20].strip()}
+    assert float(lines["10"][2]) > 0.7 > 0.1 > float(lines["10"][8])
+    assert float(lines["28"][8]) > 0.7 > 0.1 > float(lines["28"][2])
+    assert "attn_out" in written
+    assert "head" in heads
+
+
+@pytest.mark.nightly
+def test_a_stronger_push_reads_gladder(shared: Any) -> None:
+    directions, tuning, cards = run("steer_and_tune", shared)
+    assert "best_layer" in directions
+    assert tuning == "Tuning(4 layers × 5 scales)"
+    assert len(re.findall(r"^ *[+−][\d.]+  ", cards, re.M)) == 5
+
+
+@pytest.mark.nightly
+def test_a_feature_of_cooking_turned_up_writes_of_food(shared: Any) -> None:
+    trained, rows, cards = run("sae_feature", shared)
+    assert "variance explained" in trained
+    assert "FeatureRows" in rows
+    strongest = cards.splitlines()[-1]
+    assert re.search(r"sugar|butter|garlic|oil|salt|pepper|cook|add|sauce|onion|basil", strongest)
+
+
+@pytest.mark.nightly
+def test_a_probe_follows_a_stream(hub: Path) -> None:
+    with notebooks.kernel(hub) as started:
+        _, shown = run("live_probe", started)
+    scores = [float(row.split()[1].replace("−", "-")) for row in shown.splitlines()[1:]]
+    assert len(scores) == 47
+    assert max(scores[21:]) > 0 > sum(scores[5:18]) / 13
