@@ -310,13 +310,23 @@ def one_edit(
     """
     if norm == "keep":
         steps[-1] = steps[-1].with_flags(Flags.KEEP)
-    for index, step in enumerate(steps):
-        if step.reads:
-            steps[index] = step.with_flags(Flags.FRESH)
-            if not in_turn:
-                break
+    if in_turn:
+        steps = [step.with_flags(Flags.FRESH) if step.reads else step for step in steps]
+    else:
+        steps = refreshed(steps)
     steps[-1] = steps[-1].with_flags(Flags.COUNTED)
     return tuple(steps)
+
+
+def refreshed(steps: list[Instruction]) -> list[Instruction]:
+    """Return the instructions of one edit with FRESH set where h is to be taken: on the first that
+    reads it, or on the first of all if its norm is kept at the end.
+    """
+    keeps = Flags.KEEP in steps[-1].flags
+    for nth, step in enumerate(steps):
+        if step.reads or keeps:
+            return [*steps[:nth], step.with_flags(Flags.FRESH), *steps[nth + 1 :]]
+    return steps
 
 
 @cache

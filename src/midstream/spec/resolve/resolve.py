@@ -17,6 +17,7 @@ from midstream.spec.heads import head_size
 from midstream.spec.instructions import Instruction
 from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
+from midstream.spec.operation import refreshed
 from midstream.spec.operations import Edit, Gate, Route, Steer
 from midstream.spec.plan import Plan
 from midstream.spec.positions.position_set import Where
@@ -305,7 +306,7 @@ class _Resolver:
         here = Steps((score, *steps))
         by_slot = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
         # This gate does not read the stream, so the first instruction that does needs FRESH.
-        later = Steps((by_slot, *_refreshed(list(steps[1:]))))
+        later = Steps((by_slot, *refreshed(list(steps[1:]))))
         return [here if each == tap else later for each in taps]
 
     def _new_slot(self) -> int:
@@ -352,11 +353,3 @@ def _with_rows(step: Instruction, chosen: slice, first: int) -> Instruction:
         return step
     flags = step.flags | Flags.ROW_BY_POSITION
     return replace(step, write=step.write[chosen], first=first, flags=flags)
-
-
-def _refreshed(steps: list[Instruction]) -> list[Instruction]:
-    """Return the instructions with FRESH set on the first that reads the stream."""
-    for nth, step in enumerate(steps):
-        if step.reads:
-            return [*steps[:nth], step.with_flags(Flags.FRESH), *steps[nth + 1 :]]
-    return steps

@@ -15,7 +15,8 @@ from unit.spec.strategies import edits, gates, named_edits, plain_edits
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.spec import Gate, Replace, Steer
+from midstream.spec import Feature, Gate, Reading, Replace, Steer
+from midstream.spec.operation import refreshed
 from midstream.spec.operations import KINDS_BY_OP, OPS, parse_edit
 
 WIDTH = 5
@@ -45,6 +46,16 @@ def test_the_instructions_of_an_edit_compute_its_formula(case):
     assert agree(run(edit.instructions(WIDTH), h), expected, np.maximum(abs(h), abs(expected)))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_norm_that_is_kept_is_that_before_all_features_were_added(gated):
+    draw = np.random.default_rng(0)
+    rows = draw.integers(-8, 8, (3, WIDTH)).tolist()
+    edit = Feature(rows, rows, 3, mode="add", value=[0.5, -2, 1], norm="keep")
+    h = draw.normal(size=(4, WIDTH))
+    one = Gate(edit, Reading([1.0] * WIDTH)) if gated else edit
+    assert agree(run(one.instructions(WIDTH), h), apply(one, h), abs(h))
+
+
 @given(cases(gates(WIDTH)), st.data())
 def test_a_gate_that_reads_a_score_computes_the_same(case, data):
     gate, h = case
@@ -52,25 +63,17 @@ def test_a_gate_that_reads_a_score_computes_the_same(case, data):
     score = np.array(data.draw(st.lists(numbers, min_size=len(h), max_size=len(h))))
     first, *others = gate.instructions(WIDTH)
     read = dataclasses.replace(first, read=None, slot=7, flags=first.flags & ~Flags.FRESH)
-    others = _refreshed(others)
+    others = refreshed(others)
     expected = apply(gate, h, score)
     found = run((read, *others), h, {7: score})
     assert agree(found, expected, np.maximum(abs(h), abs(expected)))
-
-
-def _refreshed(steps):
-    reading = [nth for nth, step in enumerate(steps) if step.reads]
-    return [
-        step.with_flags(Flags.FRESH) if reading and nth == reading[0] else step
-        for nth, step in enumerate(steps)
-    ]
 
 
 @given(edits(WIDTH))
 def test_an_edit_counts_once_and_takes_h_once_before_it_is_read(edit):
     steps = edit.instructions(WIDTH)
     assert [step.counted for step in steps] == [False] * (len(steps) - 1) + [True]
-    reading = [nth for nth, step in enumerate(steps) if step.reads]
+    reading = [nth for nth, step in enumerate(steps) if step.reads or Flags.KEEP in steps[-1].flags]
     assert [nth for nth, step in enumerate(steps) if Flags.FRESH in step.flags] == reading[:1]
     gated = isinstance(edit, Gate)
     assert [Flags.GATED in step.flags for step in steps[gated:]] == [gated] * len(steps[gated:])
