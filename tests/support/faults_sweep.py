@@ -40,7 +40,7 @@ SWEEPS: tuple[Fault, ...] = (
         "server/sweep_pace.py",
         "if now.starting or now.requests",
         "if now.requests",
-        "tests/unit/server/routes/test_sweep.py"
+        "tests/unit/server/test_sweep_pace.py"
         "::test_an_ordinary_request_has_its_first_token_before_any_further_run_starts",
     ),
     Fault(
