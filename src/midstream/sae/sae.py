@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from midstream.errors import SpecError
 from midstream.sae.files import from_release, load_sae, sae_of
@@ -126,8 +126,8 @@ class SAE:
         return SAE(**sae_of(sae, input_scale))
 
     def __repr__(self) -> str:
-        kind = "ReLU" if self.threshold is None else "JumpReLU"
-        kind = f"TopK({self.top_k})" if self.top_k else kind
+        plain = "ReLU" if self.threshold is None else "JumpReLU"
+        kind = f"TopK({self.top_k})" if self.top_k else plain
         word = "transcoder" if self.is_transcoder else "SAE"
         where = f" of {self.hook_name}" if self.hook_name else ""
         return f"<{kind} {word}{where}: {self.num_features} features, width {self.width}>"
@@ -162,8 +162,7 @@ class SAE:
         if 0 < self.top_k < self.num_features:
             values, ids = found.topk(self.top_k, -1)
             found = torch.zeros_like(found).scatter_(-1, ids, values)
-        result: Array = _like(x, found)
-        return result
+        return cast(Array, _like(x, found))
 
     def decode(self, a: Array) -> Array:
         """Return the vectors reconstructed from activations.
@@ -181,8 +180,7 @@ class SAE:
 
         if self.normalize != "none":
             raise SpecError("normalize", f"{self.normalize} cannot be undone without the vectors")
-        result: Array = _like(a, torch.as_tensor(a).to(self.w_dec) @ self.w_dec + self.b_dec)
-        return result
+        return cast(Array, _like(a, torch.as_tensor(a).to(self.w_dec) @ self.w_dec + self.b_dec))
 
     def feature(
         self,

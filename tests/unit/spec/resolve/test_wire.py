@@ -80,6 +80,7 @@ MESSAGE = {
             "where": {"ranges": [[0, 1]], "matches": [], "last_from": 9},
             "source": 0,
             "pattern": None,
+            "selected": None,
         }
     ],
     "probes": [
