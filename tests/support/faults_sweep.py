@@ -35,4 +35,28 @@ SWEEPS: tuple[Fault, ...] = (
         "(np.exp(q[possible]) * (q[possible] - p[possible]))",
         "tests/unit/sweep/test_metrics.py::test_kl_is_the_relative_entropy",
     ),
+    Fault(
+        "Runs of sweeps start while an ordinary request waits for its first token",
+        "server/sweep_pace.py",
+        "if now.starting or now.requests",
+        "if now.requests",
+        "tests/unit/server/test_sweep_pace.py"
+        "::test_an_ordinary_request_has_its_first_token_before_any_further_run_starts",
+    ),
+    Fault(
+        "The runs of a sweep go on when its client has disconnected",
+        "server/routes/sweep.py",
+        "await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)",
+        "await asyncio.wait((gone, work), return_when=asyncio.ALL_COMPLETED)",
+        "tests/unit/server/routes/test_sweep.py::test_a_client_that_disconnects_ends_the_remaining_"
+        "cells",
+    ),
+    Fault(
+        "Rows by value lose their positions on the way to a server",
+        "sweep/source.py",
+        "        if len(counts) > 1 or default != self.positions or counts != {self.length}:\n",
+        "        if len(counts) > 1:\n",
+        "tests/unit/server/routes/test_sweep.py"
+        "::test_rows_by_value_keep_their_positions_and_the_prompt_that_they_are_of",
+    ),
 )

@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 
-from midstream import Ablate, Capture, LogitDiff, Probe, Steer
-from support.serving import ENGINE
+from midstream import Ablate, Capture, Client, LogitDiff, Probe, Steer
+from midstream.client import ServedOutput
+from support.serving import ENGINE, NAME
 
 TOKENS = 6
 VECTOR = torch.randn(576, generator=torch.Generator().manual_seed(0))
 HELLO = [{"role": "user", "content": "Say hello."}]
+
+ASKED = {"model": NAME, "temperature": 0, "max_tokens": TOKENS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,14 @@ SWEEP: dict[str, Any] = {
     "sites": "resid_post",
     "positions": "prompt",
 }
+
+
+def ask(client: Client, case: Case, **more: Any) -> ServedOutput:
+    """What a server answers to a case."""
+    given = {**ASKED, **case.asked, **more}
+    if case.is_chat:
+        return client.chat(case.prompt, **given)
+    return client.complete(case.prompt, **given)
 
 
 def plain(completion: Any) -> dict[str, Any]:

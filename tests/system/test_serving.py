@@ -13,25 +13,32 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
-from support import own_process, serving
+from support import own_process, served_sweeps, serving
 from support.nightly import NIGHTLY
 from support.own_process import python
 from support.serving import NAME, Running
 from support.serving_load import load
-from support.serving_offline import CASES, SWEEP, TOKENS, VECTOR, Case, assert_equal, plain
+from support.serving_offline import (
+    ASKED,
+    CASES,
+    TOKENS,
+    VECTOR,
+    Case,
+    ask,
+    assert_equal,
+    plain,
+)
 from support.serving_plain import PLAIN, answered
 from support.spans import Spans, collecting
 
-from midstream import Capture, Client, Probe, Steer, Sweep, extra_body
-from midstream.client import ServedOutput, ServerError
+from midstream import Capture, Client, Probe, Steer, extra_body
+from midstream.client import ServerError
 from midstream.store import open_store
 
-ASKED = {"model": NAME, "temperature": 0, "max_tokens": TOKENS}
 PROMPT = "The capital of France is"
 
 
@@ -85,18 +92,6 @@ def openai(server: Running) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def ask(client: Client, case: Case, **more: Any) -> ServedOutput:
-    given = {**ASKED, **case.asked, **more}
-    if case.is_chat:
-        return client.chat(case.prompt, **given)
-    return client.complete(case.prompt, **given)
-
-
-def last(stream: Iterator[ServedOutput]) -> ServedOutput:
-    *_, found = stream
-    return found
-
-
 # ---------------------------------------------------------------- as offline
 
 
@@ -113,7 +108,7 @@ def test_a_stream_comes_to_bit_by_bit_what_the_offline_engine_gives(client, offl
     case = CASES[name]
     asked = {**ASKED, **case.asked}
     prompt = {"messages": case.prompt} if case.is_chat else {"prompt": case.prompt}
-    [found] = last(client.stream(**prompt, **asked)).outputs
+    [found] = [*client.stream(**prompt, **asked)][-1].outputs
     assert_equal(plain(found), offline[name])
 
 
@@ -225,7 +220,7 @@ def test_each_choice_of_several_prompts_has_its_own_rows_and_receipt(client):
 def test_a_stream_of_several_prompts_has_each_ones_scores_at_its_choice(client):
     prompts = ["One two three four", "Seven eight"]
     asked = {"probes": Probe(VECTOR, 5, name="p"), "capture": Capture([2])}
-    found = last(client.stream(prompts, **ASKED, **asked))
+    found = [*client.stream(prompts, **ASKED, **asked)][-1]
     for one, rows in zip(found.outputs, (4, 2), strict=True):
         assert one.receipt.prompt_tokens == rows
         assert len(one.probes["p"]) == rows + TOKENS - 1
@@ -417,50 +412,8 @@ def test_sixty_four_clients_for_two_minutes_take_no_more_memory_than_without_mid
     assert worker < max(0, plain.growth()[-1]) + (64 << 20)
 
 
-# ---------------------------------------------------------------- sweeps
-
-
-def test_a_sweep_is_what_the_offline_engine_gives_also_from_kept_rows(client, offline):
-    expected, seen = Sweep.from_json(offline["sweep"]), []
-    found = client.sweep(**SWEEP, model=NAME, on_cell=lambda cell, _: seen.append(cell.index))
-    kept = client.complete(
-        SWEEP["source"], **ASKED, capture=Capture([3, 12, 25]), activations="keep"
-    ).outputs[0].captured  # fmt: skip
-    from_rows = client.sweep(**{**SWEEP, "source": kept.at([0, 1, 2, 3, 4])})
-    client.delete(kept)
-    assert sorted(seen) == sorted(np.ndindex(1, 3, 5))
-    for one in (found, from_rows):
-        assert (one.dims, one.coords, one.tokens) == (
-            expected.dims, expected.coords, expected.tokens
-        )  # fmt: skip
-        assert np.abs(one.values - expected.values).max() <= 1e-5
-        assert abs(one.corrupt - expected.corrupt) <= 1e-5
-        # In float32 without a prefix cache, unpatched runs differ by rounding alone.
-        assert one.noise_floor <= 1e-5
-        assert one.receipts.status == "ok"
-        assert one.receipts.applied == one.receipts.expected == 15
-    assert abs(found.clean - expected.clean) <= 1e-5
-    assert from_rows.clean is None
-    # Patching the last token of a late layer gives most of the clean answer: not all are equal.
-    assert expected.values.max() - expected.values.min() > 1
-
-
-def test_a_sweep_goes_on_beside_ordinary_requests_and_ends_with_its_client(client, server, offline):
-    before = len(server.log)
-    body = SWEEP | {"metric": SWEEP["metric"].emit(), "layers": "all", "repeats": 0}
-    with httpx.stream("POST", f"{server.url}/v1/midstream/sweep", json=body, timeout=120) as answer:
-        lines = answer.iter_lines()
-        assert any("start" in line for line in lines)
-        [found] = ask(client, CASES["everything"]).outputs
-        assert_equal(plain(found), offline["everything"])
-        assert any("cell" in line for line in lines)
-    status = server.wait_until_idle()
-    assert status["requests"] == 0
-    [ended] = [line for line in server.log[before:].splitlines() if "midstream sweep.ended" in line]
-    assert 'status="aborted"' in ended or 'status="ok"' in ended
-    with pytest.raises(ServerError) as caught:
-        client.sweep(**{**SWEEP, "layers": 99})
-    assert (caught.value.status, caught.value.param) == (400, "layers")
+def test_sweeps_are_what_the_offline_engine_gives_beside_others(client, server, offline):
+    served_sweeps.check(client, server, offline)
 
 
 # ---------------------------------------------------------------- operations

@@ -139,9 +139,10 @@ class AsyncSweeps:
         states = llm.output_processor.request_states
         others = [each for name, each in states.items() if not name.startswith(RUN_ID)]
         starting = sum(each.is_prefilling for each in others)
-        front = self._front
-        seats = llm.vllm_config.scheduler_config.max_num_seqs * front.num_replicas
-        return Traffic(len(others), starting, front.waiting, seats)
+        engines = len(llm.engine_core.core_engines)
+        seats = llm.vllm_config.scheduler_config.max_num_seqs * engines
+        waiting = self._front._admission.waiting  # noqa: SLF001
+        return Traffic(len(others), starting, waiting, seats)
 
     async def sweep(
         self,

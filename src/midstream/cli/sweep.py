@@ -223,8 +223,8 @@ def _show(found: Sweep, best: int) -> None:
     from rich.table import Table
 
     console = Console()
-    console.print(repr(found), markup=False, highlight=False)
-    console.print(str(found.receipts), markup=False, highlight=False)
+    typer.echo(repr(found))
+    typer.echo(str(found.receipts))
     if not best:
         return
     table = Table()

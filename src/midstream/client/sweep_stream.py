@@ -35,9 +35,7 @@ class SweepStream:
         request: the request to send.
     """
 
-    def __init__(
-        self, body: Mapping[str, Any], on_cell: Callable[[SweepCell, float], object] | None
-    ):
+    def __init__(self, body: Mapping[str, Any], on_cell: OnCell | None) -> None:
         """Prepare the request.
 
         Args:

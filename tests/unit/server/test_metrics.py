@@ -72,9 +72,19 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(f"midstream:{name}", labels)
 
 
+def test_ended_sweeps_are_counted_with_their_cells(metrics, registry):
+    metrics.count_sweep("ok", 16)
+    metrics.count_sweep("aborted", 3)
+    metrics.count_sweep("ok", 4)
+    assert value(registry, "sweeps_total", status="ok") == 2
+    assert value(registry, "sweeps_total", status="aborted") == 1
+    assert value(registry, "sweep_cells_total") == 23
+
+
 def test_every_metric_is_told_by_a_status(metrics, registry):
     metrics.update(STATE)
     metrics.count_refusal(429)
+    metrics.count_sweep("ok", 16)
     found = {
         sample.name.removeprefix("midstream:")
         for family in registry.collect()

@@ -259,16 +259,6 @@ class AsyncFrontEnd(BaseFrontEnd):
             **await self._usage.read(timeout),
         }
 
-    @property
-    def waiting(self) -> int:
-        """Number of requests that wait for capacity."""
-        return self._admission.waiting
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of engines."""
-        return len(self._replicas)
-
     async def parameter(self, name: str) -> Tensor:
         """Return a parameter of the model; see `fetch_parameter`."""
         return await fetch_parameter(self._engine, self._replicas[0].batcher, name)

@@ -133,6 +133,12 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         ("detokenizer", "prompt", "prompt_token_ids"),
         _RUNNING,
     ),
+    Fields(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        ("is_prefilling",),
+        "sweeps of a server start no run while another request has no token",
+    ),
     Fields("vllm.v1.engine.detokenizer", "IncrementalDetokenizer", ("output_token_ids",), _RUNNING),
     Fields(
         "vllm.v1.engine",

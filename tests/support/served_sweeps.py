@@ -1,0 +1,70 @@
+"""Sweeps of a running server, against those of the offline engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from midstream import Capture, Client, Sweep
+from midstream.client import ServerError
+from support.serving import NAME, Running
+from support.serving_offline import ASKED, CASES, SWEEP, ask, assert_equal, plain
+
+# Batches of other sizes round otherwise.
+TOLERANCE = 1e-5
+
+
+def check(client: Client, server: Running, offline: dict[str, Any]) -> None:
+    """Check sweeps against those of the offline engine, and beside other requests."""
+    _check_values(client, Sweep.from_json(offline["sweep"]))
+    _check_others(client, server, offline["everything"])
+
+
+def _check_values(client: Client, expected: Sweep) -> None:
+    """Check a sweep from a prompt, and one from rows that the server keeps."""
+    seen: list[tuple[int, ...]] = []
+    found = client.sweep(**SWEEP, model=NAME, on_cell=lambda cell, _: seen.append(cell.index))
+    asked: dict[str, Any] = {**ASKED, "capture": Capture([3, 12, 25]), "activations": "keep"}
+    kept = client.complete(SWEEP["source"], **asked).outputs[0].captured
+    assert kept is not None
+    # Those of the generated tokens are kept too.
+    from_rows = client.sweep(**{**SWEEP, "source": kept.at([0, 1, 2, 3, 4])})
+    client.delete(kept)
+    assert sorted(seen) == sorted(np.ndindex(1, 3, 5))
+    for one in (found, from_rows):
+        assert one.dims == expected.dims
+        assert (one.coords, one.tokens) == (expected.coords, expected.tokens)
+        assert np.abs(one.values - expected.values).max() <= TOLERANCE
+        assert abs(one.corrupt - expected.corrupt) <= TOLERANCE
+        assert one.noise_floor <= TOLERANCE
+        assert one.receipts.status == "ok"
+        assert one.receipts.applied == one.receipts.expected == 15
+    assert found.clean is not None
+    assert expected.clean is not None
+    assert abs(found.clean - expected.clean) <= TOLERANCE
+    assert from_rows.clean is None
+    # The country at early layers, and the last token at late ones, bring the clean answer back.
+    assert expected.values.max() - expected.values.min() > 10
+
+
+def _check_others(client: Client, server: Running, offline: dict[str, Any]) -> None:
+    """Check that a request beside a sweep gets what it gets alone, that a sweep ends with its
+    client, and that a wrong one is refused.
+    """
+    before = len(server.log)
+    body = {**SWEEP, "metric": SWEEP["metric"].emit(), "layers": "all", "repeats": 0}
+    with httpx.stream("POST", f"{server.url}/v1/midstream/sweep", json=body, timeout=120) as answer:
+        lines = answer.iter_lines()
+        assert any("start" in line for line in lines)
+        [found] = ask(client, CASES["everything"]).outputs
+        assert_equal(plain(found), offline)
+        assert any("cell" in line for line in lines)
+    assert server.wait_until_idle()["requests"] == 0
+    [ended] = [line for line in server.log[before:].splitlines() if "midstream sweep.ended" in line]
+    assert 'status="aborted"' in ended or 'status="ok"' in ended
+    with pytest.raises(ServerError) as caught:
+        client.sweep(**{**SWEEP, "layers": 99})
+    assert (caught.value.status, caught.value.param) == (400, "layers")
