@@ -78,7 +78,8 @@ def test_outputs_have_no_paths_errors_or_log_lines(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["see /ho" + "me/someone/x", "Traceback (most recent call last)", "10.5it/s]", "INFO 11-24"]
+    "text",
+    ["see /ho" + "me/someone/x", "Traceback (most recent call last)", "10.5it/s]", "INFO 11-24"],
 )
 def test_noise_is_found(text: str) -> None:
     assert notebooks.NOISE.search(text)
