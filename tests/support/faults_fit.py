@@ -6,6 +6,13 @@ from support.fault import Fault
 
 FIT: tuple[Fault, ...] = (
     Fault(
+        "A fit takes the last prompt of one class for one of the other",
+        "fit/prompts.py",
+        "    return _class(outputs[:positives], site), _class(outputs[positives:], site)\n",
+        "    return _class(outputs[: positives - 1], site), _class(outputs[positives - 1 :], site)\n",
+        "tests/engine/test_fit.py::test_a_fit_on_prompts_equals_one_on_transformers_rows",
+    ),
+    Fault(
         "A direction is scored on rows that it was fitted on",
         "fit/estimate.py",
         "            np.ones(len(folds), np.bool_) if fold is None else folds != fold\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ def shared(hub: Path) -> Iterator[Any]:
 
 
 def run(name: str, started: Any) -> list[str]:
-    """Execute a notebook; return the plain text of its outputs."""
+    """Execute a notebook; return the plain text of its outputs, and of heatmaps their cells."""
     found = notebooks.read(notebooks.FOLDER / f"{name}.ipynb")
     try:
         notebooks.execute(found, started)
@@ -35,11 +36,16 @@ def run(name: str, started: Any) -> list[str]:
         if name not in notebooks.ASYNC:
             notebooks.forget(started)
     return [
-        one["data"]["text/plain"]
+        _text(one["data"])
         for cell in notebooks.code_cells(found)
         for one in cell.outputs
         if "data" in one
     ]
+
+
+def _text(data: dict[str, str]) -> str:
+    cells = re.findall(r'aria-label="([^"]*: −?[\d.]+)"', data.get("text/html", ""))
+    return "\n".join([data["text/plain"], *map(html.unescape, cells)])
 
 
 def test_the_lens_says_paris_at_the_last_layer_and_its_direction_says_berlin(shared: Any) -> None:
@@ -60,18 +66,28 @@ def test_ablating_the_refusal_direction_ends_the_refusal(shared: Any) -> None:
 def test_the_answer_moves_from_the_name_to_the_end_by_one_layer_of_attention(shared: Any) -> None:
     known, stream, written, heads = run("causal_tracing", shared)
     assert known == "[' Paris', ' Rome']"
-    lines = {row.split()[0]: row.split()[1:] for row in stream.splitlines() if row[:20].strip()}
-    assert float(lines["10"][2]) > 0.7 > 0.1 > float(lines["10"][8])
-    assert float(lines["28"][8]) > 0.7 > 0.1 > float(lines["28"][2])
-    assert "attn_out" in written
-    assert "head" in heads
+    assert (
+        value(stream, 10, "position 2 'osse'") > 0.7 > 0.1 > value(stream, 10, "position 8 ' of'")
+    )
+    assert (
+        value(stream, 28, "position 8 ' of'") > 0.7 > 0.1 > value(stream, 28, "position 2 'osse'")
+    )
+    assert value(written, 23, "position 8 ' of'") > 0.5
+    assert value(heads, 23, "head 4") + value(heads, 23, "head 5") > 0.4
+
+
+def value(cells: str, layer: int, column: str) -> float:
+    """The value of the first cell of a heatmap with these labels."""
+    found = re.search(rf"^layer {layer}, {re.escape(column)}: (.*)$", cells, re.M)
+    assert found, cells
+    return float(found[1].replace("−", "-"))
 
 
 @pytest.mark.nightly
 def test_a_stronger_push_reads_gladder(shared: Any) -> None:
     directions, tuning, cards = run("steer_and_tune", shared)
     assert "best_layer" in directions
-    assert tuning == "Tuning(4 layers × 5 scales)"
+    assert tuning.startswith("Tuning(4 layers × 5 scales)")
     assert len(re.findall(r"^ *[+−][\d.]+  ", cards, re.M)) == 5
 
 
@@ -79,15 +95,20 @@ def test_a_stronger_push_reads_gladder(shared: Any) -> None:
 def test_a_feature_of_cooking_turned_up_writes_of_food(shared: Any) -> None:
     trained, rows, cards = run("sae_feature", shared)
     assert "variance explained" in trained
-    assert "FeatureRows" in rows
-    strongest = cards.splitlines()[-1]
-    assert re.search(r"sugar|butter|garlic|oil|salt|pepper|cook|add|sauce|onion|basil", strongest)
+    found = {word: float(one) for one, word in re.findall(r"^ *\d+ +([\d.]+)  '(.*)'$", rows, re.M)}
+    assert max(found, key=lambda word: found[word]) in (" garlic", " parsley")
+    assert found[" book"] == found[" moon"] == 0
+    plain, *steered = re.findall(r"^ *(?:plain|\+\d+)  (.*)$", cards, re.M)
+    food = re.compile("recipe|bake|cook|garlic|butter|sauce|salt|pepper|onion")
+    assert not food.search(plain)
+    assert all(food.search(each) for each in steered)
 
 
 @pytest.mark.nightly
 def test_a_probe_follows_a_stream(hub: Path) -> None:
     with notebooks.kernel(hub) as started:
         _, shown = run("live_probe", started)
-    scores = [float(row.split()[1].replace("−", "-")) for row in shown.splitlines()[1:]]
+    rows = re.findall(r"^ *\d+ +(−?[\d.]+)  '", shown, re.M)
+    scores = [float(row.replace("−", "-")) for row in rows]
     assert len(scores) == 47
     assert max(scores[21:]) > 0 > sum(scores[5:18]) / 13
