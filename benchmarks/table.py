@@ -240,6 +240,38 @@ def stream(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def sweep(result: dict[str, Any]) -> str:
+    """Render a result of sweep.py: time of a cell, by variant."""
+    parts = [_where(result)]
+    for shape, measured in result["shapes"].items():
+        for work, variants in measured.items():
+            if not isinstance(variants, dict) or "llm.sweep" not in variants:
+                continue
+            best = variants["llm.sweep"]["median_s"]
+            rows = [
+                [
+                    name,
+                    f"{one['cells']:,}",
+                    f"{one['median_s'] * 1e3:.2f} ms",
+                    f"{1 / one['median_s']:,.0f}",
+                    f"{one['median_s'] / best:.1f} ×",
+                    "" if name == "llm.sweep" else f"{one['differs_by']:.1e}",
+                ]
+                for name, one in variants.items()
+            ]
+            cached = variants["llm.sweep"]["cached"]
+            head = [
+                f"{shape}, {work}, {cached:.0%} from the prefix cache",
+                "cells",
+                "time of a cell",
+                "cells/s",
+                "relative to llm.sweep",
+                f"differs by, of {variants['llm.sweep']['spread']:.2g}",
+            ]
+            parts.append(markers.table(head, rows, numbers=True))
+    return "\n\n".join(parts)
+
+
 def identical(result: dict[str, Any]) -> str:
     """Render a result of identical.py: answers that differ from plain vLLM's."""
     head = [
@@ -314,6 +346,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "capture_cost": capture_cost,
     "layer_scaling": capture_cost,
     "stream": stream,
+    "sweep": sweep,
     "identical": identical,
     "disk": disk,
     "serving": serving,

@@ -22,7 +22,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 _NAME = re.compile(r"(0|[1-9][0-9]{0,4})\.(weight|bias)")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LinearLens:
     """Affine maps of the stream, one for each depth; h ← A h + b, or h ← h + A h + b, before the
     model's final norm and head.
@@ -52,6 +52,10 @@ class LinearLens:
     def width(self) -> int:
         """Width of the stream."""
         return int(next(iter(self.matrices.values())).shape[-1])
+
+    def __repr__(self) -> str:
+        kinds = f"{len(self.matrices)} maps of the stream, {self.width} wide"
+        return f"{type(self).__name__}({kinds}, after {_listed(sorted(self.matrices))} layers)"
 
     @staticmethod
     def _check(depth: int, value: Any, shape: tuple[int, ...]) -> None:
@@ -160,6 +164,12 @@ class JacobianLens(LinearLens):
                 raise SpecError("", f"unknown tensor {show(str(name))}; expected numbers of layers")
             matrices[int(text)] = value
         return JacobianLens(matrices)
+
+
+def _listed(depths: list[int]) -> str:
+    if len(depths) > 1 and depths == list(range(depths[0], depths[-1] + 1)):
+        return f"{depths[0]} to {depths[-1]}"
+    return ", ".join(map(str, depths))
 
 
 def load_lens(path: str | Path) -> LinearLens:

@@ -205,3 +205,34 @@ def test_what_has_no_room_is_dropped_counted_and_nothing_else_is_wrong(tiny_llam
                 torch.testing.assert_close(found, wanted[kept], rtol=1e-4, atol=1e-4)
         del outputs, output, found
         check(run(llm, PROMPTS[:1]), alone)
+
+
+def test_the_first_rows_are_kept_and_the_receipt_tells_how_many_were_left_out(llm):
+    """Beside captures of all rows, of a prompt and of what is generated."""
+    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1]]
+    several = {"layers": [0, 2], "sites": ["resid_pre", "resid_post"]}
+    asked = [
+        [Capture(**several, max_rows=3)],
+        [Capture([1]), Capture(**several, positions="generated", max_rows=2)],
+        [Capture(**several, positions=[2, 5], max_rows=9)],
+    ]
+    alone = [run(llm, [one])[0].activations for one in prompts]
+    count = len(PROMPTS[0])
+    wanted = [[0, 1, 2], [count, count + 1], [2, 5]]
+    left = [count + 3 - 3, 1, 0]
+    for output, rows, places, more in zip(
+        run(llm, prompts, asked), alone, wanted, left, strict=True
+    ):
+        assert output.receipt.status == "ok"
+        *_, selected = output.receipt.selected
+        assert selected.left_out == more
+        for site in ("resid_pre", "resid_post"):
+            for layer in (0, 2):
+                assert output.activations.positions_of(site, layer).tolist() == places
+                found = output.activations[site, layer]
+                torch.testing.assert_close(found, rows[site, layer][places], rtol=0, atol=1e-4)
+        if len(output.receipt.captured) > 4:
+            assert len(output.activations["resid_post", 1]) == count + 3
+    with pytest.raises(SpecError, match="depends on what is generated") as caught:
+        run(llm, prompts[:1], Capture([1], positions=["last"], max_rows=2))
+    assert caught.value.path == "capture.max_rows"

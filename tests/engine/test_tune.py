@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from midstream.fit import MaxKL, MaxPerplexity, Tuning
 from midstream.fit.batches import run_steps_async
 from midstream.fit.text_scores import score_steps
 from midstream.fit.tune import read_tune, tune_steps
+from midstream.spec.shape import ModelShape
 
 TOLERANCE = 5e-3 if HAS_GPU else 1e-4
 CHAT = [[{"role": "user", "content": "Hi"}]]
@@ -233,6 +236,8 @@ def test_an_effect_of_the_callers_own(talking: Any, directions: Directions) -> N
 
 
 def test_what_cannot_be_tuned_is_rejected(talking: Any, directions: Directions) -> None:
+    outside = replace(directions, layers=(0, 1, 7))
+    mlp = replace(directions, site="mlp_out")
     for given, match in (
         ({"scales": "2"}, "scales: expected a list of numbers, got `str`"),
         ({"scales": [1.0, 1.0]}, "scales: expected at least one number, each once"),
@@ -249,11 +254,18 @@ def test_what_cannot_be_tuned_is_rejected(talking: Any, directions: Directions) 
         ({"prompts": [list(range(3, 240))]}, r"prompts\[0\]: 237 tokens and max_tokens=32 leave"),
         ({"sampling_params": SamplingParams(n=2, max_tokens=4)}, "sampling_params: expected n=1"),
         ({"sampling_params": {}}, "sampling_params: expected one SamplingParams, got `dict`"),
-        ({"positions": "lst"}, "positions"),
+        ({"positions": "lst"}, r"^positions.*: .*lst"),
+        ({"directions": mlp}, "^layers: mlp_out at layer 0 is not tapped"),
+        ({"directions": outside, "layers": 7}, "^layers: .*7"),
         ({"directions": {}}, "directions: expected Directions or a Direction, got `dict`"),
     ):
         with pytest.raises(SpecError, match=match):
             talking.tune(**{"directions": directions, "prompts": PROMPTS, **given})
+    shape = talking.info.shape
+    taps = {tap for tap in shape.taps if tap[0] != "final_norm"}
+    bare = SimpleNamespace(info=SimpleNamespace(shape=ModelShape(3, 64, taps)))
+    with pytest.raises(SpecError, match="^guard: final_norm is not tapped"):
+        read_tune(bare, directions, PROMPTS, None, [1.0], MaxKL(1), None, None, None, {})
     for make, match in (
         (lambda: MaxPerplexity(0.9), "ratio: expected at least 1, got 0.9"),
         (lambda: MaxKL(-1), "nats: expected 0 or more, got -1"),
@@ -292,7 +304,7 @@ def test_an_async_engine_gets_the_same_requests_at_once(
     np.testing.assert_allclose(scored[1].logprobs, wanted[1].logprobs, atol=1e-5)
     where = {"positions": "all"}
     request = read_tune(
-        talking.get_tokenizer, 256, directions, PROMPTS, 1, [2.0], MaxKL(9.0), None, None, PARAMS,
+        talking, directions, PROMPTS, 1, [2.0], MaxKL(9.0), None, None, PARAMS,
         where,
     )  # fmt: skip
     found = asyncio.run(run_steps_async(async_llm, tune_steps(request)))

@@ -19,6 +19,7 @@ import torch
 
 from midstream.testing import inspect
 from support import async_sweeps
+from support.async_evaluations import evaluate
 from support.async_lenses import stream_of_lenses
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 from support.output_results import logprobs, results, scores
@@ -412,6 +413,8 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await waiting(llm, found)
         found["sweep"] = await async_sweeps.sweep(llm)
         await server_wide(llm, found)
+        found["evaluated"] = [await evaluate(llm)]
+        await inspect(llm).check_integrity()
     finally:
         llm.shutdown()
 
@@ -427,6 +430,7 @@ def offline(model: Path, found: dict[str, Any]) -> None:
             use_tqdm=False,
             **asked,
         )
+        found["evaluated"].append(asyncio.run(evaluate(llm)))
         found["offline"] = [
             {"generated": list(one.outputs[0].token_ids), **results(one)} for one in outputs
         ]

@@ -192,6 +192,14 @@ ATTENTION = (
         f"{_LENS}test_steering_with_a_token_adds_the_direction_of_its_lens",
     ),
     Fault(
+        "Each rank adds the bias of a score to its part",
+        "runtime/protocol/rank_parts.py",
+        "a=0.0 if step.op is Op.PROBE and part else step.a,",
+        "a=step.a,",
+        "tests/unit/runtime/protocol/test_rank_parts.py"
+        "::test_the_parts_of_a_score_add_up_to_it_with_its_bias",
+    ),
+    Fault(
         "A lens is overwritten while requests use it",
         "runtime/frontend/weight_memory.py",
         "        if name in self._registered and self._memory.in_use",
@@ -215,8 +223,30 @@ ATTENTION = (
         f"{_FEATURES}test_every_architecture_encodes_as_its_formulas_do",
     ),
     Fault(
+        "Of several features of one edit, each reads what those before it made of the vector",
+        "spec/operations/feature.py",
+        "for each in given], self.norm)",
+        "for each in given], self.norm, in_turn=True)",
+        "tests/unit/sae/test_sae.py::test_features_of_one_edit_read_the_same_vector",
+    ),
+    Fault(
+        "Features that are edited by their SAE's name are encoded without its b_dec",
+        "sae/sae.py",
+        "            bias = bias - rows @ self.b_dec.double()\n",
+        "            pass\n",
+        "tests/unit/sae/test_sae.py::test_features_of_one_edit_read_the_same_vector",
+    ),
+    Fault(
+        "A feature gets the value of another one of its edit",
+        "spec/operations/feature.py",
+        "tuple(values[nth] for nth in order)",
+        "tuple(values)",
+        "tests/unit/spec/operations/test_fields.py"
+        "::test_features_of_a_name_have_one_form_whatever_their_order",
+    ),
+    Fault(
         "Features are those of the layer after the SAE's own",
-        "runtime/frontend/sae_registry.py",
+        "sae/sae.py",
         "return None if self.hook_name is None else hook_tap(self.hook_name)",
         'return None if self.hook_name is None else ("resid_post", hook_tap(self.hook_name)[1] + 1)',
         f"{_FEATURES}test_every_architecture_encodes_as_its_formulas_do",

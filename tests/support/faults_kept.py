@@ -125,6 +125,14 @@ KEPT: tuple[Fault, ...] = (
         "::test_the_newest_requests_lose_their_rows_and_the_others_none",
     ),
     Fault(
+        "A limit of rows holds for each range of positions by itself",
+        "spec/positions/position_set.py",
+        "                left -= end - start\n",
+        "",
+        "tests/unit/spec/positions/test_position_set.py"
+        "::test_the_first_positions_are_the_lowest_ones",
+    ),
+    Fault(
         "A cast makes infinities of values beyond its dtype",
         "codecs/cast.py",
         "wide.clamp(-most, most)",
@@ -455,5 +463,29 @@ KEPT: tuple[Fault, ...] = (
         "        self._switches[: batch.num_tokens].zero_()\n",
         "",
         "tests/engine/test_bias.py::test_each_token_is_of_the_edited_logits_in_a_mixed_batch",
+    ),
+    Fault(
+        "An estimate of a patch has the gradient of another position",
+        "attribution/estimate.py",
+        "self._difference.pop(tap).double() * gradient[self._targets].double()",
+        "self._difference.pop(tap).double() * gradient[: len(self._targets)].double()",
+        "tests/unit/attribution/test_estimate.py"
+        "::test_prompts_of_other_lengths_are_aligned_as_in_a_sweep",
+    ),
+    Fault(
+        "A gradient at resid_mid is that of the MLP alone, without the skip connection",
+        "attribution/hooked/model.py",
+        '    if site != "resid_mid":\n',
+        "    if True:\n",
+        "tests/unit/attribution/test_gradients.py"
+        "::test_gradients_at_all_sites_are_those_of_plain_autograd",
+    ),
+    Fault(
+        "Weights of lower precision stay rounded up after the search for sites",
+        "attribution/hooked/precision.py",
+        "            tensor.data = data\n",
+        "            tensor.data = data.float()\n",
+        "tests/unit/attribution/test_load.py"
+        "::test_a_twin_of_lower_precision_finds_the_same_sites_and_keeps_its_weights",
     ),
 )

@@ -261,6 +261,15 @@ def test_streamed_attention_comes_with_its_tokens_and_ends_whole(found):
             came = expected.stop
 
 
+def test_scores_of_texts_and_tried_strengths_are_those_of_the_offline_engine(found):
+    mine, theirs = found["evaluated"]
+    assert mine["best"] == theirs["best"]
+    assert len(mine["scores"][1]) == 49
+    for name in ("scores", "effect", "perplexity"):
+        for one, other in zip(mine[name], theirs[name], strict=True):
+            assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
+
+
 def test_a_sweep_is_what_the_offline_engine_gives(found):
     from midstream import Sweep
 

@@ -329,7 +329,10 @@ def test_a_planned_job_counts_what_each_rank_transfers(several, path):
     [
         ({"edits": Ablate(vector(HIDDEN), 1, site="z")}, "edits.*z is split over the ranks"),
         ({"edits": Steer(vector(HIDDEN), 1, site="q", norm="keep")}, "edits.*q is split over"),
-        ({"probes": Probe(vector(HIDDEN), 1, site="z")}, "probes.*z is split over the ranks"),
+        (
+            {"edits": Gate(Scale(0.0, 2), Reading(vector(HIDDEN), layer=1, site="z"))},
+            "edits: z is split over the ranks .* a gate that reads it needs all of it",
+        ),
         ({"capture": Capture(1, "mlp_act", codec="full8")}, "mlp_act is split over 2 ranks"),
         ({"capture": Capture(1, "z", reduce="norm")}, r"reduce: z is split over the ranks"),
         (
@@ -346,6 +349,25 @@ def test_what_needs_the_parts_of_several_ranks_at_once_is_refused(several, asked
         return
     with pytest.raises(SpecError, match=problem):
         several.generate(prompts, params, **asked)
+
+
+def test_scores_of_split_vectors_are_the_sums_of_the_parts_of_the_ranks(alone, several):
+    """Of all tokens and of some, with a bias, beside the score of a vector that no rank splits."""
+    probes = [
+        Probe(vector(HIDDEN), 1, 7.5, site="z", name="z"),
+        Probe(vector(HEAD), 1, site="z", head=1, name="head"),
+        Probe(vector(HEAD), 0, site="rot_k", head=0, name="keys"),
+        Probe(vector(NEURONS), 2, -3.0, site="mlp_act", name="neurons", phase="generated"),
+        Probe(vector(HIDDEN), 1, 1.5, name="stream"),
+    ]
+    capture = Capture(1, "resid_post", positions="last_prompt")
+    found = run(several, capture, EDITS[:2], probes=[probes] * 5)
+    for one, other in zip(found, run(alone, capture, EDITS[:2], probes=[probes] * 5), strict=True):
+        assert one.receipt.status == other.receipt.status == "ok"
+        for probe in probes:
+            mine, theirs = one.probes[probe.name], other.probes[probe.name]
+            assert float(theirs.abs().max()) > 1
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["mean", "max", "moments"])

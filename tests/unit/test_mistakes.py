@@ -262,7 +262,7 @@ REJECTED: list[Row] = [
     (57, "beam_search(capture=)", lambda: LLM.beam_search(object(), capture=Capture(3)), SpecError,
      ["unsupported in beam_search", "use generate"]),
     (58, "a release of SAEs", lambda: SAE.load("gemma-scope-2b-pt-res-canonical"), SpecError,
-     ["cfg.json", "download the SAE from the Hugging Face Hub first"]),
+     ["cfg.json", "give its id too: SAE.load(release, sae_id)"]),
 ]  # fmt: skip
 # Of vLLM or torch alone (14, 28, 53, 54), over an engine (30, 48, 51, 55, 56), or below (52).
 ELSEWHERE = {14, 28, 30, 48, 51, 52, 53, 54, 55, 56}

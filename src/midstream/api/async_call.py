@@ -66,7 +66,7 @@ class AsyncEngineCall:
             call, params = self._begin(prompt, sampling_params)
             keys = front.directions.needed(call.plan)
             if keys:
-                await front.find_directions(keys)
+                await front.directions.fetch(keys)
             if call.session is not None:
                 prompt = with_call_plan(prompt, call.call_plan, params)
             stream = VllmAsyncLLM.generate(self._llm, prompt, params, request_id, **vllm_args)

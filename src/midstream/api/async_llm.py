@@ -42,6 +42,7 @@ from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.intake import Intake
 from midstream.runtime.frontend.rpc.replicas import call_all
+from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_script
@@ -160,9 +161,8 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, VllmAsyncLLM):
                 # A proxy: the engine's tasks must not keep it alive; see `_run_output_handler`.
                 front = await AsyncFrontEnd.start(weakref.proxy(self), client)
                 front.weights.write = functools.partial(call_all, client)
-                for registry in (front.lenses, front.saes):
-                    for message in registry.from_settings(self.vllm_config):
-                        await front.weights.write(message)
+                for message in from_settings((front.lenses, front.saes), self.vllm_config):
+                    await front.weights.write(message)
                 deliver = client.add_request_async
                 # Replaced on this client alone.
                 client.add_request_async = lambda request: front.send(request, deliver)

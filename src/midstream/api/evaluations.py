@@ -86,8 +86,7 @@ class Evaluations:
             SpecError: an argument is malformed, or the engine lacks a tap.
         """
         request = read_tune(
-            self.get_tokenizer, self.model_config.max_model_len,  # type: ignore[attr-defined]
-            directions, prompts, layers, scales, guard, read_layer, effect, sampling_params,
+            self, directions, prompts, layers, scales, guard, read_layer, effect, sampling_params,
             {"positions": positions, "phase": phase},
         )  # fmt: skip
         return run_steps(self, tune_steps(request))
@@ -116,9 +115,9 @@ class AsyncEvaluations:
         phase: PhaseLike | None = None,
     ) -> Tuning:
         """Try every layer and strength of a direction; see `LLM.tune`."""
+        await self.ready()  # type: ignore[attr-defined]
         request = read_tune(
-            self.get_tokenizer, self.model_config.max_model_len,  # type: ignore[attr-defined]
-            directions, prompts, layers, scales, guard, read_layer, effect, sampling_params,
+            self, directions, prompts, layers, scales, guard, read_layer, effect, sampling_params,
             {"positions": positions, "phase": phase},
         )  # fmt: skip
         return await run_steps_async(self, tune_steps(request))

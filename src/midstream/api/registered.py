@@ -121,7 +121,7 @@ class AsyncLenses(AsyncRegistered[LinearLens]):
         """Return the direction along which a lens reads a token; see `Lenses.direction`."""
         directions = self._front.directions
         key = directions.place(token, layer, lens, site)
-        await self._front.find_directions({key: ""})
+        await directions.fetch({key: ""})
         return torch.from_numpy(directions.get(key).numpy().copy())
 
 

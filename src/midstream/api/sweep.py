@@ -27,8 +27,9 @@ from midstream.runtime.frontend.request.prompt.tokenized import (
 )
 from midstream.runtime.vllm.seam_functions import TEMPLATE_ARGUMENTS
 from midstream.spec.captured_rows import OpenRows
+from midstream.spec.shape import ModelShape
 from midstream.sweep import Metric, Sweep, SweepRequest
-from midstream.sweep.cells import Cell
+from midstream.sweep.cells import SweepCell
 from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
 from midstream.sweep.source import PromptSource
 from midstream.validation import at
@@ -38,7 +39,7 @@ _LOGIT_BYTES = 256 << 20
 _NOTHING = CallArguments()
 
 # Called with each cell and its value, as soon as it is known.
-OnCell = Callable[[Cell, float], object]
+OnCell = Callable[[SweepCell, float], object]
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,11 @@ def prepare(
     target = _prompt_of(engine, "prompt", prompt, template)
     other = None if source is None else _prompt_of(engine, "source", source, template)
     config = engine.vllm_config.model_config
-    read_logits = any(site == "final_norm" for site, _ in front.info.shape.taps)
-    params = _params_of(request.metric, sampling_params, config, read_logits)
+    if isinstance(request.metric, Metric) and request.metric.reads_all:
+        _check_final_norm(front.info.shape)
+    params = _params_of(request.metric, sampling_params, config)
     context = SweepContext(front.info.shape, front.vectors.lookup, open_rows)
-    job = SweepJob(request, context, target, other, read_logits, shown)
+    job = SweepJob(request, context, target, other, shown)
     reads_all = isinstance(request.metric, Metric) and request.metric.reads_all
     at_once = max(1, _LOGIT_BYTES // (4 * config.get_vocab_size())) if reads_all else 1 << 30
     return PreparedSweep(job, params, at_once)
@@ -201,9 +203,21 @@ def _prompt_of(engine: Any, name: str, prompt: Any, template: Mapping[str, Any])
         return SweepPrompt(found, token_texts(engine, found))
 
 
-def _params_of(
-    metric: Any, given: SamplingParams | None, config: Any, read_logits: bool
-) -> SamplingParams:
+def _check_final_norm(shape: ModelShape) -> None:
+    """Check that the logits of all tokens can be read.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    if not shape.tapped_layers("final_norm"):
+        raise SpecError(
+            "metric",
+            "KL reads the logits of all tokens: tap final_norm, "
+            'LLM(…, midstream={"sites": [..., "final_norm"]})',
+        )
+
+
+def _params_of(metric: Any, given: SamplingParams | None, config: Any) -> SamplingParams:
     """Return the sampling parameters of each run, which ask for what the metric reads."""
     one = SamplingParams(
         max_tokens=1, temperature=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
@@ -218,7 +232,7 @@ def _params_of(
         raise SpecError(
             "sampling_params", "only for a metric that is a function; each run is one token here"
         )
-    if metric.reads_all and read_logits:
+    if metric.reads_all:
         return one
     if "logprobs" not in str(getattr(config.logprobs_mode, "value", config.logprobs_mode)):
         raise SpecError(
@@ -226,17 +240,7 @@ def _params_of(
             f"needs log-probabilities, and this engine has logprobs_mode={config.logprobs_mode!r}; "
             'start it with "raw_logprobs"',
         )
-    if not metric.reads_all:
-        one.logprob_token_ids = [int(token) for token in metric.tokens]
-        return one
-    if config.max_logprobs != -1:
-        raise SpecError(
-            "metric",
-            "KL reads the logits of all tokens: tap final_norm, "
-            '(LLM(…, midstream={"sites": [..., "final_norm"]}), or start the engine with '
-            "max_logprobs=-1",
-        )
-    one.logprobs = -1
+    one.logprob_token_ids = [int(token) for token in metric.tokens]
     return one
 
 

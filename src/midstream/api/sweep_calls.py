@@ -82,7 +82,7 @@ class OfflineSweeps:
             SpecError: an argument is malformed, or the model or a prompt lacks something.
             ReceiptError: results differ from their plan.
         """
-        from midstream.api.sweep import prepare, run_offline
+        from midstream.api.sweep import is_chat, prepare, run_offline
 
         request = SweepRequest(
             source, metric, layers, sites, positions, exclude, groups, heads, align, alpha, mask,
@@ -90,6 +90,9 @@ class OfflineSweeps:
         )  # fmt: skip
         llm: Any = self
         front = llm._front_end  # noqa: SLF001
+        if is_chat(prompt) or is_chat(source):
+            # vLLM's default is the template that the engine was created with.
+            template = {"chat_template": getattr(llm, "chat_template", None), **template}
         found = prepare(llm.llm_engine, front, prompt, request, template, sampling_params)
         vllm_args = {"use_tqdm": use_tqdm, "lora_request": lora_request}
         return run_offline(llm, front, found, vllm_args)
@@ -123,7 +126,7 @@ class AsyncSweeps:
 
         Args:
             prompt, source, metric, sampling_params, lora_request: as for `LLM.sweep`.
-            on_cell: called with each `Cell` and its value as soon as it is known.
+            on_cell: called with each `SweepCell` and its value as soon as it is known.
             priority: of all runs, as in vLLM's `generate`.
             template: arguments of the chat template.
             **fields: other arguments of `LLM.sweep`.

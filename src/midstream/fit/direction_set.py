@@ -102,7 +102,7 @@ class DirectionSet:
         """
         if not self.scores:
             raise SpecError("scores", "nothing was held out, so no layer is best; choose one")
-        return max(self.layers, key=lambda layer: (self.scores[layer].d_prime, -layer))
+        return max(self.scores, key=lambda layer: (self.scores[layer].d_prime, -layer))
 
     def project(self, rows: Any) -> NDArray[np.float32]:
         """Project rows onto the directions: −1 is the negative class mean, 1 the positive.

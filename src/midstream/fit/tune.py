@@ -20,6 +20,8 @@ from midstream.fit.tune_result import Tuning
 from midstream.results.arrays import to_numpy
 from midstream.spec.logits import Logits
 from midstream.spec.positions.items import Window
+from midstream.spec.resolve.tap_lookup import check_tapped
+from midstream.spec.shape import ModelShape
 from midstream.validation import at, is_int, kind, read_float32
 
 Effect = Callable[[Any], float]
@@ -66,8 +68,7 @@ class _Reading:
 
 
 def read_tune(
-    tokenizer_of: Callable[[], Any],
-    max_model_len: int,
+    llm: Any,
     directions: Any,
     prompts: Any,
     layers: Any,
@@ -78,10 +79,15 @@ def read_tune(
     sampling_params: Any,
     where: dict[str, Any],
 ) -> TuneRequest:
-    """Check the arguments of `LLM.tune`.
+    """Check the arguments of `LLM.tune`, before anything is run.
+
+    Args:
+        llm: the engine, an `LLM` or an `AsyncLLM` that is ready.
+        directions, prompts, layers, scales, guard, read_layer, effect, sampling_params: see there.
+        where: `positions` and `phase`.
 
     Raises:
-        SpecError: one is malformed.
+        SpecError: one is malformed, or the engine lacks a tap.
     """
     chosen = _read_layers(directions, layers)
     if guard is not None and not isinstance(guard, (MaxPerplexity, MaxKL)):
@@ -93,7 +99,19 @@ def read_tune(
     reading = None if effect is not None else _reading_of(directions, read_layer)
     if reading is not None:
         reading.probe("effect")  # it has a midpoint
-    given = encode_prompts("prompts", prompts, tokenizer_of)
+    shape: ModelShape = llm.info.shape
+    for one in chosen.values():
+        with at("layers"):
+            check_tapped((one.site, one.layer), shape, "", "")
+        one.steer(**where)
+    if reading is not None:
+        with at("read_layer"):
+            check_tapped((reading.site, reading.layer), shape, "", "")
+    if isinstance(guard, MaxKL):
+        with at("guard"):
+            check_tapped(("final_norm", shape.num_layers - 1), shape, "", "")
+    given = encode_prompts("prompts", prompts, llm.get_tokenizer)
+    max_model_len = llm.model_config.max_model_len
     params = _read_params(sampling_params)
     for nth, ids in enumerate(given):
         if len(ids) + params.max_tokens >= max_model_len:

@@ -60,17 +60,21 @@ class Selected:
     Attributes:
         what: path of the selection in the plan, such as `edits[0]`.
         positions: [start, stop) ranges, ascending.
+        left_out: number of selected positions beyond the capture's `max_rows`, of which there are
+            no rows.
     """
 
     what: str
     positions: tuple[tuple[int, int], ...]
+    left_out: int = 0
 
     def __str__(self) -> str:
         shown = [
             str(start) if stop == start + 1 else f"{start}–{stop - 1}"
             for start, stop in self.positions
         ]
-        return f"{self.what}: positions {', '.join(shown) or 'none'}"
+        more = f"; {self.left_out} more were left out" if self.left_out else ""
+        return f"{self.what}: positions {', '.join(shown) or 'none'}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,11 @@ class Receipt:
             "probed": [_plain(one) for one in self.probed],
             "nonfinite": None if self.nonfinite is None else asdict(self.nonfinite),
             "selected": [
-                {"what": one.what, "positions": [list(each) for each in one.positions]}
+                {
+                    "what": one.what,
+                    "positions": [list(each) for each in one.positions],
+                    **({"left_out": one.left_out} if one.left_out else {}),
+                }
                 for one in self.selected
             ],
             "problems": list(self.problems),
@@ -236,7 +244,11 @@ class Receipt:
             edited=None if plain["edited"] is None else Edited(**plain["edited"]),
             probed=tuple(Probed(**one) for one in plain["probed"]),
             selected=tuple(
-                Selected(one["what"], tuple((start, stop) for start, stop in one["positions"]))
+                Selected(
+                    one["what"],
+                    tuple((start, stop) for start, stop in one["positions"]),
+                    one.get("left_out", 0),
+                )
                 for one in plain["selected"]
             ),
             dropped=plain["dropped"],

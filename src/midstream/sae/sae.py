@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _EPSILON = 1e-5
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SAE:
     """A sparse autoencoder: a = act((x − b_dec?) W_enc + b_enc), x̂ = a W_dec + b_dec.
 
@@ -61,11 +61,11 @@ class SAE:
         is_transcoder: whether what it reconstructs is another vector than it reads.
     """
 
-    w_enc: Tensor = field(repr=False)
-    b_enc: Tensor = field(repr=False)
-    w_dec: Tensor = field(repr=False)
-    b_dec: Tensor = field(repr=False)
-    threshold: Tensor | None = field(repr=False)
+    w_enc: Tensor
+    b_enc: Tensor
+    w_dec: Tensor
+    b_dec: Tensor
+    threshold: Tensor | None
     apply_b_dec_to_input: bool
     centered: bool = False
     hook_name: str | None = None
@@ -125,6 +125,13 @@ class SAE:
         """
         return SAE(**sae_of(sae, input_scale))
 
+    def __repr__(self) -> str:
+        kind = "ReLU" if self.threshold is None else "JumpReLU"
+        kind = f"TopK({self.top_k})" if self.top_k else kind
+        word = "transcoder" if self.is_transcoder else "SAE"
+        where = f" of {self.hook_name}" if self.hook_name else ""
+        return f"<{kind} {word}{where}: {self.num_features} features, width {self.width}>"
+
     @property
     def width(self) -> int:
         """Size of the encoded vectors, H."""
@@ -146,13 +153,7 @@ class SAE:
         """
         import torch
 
-        h = torch.as_tensor(x).to(self.w_enc)
-        if self.centered or self.normalize == "layer_norm":
-            h = h - h.mean(-1, keepdim=True)
-        if self.normalize == "constant_norm_rescale":
-            h = h * (self.width**0.5 / h.norm(dim=-1, keepdim=True))
-        elif self.normalize == "layer_norm":
-            h = h / (h.std(-1, keepdim=True) + _EPSILON)
+        h = _normalized(self, torch.as_tensor(x).to(self.w_enc))
         if self.apply_b_dec_to_input:
             h = h - self.b_dec
         found = torch.relu(h @ self.w_enc + self.b_enc)
@@ -180,7 +181,6 @@ class SAE:
 
         if self.normalize != "none":
             raise SpecError("normalize", f"{self.normalize} cannot be undone without the vectors")
-
         result: Array = _like(a, torch.as_tensor(a).to(self.w_dec) @ self.w_dec + self.b_dec)
         return result
 
@@ -215,9 +215,8 @@ class SAE:
 
         Args:
             index: {feature: value}; or the features, with `value`.
-            mode, value: as for Feature.
             layer, site: the tap; taken from `hook_name` by default.
-            positions, phase, exclude: as for Feature.
+            mode, value, positions, phase, exclude: as for Feature.
 
         Raises:
             SpecError: a feature does not exist or is given twice, a field is malformed, or `layer`
@@ -229,27 +228,16 @@ class SAE:
             ids, values = read_index(index)
         if values is not None:
             if mode == "ablate" or value is not None:
-                why = "the mode takes none" if value is None else "so does `value`"
-                raise SpecError("index", f"has values, and {why}")
+                raise SpecError("index", "has values, and so has `value`, or the mode takes none")
             value = values
-        given = self.weights_of(ids, mode)
-        if layer is None or site is None:
-            tap = self.tap
-            if tap is None:
-                raise SpecError(
-                    "layer", "the SAE has no hook_name; specify both `layer` and `site`"
-                )
-            site = tap[0] if site is None else site
-            layer = tap[1] if layer is None else layer
         return Feature(
             mode=mode,
             value=value,
-            layer=layer,
-            site=site,
             positions=positions,
             phase=phase,
             exclude=exclude,
-            **given,
+            **self.weights_of(ids, mode),
+            **_place(self, layer, site),
         )
 
     @property
@@ -265,13 +253,12 @@ class SAE:
         """Return what a `Feature` takes of some features: encoder, decoder, bias and threshold.
 
         Args:
-            ids: the features.
-            mode: the mode of the edit.
+            ids, mode: the features, and the mode of the edit.
 
         Raises:
             SpecError: there is no such feature, or it cannot be changed by itself.
         """
-        self._check_edits(mode)
+        _check_edits(self, mode)
         for nth in ids:
             if not 0 <= nth < self.num_features:
                 raise SpecError("index", f"expected 0 to {self.num_features - 1}, got {nth}")
@@ -301,19 +288,43 @@ class SAE:
         threshold = torch.zeros_like(self.b_enc) if self.threshold is None else self.threshold
         return bias.float(), threshold.clamp(min=0)
 
-    def _check_edits(self, mode: str) -> None:
-        why = ""
-        if self.is_transcoder:
-            why = "a transcoder's features are decoded to another vector than they are read from"
-        elif self.top_k and mode != "add":
-            why = (
-                "which features of a TopK SAE are active depends on all of them; the mode "
-                '"add" does not depend on it'
-            )
-        elif self.normalize != "none":
-            why = f"its input is normalised ({self.normalize})"
-        if why:
-            raise SpecError("", f"a feature cannot be changed by itself: {why}")
+
+def _normalized(sae: SAE, h: Tensor) -> Tensor:
+    """Return vectors as the encoder takes them, before b_dec is subtracted."""
+    if sae.centered or sae.normalize == "layer_norm":
+        h = h - h.mean(-1, keepdim=True)
+    if sae.normalize == "constant_norm_rescale":
+        h = h * (sae.width**0.5 / h.norm(dim=-1, keepdim=True))
+    elif sae.normalize == "layer_norm":
+        h = h / (h.std(-1, keepdim=True) + _EPSILON)
+    return h
+
+
+def _check_edits(sae: SAE, mode: str) -> None:
+    """Check that features of an SAE can be changed by themselves."""
+    why = ""
+    if sae.is_transcoder:
+        why = "a transcoder's features are decoded to another vector than they are read from"
+    elif sae.top_k and mode != "add":
+        why = (
+            "which features of a TopK SAE are active depends on all of them; the mode "
+            '"add" does not depend on it'
+        )
+    elif sae.normalize != "none":
+        why = f"its input is normalised ({sae.normalize})"
+    if why:
+        raise SpecError("", f"a feature cannot be changed by itself: {why}")
+
+
+def _place(sae: SAE, layer: Any, site: Any) -> dict[str, Any]:
+    """Return the layer and site of an edit, by default those where the SAE was trained."""
+    if layer is None or site is None:
+        tap = sae.tap
+        if tap is None:
+            raise SpecError("layer", "the SAE has no hook_name; specify both `layer` and `site`")
+        site = tap[0] if site is None else site
+        layer = tap[1] if layer is None else layer
+    return {"layer": layer, "site": site}
 
 
 def _like(given: Any, found: Tensor) -> Any:

@@ -82,6 +82,7 @@ def _request_schema() -> dict[str, Any]:
                 heads={},
                 queries={},
                 reduce={},
+                max_rows={"type": "integer"},
                 top={"type": "integer"},
                 tokens={},
                 kind={"type": "string"},

@@ -85,7 +85,7 @@ class Entropy:
 Reduction = TopKeys | Mass | Entropy | Literal["full", "scores"]
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Attention(Capture):
     """Return the attention weights of some queries, reduced to a few numbers for each head.
 

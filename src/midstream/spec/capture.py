@@ -12,8 +12,9 @@ from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLi
 from midstream.spec.heads import read_indices
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import LOGITS, Layers, Sites, read_taps
+from midstream.spec.short_repr import short_repr
 from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata, read_name
-from midstream.validation import at, is_int, kind, show
+from midstream.validation import INT_LIMIT, at, is_int, kind, read_int, show
 
 FIELDS = (
     "layers",
@@ -31,10 +32,11 @@ FIELDS = (
     "layout",
     "heads",
     "reduce",
+    "max_rows",
 )
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Capture:
     """Record the vectors of the selected tokens at every selected site of every selected layer.
 
@@ -54,6 +56,7 @@ class Capture:
     layout: str
     heads: tuple[int, ...] | None
     reduce: Any  # a str; of an `Attention` its `Reduction`
+    max_rows: int | None
 
     @accept_spellings
     def __init__(
@@ -74,6 +77,7 @@ class Capture:
         layout: str = "",
         heads: IndicesLike | None = None,
         reduce: str = "",
+        max_rows: int | None = None,
     ) -> None:
         """Create a capture; each field accepts any of its forms.
 
@@ -116,6 +120,9 @@ class Capture:
                 component, [2, width]. Only for the sink "memory", without `stream`, `heads` and a
                 lossy codec; no other capture of the request may select the same site and layer.
                 Empty: the rows themselves.
+            max_rows: record the first `max_rows` selected positions of the request and leave the
+                others out, at every site and layer. The receipt tells how many were left out. Only
+                these rows count for the engine's memory. None: all.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -148,6 +155,8 @@ class Capture:
         object.__setattr__(self, "heads", _read_heads(heads, self.sink))
         with at("reduce"):
             object.__setattr__(self, "reduce", _read_reduce(reduce))
+        with at("max_rows"):
+            object.__setattr__(self, "max_rows", _read_max_rows(max_rows))
         if self.reduce:
             self._check_reduced()
 
@@ -213,7 +222,12 @@ class Capture:
             found["heads"] = list(self.heads)
         if self.reduce:
             found["reduce"] = self.reduce
+        if self.max_rows is not None:
+            found["max_rows"] = self.max_rows
         return found
+
+    def __repr__(self) -> str:
+        return short_repr(type(self), self.to_dict())
 
     def _check_reduced(self) -> None:
         """Check that the other fields are possible where rows are reduced."""
@@ -222,6 +236,7 @@ class Capture:
             ("sink", self.sink != MEMORY, 'sink "memory"'),
             ("stream", self.stream, "stream=False"),
             ("heads", self.heads is not None, "all heads"),
+            ("max_rows", self.max_rows is not None, "every selected row"),
         ):
             if given:
                 raise SpecError(field, f'with reduce="{self.reduce}" there is only {right}')
@@ -270,6 +285,15 @@ def _read_heads(value: object, sink: str) -> tuple[int, ...] | None:
             f'heads are chosen only for the sink "memory", got {show(sink)}, which gets whole '
             "vectors: omit `heads`",
         )
+    return found
+
+
+def _read_max_rows(value: object) -> int | None:
+    if value is None:
+        return None
+    found = read_int(value)
+    if not 1 <= found <= INT_LIMIT:
+        raise SpecError("", f"expected at least 1, got {found}")
     return found
 
 

@@ -22,7 +22,7 @@ _FIELDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Features(Capture):
     """Return the active features of a registered sparse autoencoder (SAE).
 

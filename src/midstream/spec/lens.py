@@ -23,7 +23,7 @@ _FIELDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Lens(Capture):
     """Return the tokens that the model's head gives for the stream of chosen layers.
 

@@ -18,7 +18,7 @@ ALL: Literal["all"] = "all"
 _FIELDS = ("top", "tokens", "positions", "phase", "exclude")
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Logits(Capture):
     """Return logits at some positions, of prompt tokens as of generated ones.
 

@@ -21,6 +21,7 @@ from midstream.spec.named_vector import Named
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import LOGITS, Layers, Sites, read_taps
 from midstream.spec.shape import VectorSize
+from midstream.spec.short_repr import short_repr
 from midstream.spec.vector import Vector
 from midstream.validation import at, kind, read_float32, read_word
 
@@ -29,7 +30,7 @@ SITE = "resid_post"
 T = TypeVar("T", bound="Operation")
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Operation(ABC):
     """An edit or a probe: an operation on the vectors h of selected tokens at selected taps.
 
@@ -115,10 +116,20 @@ class Operation(ABC):
         places: dict[str, object] = {"layer": self.layers.emit(), "site": self.sites.emit()}
         for name, place in places.items():
             if name not in self.left and (name == "site" or self.sites.in_layers):
-                found[name] = place[0] if isinstance(place, list) and len(place) == 1 else place
+                found[name] = one_or_all(place)
         if self.heads:
             found["head"] = self.heads[0] if len(self.heads) == 1 else list(self.heads)
         return found | self.positions.to_dict()
+
+    def __repr__(self) -> str:
+        found = self.own()
+        if self.sites.in_layers and "layer" not in self.left:
+            found["layer"] = one_or_all(self.layers.emit())
+        if "site" not in self.left:
+            found["site"] = one_or_all(self.sites.emit())
+        if self.heads:
+            found["head"] = one_or_all(list(self.heads))
+        return short_repr(type(self), found | self.positions.to_dict())
 
     def replace(self: T, **changes: object) -> T:
         """Return a copy with some of the constructor's arguments changed."""
@@ -314,6 +325,11 @@ def _parameters(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     parameters = list(inspect.signature(cls).parameters.values())
     required = tuple(each.name for each in parameters if each.default is each.empty)
     return required, tuple(each.name for each in parameters if each.name not in required)
+
+
+def one_or_all(value: object) -> object:
+    """Return the only item of a list, or the list."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _emit(value: object) -> object:

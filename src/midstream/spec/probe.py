@@ -33,7 +33,7 @@ from midstream.validation import at, kind, show
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Probe(Operation):
     """A probe of the selected tokens: one score for each, linear or of their attention.
 

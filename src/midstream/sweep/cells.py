@@ -23,7 +23,7 @@ MAX_CELLS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class SweepCell:
     """One patch.
 
     Attributes:
@@ -55,7 +55,7 @@ class Grid:
     dims: tuple[str, ...]
     coords: Mapping[str, list[Any]]
     places: tuple[tuple[int, ...], ...]
-    cells: tuple[Cell, ...]
+    cells: tuple[SweepCell, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ def plan_grid(
         tap = (site, layer)
         if tap in taps and _is_given(positions, tap, has_source, rows):
             index = (nth, row, column) + (() if head is None else (last,))
-            cells.append(Cell(index, tap, positions, head))
+            cells.append(SweepCell(index, tap, positions, head))
     if not cells:
         raise SpecError(
             "align" if rows is None else "source",

@@ -14,12 +14,12 @@ from midstream.sites import Tap, show_tap
 from midstream.spec import Replace, Scale
 from midstream.spec.shape import ModelShape
 from midstream.spec.vector import Vector
-from midstream.sweep.cells import Cell
+from midstream.sweep.cells import SweepCell
 from midstream.sweep.request import SweepRequest
 
 
 @dataclass(frozen=True)
-class Rows:
+class PatchRows:
     """What positions are patched with.
 
     Attributes:
@@ -41,7 +41,7 @@ class Rows:
 
 
 def edits_of(
-    cell: Cell, request: SweepRequest, rows: Rows | None, shape: ModelShape
+    cell: SweepCell, request: SweepRequest, rows: PatchRows | None, shape: ModelShape
 ) -> list[Replace | Scale]:
     """Return the edits of a cell, which count once for each of its positions.
 
@@ -115,7 +115,7 @@ def check_rows(rows: Mapping[Tap, NDArray[np.float32]], shape: ModelShape) -> No
             )
 
 
-def _of_head(rows: NDArray[np.float32], cell: Cell, shape: ModelShape) -> NDArray[np.float32]:
+def _of_head(rows: NDArray[np.float32], cell: SweepCell, shape: ModelShape) -> NDArray[np.float32]:
     if cell.head is None:
         return rows
     size = rows.shape[1] // shape.num_heads(cell.tap)

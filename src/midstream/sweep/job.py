@@ -23,8 +23,8 @@ from midstream.spec.named_lookup import Lookup, pick, vectors_of
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.shape import ModelShape
 from midstream.sweep.alignment import align_positions
-from midstream.sweep.cells import Cell, Grid, plan_grid
-from midstream.sweep.edits import Rows, check_rows, check_sizes, edits_of
+from midstream.sweep.cells import Grid, SweepCell, plan_grid
+from midstream.sweep.edits import PatchRows, check_rows, check_sizes, edits_of
 from midstream.sweep.metrics import Metric, NextToken, Recovered
 from midstream.sweep.request import SweepRequest
 from midstream.sweep.result import Sweep, SweepReceipts
@@ -79,7 +79,7 @@ class SweepRun:
 
     token_ids: tuple[int, ...]
     plan: Plan | None
-    cell: Cell | None = None
+    cell: SweepCell | None = None
     is_source: bool = False
 
 
@@ -103,7 +103,6 @@ class SweepJob:
         context: SweepContext,
         prompt: SweepPrompt,
         source: SweepPrompt | None,
-        read_logits: bool,
         shown: Metric | None = None,
     ) -> None:
         """Plan it.
@@ -113,8 +112,6 @@ class SweepJob:
             context: the engine.
             prompt: the prompt that is patched.
             source: the source prompt; None: the source is no prompt.
-            read_logits: whether the logits of all tokens are read by a `Logits`; otherwise by the
-                sampling parameters of the runs.
             shown: the metric as it was given; None: that of the request.
 
         Raises:
@@ -125,9 +122,8 @@ class SweepJob:
         self._shape = context.shape
         self._prompt = prompt
         self._source = source
-        self._read_logits = read_logits
         self._aligned: Mapping[int, int] | None = None
-        self._rows: Rows | None = None
+        self._rows: PatchRows | None = None
         self.grid = self._plan(context)
         taps = frozenset(one.tap for one in self.grid.cells)
         check_sizes(request, taps, context.shape)
@@ -271,7 +267,7 @@ class SweepJob:
         places: Mapping[Tap, Mapping[int, int]] | None,
     ) -> None:
         check_rows(rows, self._shape)
-        self._rows = Rows(rows, places, self._aligned or {})
+        self._rows = PatchRows(rows, places, self._aligned or {})
 
     def _capture(self) -> list[Capture]:
         """Return the captures of the source prompt: the rows of all cells."""
@@ -294,11 +290,11 @@ class SweepJob:
             rows[tap] = np.array(to_numpy(each.reshape(len(each), -1)), np.float32)
             found = activations.positions_of(*tap).tolist()
             places[tap] = {position: row for row, position in enumerate(found)}
-        self._rows = Rows(rows, places, self._aligned or {})
+        self._rows = PatchRows(rows, places, self._aligned or {})
 
     def _plan_of(self, edits: list[Any], captures: list[Capture] | None = None) -> Plan | None:
         found = list(captures or ())
-        if self._reads_all and self._read_logits:
+        if self._reads_all:
             found.append(Logits(tokens="all", positions="last_prompt"))
         return Plan.make(capture=found or None, edits=edits or None)
 
@@ -319,14 +315,9 @@ class SweepJob:
         metric = self.request.metric
         if not isinstance(metric, Metric):
             return NextToken()
-        if self._reads_all and self._read_logits:
+        if self._reads_all:
             return NextToken(every=np.array(to_numpy(output.logits.logprobs[0]), np.float32))
         (found, *_) = output.outputs[0].logprobs
-        if self._reads_all:
-            every = np.full(max(found) + 1, -np.inf, np.float32)
-            for token, one in found.items():
-                every[token] = one.logprob
-            return NextToken(every=every)
         return NextToken({int(token): found[token].logprob for token in metric.tokens})
 
     def _value(self, run: NextToken, output: Any) -> float:

@@ -111,7 +111,7 @@ def test_scores_are_those_of_fits_without_each_fold(method: str, count: int, wid
 
 @pytest.mark.parametrize("method", ["pca", "lat", "lda"])
 def test_moments_give_what_the_rows_give(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    positive, negative = classes(24, 40)
+    positive, negative = classes(24, 64)  # fewer rows than their width, which are kept
     kept = Directions.from_rows(positive, negative, method, seed=SEED)
     monkeypatch.setattr(estimate, "_Kept", estimate._Accumulated)
     monkeypatch.setattr(samples, "BLOCK", 7)

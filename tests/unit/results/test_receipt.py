@@ -26,7 +26,7 @@ FULL = Receipt(
     edited=None,
     probed=(Probed("refusal", "resid_mid", 4, 3, 3), Probed("<other>", "resid_pre", 0, 1, 0)),
     selected=(
-        Selected("capture[0]", ((0, 2),)),
+        Selected("capture[0]", ((0, 2),), left_out=7),
         Selected("edits[0]", ((0, 1), (3, 6))),
         Selected("probes[0]", ()),
     ),
@@ -66,7 +66,7 @@ def test_its_text_tells_scores_and_the_positions_of_every_part():
         "  captured 2 of 2 rows, at 1 sites of layers",
         "  probe refusal: 3 of 3 scores",
         "  probe <other>: 0 of 1 scores",
-        "  capture[0]: positions 0–1",
+        "  capture[0]: positions 0–1; 7 more were left out",
         "  edits[0]: positions 0, 3–5",
         "  probes[0]: positions none",
     ]
@@ -122,7 +122,7 @@ def test_its_plain_form_is_json_with_every_field():
         "name": "refusal", "site": "resid_mid", "layer": 4, "expected": 3, "actual": 3
     }  # fmt: skip
     assert full["selected"] == [
-        {"what": "capture[0]", "positions": [[0, 2]]},
+        {"what": "capture[0]", "positions": [[0, 2]], "left_out": 7},
         {"what": "edits[0]", "positions": [[0, 1], [3, 6]]},
         {"what": "probes[0]", "positions": []},
     ]

@@ -208,3 +208,17 @@ def test_heads_are_chosen_for_memory_alone():
     assert caught.value.path == "heads"
     with pytest.raises(SpecError, match="memory"):
         dataclasses.replace(Capture(0, "z", heads=1), sink="store")
+
+
+def test_a_limit_of_rows_survives_json_and_is_at_least_one():
+    capture = Capture([1], max_rows=5)
+    assert (capture.to_dict()["max_rows"], Capture.parse(capture.to_dict())) == (5, capture)
+    assert Capture([1]).max_rows is None
+    assert Capture([1], max_rows=5, sink="store").without_place() == capture
+    for wrong, problem in ((0, "at least 1"), (True, "expected"), (1.5, "expected")):
+        with pytest.raises(SpecError, match=problem) as caught:
+            Capture([1], max_rows=wrong)
+        assert caught.value.path == "max_rows"
+    with pytest.raises(SpecError, match="only every selected row") as caught:
+        Capture([1], max_rows=5, reduce="norm")
+    assert caught.value.path == "max_rows"

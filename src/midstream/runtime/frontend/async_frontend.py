@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from midstream.runtime.frontend.engine_info import describe
 from midstream.runtime.frontend.input_session import InputSession, check_session
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.intake import Intake
-from midstream.runtime.frontend.request.token_directions import DirectionKey
 from midstream.runtime.frontend.results.async_completion import AsyncCompletion
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.partial_rows import PartialRows
@@ -51,8 +50,8 @@ class AsyncFrontEnd(BaseFrontEnd):
 
         Args:
             answers: per replica, its workers' descriptions.
-            engine: vLLM's AsyncLLM, by a reference that does not keep it alive: the client's tasks
-                keep this front end alive.
+            engine: gives the settings, tokenizer and renderer, and aborts requests. A proxy: the
+                client's tasks, which keep this front end alive, must not keep it alive.
             client: the engine's client of its engine core, or of several.
         """
         super().__init__(describe(answers), engine, deltas=True, busy=lambda: busy(client))
@@ -60,6 +59,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._client = client
         self._usage = WorkersUsage(client)
         self._replicas = replicas_of(client, self._workers)
+        self.directions.carry_out_later = self._replicas[0].batcher.carry_out
         self._calls: dict[CallPlan, GenerateCall] = {}
         self._admitted: dict[str, GenerateCall] = {}  # by uid
         self._sessions: dict[str, GenerateCall] = {}  # of streaming input, by vLLM's id
@@ -70,10 +70,6 @@ class AsyncFrontEnd(BaseFrontEnd):
             self.info, self._config, self.info.shape, self.sinks, self._streamer,
             client.abort_requests_async, self._end, self._collected,
         )  # fmt: skip
-
-    async def find_directions(self, keys: Mapping[DirectionKey, str]) -> None:
-        """Ask the workers for directions of tokens; see `DirectionCache.reading`."""
-        await self._replicas[0].batcher.carry_out(self.directions.reading(keys))
 
     def begin(self, plan: CallPlan, session: InputSession | None) -> GenerateCall:
         """Begin a call, whose request is to be admitted with this very plan; pair with `leave`.

@@ -35,6 +35,7 @@ from midstream.runtime.frontend.rpc.fetch import (
 )
 from midstream.runtime.frontend.rpc.parameters import check_awake, read_parameter
 from midstream.runtime.frontend.rpc.rpc_client import Started, start_rpc
+from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.runtime.protocol.rpc import (
@@ -115,9 +116,8 @@ class FrontEnd(BaseFrontEnd):
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
         self.weights.write = self._call
         self.directions.carry_out = lambda exchange: carry_out(exchange, self._call)
-        for registry in (self.lenses, self.saes):
-            for message in registry.from_settings(engine.vllm_config):
-                self._call(message)
+        for message in from_settings((self.lenses, self.saes), engine.vllm_config):
+            self._call(message)
         self._reporter = ReceiptReporter(self._config)
         self._reports = True
         self._outputs = engine.output_processor
@@ -326,8 +326,6 @@ class FrontEnd(BaseFrontEnd):
             one.delivery.set_results(one.output)
             self._finished.remove(one)
             self._reporter.add(one.output)
-
-    # -- inside -----------------------------------------------------------------------------
 
     def _release_requests(self, names: list[str]) -> None:
         """Release running requests, here and on the workers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -221,6 +221,14 @@ class NamedWeights(Generic[Weights, T]):
     def _forget(self, name: str) -> None:
         self._memory.taken.discard(self._registered.pop(name).place)
         self._memory.changed()
+
+
+def from_settings(
+    registries: Sequence[NamedWeights[Any, Any]], vllm_config: Any
+) -> Iterator[WriteWeights]:
+    """Register what the settings name; see `NamedWeights.from_settings`."""
+    for registry in registries:
+        yield from registry.from_settings(vllm_config)
 
 
 def _messages(parts: list[WeightPart]) -> Iterator[WriteWeights]:

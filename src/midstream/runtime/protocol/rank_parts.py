@@ -35,7 +35,7 @@ def check_parts(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> None:
         parts: number of parts of the vectors of each tap that the ranks have in parts.
 
     Raises:
-        SpecError: an edit or probe needs several parts at once, or the codec does.
+        SpecError: an edit or gate needs several parts at once, or the codec does.
     """
     if plan.codec != "raw":
         for tap in plan.taps:
@@ -45,10 +45,10 @@ def check_parts(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> None:
                     f"{tap[0]} is split over {parts[tap]} ranks, so its vectors cannot be encoded "
                     f'by {plan.codec}; use codec="raw"',
                 )
-    for nth, probe in enumerate(plan.probes):
-        if probe.attention is None and probe.tap in parts:
-            with at(f"probes[{nth}]" if probe.name else "edits"):
-                raise _needs_all(probe.site, "a probe or gate that reads it")
+    for probe in plan.probes:
+        # Parts of scores that are returned are added up in the front end.
+        if probe.attention is None and probe.tap in parts and not probe.name:
+            raise _needs_all(probe.site, "a gate that reads it").under("edits")
     for edit in plan.edits:
         count = parts.get((edit.site, edit.layer))
         if count is not None and any(step.op is Op.MAP for step in edit.steps.instructions):
@@ -109,6 +109,8 @@ def part_of_steps(steps: tuple[Instruction, ...], part: int, parts: int) -> tupl
         replace(
             step,
             read=None if step.read is None else cut(step.read),
+            # The parts of a score are added up: one of them has the bias.
+            a=0.0 if step.op is Op.PROBE and part else step.a,
             write=tuple(cut(vector) for vector in step.write),
             mask=None if step.mask is None else cut(step.mask),
         )
@@ -148,8 +150,8 @@ def scores_of(
 ) -> list[tuple[Ints, torch.Tensor]]:
     """Return (positions, float32 [positions]) of one probe, among the scores that workers sent.
 
-    Ranks that have parts of the heads of a layer send their parts of a score of attention, which
-    are added up here.
+    Ranks that have parts of the vectors, or of the heads, of a layer send their parts of a score,
+    which are added up here.
 
     Args:
         probe: the probe.

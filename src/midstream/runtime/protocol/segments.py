@@ -260,8 +260,9 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
                 parts.append(_Part(probe.where.possible, patterns=(mean,), scored=True))
         elif index is not None:
             read = TapProgramStep(index, probe.steps.instructions, probe.steps.digest)
-            # Scores are few: the first rank returns all of them.
-            scored = share.rank == 0 and bool(probe.name)
+            # Scores are few: the first rank returns all of them, but for those whose parts are on
+            # several ranks.
+            scored = share.returns(index) and bool(probe.name)
             # The front end drops scores at positions that the probe turns out not to select.
             parts.append(_Part(probe.where.possible, read, scored=scored))
     for nth, capture in enumerate(plan.captures):

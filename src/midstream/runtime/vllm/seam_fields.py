@@ -151,7 +151,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.sampling_params",
         "SamplingParams",
-        ("extra_args", "max_tokens", "n", "output_kind"),
+        ("extra_args", "logprob_token_ids", "max_tokens", "n", "output_kind"),
         _REQUEST,
     ),
     Fields(
@@ -163,13 +163,13 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.outputs",
         "RequestOutput",
-        ("finished", "outputs", "prompt_token_ids", "request_id"),
+        ("finished", "num_cached_tokens", "outputs", "prompt_token_ids", "request_id"),
         "results are set on outputs",
     ),
     Fields(
         "vllm.outputs",
         "CompletionOutput",
-        ("finish_reason", "index", "stop_reason", "token_ids"),
+        ("finish_reason", "index", "logprobs", "stop_reason", "token_ids"),
         "results are set on outputs",
     ),
     Fields(

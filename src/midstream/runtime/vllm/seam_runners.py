@@ -107,6 +107,12 @@ MODEL_FIELDS: tuple[Fields, ...] = (
     ),
     Fields(
         "vllm.model_executor.layers.vocab_parallel_embedding",
+        "ParallelLMHead",
+        ("bias",),
+        _PARAMETERS,
+    ),
+    Fields(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
         "VocabParallelEmbeddingShardIndices",
         ("org_vocab_start_index", "org_vocab_end_index"),
         _PARAMETERS,

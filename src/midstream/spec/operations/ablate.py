@@ -35,7 +35,7 @@ from midstream.spec.vector import Vector
 from midstream.validation import at, kind
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Ablate(Operation):
     """Project the selected tokens' vectors out of a subspace: h ← h − strength · Σ ⟨h, u⟩ u.
 

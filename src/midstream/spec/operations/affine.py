@@ -41,7 +41,7 @@ from midstream.validation import at
 ORTHONORMAL_TO = 1e-3
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Affine(Operation):
     """Add an affine map of rank r: h ← h + scale · Σᵢ (⟨h, readᵢ⟩ + biasᵢ) · writeᵢ.
 
@@ -151,7 +151,7 @@ class Affine(Operation):
         return Instruction(Op.MAP, read=known, write=(shift,), a=float32(self.scale))
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class LoReFT(Operation):
     """Replace h within a learned subspace: h ← h + Rᵀ (W h + b − R h).
 

@@ -24,7 +24,7 @@ _SAMPLED: dict[str, PositionsLike] = {
 }
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Bias(Operation):
     """Add numbers to the logits of some tokens: logits[id] ← logits[id] + value.
 

@@ -32,7 +32,7 @@ from midstream.spec.vector import Vector
 from midstream.validation import FLOAT32_MAX, at
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Clamp(Operation):
     """Set the coordinate of h along a direction, or clip it to a range.
 

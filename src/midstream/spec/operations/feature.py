@@ -54,7 +54,7 @@ FeaturesLike = (
 )
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Feature(Operation):
     """Change features of a sparse autoencoder (SAE) and nothing else in h.
 

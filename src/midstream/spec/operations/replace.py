@@ -35,7 +35,7 @@ from midstream.spec.vector import Vector
 from midstream.validation import MAX_ITEMS, at
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Replace(Operation):
     """Replace h by given vectors, or interpolate: h ← (1 − alpha) · h + alpha · row.
 

@@ -35,7 +35,7 @@ MARGIN = 1 / 64
 MAX_BIAS = 500.0
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Route(Operation):
     """Choose experts for the selected tokens: some always, some never, others more or less likely.
 

@@ -25,7 +25,7 @@ from midstream.spec.vector import Vector
 from midstream.validation import at
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Scale(Operation):
     """Multiply the selected tokens' vectors by a number, or by one for each component, and add a
     shift: h ← factor · h + shift.

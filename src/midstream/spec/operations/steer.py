@@ -40,7 +40,7 @@ MAX_MATCHED = 10.0
 _has_warned = False
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Steer(Operation):
     """Add a steering vector to the selected tokens: h ← h + scale · v.
 

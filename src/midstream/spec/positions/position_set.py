@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from midstream.errors import SpecError
 from midstream.spec.positions.ranges import Range, Ranges, clip, merge
 
 
@@ -57,6 +58,32 @@ class Where:
         if self.last_from is not None:
             found.append((self.last_from, None))
         return merge(found)
+
+    def first(self, most: int) -> Where:
+        """Return the first positions of the selection.
+
+        Args:
+            most: how many, at least 1.
+
+        Raises:
+            SpecError: which these are depends on what is generated.
+        """
+        found: list[Range] = []
+        left, end = most, 0
+        for start, stop in self.ranges:
+            if left:
+                end = start + left if stop is None else min(stop, start + left)
+                found.append((start, end))
+                left -= end - start
+        later = [match.ranges[0][0] for match in self.matches]
+        later += [] if self.last_from is None else [self.last_from]
+        if later and (left or min(later) < end):
+            raise SpecError(
+                "",
+                f"which {most} rows are the first depends on what is generated: select positions "
+                'without the word "last", and token ids in the prompt alone',
+            )
+        return Where(tuple(found))
 
     def final(self, length: int, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Return the selected positions of a request that has ended.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from midstream.errors import NothingSelectedError, SpecError
 from midstream.ops.layout import Flags, Op, limit_of
@@ -39,6 +41,7 @@ from midstream.spec.resolve.resolved import (
     ResolvedPlan,
     ResolvedProbe,
     Steps,
+    limited,
 )
 from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
 from midstream.spec.shape import ModelShape, VectorSize
@@ -86,6 +89,13 @@ class Nothing:
 
 
 NOTHING = Nothing()
+
+
+_READOUTS: dict[type[Capture], Callable[[Any, int, Where, ModelShape], ResolvedCapture]] = {
+    Features: resolve_features,
+    Lens: resolve_lens,
+    Logits: resolve_logits,
+}
 
 
 class _Resolver:
@@ -160,12 +170,9 @@ class _Resolver:
                 where = self._select(capture.positions)
             given = (self._shape, self._prompt, self._max_tokens)
             return [resolve_attention(capture, source, where, *given)]
-        if isinstance(capture, Logits):
-            return [resolve_logits(capture, source, self._select(capture.positions), self._shape)]
-        if isinstance(capture, Features):
-            return [resolve_features(capture, source, self._select(capture.positions), self._shape)]
-        if isinstance(capture, Lens):
-            return [resolve_lens(capture, source, self._select(capture.positions), self._shape)]
+        readout = _READOUTS.get(type(capture))
+        if readout is not None:
+            return [readout(capture, source, self._select(capture.positions), self._shape)]
         taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
         if capture.heads is not None:
             for site, layer in taps:
@@ -175,7 +182,7 @@ class _Resolver:
         if capture.reduce:
             length = self._prompt.length
             return resolve_reduced(capture.reduce, source, taps, where, length, self._shape)
-        return [ResolvedCapture(taps, where, source)]
+        return [limited(ResolvedCapture(taps, where, source), capture.max_rows)]
 
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
         if probe.attention is not None:

@@ -13,6 +13,7 @@ from midstream.spec.instructions import Instruction
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.ranges import Ranges, clip, merge
 from midstream.spec.shape import ModelShape
+from midstream.validation import at
 
 Final = tuple[tuple[int, int], ...]  # bounded ranges [start, stop) of positions
 T = TypeVar("T")
@@ -235,12 +236,15 @@ class ResolvedCapture:
             −1.
         pattern: of an `Attention`, `Features`, `Lens` or `Logits`, or where rows are reduced, what
             its rows are; else None.
+        selected: with `max_rows`, all positions that the capture selects, for the receipt. Workers
+            do not have it.
     """
 
     taps: tuple[Tap, ...]
     where: Where
     source: int = 0
     pattern: Pattern | None = None
+    selected: Where | None = field(default=None, compare=False)
 
     @property
     def returned(self) -> Ranges:
@@ -260,6 +264,18 @@ class ResolvedCapture:
             return self
         counts = tuple(shape.num_heads(tap) for tap in pattern.reads)
         return replace(self, pattern=replace(pattern, heads=(), counts=counts))
+
+
+def limited(capture: ResolvedCapture, most: int | None) -> ResolvedCapture:
+    """Return a capture of the first `most` of its positions; None: of all.
+
+    Raises:
+        SpecError: which these are depends on what is generated.
+    """
+    if most is None:
+        return capture
+    with at("max_rows"):
+        return replace(capture, where=capture.where.first(most), selected=capture.where)
 
 
 @dataclass(frozen=True, slots=True)

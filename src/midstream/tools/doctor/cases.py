@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from midstream import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Probe, Replace, Scale, Steer
+from midstream.attribution.hooked.end_hooks import COMPARED
 from midstream.sites import ENDS, IN_LAYERS, INNER, OUTER, Tap
 from midstream.tools.doctor import formulas
-from midstream.tools.doctor.end_reference import COMPARED
 from midstream.tools.doctor.reference import Reference
 
 PROMPT_LENGTHS = (3, 13, 37)
@@ -216,9 +216,12 @@ def _gate(make: _Maker) -> Gate:
 
 
 def _feature(make: _Maker) -> Feature:
-    encoder = make.direction()
-    bias = -make.middle(encoder)
-    return Feature(encoder, make.direction(), value=1.5 * make.size, bias=bias, **make.place)
+    encoder = torch.stack([make.direction(), make.direction()])
+    bias = [-make.middle(row) for row in encoder]
+    # The first feature writes what the second reads: both read the vector before the edit.
+    decoder = torch.stack([encoder[1], make.direction()])
+    value = [1.5 * make.size, 0.0]
+    return Feature(encoder, decoder, value=value, bias=bias, **make.place)
 
 
 def _affine(make: _Maker) -> Affine:

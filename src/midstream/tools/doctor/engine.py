@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from midstream import Capture
+from midstream.attribution.hooked.end_hooks import COMPARED
 from midstream.sites import ENDS, IN_LAYERS, Tap
 from midstream.tools.doctor.cases import Case, compares
-from midstream.tools.doctor.end_reference import COMPARED
 
 MAX_MODEL_LEN = 256
 BLOCKS = 128

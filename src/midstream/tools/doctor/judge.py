@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from midstream.attribution.hooked.end_hooks import COMPARED
 from midstream.results.site_table import SiteTable
 from midstream.sites import IN_LAYERS, OUTER, Tap
 from midstream.tools.doctor import compare, local
 from midstream.tools.doctor.cases import EDITED, Case
 from midstream.tools.doctor.compare import ErrorLimits
-from midstream.tools.doctor.end_reference import COMPARED
 from midstream.tools.doctor.reference import Reference
 from midstream.tools.doctor.report import (
     INCOMPARABLE,

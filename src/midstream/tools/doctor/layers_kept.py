@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+from midstream.attribution.hooked.model import COUNTS
+
 # Up to this many kinds of layers are kept, even if fewer layers are requested.
 MOST = 4
 _INDICES = re.compile(r"(_layers|_idxs|_ids|_indices|_index)$")

@@ -59,7 +59,7 @@ def test_encoders_are_read_where_they_were_written_beside_lenses(tmp_path: Path)
         encoder = engine.saes.get(kind).encoder
         assert encoder.matrix * 4 % 256 == 0
         assert torch.allclose(reader.encode(x, encoder).double(), given.encode(x), atol=1e-5)
-        assert engine.saes.get(kind).tap == ("resid_post", 2)
+        assert engine.saes.get(kind).sae.tap == ("resid_post", 2)
 
 
 def test_an_sae_stays_while_requests_use_it(tmp_path: Path) -> None:

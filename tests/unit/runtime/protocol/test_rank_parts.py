@@ -12,7 +12,7 @@ from support.nightly import rounds
 from support.plans import plan_of
 from support.stored import worker_info
 
-from midstream import Ablate, Affine, Clamp, LoReFT, Probe, Replace, Scale, Steer
+from midstream import Ablate, Affine, Clamp, Gate, LoReFT, Probe, Reading, Replace, Scale, Steer
 from midstream.codecs import Raw
 from midstream.errors import SpecError
 from midstream.runtime.protocol.rank_parts import (
@@ -83,6 +83,26 @@ def test_the_parts_of_an_edit_do_together_what_the_whole_edit_does(edit, parts, 
     np.testing.assert_allclose(np.concatenate(found, 1), run(steps, h), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("parts", [2, 3, 6])
+@pytest.mark.parametrize("head", [None, 1])
+def test_the_parts_of_a_score_add_up_to_it_with_its_bias(parts, head):
+    draw = np.random.default_rng(parts)
+    direction = draw.standard_normal(SIZE if head is None else 4).astype(np.float32)
+    probe = Probe(direction, 0, bias=2.5, site="z", head=head)
+    resolved = resolve(Plan.make(probes=probe), SHAPE, Prompt(4), 1)
+    check_parts(resolved, {TAP: parts})
+    steps = resolved.probes[0].steps.instructions
+    h = draw.standard_normal(SIZE)
+    pieces = zip(range(parts), np.split(h, parts), strict=True)
+    (whole,) = steps
+    scores = [
+        step.read.numpy() @ piece + step.a
+        for nth, piece in pieces
+        for step in part_of_steps(steps, nth, parts)
+    ]
+    assert sum(scores) == pytest.approx(whole.read.numpy() @ h + 2.5, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "edit",
     [
@@ -106,11 +126,13 @@ def test_a_matrix_needs_the_vector_of_one_rank():
     check_parts(resolved, {("z", 1): 2})
 
 
-def test_probes_and_codecs_of_parts_are_refused_and_other_taps_are_not_concerned():
-    probe = Plan.make(probes=Probe([1.0] * 4, 0, site="z", head=1))
-    with pytest.raises(SpecError, match=r"probes\[0\]: z is split"):
-        check_parts(resolve(probe, SHAPE, Prompt(4), 1), {TAP: 2})
-    check_parts(resolve(probe, SHAPE, Prompt(4), 1), {("z", 1): 2})
+def test_gates_and_codecs_of_parts_are_refused_and_other_taps_are_not_concerned():
+    both = ModelShape(1, 8, [TAP, ("resid_post", 0)], widths={TAP: SIZE}, heads={TAP: HEADS})
+    gate = Gate(Scale(2.0, layer=0), Reading([1.0] * SIZE, layer=0, site="z"))
+    resolved = resolve(Plan.make(edits=gate), both, Prompt(4), 1)
+    with pytest.raises(SpecError, match=r"edits: z is split over .*a gate that reads it"):
+        check_parts(resolved, {TAP: 2})
+    check_parts(resolved, {("z", 1): 2})
     packed = plan_of(captures=[([TAP], ((0, None),))])
     object.__setattr__(packed, "codec", "full8")
     with pytest.raises(SpecError, match="capture: z is split over 2 ranks.*full8"):

@@ -25,6 +25,7 @@ from midstream.runtime.protocol.results import (
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.protocol.worker_info import MissingTap, WorkerRank
+from midstream.spec.resolve.resolved import LensMap
 
 RANKS = [WorkerRank(0, 0), WorkerRank(1, 1)]
 HEADER = RequestHeader(
@@ -48,6 +49,7 @@ CALLS = [
     (rpc.DiscardData("u"), rpc.Acknowledged()),
     (rpc.ReleaseRequests([]), rpc.Acknowledged()),
     (rpc.ReadParameter("x", 0, 2), rpc.ParameterRows([], [2, 1], "float16", 0, b"abcd")),
+    (rpc.ReadDirections(7, [LensMap(64, -1, True)]), rpc.TokenDirections(b"abcd", "")),
     (rpc.WriteWeights(128, bytes(range(8))), rpc.Acknowledged()),
     (rpc.ReadUsage(), USAGE),
     (rpc.CheckIntegrity(), rpc.IntegrityReport({"leases": 0}, 3)),

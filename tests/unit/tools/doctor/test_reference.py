@@ -15,10 +15,10 @@ from support.inner_cases import SPECS
 from support.inner_oracle import INNER, InnerOracle
 from support.oracle import Branches, HookEdit, Oracle, relative_error
 
+from midstream.attribution.hooked.site_finder import SitePlace
 from midstream.sites import OUTER
 from midstream.tools.doctor.model_copy import save_copy, small_config
 from midstream.tools.doctor.reference import Reference
-from midstream.tools.doctor.site_finder import SitePlace
 from midstream.tools.doctor.small_config import Size
 
 TOKENS = [5, 17, 33, 101, 8, 77, 54, 23, 9]

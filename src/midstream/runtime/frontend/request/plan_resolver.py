@@ -20,7 +20,6 @@ from midstream.runtime.frontend.request.budget import (
     returned_captures,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.runtime.frontend.request.prompt.text_map import text_map
 from midstream.runtime.frontend.request.readouts import (
     Registries,
     bound,
@@ -44,6 +43,7 @@ from midstream.spec.attention import is_vectors
 from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
+from midstream.spec.positions.decoded_text import text_map
 from midstream.spec.resolve.logits import with_vocabulary
 from midstream.spec.resolve.reduced import check_codec, num_sums, with_split_rows
 from midstream.spec.resolve.resolve import resolve

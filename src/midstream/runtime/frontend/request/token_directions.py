@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -41,7 +41,8 @@ class DirectionCache:
 
     Attributes:
         carry_out: calls the workers; None: that has to be awaited, so that directions must be there
-            before a plan is resolved: see `reading`.
+            before a plan is resolved: see `fetch`.
+        carry_out_later: what is awaited instead.
     """
 
     def __init__(self, lenses: LensRegistry, shape: ModelShape, engine: Any) -> None:
@@ -53,6 +54,7 @@ class DirectionCache:
         self._lenses, self._shape, self._engine = lenses, shape, engine
         self._found: dict[DirectionKey, Vector] = {}
         self.carry_out: Callable[[Exchange[None]], None] | None = None
+        self.carry_out_later: Callable[[Exchange[None]], Awaitable[None]] | None = None
 
     def forget(self) -> None:
         """Forget all: a lens has changed."""
@@ -89,6 +91,11 @@ class DirectionCache:
             self._found[key] = Vector(data)
             while len(self._found) > _CACHED:
                 del self._found[next(iter(self._found))]
+
+    async def fetch(self, keys: Mapping[DirectionKey, str]) -> None:
+        """Ask the workers of an asynchronous engine; see `reading`."""
+        assert self.carry_out_later is not None
+        await self.carry_out_later(self.reading(keys))
 
     def needed(self, plan: Plan | None) -> dict[DirectionKey, str]:
         """Return the directions that a plan needs, with the path of an edit that needs each.

@@ -21,6 +21,7 @@ from midstream.runtime.protocol.worker_info import place_of
 from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
 from midstream.spec.positions.ranges import clip, merge
+from midstream.spec.resolve.resolved import ResolvedCapture
 
 Final = tuple[tuple[int, int], ...]
 
@@ -215,6 +216,7 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
         Selected(
             f"capture[{one.source}]" if one.source >= 0 else f"sinks[{one.source}]",
             one.where.final(length, tokens),
+            _left_out(one, length, tokens),
         )
         for one in plan.captures
     ]
@@ -237,6 +239,14 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
         for nth, probe in enumerate(named)
     ]
     return tuple(found)
+
+
+def _left_out(capture: ResolvedCapture, length: int, tokens: Sequence[int]) -> int:
+    """Return the number of selected positions that `max_rows` left out."""
+    if capture.selected is None:
+        return 0
+    kept = _count(capture.where.final(length, tokens))
+    return _count(capture.selected.final(length, tokens)) - kept
 
 
 def _count(ranges: Final) -> int:

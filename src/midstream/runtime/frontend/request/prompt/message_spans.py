@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.runtime.frontend.request.prompt.text_map import map_of_rendering
 from midstream.runtime.vllm.seam_functions import TEMPLATE_ARGUMENTS
+from midstream.spec.positions.decoded_text import map_of_rendering
 from midstream.spec.positions.prompt import Message
 from midstream.spec.positions.text_map import TextMap
 from midstream.validation import show

@@ -8,7 +8,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.prompt.inputs import named_refusals
 from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
-from midstream.runtime.frontend.request.prompt.text_map import decode, text_map
+from midstream.spec.positions.decoded_text import decode, text_map
 from midstream.spec.positions.prompt import Prompt
 from midstream.validation import at, is_int, kind, read_int
 

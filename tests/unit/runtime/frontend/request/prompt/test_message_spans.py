@@ -8,7 +8,7 @@ from support.tokenizers import byte_level, sentencepiece_like
 
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
-from midstream.runtime.frontend.request.prompt.text_map import decode
+from midstream.spec.positions.decoded_text import decode
 
 SENTENCEPIECE = sentencepiece_like()
 BYTE_LEVEL = byte_level()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from midstream.sites import ENDS, Tap
+from midstream.attribution.hooked.inner_hooks import Record
+from midstream.sites import Tap
 
 EMBED, FINAL_NORM = "embed", "final_norm"
 COMPARED = (EMBED, FINAL_NORM)
@@ -16,7 +18,7 @@ COMPARED = (EMBED, FINAL_NORM)
 _CLOSE = 1e-5
 
 
-class EndReference:
+class EndHooks:
     """The embedding and the final norm of a transformers model.
 
     Attributes:
@@ -43,25 +45,18 @@ class EndReference:
         if self._norm is None:
             self.missing[FINAL_NORM] = "no module returns what transformers' head reads"
 
-    def hooks(self, record: Callable[[Tap, Tensor], Tensor | None]) -> list[Any]:
-        """Register hooks that record, and replace, the values of both sites; return their handles.
+    def hooks(self, records: Mapping[Tap, Record]) -> list[Any]:
+        """Register hooks that read, and replace, the values at taps; return their handles.
 
         Args:
-            record: takes a tap and its values, [..., H]; returns the edited values, or None.
+            records: by tap of a site that is not missing, a function of its rows [T, H] that
+                returns what takes their place, or None.
         """
         handles = []
-        if EMBED not in self.missing:
-
-            def embedded(_module: nn.Module, _args: Any, out: Tensor) -> Tensor | None:
-                changed = record((EMBED, ENDS[EMBED]), out * self._scale)
-                return None if changed is None else changed / self._scale
-
-            handles.append(self._embedding.register_forward_hook(embedded))
-        if self._norm is not None:
-            last = FINAL_NORM, ENDS[FINAL_NORM] % len(self._layers)
-            handles.append(
-                self._norm.register_forward_hook(lambda _module, _args, out: record(last, out))
-            )
+        for (site, _), record in records.items():
+            module, scale = (self._embedding, self._scale) if site == EMBED else (self._norm, 1.0)
+            assert module is not None
+            handles.append(module.register_forward_hook(partial(_after, record, scale)))
         return handles
 
     def _find_embedding(self, calls: _Calls, reverse: _Calls) -> None:
@@ -122,6 +117,14 @@ class _Calls:
         self.embedded: Tensor | None = None
         self.entering: Tensor | None = None
         self.read: Tensor | None = None
+
+
+def _after(
+    record: Record, scale: float, _module: nn.Module, _args: Any, out: Tensor
+) -> Tensor | None:
+    """Return a module's output, replaced after it is scaled; None if it stays."""
+    changed = record(scale * out.reshape(-1, out.shape[-1]))
+    return None if changed is None else (changed / scale).reshape(out.shape)
 
 
 def _same(a: Tensor, b: Tensor | None) -> bool:

@@ -9,7 +9,7 @@ from support.nightly import rounds
 from support.tokenizers import byte_level, sentencepiece_like
 
 from midstream.errors import SpecError
-from midstream.runtime.frontend.request.prompt.text_map import decode, map_of_rendering, text_map
+from midstream.spec.positions.decoded_text import decode, map_of_rendering, text_map
 
 SENTENCEPIECE = sentencepiece_like()
 BYTE_LEVEL = byte_level()

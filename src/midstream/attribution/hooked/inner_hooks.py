@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from midstream.tools.doctor.inner_finder import (
+from midstream.attribution.hooked.inner_finder import (
     AttentionCall,
     InnerSitePlace,
     InnerSitePlaces,
@@ -28,7 +28,7 @@ _FUNCTION = "eager_attention_forward"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
-class InnerReference:
+class InnerHooks:
     """The inner sites of a transformers model's layers.
 
     Attributes:

@@ -1,0 +1,124 @@
+"""Prompts of a twin: token ids, and positions in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.spec.positions.decoded_text import decode, text_map
+from midstream.spec.positions.positions import Positions
+from midstream.spec.positions.prompt import Prompt
+from midstream.spec.positions.select import select
+from midstream.validation import as_list, at, kind, read_int, show
+
+_FORMS = 'expected a text, token ids, messages of a chat, or {"prompt": …}'
+
+
+class PromptReader:
+    """Turns prompts into token ids, and selects positions in them."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, max_length: int | None) -> None:
+        """Create for a model.
+
+        Args:
+            tokenizer: the model's; None: it has none.
+            vocabulary: number of token ids.
+            max_length: maximum number of tokens; None: unknown.
+        """
+        self.tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._max_length = max_length
+
+    def ids(self, prompt: Any) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            SpecError: another form, an empty or too long prompt, an unknown id, or a text and the
+                model has no tokenizer.
+        """
+        found = self._ids(prompt)
+        if not found:
+            raise SpecError("", "the prompt has no tokens")
+        if self._max_length is not None and len(found) > self._max_length:
+            raise SpecError(
+                "", f"the prompt has {len(found)} tokens; this model takes {self._max_length}"
+            )
+        return found
+
+    def _ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, Mapping):
+            known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name)]
+            if not known or not set(prompt) <= {"prompt_token_ids", "prompt"}:
+                raise SpecError("", f"{_FORMS}, got a dict with the fields {sorted(prompt)}")
+            with at(known[0]):
+                return self._ids(prompt[known[0]])
+        if isinstance(prompt, str):
+            return list(self._need("a text")(prompt)["input_ids"])
+        prompt = as_list(prompt)
+        if isinstance(prompt, (list, tuple)) and prompt:
+            if all(isinstance(one, Mapping) for one in prompt):
+                self._need("a chat")
+                return list(
+                    self.tokenizer.apply_chat_template(
+                        list(prompt), add_generation_prompt=True, return_dict=True
+                    )["input_ids"]
+                )
+            return [self._id(place, token) for place, token in enumerate(prompt)]
+        got = "an empty list" if isinstance(prompt, (list, tuple)) else kind(prompt)
+        raise SpecError("", f"{_FORMS}, got {got}")
+
+    def _id(self, place: int, token: Any) -> int:
+        with at(f"[{place}]"):
+            found = read_int(token)
+            if not 0 <= found < self._vocabulary:
+                raise SpecError("", f"token ids go from 0 to {self._vocabulary - 1}, got {found}")
+            return found
+
+    def _need(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise SpecError("", f"this model has no tokenizer for {what}; give token ids")
+        return self.tokenizer
+
+    def id_of(self, text: str) -> int:
+        """Return the id of a text that is one token.
+
+        Raises:
+            SpecError: it is several tokens, or the model has no tokenizer.
+        """
+        found = self._need(f"the token {show(text)}").encode(text, add_special_tokens=False)
+        if len(found) != 1:
+            parts = ", ".join(show(decode(self.tokenizer, [token])) for token in found)
+            raise SpecError("", f"{show(text)} is {len(found)} tokens ({parts}), expected one")
+        return int(found[0])
+
+    def texts(self, ids: list[int]) -> list[str]:
+        """Return the text of each token; without a tokenizer its id."""
+        if self.tokenizer is None:
+            return [str(token) for token in ids]
+        return [decode(self.tokenizer, [token]) for token in ids]
+
+    def located(self, ids: list[int]) -> Prompt:
+        """Return a prompt in which texts and token ids can be located."""
+        text = None if self.tokenizer is None else partial(text_map, self.tokenizer, ids)
+        return Prompt(len(ids), tuple(ids), text)
+
+    def select(self, positions: Any, ids: list[int]) -> list[int]:
+        """Return the selected positions of a prompt, ascending.
+
+        Args:
+            positions: any form of Positions.
+            ids: token ids of the prompt.
+
+        Raises:
+            SpecError: it is malformed, or selects nothing.
+        """
+        with at("positions"):
+            found = Positions.parse(positions)
+        where = select(found, self.located(ids), 1)
+        return [
+            position
+            for start, stop in where.final(len(ids), ids)
+            for position in range(start, stop)
+        ]

@@ -1,0 +1,169 @@
+"""Gradients against finite differences in engines, and estimates of patches against sweeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.engines import engine, greedy, tokens
+from support.oracle import relative_error
+
+from midstream import Replace, Steer
+from midstream.attribution import Twin, attribution_patching
+from midstream.sites import OUTER
+from midstream.sweep import KL, LogitDiff
+
+CORRUPT = [5, 17, 33, 101, 8, 77, 12]
+CLEAN = [5, 17, 90, 14, 8, 77, 12]
+METRIC = LogitDiff(7, 11)
+
+
+def measured(llm: Any, prompt: list[int], metric: LogitDiff, edits: list[Any]) -> list[float]:
+    """The metric of one request for each edit."""
+    params = greedy(1)
+    params.logprob_token_ids = [metric.a, metric.b]
+    outputs = llm.generate([tokens(prompt)] * len(edits), params, edits=[[one] for one in edits])
+    found = [output.outputs[0].logprobs[0] for output in outputs]
+    return [each[metric.a].logprob - each[metric.b].logprob for each in found]
+
+
+def finite_differences(
+    llm: Any, twin: Twin, prompt: list[int], metric: LogitDiff, places: list[tuple[str, int, int]]
+) -> list[tuple[float, float]]:
+    """(by differences in the engine, by the twin's gradient) of the derivative at each place, in a
+    direction that is half the gradient's and half random.
+    """
+    sites, layers = sorted({site for site, _, _ in places}), sorted({one[1] for one in places})
+    gradients = twin.gradients(prompt, metric, sites=sites, layers=layers)
+    rows = twin.activations(prompt, sites=sites, layers=layers)
+    draw = torch.Generator().manual_seed(0)
+    edits, expected, steps = [], [], []
+    for site, layer, position in places:
+        gradient = gradients[site, layer][position]
+        noise = torch.randn(gradient.shape, generator=draw)
+        direction = gradient / gradient.norm() + noise / noise.norm()
+        step = 0.01 * float(rows[site, layer][position].norm() / direction.norm())
+        for sign in (1, -1):
+            edits.append(
+                Steer(sign * step * direction, layer, site=site, positions=[position], scale=1.0)
+            )
+        steps.append(step)
+        expected.append(float(gradient @ direction))
+    values = measured(llm, prompt, metric, edits)
+    return [
+        ((values[2 * nth] - values[2 * nth + 1]) / (2 * step), expected[nth])
+        for nth, step in enumerate(steps)
+    ]
+
+
+@pytest.fixture(scope="module")
+def twin(tiny_llama: Path) -> Twin:
+    return Twin.load(tiny_llama)
+
+
+def test_gradients_are_the_finite_differences_of_edits_in_the_engine(wide: Any, twin: Twin) -> None:
+    places = [(site, layer, (2, 3, 6)[layer]) for site in OUTER for layer in range(3)]
+    for (site, layer, position), (by_engine, by_twin) in zip(
+        places, finite_differences(wide, twin, CORRUPT, METRIC, places), strict=True
+    ):
+        assert by_engine == pytest.approx(by_twin, rel=2e-3), (site, layer, position)
+
+
+def test_activations_of_the_engine_give_the_estimates_of_the_twin(wide: Any, twin: Twin) -> None:
+    given = (CLEAN, CORRUPT, METRIC)
+    by_twin = attribution_patching(twin, *given, sites=list(OUTER), positions=[2, 3, -1])
+    by_engine = attribution_patching(
+        twin, *given, sites=list(OUTER), positions=[2, 3, -1], llm=wide
+    )
+    assert relative_error(*map(torch.from_numpy, (by_engine.values, by_twin.values))) < 1e-4
+    made = attribution_patching(wide, *given, sites=list(OUTER), positions=[2, 3, -1])
+    assert np.array_equal(made.values, by_engine.values)
+
+
+def test_a_check_has_the_values_of_single_requests_that_replace(wide: Any, twin: Twin) -> None:
+    found = attribution_patching(twin, CLEAN, CORRUPT, METRIC, sites=list(OUTER))
+    checked = found.check(wide, top=6)
+    assert len(checked.cells) == 6
+    rows = twin.activations(CLEAN, sites=list(OUTER))
+    for cell, top in zip(checked.cells, found.top(6), strict=True):
+        site, layer, position = cell["site"], cell["layer"], cell["position"]
+        row = rows[site, layer][position]
+        (alone,) = measured(
+            wide, CORRUPT, METRIC, [Replace(row, layer, site=site, positions=[position])]
+        )
+        assert cell["measured"] == pytest.approx(alone, abs=1e-5)
+        assert (cell["estimate"], cell["token"]) == (top["value"], top["token"])
+    index = [
+        tuple(found.coords[name].index(cell[name]) for name in found.dims) for cell in checked.cells
+    ]
+    assert np.isfinite(checked.measured.values).sum() == 6
+    assert [checked.measured.values[one] for one in index] == pytest.approx(checked.measurements)
+    assert checked.measured.receipts.status == "ok"
+    assert f"correlation {checked.correlation:.3f}" in str(checked)
+
+
+CAPITALS = ("The capital of France is the city of", "The capital of Japan is the city of")
+SPREAD = range(0, 30, 4)
+
+
+@pytest.mark.model
+def test_gradients_estimates_and_patches_of_smollm2(smollm2: Path) -> None:
+    """One engine, as its weights take seconds to load; the twin has bfloat16 weights in float32."""
+    metric, sites = LogitDiff(" Paris", " Tokyo"), ["attn_out", "mlp_out", "resid_pre"]
+    room = {"max_num_batched_tokens": 256, "max_num_seqs": 32, "num_gpu_blocks_override": 64}
+    with engine(smollm2, midstream={"sites": [*sites, "final_norm"]}, **room) as llm:
+        twin = Twin(llm)
+        ids = twin.prompts.ids(CAPITALS[1])
+        by_id = LogitDiff(*map(twin.prompts.id_of, (metric.a, metric.b)))
+        places = [
+            (site, layer, position) for site in sites for layer, position in ((2, 3), (16, -1))
+        ]
+        for (site, layer, position), (by_engine, by_twin) in zip(
+            places, finite_differences(llm, twin, ids, by_id, places), strict=True
+        ):
+            assert by_engine == pytest.approx(by_twin, rel=2e-3), (site, layer, position)
+        given: dict[str, Any] = {"sites": sites, "layers": list(SPREAD), "positions": [3, -1]}
+        found = attribution_patching(twin, *CAPITALS, metric, **given)
+        swept = llm.sweep(CAPITALS[1], CAPITALS[0], metric, use_tqdm=False, **given)
+        assert found.sweep.corrupt == pytest.approx(swept.corrupt, abs=1e-3)
+        assert found.sweep.clean == pytest.approx(swept.clean, abs=1e-3)
+        assert (found.dims, found.coords) == (swept.dims, swept.coords)
+        assert found.sweep.tokens == swept.tokens
+        effects = swept.values - swept.corrupt
+        # Measured: 0.996, 0.94 and 0.87. The whole stream changes most, so it is linear least.
+        for nth, least in enumerate((0.97, 0.88, 0.75)):
+            both = found.effects[nth].ravel(), effects[nth].ravel()
+            assert np.corrcoef(*both)[0, 1] > least, sites[nth]
+        checked = found.check(llm, top=8)
+        for cell in checked.cells:
+            index = tuple(found.coords[name].index(cell[name]) for name in found.dims)
+            assert cell["measured"] == pytest.approx(float(swept.values[index]), abs=1e-3)
+        kl = attribution_patching(twin, *CAPITALS, KL(), sites="attn_out", llm=llm).check(llm, 2)
+        assert kl.measured.clean == 0.0
+        assert [cell["layer"] for cell in kl.cells] == [23, 29]
+
+
+IOI = (
+    "When Mary and John went to the store, John gave a drink to",
+    "When Mary and John went to the store, Mary gave a drink to",
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.model
+def test_estimates_of_all_cells_correlate_with_full_sweeps_of_smollm2(smollm2: Path) -> None:
+    sites = ["attn_out", "mlp_out", "resid_pre"]
+    # Measured by site: 0.992, 0.913 and 0.933 for the first pair; 0.982, 0.850 and 0.856.
+    pairs = [(CAPITALS, LogitDiff(" Paris", " Tokyo")), (IOI, LogitDiff(" Mary", " John"))]
+    with engine(smollm2, midstream={"sites": sites}, max_num_seqs=32) as llm:
+        twin = Twin(llm)
+        for (clean, corrupt), metric in pairs:
+            found = attribution_patching(twin, clean, corrupt, metric, sites=sites)
+            swept = llm.sweep(corrupt, clean, metric, sites=sites, use_tqdm=False)
+            effects = swept.values - swept.corrupt
+            for nth, site in enumerate(sites):
+                both = found.effects[nth].ravel(), effects[nth].ravel()
+                assert np.corrcoef(*both)[0, 1] > 0.8, (corrupt, site)
