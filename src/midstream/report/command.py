@@ -188,7 +188,7 @@ def _run(options: ReportOptions, stages: Stages) -> Result:
         seed=options.seed,
         versions=_versions(),
         settings=_describe(engine),
-        arguments={"dtype": engine.arguments["dtype"]},
+        arguments=_shown_arguments(engine),
         command=options.command,
     )
     return run(engine, plan, stages)
@@ -208,6 +208,13 @@ def find_folder(model: str) -> str:
             f"--model {model}: expected a Hugging Face model folder, with a config.json"
         )
     return str(folder)
+
+
+def _shown_arguments(engine: MidstreamEngine) -> dict[str, Any]:
+    """Return the arguments of `LLM` with which the page's code computes the same."""
+    given = engine.arguments
+    eager = {"enforce_eager": True} if given["enforce_eager"] else {}
+    return {"dtype": given["dtype"], "max_model_len": given["max_model_len"], **eager}
 
 
 def _shown_path(source: str) -> str:
