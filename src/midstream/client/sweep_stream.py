@@ -10,6 +10,7 @@ import numpy as np
 from midstream.client.protocol import HttpRequest, Stream
 from midstream.errors import ServerError, SpecError
 from midstream.sweep import Sweep, SweepRequest
+from midstream.sweep.async_run import OnCell
 from midstream.sweep.cells import SweepCell
 from midstream.sweep.result import FORMAT
 
