@@ -134,8 +134,8 @@ WRONG = {
     ),
     "a path as an SAE": (
         {"midstream": {"edits": [{"op": "feature", "sae": "/srv/sae", "index": 1, "layer": 1}]}},
-        "midstream.edits[0]",
-        "unknown field 'sae'",
+        "midstream.edits[0].sae",
+        "not starting with a dot or hyphen",
     ),
     "a tag that leaves its folder": (
         {"midstream": {"capture": {"layers": [1], "sink": "store", "tag": "../x"}}},

@@ -148,7 +148,7 @@ class Affine(Operation):
                 shift = Vector.parse([self.bias] * width)
             else:
                 shift = by_value(self.bias, width)
-        return Instruction(Op.MAP, read=known, write=(shift,), a=float32(self.scale))
+        return Instruction(Op.MAP, read=known.flat, write=(shift,), a=float32(self.scale))
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

@@ -20,6 +20,7 @@ from midstream.ops.layout import Flags, Op
 from midstream.sites import NAMES
 from midstream.spec import (
     Ablate,
+    Affine,
     Capture,
     Match,
     ModelShape,
@@ -172,6 +173,11 @@ def test_a_resolved_plan_survives_its_bytes(plan, prompt_len, max_tokens):
     except SpecError:
         return
     _survives(resolved)
+
+
+def test_a_plan_with_a_matrix_survives_its_bytes():
+    edit = Affine(matrix=[[0.0, 0, 0], [0, 1, 0], [0, 0, 2]], layer=0, site="resid_pre")
+    _survives(resolve(Plan(edits=(edit,)), SHAPE, Prompt(1), 1))
 
 
 @given(st.integers(0, 2**32))

@@ -194,7 +194,13 @@ def test_the_layouts_of_vllms_cpu_backend_are_found(
         _k_scale_float=scale, _v_scale_float=scale, _k_scale=torch.tensor(scale),
         _v_scale=torch.tensor(scale),
     )  # fmt: skip
-    found = measure(attention, 5, size)
+    try:
+        found = measure(attention, 5, size)
+    except RuntimeError as error:
+        # vLLM's build for a processor without AVX-512 or AMX lacks some of its kernels.
+        if "Unsupported CPU attention configuration" not in str(error):
+            raise
+        pytest.skip(f"{isa} is not of this processor: {error}")
     assert (found.strides is not None) == is_regular
     keys = torch.randn(5 * size, HEADS, dim).to(dtype)
     impl.do_kv_cache_update(attention, keys, keys, cache, torch.arange(5 * size))
