@@ -356,10 +356,18 @@ KEPT: tuple[Fault, ...] = (
     Fault(
         "An activated expert is raised above what the edit's bias has not changed yet",
         "spec/operation.py",
-        "            if not in_turn:\n                break\n",
-        "            break\n",
+        "    if in_turn:\n",
+        "    if False:\n",
         "tests/unit/spec/operations/test_route.py"
         "::test_its_instructions_compute_its_formula_and_choose_as_they_say",
+    ),
+    Fault(
+        "The norm that an edit keeps is that of the vector after some of its features were added",
+        "spec/operation.py",
+        "        if step.reads or keeps:\n",
+        "        if step.reads:\n",
+        "tests/unit/spec/operations/test_lowering.py"
+        "::test_the_norm_that_is_kept_is_that_before_all_features_were_added",
     ),
     Fault(
         "A gate around a choice of experts drops the order of its parts",
