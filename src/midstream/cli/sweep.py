@@ -178,7 +178,12 @@ def _as_chat(value: Any, chat: bool) -> Any:
 def _of_engine(
     settings: Mapping[str, Any], prompt: Any, request: SweepRequest, terminal: IO[str]
 ) -> Sweep:
-    """Return the sweep of a new engine, whose taps are the sites of the sweep."""
+    """Return the sweep of a new engine, whose taps are the sites of the sweep.
+
+    Without a GPU it runs uncompiled: compiling takes minutes there, and most sweeps take seconds.
+    """
+    import torch
+
     from midstream import LLM
     from midstream.sweep import Metric
 
@@ -191,7 +196,8 @@ def _of_engine(
     def bar(*args: Any, **named: Any) -> Any:
         return tqdm(*args, **{**named, "file": terminal, "disable": False})
 
-    llm = LLM(**{"midstream": {"sites": taps}, **settings})
+    eager = {} if torch.cuda.is_available() else {"enforce_eager": True}
+    llm = LLM(**{**eager, "midstream": {"sites": taps}, **settings})
     return llm.sweep(prompt, **_arguments_of(request), use_tqdm=bar)
 
 

@@ -8,6 +8,7 @@ import os
 
 import numpy as np
 import pytest
+import torch
 import typer
 from starlette.testclient import TestClient
 from support.serving_fake import FakeEngine, make
@@ -72,7 +73,9 @@ def test_it_writes_the_sweep_as_json_and_as_one_page(run, tmp_path, capfd):
                str(page), "--best", "2")  # fmt: skip
     assert done.exit_code == 0, done.output
     [settings], [asked] = StubLLM.made, StubLLM.asked
-    assert settings == {"model": "m", "dtype": "auto", "midstream": {"sites": ["resid_post"]}}
+    eager = {} if torch.cuda.is_available() else {"enforce_eager": True}
+    taps = {"midstream": {"sites": ["resid_post"]}}
+    assert settings == {"model": "m", "dtype": "auto", **taps, **eager}
     assert asked["prompt"] == "abcd"
     assert asked["source"] == PromptSource("efgh")
     found = Sweep.load(out)
