@@ -27,7 +27,6 @@ from midstream.runtime.frontend.request.prompt.tokenized import (
 )
 from midstream.runtime.vllm.seam_functions import TEMPLATE_ARGUMENTS
 from midstream.spec.captured_rows import OpenRows
-from midstream.spec.shape import ModelShape
 from midstream.sweep import Metric, Sweep, SweepRequest
 from midstream.sweep.async_run import OnCell, OnStart, Turn, run_job
 from midstream.sweep.cells import MAX_CELLS
@@ -96,13 +95,12 @@ def prepare(
     target = _prompt_of(engine, "prompt", prompt, template)
     other = None if source is None else _prompt_of(engine, "source", source, template)
     config = engine.vllm_config.model_config
-    if isinstance(request.metric, Metric) and request.metric.reads_all:
-        _check_final_norm(front.info.shape)
+    request.check_readable(front.info.shape)
     params = _params_of(request.metric, sampling_params, config)
     context = SweepContext(front.info.shape, front.vectors.lookup, open_rows, most_cells)
     job = SweepJob(request, context, target, other, shown)
-    reads_all = isinstance(request.metric, Metric) and request.metric.reads_all
-    at_once = max(1, _LOGIT_BYTES // (4 * config.get_vocab_size())) if reads_all else 1 << 30
+    most = max(1, _LOGIT_BYTES // (4 * config.get_vocab_size()))
+    at_once = most if request.reads_all else 1 << 30
     return PreparedSweep(job, params, at_once)
 
 
@@ -196,20 +194,6 @@ def _prompt_of(engine: Any, name: str, prompt: Any, template: Mapping[str, Any])
                 "", f"{found.length} tokens, and this engine computes {longest} at most"
             )
         return SweepPrompt(found, token_texts(engine, found))
-
-
-def _check_final_norm(shape: ModelShape) -> None:
-    """Check that the logits of all tokens can be read.
-
-    Raises:
-        SpecError: they cannot.
-    """
-    if not shape.tapped_layers("final_norm"):
-        raise SpecError(
-            "metric",
-            "KL reads the logits of all tokens: tap final_norm, "
-            'LLM(…, midstream={"sites": [..., "final_norm"]})',
-        )
 
 
 def _params_of(metric: Any, given: SamplingParams | None, config: Any) -> SamplingParams:

@@ -92,19 +92,14 @@ class Attribution:
             if count < 1:
                 raise SpecError("", f"expected at least 1 cell, got {count}")
         check_same_model(llm, self.shape)
-        metric, shown, taps = self.request.metric, self.sweep.metric, llm.info.shape.taps
+        metric, shown = self.request.metric, self.sweep.metric
         if not isinstance(metric, Metric) or not isinstance(shown, Metric):
             raise SpecError(
                 "metric",
                 "a function of logits cannot be measured in an engine, which gives the "
                 "log-probabilities of tokens; use LogProb, LogitDiff, KL or Recovered",
             )
-        if metric.reads_all and not any(site == "final_norm" for site, _ in taps):
-            raise SpecError(
-                "metric",
-                "KL reads the logits of all tokens: tap final_norm, "
-                'LLM(…, midstream={"sites": [..., "final_norm"]})',
-            )
+        self.request.check_readable(llm.info.shape)
         # The twin's shape, so that the grid is that of the estimates whatever the engine taps.
         context = SweepContext(self.shape, llm.vectors.lookup)
         source = SweepPrompt(self.source, ())

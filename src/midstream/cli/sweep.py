@@ -185,10 +185,9 @@ def _of_engine(
     import torch
 
     from midstream import LLM
-    from midstream.sweep import Metric
 
     taps = list(request.sites)
-    if isinstance(request.metric, Metric) and request.metric.reads_all:
+    if request.reads_all:
         taps.append("final_norm")
 
     tqdm: Any = import_module("tqdm").tqdm  # vLLM's own, which is quiet here

@@ -302,17 +302,12 @@ class SweepJob:
 
     def _plan_of(self, edits: list[Any], captures: list[Capture] | None = None) -> Plan | None:
         found = list(captures or ())
-        if self._reads_all:
+        if self.request.reads_all:
             found.append(Logits(tokens="all", positions="last_prompt"))
         return Plan.make(capture=found or None, edits=edits or None)
 
     def _unpatched_run(self) -> SweepRun:
         return SweepRun(self._prompt.token_ids, self._plan_of([]))
-
-    @property
-    def _reads_all(self) -> bool:
-        metric = self.request.metric
-        return isinstance(metric, Metric) and metric.reads_all
 
     def _read(self, output: Any) -> NextToken:
         seen = self._seen
@@ -323,7 +318,7 @@ class SweepJob:
         metric = self.request.metric
         if not isinstance(metric, Metric):
             return NextToken()
-        if self._reads_all:
+        if self.request.reads_all:
             return NextToken(every=np.array(to_numpy(output.logits.logprobs[0]), np.float32))
         (found, *_) = output.outputs[0].logprobs
         return NextToken({int(token): found[token].logprob for token in metric.tokens})

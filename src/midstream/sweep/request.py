@@ -17,6 +17,7 @@ from midstream.spec.heads import read_indices
 from midstream.spec.operation import read_scalar
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, read_taps
+from midstream.spec.shape import ModelShape
 from midstream.spec.vector import Vector
 from midstream.sweep.alignment import Align, emit_align, read_align
 from midstream.sweep.metrics import Metric, MetricFunction, read_metric
@@ -116,6 +117,24 @@ class SweepRequest:
             if not 0 <= count <= MAX_REPEATS:
                 raise SpecError("", f"expected 0 to {MAX_REPEATS}, got {count}")
             self._set(repeats=count)
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the metric reads the logits of all tokens."""
+        return isinstance(self.metric, Metric) and self.metric.reads_all
+
+    def check_readable(self, shape: ModelShape) -> None:
+        """Check that an engine can return what the metric reads.
+
+        Raises:
+            SpecError: it cannot.
+        """
+        if self.reads_all and not shape.tapped_layers("final_norm"):
+            raise SpecError(
+                "metric",
+                "KL reads the logits of all tokens: tap final_norm, "
+                'LLM(…, midstream={"sites": [..., "final_norm"]})',
+            )
 
     def _read_positions(
         self, positions: object, exclude: object, groups: Mapping[str, PositionsLike] | None
