@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from midstream.fit import files
+from midstream.fit.batches import capture_rows_async
 from midstream.fit.direction_set import DirectionSet
 from midstream.fit.estimate import Estimate
-from midstream.fit.train import fit_prompts, fit_prompts_async, fit_rows, fit_store
+from midstream.fit.prompts import capture_rows
+from midstream.fit.train import PromptFit, fit_rows, fit_store
 from midstream.spec.forms import LayersLike, PositionsLike
 
 if TYPE_CHECKING:
@@ -83,10 +85,9 @@ class Directions(DirectionSet):
             SpecError: an argument is malformed, or the method needs pairs.
             MissingExtraError: the method needs scikit-learn, which is not installed.
         """
-        found = fit_prompts(
-            llm, positive, negative, method, layers, positions, site, reduce, folds, groups, seed
-        )
-        return Directions._of(*found)
+        read = PromptFit.read(positive, negative, method, site, folds, groups, seed)
+        classes = capture_rows(llm, positive, negative, layers, positions, read.site, reduce)
+        return Directions._of(*read.fit(llm, classes))
 
     @staticmethod
     async def fit_async(
@@ -108,10 +109,11 @@ class Directions(DirectionSet):
         Arguments and errors are those of `fit`. Chats are captured as token ids, so positions that
         select messages, as `Role`, are rejected.
         """
-        found = await fit_prompts_async(
-            llm, positive, negative, method, layers, positions, site, reduce, folds, groups, seed
+        read = PromptFit.read(positive, negative, method, site, folds, groups, seed)
+        classes = await capture_rows_async(
+            llm, positive, negative, layers, positions, read.site, reduce
         )
-        return Directions._of(*found)
+        return Directions._of(*read.fit(llm, classes))
 
     @staticmethod
     def from_rows(

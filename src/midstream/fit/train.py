@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from midstream.errors import SpecError
-from midstream.fit.batches import capture_rows_async
 from midstream.fit.estimate import Estimate, estimate
 from midstream.fit.folds import Folds, Indices, number
 from midstream.fit.methods import Method
-from midstream.fit.prompts import CapturedClass, capture_rows
+from midstream.fit.prompts import CapturedClass
 from midstream.fit.samples import ArraySamples, Samples, StoredSamples, check_alike, pair_up
 from midstream.spec.selection import read_site
 from midstream.validation import at, kind, read_int
@@ -46,48 +45,8 @@ def fit_rows(
     return _fit(samples[0], samples[1], method, site, folds, _keyed(groups, owners), seed)
 
 
-def fit_prompts(
-    llm: Any,
-    positive: Any,
-    negative: Any,
-    method: object,
-    layers: Any,
-    positions: Any,
-    site: str,
-    reduce: str,
-    folds: int,
-    groups: Any,
-    seed: int,
-) -> Fitted:
-    """Capture prompts and fit their rows; see `Directions.fit`."""
-    request = _PromptFit.read(positive, negative, method, site, folds, groups, seed)
-    classes = capture_rows(llm, positive, negative, layers, positions, request.site, reduce)
-    return request.fit(llm, classes)
-
-
-async def fit_prompts_async(
-    llm: Any,
-    positive: Any,
-    negative: Any,
-    method: object,
-    layers: Any,
-    positions: Any,
-    site: str,
-    reduce: str,
-    folds: int,
-    groups: Any,
-    seed: int,
-) -> Fitted:
-    """Capture prompts concurrently and fit their rows; see `Directions.fit_async`."""
-    request = _PromptFit.read(positive, negative, method, site, folds, groups, seed)
-    classes = await capture_rows_async(
-        llm, positive, negative, layers, positions, request.site, reduce
-    )
-    return request.fit(llm, classes)
-
-
 @dataclass(frozen=True)
-class _PromptFit:
+class PromptFit:
     """A fit to prompts: its arguments, read before the prompts are captured."""
 
     method: Method
@@ -106,7 +65,12 @@ class _PromptFit:
         folds: int,
         groups: Any,
         seed: int,
-    ) -> _PromptFit:
+    ) -> PromptFit:
+        """Read the arguments of `Directions.fit` that the capture does not read.
+
+        Raises:
+            SpecError: one is malformed, or the method needs pairs.
+        """
         with at("method"):
             chosen = Method.read(method)
         with at("site"):
@@ -114,9 +78,10 @@ class _PromptFit:
         counts = len(positive), len(negative)
         if chosen.needs_pairs and counts[0] != counts[1]:
             raise _no_pairs(chosen, *counts, "prompts")
-        return _PromptFit(chosen, site, counts, folds, groups, seed)
+        return PromptFit(chosen, site, counts, folds, groups, seed)
 
     def fit(self, llm: Any, classes: Sequence[CapturedClass]) -> Fitted:
+        """Fit the rows of both classes, the positives first, captured on `llm`."""
         samples = [ArraySamples(one.rows) for one in classes]
         check_alike(*samples)
         owners = [one.owners for one in classes]
