@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import sys
 import httpx
 import numpy as np
 import pytest
-from support.serving_fake import make
 from support.sweep_fake import logprob_of, unpatched
 from unit.client.both import KINDS, Both
 
@@ -21,20 +19,6 @@ from midstream.sweep import LogitDiff, LogProb, Recovered, Sweep
 from midstream.sweep.cells import SweepCell
 
 A, B = ord("x"), ord("z")
-
-
-@pytest.fixture
-def site():
-    made = asyncio.run(make())
-    yield made
-    made.server.close()
-
-
-@pytest.fixture(params=KINDS)
-def both(request, site):
-    made = Both(request.param, site)
-    yield made
-    made.close()
 
 
 def test_a_sweep_is_what_the_engine_computes_and_cells_come_one_by_one(both, tmp_path):

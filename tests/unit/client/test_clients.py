@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import httpx
@@ -12,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import serving_fake
-from support.serving_fake import make, rows
+from support.serving_fake import rows
 from unit.client.both import KINDS, Both
 
 from midstream import Capture, Probe, Replace, Steer
@@ -25,20 +24,6 @@ from midstream.spec.vector import Vector
 
 V = [1.0, 2.0, 2.0]
 PROBE = Probe(V, 1, name="p")
-
-
-@pytest.fixture
-def site():
-    made = asyncio.run(make())
-    yield made
-    made.server.close()
-
-
-@pytest.fixture(params=KINDS)
-def both(request, site):
-    made = Both(request.param, site)
-    yield made
-    made.close()
 
 
 def over(kind, answer):
