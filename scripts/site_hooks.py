@@ -1,7 +1,7 @@
-"""Hooks of mkdocs: files outside docs/ that pages link to become pages, and notebooks have their outputs.
+"""Hooks of mkdocs: pages of linked files outside docs/, and of notebooks with their outputs.
 
-Links stay those of the repository: a link to `../examples/common.py` leads to the file there, and to a
-page with its text on the site. Nothing is fetched.
+Links stay those of the repository: `../examples/common.py` leads to the file there, and to a page
+with its text on the site. Nothing is fetched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The site of the documents: it builds without a warning, works from files, and has every public name."""
+"""The site of the documents: it builds without a warning, works from files, and is complete."""
 
 from __future__ import annotations
 
@@ -18,10 +18,21 @@ import midstream
 ROOT = Path(__file__).resolve().parents[2]
 # What people search for; each must be in the title or a heading of a page.
 TERMS = [
-    "activation patching", "attention", "attribution", "causal tracing", "contrastive pairs", "hook points",
-    "interventions", "logit lens", "overhead", "probe", "refusal direction", "sae features", "steering vector",
+    "activation patching",
+    "attention",
+    "attribution",
+    "causal tracing",
+    "contrastive pairs",
+    "hook points",
+    "interventions",
+    "logit lens",
+    "overhead",
+    "probe",
+    "refusal direction",
+    "sae features",
+    "steering vector",
     "throughput",
-]  # fmt: skip
+]
 
 
 class Links(html.parser.HTMLParser):
