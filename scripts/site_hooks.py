@@ -24,7 +24,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
 }
-LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yml": "yaml", ".json": "json"}
+LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yml": "yaml"}
 NOTEBOOKS = "examples/notebooks"
 # Not into fenced blocks, where this is text.
 FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -42,14 +42,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of files outside docs/, beginning with those that the documents link to."""
     _sources.clear()
     _outputs.clear()
-    waiting = ["CHANGELOG.md", "CONTRIBUTING.md"]
+    waiting = list(PAGES)
     waiting += [f"{NOTEBOOKS}/{path.name}" for path in sorted((ROOT / NOTEBOOKS).glob("*.ipynb"))]
     for file in list(files.documentation_pages()):
         waiting += _linked(f"docs/{file.src_uri}", file.content_string)
     seen: set[str] = set()
     while waiting:
         path = waiting.pop()
-        if path in seen or path == "README.md" or not (ROOT / path).exists():
+        if path in seen or not (ROOT / path).exists():
             continue
         seen.add(path)
         uri, text = _uri(path), _text(path)
@@ -117,7 +117,8 @@ def _uri(path: str) -> str:
         return f"notebooks/{posixpath.basename(path).removesuffix('.ipynb')}.md"
     if (ROOT / path).is_dir():
         return f"files/{path}/index.md"
-    return f"files/{path}" if path.endswith(".md") else f"files/{path}.md"
+    # Data is a file for programs.
+    return f"files/{path}" if path.endswith((".md", ".json")) else f"files/{path}.md"
 
 
 def _text(path: str) -> str:
@@ -132,7 +133,7 @@ def _text(path: str) -> str:
         names = sorted(one.name for one in file.iterdir() if not one.name.startswith(("_", ".")))
         return f"# {path}\n\n" + "\n".join(f"- [{name}]({name})" for name in names) + "\n"
     text = file.read_text(encoding="utf-8")
-    if path.endswith(".md"):
+    if path.endswith((".md", ".json")):
         return text
     return f"# {path}\n\n````{LANGUAGES.get(file.suffix, 'text')}\n{text.rstrip()}\n````\n"
 
