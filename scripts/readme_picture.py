@@ -80,8 +80,8 @@ def main(page: Path) -> None:
         f" sentences is added at layer {best.layer}."
     )
     base = (
-        f"Rows: layers {LAYERS[0]} to {LAYERS[-1]}; columns: tokens. Colour: projection of the"
-        " residual stream on its layer's direction; of the text, at the last of these layers."
+        f"Rows: layers {LAYERS[0]} to {LAYERS[-1]}. Columns: tokens. Colour: projection on the"
+        f" layer's direction; of the text: at layer {LAYERS[-1]}."
     )
     scale = legend(ColorScale.of(np.array(LIMITS), 0.0, LIMITS), ".1f")
     body = (

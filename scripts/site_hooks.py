@@ -64,6 +64,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Return the text with links to files outside docs/ turned to their pages."""
     own = page.file.src_uri
     source = _sources.get(own, f"docs/{own}")
+    if own == "index.md":
+        page.meta["hide"] = ["toc"]
     if own.startswith("files/"):
         page.meta["search"] = {"exclude": True}
 
