@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ def _few(edits: Sequence[Any], tap: Tap) -> list[Any]:
 def placed(edit: Any, **written: Any) -> Any:
     """The edit with other arguments that say where; of a gate, the edit in it."""
     if isinstance(edit, Gate):
-        return Gate(edit.edit.replace(**written), edit.probe, edit.threshold, edit.sharpness)
+        return replace(edit, edit=edit.edit.replace(**written))
     return edit.replace(**written)
 
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from midstream import Gate
 from midstream.sites import Tap
 from support.formulas import apply, read_score
+from support.gate_memory import amounts
 
 EVERY_SITE = (
     "resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post"
@@ -154,6 +155,19 @@ class EditOracle:
             read = (site, layer % self.num_layers)
             if read != tap:
                 score = read_score(edit.probe, self._seen.values[read].double().numpy())[chosen]
+        if isinstance(edit, Gate) and edit.memory:
+            # It reads what enters its tap, before all edits there.
+            read = tap if edit.probe.tap is None else (edit.probe.tap[0], edit.probe.tap[1])
+            read = (read[0], read[1] % self.num_layers)
+            entered = self._seen.before.get(read, self._seen.values.get(read))
+            assert entered is not None
+            read_there = read_score(edit.probe, entered.double().numpy())[chosen]
+            score = np.array(amounts(edit, read_there))
+            edit = Gate(edit.edit, edit.probe, 0.5)
+            if one.edit.sharpness is not None:
+                # g, by the logarithm of its odds.
+                edit = Gate(edit.edit, edit.probe, 0.0, 1.0)
+                score = np.log(score / (1 - score))
         inner = edit.edit if isinstance(edit, Gate) else edit
         several = len(getattr(inner, "rows", ())) > 1
         out = h.copy()

@@ -19,6 +19,7 @@ from midstream.runtime.worker.step.step_planner import StepPlanner
 from midstream.runtime.worker.step_recorder import StepCounts, StepRecorder
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.runtime.worker.tables.gate_states import GateStates
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
@@ -74,6 +75,7 @@ class WorkerSession:
         self._codecs = CodecTable(buffers)
         self._tables = ProgramTable(buffers)
         slots = SlotTable(max_model_len, on_nonfinite)
+        self._gate_states = GateStates(buffers)
         self._planner = StepPlanner(slots, self._tables)
         self._recorder = StepRecorder(
             buffers,
@@ -85,11 +87,18 @@ class WorkerSession:
             only_armed=only_armed,
             patterns=patterns,
             reductions=self._reductions,
+            gate_states=self._gate_states,
         )
         plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
         widths = tuple(map(buffers.width, taps.values()))
         self.requests = RequestTable(
-            slots, plans, self._recorder, checksum, agree, (self._reductions, widths)
+            slots,
+            plans,
+            self._recorder,
+            checksum,
+            agree,
+            (self._reductions, widths),
+            self._gate_states,
         )
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
@@ -143,8 +152,10 @@ class WorkerSession:
         self._recorder.check_integrity()
         self._tables.check_integrity()
         self._reductions.check_integrity()
+        self._gate_states.check_integrity()
         if self.requests.is_empty:
             assert not len(self.requests.plans)
             assert not len(self._reductions)
+            assert not len(self._gate_states)
             assert not len(self._recorder.rows)
             assert not len(self._recorder.scores)

@@ -29,6 +29,7 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.runtime.worker.tables.gate_states import GateStates
 from midstream.runtime.worker.taps.tap_check import TapSignature
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
@@ -86,6 +87,7 @@ class StepRecorder:
         only_armed: bool = False,
         patterns: PatternReader | None = None,
         reductions: Reductions,
+        gate_states: GateStates,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -97,6 +99,7 @@ class StepRecorder:
         only_armed: every forward pass that fires the taps is armed. Nothing is disarmed then.
         patterns: makes rows of attention; None: no request asks for any.
         reductions: what rows are reduced to.
+        gate_states: what gates remember.
         """
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
@@ -111,6 +114,7 @@ class StepRecorder:
         self._signature = TapSignature(taps)
         self._score_kind = self.scores.kind((0,))
         self._armed = ArmedBuffers(buffers, only_armed)
+        self._gate_states = gate_states
         self._expected: ExpectedCounts | None = None
         self._no_scores = buffers.scores[:0]
         self._in_flight: deque[InFlightStep] = deque()
@@ -122,6 +126,7 @@ class StepRecorder:
         self.counts.add_active(plan.num_units)
         first = self._transport.reserve(plan.num_units)
         self._armed.arm(plan.tokens, first)
+        self._gate_states.arm(plan.runs)
         if plan.by_id:
             ids = batch.token_ids()
             self._buffers.ids[: ids.shape[0]].copy_(ids)
@@ -149,6 +154,7 @@ class StepRecorder:
         """
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
+        self._gate_states.disarm()
         plan = prepared.plan
         batches: Sequence[CodecBatch] = plan.batches
         logits: StepLogits = {}
