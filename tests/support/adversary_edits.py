@@ -73,7 +73,13 @@ class Catalogue:
 
 
 def catalogue(
-    oracle: EditOracle, prompt: Sequence[int], seed: int, *, jumps: bool = True, taps: int = 7
+    oracle: EditOracle,
+    prompt: Sequence[int],
+    seed: int,
+    *,
+    jumps: bool = True,
+    memory: bool = False,
+    taps: int = 7,
 ) -> Catalogue:
     """Every operation, sized by a plain run.
 
@@ -84,6 +90,7 @@ def catalogue(
         seed: of what is drawn.
         jumps: whether edits may jump from one token to the next as a score passes a threshold.
             Where sums depend on the batch's shape, a score may fall either side of it.
+        memory: whether there are gates with memory.
         taps: at how many taps.
     """
     plain = oracle.run(prompt)
@@ -120,6 +127,9 @@ def catalogue(
         rows = torch.stack([maker.vector() for _ in range(MOST_ROWS)])
         spreads.append(Spread(rows, maker.place))
         probes += maker.probes()[:1]
+    if memory:
+        for maker, before in makers[: len(chosen)]:
+            edits += [edit for _, edit in maker.remembering(before)]
     edits = [edit for edit in edits if jumps or not _jumps(edit)]
     choose.shuffle(edits)
     # What differs in nothing but the operation or the vector is what keys must tell apart.

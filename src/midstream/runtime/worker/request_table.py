@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from midstream.errors import NoRoomError
 from midstream.runtime.protocol.failures import Failure
+from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
@@ -14,7 +15,6 @@ from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import RankPlan, RequestState, idle_segment
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step_recorder import StepRecorder
-from midstream.runtime.worker.tables.gate_states import GateStates
 from midstream.spec import ResolvedPlan
 from midstream.spec.resolve.resolved import ResolvedBias
 

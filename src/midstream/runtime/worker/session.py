@@ -8,6 +8,7 @@ from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.segments import RankShare
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.collection import Collection
+from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.logit_bias import LogitBias
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_check import RankChecksum
@@ -19,7 +20,6 @@ from midstream.runtime.worker.step.step_planner import StepPlanner
 from midstream.runtime.worker.step_recorder import StepCounts, StepRecorder
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
-from midstream.runtime.worker.tables.gate_states import GateStates
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.sites import Tap
 from midstream.transport.arena import Arena

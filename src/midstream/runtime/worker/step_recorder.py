@@ -13,6 +13,7 @@ from midstream.ops import layout
 from midstream.runtime.worker.attention.logits import StepLogits
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.attention.step_patterns import StepPatterns
+from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
@@ -29,7 +30,6 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
-from midstream.runtime.worker.tables.gate_states import GateStates
 from midstream.runtime.worker.taps.tap_check import TapSignature
 from midstream.sites import Tap
 from midstream.transport.arena import Arena

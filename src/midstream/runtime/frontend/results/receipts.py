@@ -198,10 +198,10 @@ def _unread(
 ) -> list[str]:
     """Return a problem if a gate with memory did not read a token that the cache served."""
     scans = [probe.where.final(length, tokens) for probe in plan.probes if probe.is_scan]
-    missed = np.flatnonzero((_add_up(scans, length) > 0) & cached) if scans else ()
-    if not len(missed):
+    missed = np.flatnonzero((_add_up(scans, length) > 0) & cached)
+    if not missed.size:
         return []
-    return [f"{len(missed)} positions were not read by a gate with memory; the first: {missed[0]}"]
+    return [f"{missed.size} positions were not read by a gate with memory; the first: {missed[0]}"]
 
 
 def _missing(parts: list[WorkerResult]) -> list[str]:
