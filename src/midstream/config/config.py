@@ -26,7 +26,7 @@ from midstream.version import __version__
 KEY = "midstream"
 ENVIRONMENT_VARIABLE = "MIDSTREAM"
 # Increase when the op's arguments or buffers change meaning: it separates cached compiled graphs.
-OP_SCHEMA = 6
+OP_SCHEMA = 7
 # Capacity settings and their minimum values.
 _LEAST = {
     "bank_rows": 1,
@@ -36,6 +36,7 @@ _LEAST = {
     "probes": 1,
     "token_ids": 1,
     "maps": 0,
+    "gate_states": 0,
     "readout_rows": 1,
     "readout_bytes": 0,
     "reductions": 0,
@@ -70,6 +71,10 @@ class Config:
         maps: maximum number of distinct matrices of `Affine(matrix=…)` in use by running requests.
             Each takes 4 · hidden² bytes on the device, in addition to `bank_rows`, and on a GPU all
             together 4 · hidden per token of a step. 0: such edits are rejected.
+        gate_states: maximum number of states of gates with memory (`hold`, `smooth`, `release`) in
+            all running requests: one for each gate and tap that it reads. Each takes a few hundred
+            bytes on the device; above 0, each tap launches one kernel more on a GPU. A request that
+            would exceed it together with others waits in the front end. 0: such gates are rejected.
         readout_rows: maximum number of rows that lenses and SAEs of all running requests may read
             in one step: positions times layers. All requests of a step wait for this work. A
             request that would exceed it together with others waits in the front end. Generated
@@ -135,6 +140,7 @@ class Config:
     probes: int = 16
     token_ids: int = 16384
     maps: int = 0
+    gate_states: int = 0
     readout_rows: int = 16384
     readout_bytes: int = 0
     reductions: int = 256

@@ -417,7 +417,14 @@ def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Con
         ring_rows=ring_rows,
         dtype=model_config.dtype,
         device=runner.device,
+        drafts=_drafts(vllm_config),
     )
+
+
+def _drafts(vllm_config: Any) -> int:
+    """Return the most draft tokens of a request in a step."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def _room(config: Config) -> Room:
@@ -428,6 +435,7 @@ def _room(config: Config) -> Room:
         token_ids=config.token_ids,
         probes=config.probes,
         maps=config.maps,
+        gate_states=config.gate_states,
     )
 
 
