@@ -28,6 +28,7 @@ class RequestTable:
 
     Attributes:
         plans: plans of the requests.
+        resets: number of resets of the prefix cache, if the front end keeps rows.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RequestTable:
             None: nothing is reduced.
         """
         self.plans = plans
+        self.resets = 0
         self._slots = slots
         self._recorder = recorder
         self._checksum = checksum
@@ -104,6 +106,7 @@ class RequestTable:
             shared=own,
             serial=self._added,
             oldest_step=self._recorder.rows.next_step,
+            resets=self.resets,
         )
         self._slots.add(request)
         if problem:
