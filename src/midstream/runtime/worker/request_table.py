@@ -29,6 +29,7 @@ class RequestTable:
 
     Attributes:
         plans: plans of the requests.
+        resets: number of resets of the prefix cache, if the front end keeps rows.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RequestTable:
         gate_states: states of gates with memory; None: there is no such gate.
         """
         self.plans = plans
+        self.resets = 0
         self._slots = slots
         self._recorder = recorder
         self._checksum = checksum
@@ -108,6 +110,7 @@ class RequestTable:
             shared=own,
             serial=self._added,
             oldest_step=self._recorder.rows.next_step,
+            resets=self.resets,
         )
         self._slots.add(request)
         if problem:
