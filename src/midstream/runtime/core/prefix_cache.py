@@ -12,10 +12,14 @@ from typing import Any
 from midstream.config.config import KEY
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.request_payload import payload_of
+from midstream.runtime.vllm.attributes import CHANGED_KEYS
 
 
 def keys_of(request: Any) -> CacheKeys | None:
     """Return the cache keys of a vLLM `Request`; None if it has no plan."""
+    changed: CacheKeys | None = CHANGED_KEYS.get(request)
+    if changed is not None:
+        return changed
     payload = payload_of(request.sampling_params)
     return None if payload is None else payload.keys
 

@@ -15,6 +15,7 @@ from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import (
     Acknowledged,
+    ChangePlans,
     CheckIntegrity,
     CollectedResults,
     CollectPartialRows,
@@ -213,6 +214,9 @@ class WorkerEndpoint:
             case UpdateVectors():
                 for update in request.updates:
                     self._session.requests.plans.update_vectors(update)
+            case ChangePlans():
+                for change in request.changes:
+                    self._session.requests.change(change)
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():

@@ -18,6 +18,7 @@ from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
+from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.results.receipts import make_receipt
 from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
 from midstream.runtime.protocol.results import (
@@ -60,6 +61,7 @@ def assemble(
     shape: ModelShape,
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
     own: Plan | None = None,
+    later: Mapping[int, LaterPlan] = MappingProxyType({}),
 ) -> dict[int, CompletionResults]:
     """Assemble the workers' results of a finished request.
 
@@ -70,6 +72,7 @@ def assemble(
         shape: the model.
         before: per completion, rows that arrived while it ran; without their data if not kept.
         own: the request's own plan, as given; None: it has none.
+        later: later versions of the plan, by number.
 
     Returns:
         The results of each completion, by its index.
@@ -91,7 +94,7 @@ def assemble(
                 rows.num_layers = shape.num_layers
         probes = _probes(plan, parts, tokens)
         receipt = make_receipt(
-            output.request_id, plan, parts, completion, tokens, every, probes, coming_from
+            output.request_id, plan, parts, completion, tokens, every, probes, coming_from, later
         )
         found[completion.index] = CompletionResults(activations, probes, receipt, blocks)
     return found
