@@ -15,6 +15,7 @@ from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import (
     Acknowledged,
+    ChangePlans,
     CheckIntegrity,
     CollectedResults,
     CollectPartialRows,
@@ -216,6 +217,9 @@ class WorkerEndpoint:
                     self._session.requests.plans.update_vectors(update)
             case CountResets():
                 self._session.requests.resets = request.resets
+            case ChangePlans():
+                for change in request.changes:
+                    self._session.requests.change(change)
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():
