@@ -10,6 +10,7 @@ from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_kept import KEPT
 from support.faults_sweep import SWEEPS
+from support.faults_tools import TOOLS
 from support.faults_viz import VIZ
 
 ENGINE = "tests/engine/"
@@ -492,4 +493,5 @@ FAULTS: tuple[Fault, ...] = (
     *ATTENTION,
     *FIT,
     *VIZ,
+    *TOOLS,
 )
