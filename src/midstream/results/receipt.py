@@ -78,6 +78,23 @@ class Selected:
 
 
 @dataclass(frozen=True, slots=True)
+class Action:
+    """What a probe did when its scores met its condition.
+
+    Attributes:
+        name: name of the probe.
+        kind: "stop" or "flag".
+        position: position of the token whose score met the condition, the first such.
+        score: the pooled score there, which was compared with the threshold.
+    """
+
+    name: str
+    kind: str
+    position: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class Nonfinite:
     """Positions with an infinite or NaN value, or with an edit that saturated.
 
@@ -135,7 +152,7 @@ class CaptureResult:
         return replace(joined, paths=paths, manifest=results[-1].manifest)
 
 
-def _plain(counts: Captured | Edited | Probed) -> dict[str, Any]:
+def _plain(counts: Captured | Edited | Probed | Action) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in counts.__slots__}
 
 
@@ -159,6 +176,7 @@ class Receipt:
         problems: all other differences from the plan; empty if there are none.
         kept: (sink, result) for every sink except `memory`.
         coming_from: (field, tool) of each field of another tool that the request was given in.
+        actions: what probes with an `act` did; of those that did nothing there is none.
     """
 
     request_id: str
@@ -173,6 +191,7 @@ class Receipt:
     kept: tuple[tuple[str, CaptureResult], ...] = ()
     nonfinite: Nonfinite | None = None
     coming_from: tuple[tuple[str, str], ...] = ()
+    actions: tuple[Action, ...] = ()
 
     @property
     def status(self) -> str:
@@ -231,6 +250,7 @@ class Receipt:
                 for sink, one in self.kept
             ],
             "coming_from": dict(self.coming_from),
+            "actions": [_plain(one) for one in self.actions],
         }
 
     @staticmethod
@@ -260,6 +280,7 @@ class Receipt:
             ),
             # Servers of earlier versions do not send it.
             coming_from=tuple(plain.get("coming_from", {}).items()),
+            actions=tuple(Action(**one) for one in plain.get("actions", ())),
         )
 
     def __str__(self) -> str:
@@ -289,6 +310,10 @@ class Receipt:
             )
         lines += [
             f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed
+        ]
+        lines += [
+            f"  {one.kind} by probe {one.name} at position {one.position}: {one.score:.6g}"
+            for one in self.actions
         ]
         lines += [f"  {one}" for one in self.selected]
         lines += [f"  {name}: a field of {tool}" for name, tool in self.coming_from]

@@ -37,6 +37,7 @@ from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.start_steering import set_steering
 from midstream.runtime.frontend.weight_memory import WeightMemory
+from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
 from midstream.runtime.protocol.rpc import IntegrityReport
 from midstream.sinks.server_captures import ServerCaptures
@@ -172,6 +173,7 @@ class BaseFrontEnd:
             )
         if own is not None:
             self._check_streams(own, kind)
+        check_stop_strings(prepared.acts, params.stop)
         one = prepared.need
         need = one.times(params.n)
         chosen = self._chosen_replica(request)
@@ -179,7 +181,9 @@ class BaseFrontEnd:
         check_rows(need, max(limits, key=lambda one: one.limit or 0))
         uid = uuid.uuid4().hex
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
-        set_payload(request, RequestPayload(uid, prepared.packed, prepared.keys))
+        set_payload(
+            request, RequestPayload(uid, prepared.packed, prepared.keys, acts=prepared.acts)
+        )
         self._needs[uid] = need
         return AdmittedRequest(uid, prepared.plan, own, routes)
 

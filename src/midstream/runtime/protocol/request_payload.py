@@ -8,6 +8,7 @@ import msgspec
 
 from midstream.config.config import KEY
 from midstream.errors import SpecError
+from midstream.runtime.protocol.acting_probes import ActingProbe
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.codec import ProtocolMessage
 from midstream.runtime.protocol.vector_update import VectorUpdate
@@ -23,12 +24,14 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
         keys: the request's prefix-cache keys.
         vectors: what the workers must do to have the vectors that the plan names; None: nothing.
             The engine core takes it out, see `runtime.core.vector_updates`.
+        acts: its probes that end it. With any, the workers report its scores in each step.
     """
 
     uid: str
     plan: bytes
     keys: CacheKeys
     vectors: VectorUpdate | None = None
+    acts: tuple[ActingProbe, ...] = ()
 
 
 def payload_of(sampling_params: Any) -> RequestPayload | None:

@@ -187,8 +187,16 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.v1.engine",
         "EngineCoreOutput",
-        ("finish_reason", "new_token_ids", "request_id", "stop_reason"),
-        "requests that failed on a worker are ended",
+        (
+            "events",
+            "finish_reason",
+            "new_prompt_logprobs_tensors",
+            "new_token_ids",
+            "prefill_stats",
+            "request_id",
+            "stop_reason",
+        ),
+        "requests that failed on a worker, or that a probe stops, are ended",
     ),
     Fields(
         "vllm.v1.engine",
@@ -204,11 +212,22 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     ),
     Fields(
         "vllm.v1.request",
-        "RequestStatus",
-        ("FINISHED_ERROR",),
-        "requests that failed on a worker are ended",
+        "Request",
+        ("all_token_ids", "is_finished", "num_tokens", "take_events", "take_prefill_stats"),
+        "the tokens of requests that a probe stops are cut",
     ),
-    Fields("vllm.v1.outputs", "ModelRunnerOutput", ("req_ids",), "failures are attached"),
+    Fields(
+        "vllm.v1.request",
+        "RequestStatus",
+        ("FINISHED_ERROR", "FINISHED_STOPPED"),
+        "requests that failed on a worker, or that a probe stops, are ended",
+    ),
+    Fields(
+        "vllm.v1.outputs",
+        "ModelRunnerOutput",
+        ("prompt_logprobs_dict", "req_id_to_index", "req_ids", "sampled_token_ids"),
+        "failures are attached, and the tokens of requests that a probe stops are cut",
+    ),
     Fields("vllm.v1.core.sched.scheduler", "Scheduler", ("kv_cache_manager", "requests"), _BLOCKS),
     Fields(
         "vllm.v1.core.kv_cache_manager",

@@ -90,6 +90,7 @@ class RequestState:
         plan: what the request asks for.
         slot: row of the request in the arrays of `SlotTable`.
         segments: segments of the plan, ascending, over [0, FOREVER).
+        reports: whether its scores leave with the output of each step.
         shared: the plan in `PlanTable`; None if the plan could not be read or placed.
         serial: serial number, unique in this worker.
         blocks: captured rows; set when the request is collected.
@@ -110,6 +111,7 @@ class RequestState:
     plan: ResolvedPlan
     slot: int
     segments: list[Segment]
+    reports: bool = False
     shared: RankPlan | None = None
     serial: int = 0
     blocks: list[RowBlock[ArenaRows]] = field(default_factory=list)

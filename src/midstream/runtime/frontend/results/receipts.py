@@ -13,6 +13,7 @@ from midstream.errors import ReceiptError, ReceiptWarning
 from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Captured, Edited, Nonfinite, Probed, Receipt, Selected
+from midstream.runtime.frontend.results.actions import actions_of
 from midstream.runtime.frontend.results.reduced import num_reduced
 from midstream.runtime.protocol.results import WorkerResult
 from midstream.runtime.protocol.runs import Ints
@@ -103,6 +104,7 @@ def make_receipt(
         problems=tuple(problems),
         nonfinite=_nonfinite(parts, length),
         coming_from=coming_from,
+        actions=actions_of(plan, completion, length, probes),
     )
 
 
