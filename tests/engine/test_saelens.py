@@ -19,7 +19,12 @@ from support.saelens import KINDS
 from torch import Tensor
 from vllm import SamplingParams
 
-from midstream import SAE, Capture, Feature, Features, Gate, SpecError, Steer
+from midstream import SAE, Capture, Feature, Features, Gate, Reconstruct, SpecError, Steer
+from midstream.ops import sae_ref
+from midstream.ops.sae_layout import size
+from midstream.runtime.frontend.sae_registry import SaeRegistry
+from midstream.runtime.frontend.weight_memory import WeightMemory
+from midstream.spec import ModelShape
 
 WIDTH, FEATURES = 64, 120
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
@@ -34,10 +39,12 @@ SINGLE = (
 
 @dataclass(frozen=True)
 class By:
-    """An edit of the reference: what it makes of vectors, and where."""
+    """An edit of the reference: what it makes of vectors, and where; of those of another tap, too,
+    where it reads one."""
 
-    change: Callable[[Tensor], Tensor]
+    change: Callable[..., Tensor]
     taps: tuple[tuple[str, int], ...] = (("resid_post", 1),)
+    reads: tuple[str, int] | None = None
 
 
 class Oracle(EndOracle):
@@ -51,7 +58,10 @@ class Oracle(EndOracle):
             return super()._apply(one, tap, h)
         chosen = [position for position in range(len(h)) if one.where(position)]
         out = h.copy()
-        out[chosen] = one.edit.change(torch.from_numpy(h[chosen])).numpy()
+        given = [torch.from_numpy(h[chosen])]
+        if one.edit.reads is not None:
+            given.append(self._seen.values[one.edit.reads][chosen].double())
+        out[chosen] = one.edit.change(*given).numpy()
         return out
 
 
@@ -80,8 +90,9 @@ def folders(model: tuple[Path, Oracle], tmp_path_factory: pytest.TempPathFactory
 def served(model: tuple[Path, Oracle], folders: Path) -> Iterator[Served]:
     names = [*KINDS, *TRAINED]
     settings = {
-        "sites": ["resid_pre", "resid_post", "mlp_in"],
-        "readout_bytes": len(names) * 4 * (192 * (WIDTH + 2) + 256),
+        "sites": ["resid_pre", "resid_post", "mlp_in", "mlp_out"],
+        "reconstruct": {"resid_post:1": 192, "resid_post:0": 120, "mlp_in:2": 120},
+        "readout_bytes": len(names) * 4 * size(WIDTH, 192, True),
         "saes": {name: str(folders / name) for name in names},
     }
     with engine(model[0], **ROOM, midstream=settings) as llm:
@@ -274,3 +285,92 @@ def test_features_that_cannot_be_edited_are_refused(
 def test_a_single_feature_that_depends_on_others_is_refused(folders: Path, name: str) -> None:
     with pytest.raises(SpecError, match="a feature cannot be changed by itself"):
         SAE.load(folders / name).feature(0, value=1.0)
+
+
+MLP_TAPS = ("mlp_in", 2), ("mlp_out", 2)
+CHANGED = {3: 4.0, 8: 0.0, 77: -1.5}
+
+
+def is_transcoder(name: str) -> bool:
+    return "hook_name_out" in KINDS.get(name, ("", {}))[1]
+
+
+def as_saelens(folders: Path, name: str, **asked: Any) -> By:
+    """The reference of `Reconstruct(name, …)`."""
+    sae = saelens.read(folders / name)
+    index, mode = asked.get("index") or {}, asked.get("mode", "set")
+    values = index if isinstance(index, dict) else dict.fromkeys(index, asked.get("value", 0.0))
+    error = asked.get("error", False)
+
+    def change(h: Tensor, x: Tensor | None = None) -> Tensor:
+        return saelens.reconstructed(sae, h if x is None else x, h, values, mode, error)
+
+    if is_transcoder(name):
+        return By(change, MLP_TAPS[1:], MLP_TAPS[0])
+    return By(change)
+
+
+@pytest.mark.parametrize("name", [*KINDS, *TRAINED])
+def test_a_reconstruction_is_that_of_sae_lens(folders: Path, name: str) -> None:
+    """Within 1e-5 of a row's length, of the op on the CPU, without an engine."""
+    width, taps = WIDTH, frozenset([("resid_post", 1), *MLP_TAPS])
+    registry = SaeRegistry(
+        WeightMemory(1 << 20, lambda _: False, lambda: None),
+        ModelShape(3, width, taps),
+        {("resid_post", 1): 192, MLP_TAPS[0]: 192},
+    )
+    memory = torch.full((1 << 18,), torch.nan)
+    with registry.adding(name, SAE.load(folders / name)) as messages:
+        for message in messages:
+            numbers = torch.frombuffer(bytearray(message.data), dtype=torch.float32)
+            memory[message.offset // 4 : message.offset // 4 + len(numbers)] = numbers
+    sae = saelens.read(folders / name)
+    x = 2 * torch.randn(40, width, generator=torch.Generator().manual_seed(5)) + 0.3
+    for asked in (
+        {},
+        {"index": CHANGED},
+        {"index": CHANGED, "error": True},
+        {"index": [3, 8, 77], "mode": "ablate"},
+        {"index": CHANGED, "mode": "add", "error": True},
+        {"index": CHANGED, "mode": "scale"},
+        {"index": list(range(100)), "mode": "scale", "value": 0.5, "error": True},
+    ):
+        (edit,) = Reconstruct(name, **asked).bind(lambda of: registry.source(of.name))
+        where = edit.reads_elsewhere(width)
+        code = edit.instructions(width)[0] if where is None else where[1]
+        assert is_transcoder(name) == (where is not None)
+        found = sae_ref.reconstruct(x, torch.from_numpy(code.read.numpy().copy()), memory)
+        by = as_saelens(folders, name, **asked)
+        wanted = by.change(torch.zeros(len(x), width), x) if where else by.change(x)
+        if asked.get("error") and not where:
+            wanted = wanted - x
+        error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-3)
+        assert float(error.max()) <= 1e-5, (name, asked, float(error.max()))
+    with torch.no_grad():
+        assert float((sae(x.double()) - x).norm()) > 0.1 * float(x.norm()), "the identity"
+
+
+@pytest.mark.parametrize("name", [*KINDS, *TRAINED])
+def test_a_model_runs_on_reconstructions(served: Served, folders: Path, name: str) -> None:
+    """Of prompts of several steps and of generated tokens, beside requests without an edit."""
+    asked: list[dict[str, Any]] = [
+        {},
+        {"index": CHANGED},
+        {"index": CHANGED, "error": True},
+        {"index": CHANGED, "mode": "scale", "positions": slice(2, 5)},
+    ]
+    prompts = [LONG, PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[0]]
+    edits = [[Reconstruct(name, **one)] for one in asked]
+    capture = Capture([1, 2], ["resid_post", "mlp_in", "mlp_out"])
+    outputs = served.ask(prompts, 3, edits=[*edits, None], capture=capture)
+    for prompt, output, one in zip(prompts, outputs, [*asked, None], strict=True):
+        assert output.receipt.status == "ok", output.receipt
+        if one is None:
+            served.assert_is(prompt, output)
+            continue
+        where = slice(2, 5) if "positions" in one else slice(None)
+        chosen = range(len(prompt) + 2)[where]
+        by = At(as_saelens(folders, name, **one), lambda position, c=chosen: position in c)
+        served.assert_is(prompt, output, by)
+        edited = output.receipt.edited
+        assert edited.expected == edited.applied == (1 + is_transcoder(name)) * len(chosen)

@@ -114,6 +114,42 @@ def edited(sae: Any, x: Tensor, values: Mapping[int, float], mode: str) -> Tenso
     return found
 
 
+def reconstructed(
+    sae: Any, x: Tensor, h: Tensor, values: Mapping[int, float], mode: str, error: bool
+) -> Tensor:
+    """Return what a reconstruction with changed features makes of h, float64 [n, width].
+
+    Args:
+        sae: what `read` returns.
+        x: what it encodes; of an SAE the same as `h`.
+        h: what is replaced.
+        values: the changed features; for "ablate" their values are not read.
+        mode: what is done to them.
+        error: whether x̂(a') − x̂(a) is added to h, instead.
+    """
+
+    def decoded(a: Tensor) -> Tensor:
+        sae.encode(x.double())  # a normalisation is undone as of the vectors last encoded
+        found: Tensor = sae.decode(a)
+        return found
+
+    with torch.no_grad():
+        a = sae.encode(x.double())
+        changed = a.clone()
+        for index, value in values.items():
+            match mode:
+                case "set":
+                    changed[:, index] = value
+                case "add":
+                    changed[:, index] += value
+                case "scale":
+                    changed[:, index] *= value
+                case "ablate":
+                    changed[:, index] = 0
+        change = decoded(changed) - decoded(a)
+        return (h.double() if error else sae(x.double())) + change
+
+
 def _made(name: str, width: int, features: int, given: dict[str, Any]) -> Any:
     fields = dict(given)
     places = {key: fields.pop(key) for key in ("hook_name", "hook_name_out") if key in fields}

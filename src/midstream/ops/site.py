@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.sae_ref import SaeBuffers
 from midstream.ops.site_ref import site_ref
 
 _SCHEMA = (
@@ -43,6 +44,8 @@ class SiteBuffers(Protocol):
         ring: [R, U], destination of captured vectors.
         mapped: float32 [rows, N], what MAPs make of vectors that are at most N wide; on a GPU, if
             no row: there is no MAP. Not used on a CPU.
+        sae: what CODEs need; None: there is none.
+        encoding: addresses of the tables of sites where there may be CODEs.
         widths: width of the vectors at each bound table, by the address of the table.
     """
 
@@ -66,6 +69,10 @@ class SiteBuffers(Protocol):
     def ring(self) -> Tensor: ...
     @property
     def mapped(self) -> Tensor: ...
+    @property
+    def sae(self) -> SaeBuffers | None: ...
+    @property
+    def encoding(self) -> frozenset[int]: ...
     @property
     def widths(self) -> dict[int, int]: ...
 
@@ -117,7 +124,7 @@ def site(
     3. Add the counts of this site to `tally[t]`. `NONFINITE` is set to 1 if a changed value
        saturated, or if an edited row, a captured row or a probe's score is not finite.
 
-    A MAP is a product of the stream on entry with a matrix: it comes before all that changes h.
+    A MAP or a CODE computes something of the stream on entry: it comes before all that changes h.
 
     The h that instructions read is the stream at the last instruction with `Flags.FRESH`; before
     the first of these, the stream on entry. A factor of exactly zero contributes exactly nothing.
@@ -173,7 +180,7 @@ def site(
         run = site_triton
     run(
         hidden, residual, tokens, ids, tally, table, buffers.instructions, buffers.params,
-        buffers.lists, bank, scores, ring, buffers.mapped,
+        buffers.lists, bank, scores, ring, buffers.mapped, buffers.sae, address in buffers.encoding,
     )  # fmt: skip
 
 

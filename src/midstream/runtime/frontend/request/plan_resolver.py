@@ -26,6 +26,7 @@ from midstream.runtime.frontend.request.readouts import (
     readout_rows,
     with_weights,
 )
+from midstream.runtime.frontend.request.reconstructions import read_saes
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
 from midstream.runtime.protocol.rank_parts import check_parts
@@ -253,6 +254,7 @@ class PlanResolver:
             )
             _check_heads(own, resolved.codec)
             check_codec(resolved)
+        edited = read_saes(plan, before, resolved, self.registries.saes)
         resolved, read = with_weights(resolved, plan, self.registries)
         resolved = self._with_parts(with_vocabulary(resolved, self._engine.vllm_config))
         workers, config = self._info.workers, self._engine.vllm_config
@@ -263,7 +265,7 @@ class PlanResolver:
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
         sums = num_sums(resolved, self._info.shape)
         need = replace(
-            need, rows=rows, vectors=named, readout_rows=at_once, weights=read, sums=sums
+            need, rows=rows, vectors=named, readout_rows=at_once, weights=read + edited, sums=sums
         )
         check_biases(resolved, config)
         self._check_ring(resolved)
