@@ -75,7 +75,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "set": {"index": {3: 2.5, 32: 0.0, 7: -1.0}},
     "error": {"index": {3: 2.5, 32: 0.0, 7: -1.0}, "error": True},
-    "scaled": {"index": {nth: 0.5 for nth in range(20)}, "mode": "scale", "error": True},
+    "scaled": {"index": dict.fromkeys(range(20), 0.5), "mode": "scale", "error": True},
     "added": {"index": [5, 1], "mode": "add", "value": 1.5},
     "ablated": {"index": [0, 2, 31], "mode": "ablate"},
 }

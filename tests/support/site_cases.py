@@ -197,7 +197,9 @@ def _tables(programs: list[list[Step]]) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list[Step]:
-    """Instructions of every kind and flag but MAP, CODE and RECONSTRUCT. Scales keep vectors of `width` about as long."""
+    """Instructions of every kind and flag but MAP, CODE and RECONSTRUCT. Scales keep
+    vectors of `width` about as long.
+    """
 
     def normal() -> float:
         return float(draw.standard_normal())
