@@ -57,7 +57,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         _sources[uri] = f"{path}/README.md" if (ROOT / path).is_dir() else path
         files.append(File.generated(config, uri, content=text))
         waiting += _linked(_sources[uri], text)
+    _list_all(files, config)
     return files
+
+
+def _list_all(files: Files, config: MkDocsConfig) -> None:
+    """Add the pages that mkdocs.yml does not list to its section Guides."""
+    listed = str(config.nav)
+    guides = next(section["Guides"] for section in config.nav or () if "Guides" in section)
+    for file in files.documentation_pages():
+        uri = file.src_uri
+        if f"'{uri}'" not in listed and not uri.startswith("files/"):
+            guides.append(uri)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
