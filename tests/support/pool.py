@@ -18,8 +18,12 @@ from support import engines
 
 EVERY_SITE = list(OUTER)
 PROFILES: dict[str, dict[str, Any]] = {
-    # Steps of 64 tokens: longer prompts come in chunks.
-    "standard": {"max_num_batched_tokens": 64, "max_num_seqs": 8},
+    # Steps of 64 tokens: longer prompts come in chunks. Rows are kept.
+    "standard": {
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "midstream": {"sites": engines.ALL_SITES, "reuse_bytes": 8 << 20},
+    },
     # Every site, and steps that hold whole batches.
     "wide": {
         "max_num_batched_tokens": 512,

@@ -40,6 +40,7 @@ _LEAST = {
     "readout_rows": 1,
     "readout_bytes": 0,
     "reductions": 0,
+    "reuse_bytes": 0,
 }
 _CHOICES = {
     "overflow": ("block", "spill", "drop"),
@@ -86,6 +87,9 @@ class Config:
             each layer of a mean or maximum, three of moments. Each takes 8 · hidden bytes on the
             device, taken before the KV cache is sized. A request that would exceed it together with
             others waits in the front end.
+        reuse_bytes: host memory of the front end for rows of `Capture(reuse=True)`, which later
+            requests with the same tokens and edits get in place of computing them. Beyond it, those
+            of the least recently used tokens are forgotten. 0: such captures are rejected.
         staging_bytes: size of the staging ring on the device, through which captured vectors are
             transferred. None: enough for every token of the largest step at every tapped site, on a
             GPU twice that (rows are transferred while the next step fills the ring), but at most
@@ -144,6 +148,7 @@ class Config:
     readout_rows: int = 16384
     readout_bytes: int = 0
     reductions: int = 256
+    reuse_bytes: int = 0
     staging_bytes: int | None = None
     on_mismatch: str = "raise"
     on_nonfinite: str = "raise"

@@ -14,6 +14,7 @@ _REQUEST = "plans are resolved for a request's prompt and attached to its sampli
 _RUNNING = "rows of running requests are fetched up to the known tokens"
 _ASLEEP = "weights are read while they are on the device"
 _BLOCKS = "requests that share KV with a failed request are found"
+_CHANGED = "a changed plan holds from the first position that is not scheduled"
 
 PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
@@ -144,7 +145,10 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.engine",
         "EngineCoreRequest",
         (
+            "cache_salt",
             "data_parallel_rank",
+            "lora_request",
+            "mm_features",
             "prompt_embeds",
             "prompt_is_token_ids",
             "prompt_token_ids",
@@ -181,8 +185,9 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.v1.engine.core",
         "EngineCore",
-        ("model_executor", "vllm_config"),
-        "requests that bypassed request validation are rejected, and vectors sent to the workers",
+        ("model_executor", "scheduler", "vllm_config"),
+        "requests that bypassed request validation are rejected, and vectors and changed plans "
+        "sent to the workers",
     ),
     Fields(
         "vllm.v1.engine",
@@ -202,6 +207,14 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         ("block_hashes", "client_index", "get_finished_reason", "request_id", "sampling_params"),
         "request payloads are read in the engine core",
     ),
+    Fields(
+        "vllm.v1.request",
+        "Request",
+        ("num_computed_tokens", "num_in_flight_tokens", "num_preemptions", "num_tokens"),
+        _CHANGED,
+    ),
+    Fields("vllm.v1.request", "Request", ("num_stale_output_tokens",), _CHANGED, since="0.32"),
+    Fields("vllm.v1.core.sched.scheduler", "Scheduler", ("hash_block_size",), _CHANGED),
     Fields(
         "vllm.v1.request",
         "RequestStatus",

@@ -15,10 +15,12 @@ from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import (
     Acknowledged,
+    ChangePlans,
     CheckIntegrity,
     CollectedResults,
     CollectPartialRows,
     CollectResults,
+    CountResets,
     DescribeWorker,
     DiscardData,
     IntegrityReport,
@@ -213,6 +215,11 @@ class WorkerEndpoint:
             case UpdateVectors():
                 for update in request.updates:
                     self._session.requests.plans.update_vectors(update)
+            case CountResets():
+                self._session.requests.resets = request.resets
+            case ChangePlans():
+                for change in request.changes:
+                    self._session.requests.change(change)
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():
@@ -311,7 +318,10 @@ class WorkerEndpoint:
     ) -> CollectedResults:
         """Put requests into the buffer under names, and return what the front end needs of it."""
         is_mapped = WorkerRank(self._stage, self._tensor_rank) in mapped
-        headers = [self._results.put(name, found, is_mapped) for name, found in requests.items()]
+        resets = self._session.requests.resets
+        headers = [
+            self._results.put(name, found, is_mapped, resets) for name, found in requests.items()
+        ]
         return CollectedResults(
             headers=headers,
             inline=self._results.inline(list(requests)),
