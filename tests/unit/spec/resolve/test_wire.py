@@ -376,7 +376,11 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         (["biases"], [{"tokens": [1], "values": ["x"]}], r"biases.*values.*expected `float`"),
         (["probes", 0, "name"], None, r"probes\[.*\].name: expected `str`, got `None`"),
         (["probes", 0, "steps"], 0, r"probes\[0\].steps: expected one PROBE or SCAN"),
-        (["steps", 2], [MESSAGE["steps"][2][0]] * 2, r"probes\[0\].steps: expected one PROBE or SCAN"),
+        (
+            ["steps", 2],
+            [MESSAGE["steps"][2][0]] * 2,
+            r"probes\[0\].steps: expected one PROBE or SCAN",
+        ),
         ([*["steps", 2, 0], 8], None, r"probes\[0\].steps: expected a PROBE or SCAN with"),
         ([*["steps", 2, 0], 0], 12, r"probes\[0\].name: expected none: a SCAN is read by gates"),
         ([*["steps", 2, 0], 11], -1, r"steps\[.*\]: expected `int` >= 0"),
