@@ -29,6 +29,7 @@ from midstream.errors import (
     TapError,
     UnsupportedError,
 )
+from midstream.results.local_info import LocalInfo
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.spec import (
@@ -44,6 +45,7 @@ from midstream.spec import (
     Features,
     Gate,
     Lens,
+    Local,
     Logits,
     LoReFT,
     Mass,
@@ -109,6 +111,8 @@ __all__ = [
     "FetchError",
     "Gate",
     "LoReFT",
+    "Local",
+    "LocalInfo",
     "JacobianLens",
     "Lens",
     "LogProb",

@@ -9,6 +9,7 @@ from support.fault import Fault
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_kept import KEPT
+from support.faults_reuse import REUSE
 from support.faults_sweep import SWEEPS
 from support.faults_viz import VIZ
 
@@ -62,7 +63,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A prefix-cache hit removes rows from a capture",
         "runtime/core/prefix_cache.py",
-        "    cap = keys.first_read\n",
+        "    cap = None if payload is None else payload.first_read(RESETS.get(manager) or 0)\n",
         "    cap = 1 << 60\n",
         ENGINE
         + "test_poisoning.py::test_a_hit_ends_at_the_block_below_the_first_position_that_is_read",
@@ -488,6 +489,7 @@ FAULTS: tuple[Fault, ...] = (
         "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
     ),
     *KEPT,
+    *REUSE,
     *SWEEPS,
     *ATTENTION,
     *FIT,

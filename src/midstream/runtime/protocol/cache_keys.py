@@ -102,6 +102,8 @@ def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
             parts.append((edit.where.ranges, content))
         for match in edit.where.matches:
             parts.append((match.ranges, [*content, list(match.ids), match.others]))
+    for one in plan.functions:
+        parts.append((one.where.ranges, [one.site, one.layer, one.key]))
     for probe in plan.probes:
         if not probe.name:
             # What gates read is part of what they do.

@@ -77,6 +77,20 @@ class ScoresHeader(ProtocolMessage, frozen=True, array_like=True):
     nbytes: Natural
 
 
+class FunctionCount(ProtocolMessage, frozen=True, array_like=True):
+    """Calls of one function of a plan.
+
+    Attributes:
+        index: index of the function in the plan.
+        calls: number of calls.
+        rows: number of rows that it was given.
+    """
+
+    index: Natural
+    calls: Natural
+    rows: Natural
+
+
 class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """Results of one vLLM request.
 
@@ -90,6 +104,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         rows: blocks of captured rows.
         scores: blocks of probe scores.
         resets: number of resets of the prefix cache when it began, if the front end keeps rows.
+        functions: calls of its functions at this worker's taps.
     """
 
     id: str
@@ -101,6 +116,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     rows: list[RowsHeader]
     scores: list[ScoresHeader]
     resets: Natural = 0
+    functions: list[FunctionCount] = []
 
     @property
     def nbytes(self) -> int:
@@ -254,6 +270,7 @@ class WorkerResult:
         dropped: number of captured vectors that the arena had no space for.
         states: uint16, the state of each position; see `segments`.
         resets: number of resets of the prefix cache when it began.
+        functions: calls of its functions.
     """
 
     def __init__(
@@ -271,6 +288,7 @@ class WorkerResult:
         self.problem = header.problem
         self.dropped = header.dropped
         self.resets = header.resets
+        self.functions = header.functions
         self._leased = leased
         end = header.states * _STATE
         self.states: NDArray[np.uint16] = np.frombuffer(data[:end], np.uint16)

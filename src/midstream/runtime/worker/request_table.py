@@ -11,7 +11,12 @@ from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.reductions import Reductions
-from midstream.runtime.worker.request_state import RankPlan, RequestState, idle_segment
+from midstream.runtime.worker.request_state import (
+    FunctionUse,
+    RankPlan,
+    RequestState,
+    idle_segment,
+)
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step_recorder import StepRecorder
 from midstream.spec import ResolvedPlan
@@ -20,6 +25,8 @@ from midstream.spec.resolve.resolved import ResolvedBias
 _LOGGER = logging.getLogger(__name__)
 # Returns whether all ranks that run the same requests say yes.
 Agree = Callable[[bool], bool]
+# Returns the functions of a plan at this rank's taps.
+Load = Callable[[ResolvedPlan], list[FunctionUse]]
 _NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read
 
 
@@ -39,6 +46,7 @@ class RequestTable:
         checksum: RankChecksum | None = None,
         agree: Agree | None = None,
         reductions: tuple[Reductions, Sequence[int]] | None = None,
+        load: Load | None = None,
     ) -> None:
         """Args:
         slots: the running requests.
@@ -49,6 +57,7 @@ class RequestTable:
             if there are none.
         reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
             None: nothing is reduced.
+        load: returns the functions of a plan; None: this worker calls none.
         """
         self.plans = plans
         self.resets = 0
@@ -57,6 +66,7 @@ class RequestTable:
         self._checksum = checksum
         self._agree = agree
         self._reductions = reductions
+        self._load = load
         self._added = 0
         # Finished requests with the number of their last step, which is not settled.
         self._finishing: list[tuple[int, RequestState]] = []
@@ -85,9 +95,10 @@ class RequestTable:
             self.settle_requests([known])
         problem = ""
         own = None
+        functions: list[FunctionUse] = []
         slot = self._slots.new_slot()
         try:
-            own = self._acquire(plan, slot)
+            own, functions = self._acquire(plan, slot)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
@@ -107,14 +118,26 @@ class RequestTable:
             serial=self._added,
             oldest_step=self._recorder.rows.next_step,
             resets=self.resets,
+            functions=functions,
         )
         self._slots.add(request)
         if problem:
             self._slots.fail(request, computed, problem)
 
-    def _acquire(self, packed: bytes, slot: int) -> RankPlan:
-        """Return a request's plan, and give it the sums that it needs. Pair with `_release`."""
+    def _acquire(self, packed: bytes, slot: int) -> tuple[RankPlan, list[FunctionUse]]:
+        """Return a request's plan and functions, and give it the sums that it needs. Pair with
+        `_release`.
+        """
         found = self.plans.acquire(packed)
+        functions = []
+        if found.resolved.functions:
+            try:
+                if self._load is None:
+                    raise LookupError("this worker calls no functions")
+                functions = self._load(found.resolved)
+            except Exception:
+                self.plans.release(found)
+                raise
         if self._reductions is not None:
             reductions, widths = self._reductions
             try:
@@ -122,7 +145,7 @@ class RequestTable:
             except NoRoomError:
                 self.plans.release(found)
                 raise
-        return found
+        return found, functions
 
     def _release(self, plan: RankPlan, slot: int) -> None:
         self.plans.release(plan)

@@ -20,6 +20,7 @@ from midstream.runtime.worker.step_recorder import StepCounts, StepRecorder
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.tables.program_table import ProgramTable
+from midstream.runtime.worker.taps.local_calls import LocalCalls
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
 from midstream.transport.base import Transport
@@ -51,6 +52,7 @@ class WorkerSession:
         patterns: PatternReader | None = None,
         agree: Agree | None = None,
         reductions: Reductions | None = None,
+        calls_functions: bool = False,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -66,6 +68,7 @@ class WorkerSession:
         patterns: makes rows of attention and logits; None: no request asks for any.
         agree: see `RequestTable`.
         reductions: what requests reduce rows to; None: there is no room for any.
+        calls_functions: whether functions of requests are called.
         """
         if reductions is None:
             reductions = Reductions(0, 1, buffers.ring.device)
@@ -75,6 +78,8 @@ class WorkerSession:
         self._tables = ProgramTable(buffers)
         slots = SlotTable(max_model_len, on_nonfinite)
         self._planner = StepPlanner(slots, self._tables)
+        self._local = LocalCalls(taps, buffers, slots) if calls_functions else None
+        buffers.before = self._local
         self._recorder = StepRecorder(
             buffers,
             transport,
@@ -88,8 +93,9 @@ class WorkerSession:
         )
         plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
         widths = tuple(map(buffers.width, taps.values()))
+        load = None if self._local is None else self._local.load
         self.requests = RequestTable(
-            slots, plans, self._recorder, checksum, agree, (self._reductions, widths)
+            slots, plans, self._recorder, checksum, agree, (self._reductions, widths), load
         )
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
@@ -116,6 +122,8 @@ class WorkerSession:
         recorder.counts.planner_ns += time.perf_counter_ns() - began
         if self._checksum is not None:
             self._checksum.add_step(batch, plan, self._tables)
+        if self._local is not None:
+            self._local.prepare(plan, batch)
         if self.bias is not None:
             self.bias.drop()
         if plan is None:
@@ -130,6 +138,8 @@ class WorkerSession:
         """Record the step whose forward pass was queued, and settle steps whose results are on the
         host.
         """
+        if self._local is not None:
+            self._local.finish()
         if self._recorder.prepared is not None:
             self._recorder.record()
             self.requests.settle()

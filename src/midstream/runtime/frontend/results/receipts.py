@@ -12,7 +12,7 @@ from midstream.config.config import Config
 from midstream.errors import ReceiptError, ReceiptWarning
 from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
-from midstream.results.receipt import Captured, Edited, Nonfinite, Probed, Receipt, Selected
+from midstream.results.receipt import Called, Captured, Edited, Nonfinite, Probed, Receipt, Selected
 from midstream.runtime.frontend.results.reduced import num_reduced
 from midstream.runtime.protocol.results import WorkerResult
 from midstream.runtime.protocol.runs import Ints
@@ -103,6 +103,7 @@ def make_receipt(
         problems=tuple(problems),
         nonfinite=_nonfinite(parts, length),
         coming_from=coming_from,
+        called=_called(plan, parts, length, tokens),
     )
 
 
@@ -174,6 +175,26 @@ def _edited(
         cached=int(edits[cached].sum()),
     )
     return counts, problems
+
+
+def _called(
+    plan: ResolvedPlan, parts: list[WorkerResult], length: int, tokens: Sequence[int]
+) -> tuple[Called, ...]:
+    """Return the calls of each function, on the first rank of its stage."""
+    counts: dict[int, tuple[int, int]] = {}
+    for part in sorted(parts, key=lambda part: part.worker.tensor_rank):
+        for one in part.functions:
+            counts.setdefault(one.index, (one.rows, one.calls))
+    return tuple(
+        Called(
+            one.name,
+            one.site,
+            one.layer,
+            _count(one.where.final(length, tokens)),
+            *counts.get(nth, (0, 0)),
+        )
+        for nth, one in enumerate(plan.functions)
+    )
 
 
 def _expected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[Ints, Ints]:

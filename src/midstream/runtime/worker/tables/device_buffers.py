@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.site import Before
 from midstream.runtime.protocol.segments import Room
 from midstream.sites import Tap
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Buffers:
     """Device buffers of one rank; see `midstream.ops.layout` for the columns.
 
@@ -40,6 +41,7 @@ class Buffers:
             `midstream.ops.site.bind`.
         switches: float32 [T, n], the switches of each row's biases; see `LogitBias`. No row where
             logits are not tapped.
+        before: what the op calls before its edits; see `midstream.ops.site`.
     """
 
     tokens: Tensor
@@ -56,6 +58,7 @@ class Buffers:
     widths: dict[int, int] = field(default_factory=dict)
     switches: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
     mapped: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
+    before: Before | None = None
 
     @staticmethod
     def allocate(
