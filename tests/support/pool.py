@@ -28,14 +28,14 @@ PROFILES: dict[str, dict[str, Any]] = {
     "wide": {
         "max_num_batched_tokens": 512,
         "max_num_seqs": 64,
-        "midstream": {"sites": EVERY_SITE, "maps": 4},
+        "midstream": {"sites": EVERY_SITE, "maps": 4, "gate_states": 12},
     },
     # The same without a prefix cache: what it gives depends on no earlier request.
     "uncached": {
         "max_num_batched_tokens": 512,
         "max_num_seqs": 8,
         "enable_prefix_caching": False,
-        "midstream": {"sites": EVERY_SITE, "maps": 4},
+        "midstream": {"sites": EVERY_SITE, "maps": 4, "gate_states": 12},
     },
 }
 _COMMON = {"block_size": 32, "enable_prefix_caching": True}

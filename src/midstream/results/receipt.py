@@ -108,6 +108,54 @@ class Selected:
 
 
 @dataclass(frozen=True, slots=True)
+class Version:
+    """A version of the request's plan, if it was changed while the request ran.
+
+    Attributes:
+        number: 0 for the plan that the request was sent with, then by one more for each change.
+        source: who made it: "request", "update", "probe:NAME" or "controller:NAME".
+        positions: [start, stop) at which it held; start = stop: at none.
+        scale: factor on the strength of the edits given last.
+        expected, applied, cached: counts of edits at these positions, as in `Edited`.
+    """
+
+    number: int
+    source: str
+    positions: tuple[int, int]
+    scale: float = 1.0
+    expected: int = 0
+    applied: int = 0
+    cached: int = 0
+
+    def __str__(self) -> str:
+        start, stop = self.positions
+        where = f"positions {start}–{stop - 1}" if start < stop else "no position"
+        scale = "" if self.scale == 1 else f", scale {self.scale:g}"
+        reused = f", {self.cached} from the prefix cache" if self.cached else ""
+        return (
+            f"version {self.number} ({self.source}{scale}): {where}, {self.applied} of "
+            f"{self.expected} edits{reused}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a probe did when its scores met its condition.
+
+    Attributes:
+        name: name of the probe.
+        kind: "stop" or "flag".
+        position: position of the token whose score met the condition, the first such.
+        score: the pooled score there, which was compared with the threshold.
+    """
+
+    name: str
+    kind: str
+    position: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class Nonfinite:
     """Positions with an infinite or NaN value, or with an edit that saturated.
 
@@ -165,7 +213,7 @@ class CaptureResult:
         return replace(joined, paths=paths, manifest=results[-1].manifest)
 
 
-def _plain(counts: Captured | Edited | Probed | Called) -> dict[str, Any]:
+def _plain(counts: Captured | Edited | Probed | Called | Version | Action) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in counts.__slots__}
 
 
@@ -190,6 +238,9 @@ class Receipt:
         kept: (sink, result) for every sink except `memory`.
         coming_from: (field, tool) of each field of another tool that the request was given in.
         called: calls of Python functions, see `Local`.
+        versions: the versions of its plan and where each held, in order; empty if it was never
+            changed.
+        actions: what probes with an `act` did; of those that did nothing there is none.
     """
 
     request_id: str
@@ -205,6 +256,8 @@ class Receipt:
     nonfinite: Nonfinite | None = None
     coming_from: tuple[tuple[str, str], ...] = ()
     called: tuple[Called, ...] = ()
+    versions: tuple[Version, ...] = ()
+    actions: tuple[Action, ...] = ()
 
     @property
     def status(self) -> str:
@@ -274,6 +327,10 @@ class Receipt:
             ],
             "coming_from": dict(self.coming_from),
             "called": [_plain(one) for one in self.called],
+            "versions": [
+                {**_plain(one), "positions": list(one.positions)} for one in self.versions
+            ],
+            "actions": [_plain(one) for one in self.actions],
         }
 
     @staticmethod
@@ -304,6 +361,11 @@ class Receipt:
             # Servers of earlier versions do not send it.
             coming_from=tuple(plain.get("coming_from", {}).items()),
             called=tuple(Called(**one) for one in plain.get("called", ())),
+            versions=tuple(
+                Version(**{**one, "positions": tuple(one["positions"])})
+                for one in plain.get("versions", ())
+            ),
+            actions=tuple(Action(**one) for one in plain.get("actions", ())),
         )
 
     def __str__(self) -> str:
@@ -339,6 +401,11 @@ class Receipt:
         lines += [
             f"  {one.name} at {one.site} of layer {one.layer}: {one.rows} rows in {one.calls} calls"
             for one in self.called
+        ]
+        lines += [f"  {one}" for one in self.versions]
+        lines += [
+            f"  {one.kind} by probe {one.name} at position {one.position}: {one.score:.6g}"
+            for one in self.actions
         ]
         lines += [f"  {one}" for one in self.selected]
         lines += [f"  {name}: a field of {tool}" for name, tool in self.coming_from]

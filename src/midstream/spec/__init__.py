@@ -5,6 +5,7 @@ Pure Python: importable without torch and without vLLM.
 
 from __future__ import annotations
 
+from midstream.spec.act import Flag, Stop
 from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import CapturedRows
@@ -24,6 +25,7 @@ from midstream.spec.operations import (
     Local,
     LoReFT,
     Reading,
+    Reconstruct,
     Replace,
     Route,
     Scale,
@@ -57,6 +59,7 @@ __all__ = [
     "Entropy",
     "Feature",
     "Features",
+    "Flag",
     "Gate",
     "Instruction",
     "Layers",
@@ -73,6 +76,7 @@ __all__ = [
     "Probe",
     "Prompt",
     "Reading",
+    "Reconstruct",
     "Replace",
     "ResolvedCapture",
     "ResolvedEdit",
@@ -85,6 +89,7 @@ __all__ = [
     "Span",
     "Steer",
     "Steps",
+    "Stop",
     "Text",
     "TokenIds",
     "TopKeys",

@@ -14,11 +14,14 @@ from midstream.config.config import KEY, from_additional_config
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.rpc import RPC, CountResets, arguments_of
-from midstream.runtime.vllm.attributes import RESETS
+from midstream.runtime.vllm.attributes import CHANGED_KEYS, RESETS
 
 
 def keys_of(request: Any) -> CacheKeys | None:
     """Return the cache keys of a vLLM `Request`; None if it has no plan."""
+    changed: CacheKeys | None = CHANGED_KEYS.get(request)
+    if changed is not None:
+        return changed
     payload = payload_of(request.sampling_params)
     return None if payload is None else payload.keys
 
@@ -43,6 +46,8 @@ def computed_blocks(
     """Limit a prefix-cache hit to positions before the first whose row must be computed."""
     payload = payload_of(request.sampling_params)
     cap = None if payload is None else payload.first_read(RESETS.get(manager) or 0)
+    if payload is not None and CHANGED_KEYS.get(request) is not None:
+        cap = payload.keys.first_read  # kept rows are those of the plan that it began with
     if cap is None:
         return original(manager, request, *args, **kwargs)
     coordinator = manager.coordinator

@@ -105,6 +105,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         scores: blocks of probe scores.
         resets: number of resets of the prefix cache when it began, if the front end keeps rows.
         functions: calls of its functions at this worker's taps.
+        versions: (number, first position) of each later version of its plan, in order.
     """
 
     id: str
@@ -117,6 +118,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     scores: list[ScoresHeader]
     resets: Natural = 0
     functions: list[FunctionCount] = []
+    versions: list[tuple[Natural, Natural]] = []
 
     @property
     def nbytes(self) -> int:
@@ -271,6 +273,7 @@ class WorkerResult:
         states: uint16, the state of each position; see `segments`.
         resets: number of resets of the prefix cache when it began.
         functions: calls of its functions.
+        versions: (number, first position) of each later version of the plan, in order.
     """
 
     def __init__(
@@ -289,6 +292,7 @@ class WorkerResult:
         self.dropped = header.dropped
         self.resets = header.resets
         self.functions = header.functions
+        self.versions = tuple(header.versions)
         self._leased = leased
         end = header.states * _STATE
         self.states: NDArray[np.uint16] = np.frombuffer(data[:end], np.uint16)

@@ -101,6 +101,7 @@ class ResultBuffer:
                     functions=[
                         FunctionCount(one.index, one.calls, one.rows) for one in request.functions
                     ],
+                    versions=[(one.number, one.position) for one in request.later],
                 )
             )
         self._data[name] = b"".join(parts)

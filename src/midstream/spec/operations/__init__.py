@@ -19,6 +19,7 @@ from midstream.spec.operations.gate import Gate, Reading
 from midstream.spec.operations.local import Local
 from midstream.spec.operations.named_edits import bind_edit
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
+from midstream.spec.operations.reconstruct import Reconstruct
 from midstream.spec.operations.replace import Replace
 from midstream.spec.operations.route import Route
 from midstream.spec.operations.scale import Scale
@@ -47,6 +48,7 @@ __all__ = [
     "NamedEdits",
     "PlainEdit",
     "Reading",
+    "Reconstruct",
     "Registered",
     "Replace",
     "Route",
