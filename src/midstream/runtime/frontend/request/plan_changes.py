@@ -331,7 +331,11 @@ def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
 
 
 def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version captures and probes what the request did from its beginning."""
+    """Check that a version captures and probes what the request did from its beginning, and that
+    neither calls a function, as those of a request are found when it begins.
+    """
+    if first.functions or later.functions:
+        raise SpecError("edits", "a request with a Python function (Local) cannot be changed")
     named = [[probe for probe in plan.probes if probe.name] for plan in (first, later)]
     if first.captures != later.captures or named[0] != named[1]:
         raise SpecError(
