@@ -251,6 +251,7 @@ def _file_of(entry: Entry) -> str:
 
 def _model_of(shape: ModelShape) -> str:
     """Return a digest of what vectors and edits are checked against."""
-    taps = [[site, layer, shape.size((site, layer))] for site, layer in shape.taps]
+    # In an order that is the same in every process.
+    taps = sorted([site, layer, shape.size((site, layer))] for site, layer in shape.taps)
     text = json.dumps([shape.num_layers, shape.hidden_size, taps])
     return hashlib.sha256(text.encode()).hexdigest()
