@@ -20,7 +20,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +117,15 @@ class SharedFolder:
             except OSError as error:
                 self._vectors.entries, self._steering.state = before
                 raise StoreError(
-                    f"{self._folder}: nothing was changed, because the shared folder cannot be "
-                    f"written to: {error}"
+                    "nothing was changed, because the shared folder cannot be written to: "
+                    f"{error.strerror}"
                 ) from None
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         end = time.monotonic() + LOCK_SECONDS
         if not self._writing.acquire(timeout=LOCK_SECONDS):
-            raise self._busy()
+            raise _busy()
         try:
             while True:
                 try:
@@ -133,7 +133,7 @@ class SharedFolder:
                     break
                 except BlockingIOError:
                     if time.monotonic() > end:
-                        raise self._busy() from None
+                        raise _busy() from None
                     time.sleep(_POLL_SECONDS)
             try:
                 yield
@@ -141,9 +141,6 @@ class SharedFolder:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
         finally:
             self._writing.release()
-
-    def _busy(self) -> BusyError:
-        return BusyError(f"{self._folder}: another server changes the shared folder", 5)
 
     def _load_last(self) -> None:
         """Take over what the folder has. Call with the lock.
@@ -167,13 +164,13 @@ class SharedFolder:
             except FileNotFoundError:
                 # A file of this index was replaced meanwhile, or the index is gone.
                 if not (self._folder / _INDEX).exists():
-                    raise self._damaged("its index is gone") from None
+                    raise _damaged("its index is gone") from None
             except ConfigError:
                 raise
             except (KeyError, TypeError, ValueError) as error:  # SpecError is a ValueError
-                raise self._damaged(str(error)) from None
+                raise _damaged(str(error)) from None
         if index["version"] != self._read:
-            raise self._damaged("a file that its index names is gone")
+            raise _damaged("a file that its index names is gone")
 
     def _take_over(self, index: Mapping[str, Any]) -> None:
         if index["format"] != _FORMAT or index["model"] != self._model:
@@ -218,7 +215,8 @@ class SharedFolder:
         used = {file for file, _ in files.values()}
         for path in self._folder.glob("vectors-*"):
             if path.name not in used:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # the change is made
+                    path.unlink()
 
     def _read_json(self, name: str) -> Any:
         with open(self._folder / name, encoding="utf-8") as file:
@@ -233,11 +231,14 @@ class SharedFolder:
             json.dump(value, file, allow_nan=False)
         os.replace(part, self._folder / name)
 
-    def _damaged(self, problem: str) -> StoreError:
-        return StoreError(
-            f"{self._folder}: the shared folder is damaged ({problem}); stop its servers, and "
-            "remove it"
-        )
+
+# Messages may reach clients, and name no path of the server.
+def _busy() -> BusyError:
+    return BusyError("another server changes the shared folder; try again later", 5)
+
+
+def _damaged(problem: str) -> StoreError:
+    return StoreError(f"the shared folder is damaged ({problem}); stop its servers, and remove it")
 
 
 def _private(path: str, flags: int) -> int:
