@@ -5,6 +5,7 @@ Pure Python: importable without torch and without vLLM.
 
 from __future__ import annotations
 
+from midstream.spec.act import Flag, Stop
 from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import CapturedRows
@@ -23,6 +24,7 @@ from midstream.spec.operations import (
     Gate,
     LoReFT,
     Reading,
+    Reconstruct,
     Replace,
     Route,
     Scale,
@@ -56,6 +58,7 @@ __all__ = [
     "Entropy",
     "Feature",
     "Features",
+    "Flag",
     "Gate",
     "Instruction",
     "Layers",
@@ -71,6 +74,7 @@ __all__ = [
     "Probe",
     "Prompt",
     "Reading",
+    "Reconstruct",
     "Replace",
     "ResolvedCapture",
     "ResolvedEdit",
@@ -83,6 +87,7 @@ __all__ = [
     "Span",
     "Steer",
     "Steps",
+    "Stop",
     "Text",
     "TokenIds",
     "TopKeys",
