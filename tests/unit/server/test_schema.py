@@ -146,3 +146,9 @@ def _has_example(site: Site, content: dict[str, Any]) -> bool:
         return True
     fields = schema.get("properties", {})
     return bool(fields) and any("examples" in each for each in fields.values())
+
+
+def test_readiness_is_in_the_schema_and_needs_no_key(site):
+    answers = site.app.openapi()["paths"]["/midstream/ready"]["get"]["responses"]
+    assert {"200", "503"} <= set(answers)
+    assert "401" not in answers
