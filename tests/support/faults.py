@@ -10,12 +10,10 @@ from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_gates import GATES
 from support.faults_kept import KEPT
-<<<<<<< HEAD
-from support.faults_reuse import REUSE
-=======
 from support.faults_operations import OPERATIONS
->>>>>>> w-ops
+from support.faults_reuse import REUSE
 from support.faults_sweep import SWEEPS
+from support.faults_tools import TOOLS
 from support.faults_viz import VIZ
 
 ENGINE = "tests/engine/"
@@ -501,4 +499,5 @@ FAULTS: tuple[Fault, ...] = (
     *FIT,
     *VIZ,
     *OPERATIONS,
+    *TOOLS,
 )
