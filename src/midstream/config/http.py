@@ -34,10 +34,12 @@ class HttpSettings:
         stall_seconds: longest time in seconds that a stream of a request with a plan, or of a
             sweep, waits for a client that reads nothing of it; then the request ends.
         sweep_cells: maximum number of cells of a sweep.
-        running_sweeps: maximum number of sweeps at the same time.
+        running_sweeps: maximum number of sweeps and fits at the same time.
+        fit_prompts: maximum number of prompts of a fit, of both classes together.
         parameters: names of the model's parameters that clients may read, such as
             `lm_head.weight`. Embeddings, norms and the head are possible, the decoder layers are
             not.
+        studio: whether the server has Studio, a page for browsers, at `/midstream`.
     """
 
     admin: bool | None = None
@@ -54,7 +56,9 @@ class HttpSettings:
     stall_seconds: int = 30
     sweep_cells: int = 1 << 16
     running_sweeps: int = 4
+    fit_prompts: int = 4096
     parameters: tuple[str, ...] = ()
+    studio: bool = False
 
 
 def read_http(value: object) -> HttpSettings | None:
@@ -75,10 +79,11 @@ def read_http(value: object) -> HttpSettings | None:
     for name, given in settings.items():
         if name == "parameters":
             _check_parameters(given)
-        elif name != "admin":
+        elif name in ("admin", "studio"):
+            if name == "studio" or given is not None:
+                read_bool(f"{_PATH}.{name}", given)
+        else:
             read_count(f"{_PATH}.{name}", given)
-        elif given is not None:
-            read_bool(f"{_PATH}.admin", given)
     found = HttpSettings(**settings)
     return replace(found, parameters=tuple(found.parameters))
 

@@ -209,6 +209,8 @@ class Server:
             "steering": _count(llm.steering.show()),
             "vectors": len(llm.vectors),
             "vector_names": [one.name for one in llm.vectors.list()],
+            "lens_names": list(llm.lenses.names),
+            "sae_names": list(llm.saes.names),
             "held": {"captures": len(self.captures), "bytes": self.captures.nbytes},
             "limits": asdict(self.settings),
             **await llm.usage(_USAGE_SECONDS),

@@ -32,6 +32,8 @@ ENDPOINTS = {
     "GET /v1/midstream/sites",
     "GET /v1/midstream/status",
     "POST /v1/midstream/sweep",
+    "POST /v1/midstream/fit",
+    "POST /v1/midstream/tokens",
     "POST /v1/steering/set",
     "POST /v1/steering/clear",
     "GET /v1/steering",
@@ -67,7 +69,7 @@ CHECKED = (
 
 
 # What takes nothing can be given nothing wrong.
-TAKES = ("/activations/", "/vectors/", "PUT", "/set", "register", "/sweep")
+TAKES = ("/activations/", "/vectors/", "PUT", "/set", "register", "/sweep", "/fit", "/tokens")
 MODES = [
     (label, mode)
     for label in sorted(ENDPOINTS)

@@ -50,7 +50,7 @@ def test_each_promise_names_a_test():
 
 def test_the_limits_on_the_page_are_the_settings():
     limits = PAGE.partition("## The limits")[2].partition("\n## ")[0]
-    assert {each.name for each in fields(HttpSettings)} - {"admin", "parameters"} == set(
+    assert {each.name for each in fields(HttpSettings)} - {"admin", "parameters", "studio"} == set(
         re.findall(r"`([a-z]+_[a-z_]+)`", limits)
     )
 

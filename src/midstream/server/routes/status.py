@@ -30,6 +30,8 @@ _STATUS = {
     },
     "vectors": 0,
     "vector_names": [],
+    "lens_names": [],
+    "sae_names": [],
     "held": {"captures": 0, "bytes": 0},
     "requests": 0,
     "waiting": 0,
