@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from midstream.codecs import Rp8, parse_codec
 from midstream.results.arrays import Heads
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
+from midstream.runtime.frontend.row_reuse import ReusedRows
 from midstream.sites import Tap
 from midstream.spec import ModelShape, Plan, ResolvedPlan
 
@@ -20,12 +21,14 @@ class AdmittedRequest:
         plan: its plan, resolved.
         own: its own plan, as given; None: only edits and captures of every request apply.
         routes: destinations of its captured rows.
+        reused: rows that it may have from earlier requests; None: every row is computed.
     """
 
     uid: str
     plan: ResolvedPlan
     own: Plan | None = None
     routes: tuple[SinkRoute, ...] = ()
+    reused: ReusedRows | None = None
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
         """Return the attention heads that outputs show of the taps of some captures.

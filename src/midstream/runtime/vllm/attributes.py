@@ -42,6 +42,8 @@ STEP_SCORES: Attribute[Any] = Attribute("midstream_step_scores")
 PROBE_PROGRESS: Attribute[Any] = Attribute("midstream_probe_progress")
 # On an EngineCore: changes of the workers' vectors that arrived and were not sent yet, in order.
 VECTOR_UPDATES: Attribute[deque[Any]] = Attribute("midstream_vector_updates")
+# On a KVCacheManager: how often its prefix cache was reset, if the front end keeps rows.
+RESETS: Attribute[int] = Attribute("midstream_resets")
 # On a vLLM worker: its WorkerEndpoint, which vLLM's `collective_rpc` calls by this name.
 ENDPOINT: Attribute[Any] = Attribute("midstream_rpc")
 # On a graph manager of vLLM's V2 model runner: its GraphSets.

@@ -83,6 +83,12 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "vectors are sent to the workers ahead of the request",
     ),
     Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.reset_prefix_cache",
+        (),
+        "rows that were kept before a reset are not reused",
+    ),
+    Seam(
         "vllm.v1.executor.multiproc_executor",
         "MultiprocExecutor.collective_rpc",
         ("method", "timeout", "args", "kwargs", "non_block"),

@@ -19,6 +19,7 @@ from midstream.runtime.protocol.rpc import (
     CollectedResults,
     CollectPartialRows,
     CollectResults,
+    CountResets,
     DescribeWorker,
     DiscardData,
     IntegrityReport,
@@ -213,6 +214,8 @@ class WorkerEndpoint:
             case UpdateVectors():
                 for update in request.updates:
                     self._session.requests.plans.update_vectors(update)
+            case CountResets():
+                self._session.requests.resets = request.resets
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():
@@ -311,7 +314,10 @@ class WorkerEndpoint:
     ) -> CollectedResults:
         """Put requests into the buffer under names, and return what the front end needs of it."""
         is_mapped = WorkerRank(self._stage, self._tensor_rank) in mapped
-        headers = [self._results.put(name, found, is_mapped) for name, found in requests.items()]
+        resets = self._session.requests.resets
+        headers = [
+            self._results.put(name, found, is_mapped, resets) for name, found in requests.items()
+        ]
         return CollectedResults(
             headers=headers,
             inline=self._results.inline(list(requests)),
@@ -417,7 +423,14 @@ def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Con
         ring_rows=ring_rows,
         dtype=model_config.dtype,
         device=runner.device,
+        drafts=_drafts(vllm_config),
     )
+
+
+def _drafts(vllm_config: Any) -> int:
+    """Return the most draft tokens of a request in a step."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def _room(config: Config) -> Room:
@@ -428,6 +441,7 @@ def _room(config: Config) -> Room:
         token_ids=config.token_ids,
         probes=config.probes,
         maps=config.maps,
+        gate_states=config.gate_states,
     )
 
 
