@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.sae_ref import SaeBuffers
 from midstream.ops.scan_ref import scan_ref
 from midstream.ops.site_ref import site_ref
 
@@ -46,6 +47,8 @@ class SiteBuffers(Protocol):
         scan_states: int32 [states, kept, 3], what they remember.
         mapped: float32 [rows, N], what MAPs make of vectors that are at most N wide; on a GPU, if
             no row: there is no MAP. Not used on a CPU.
+        sae: what CODEs need; None: there is none.
+        encoding: addresses of the tables of sites where there may be CODEs.
         widths: width of the vectors at each bound table, by the address of the table.
     """
 
@@ -73,6 +76,10 @@ class SiteBuffers(Protocol):
     def scans(self) -> Tensor: ...
     @property
     def scan_states(self) -> Tensor: ...
+    @property
+    def sae(self) -> SaeBuffers | None: ...
+    @property
+    def encoding(self) -> frozenset[int]: ...
     @property
     def widths(self) -> dict[int, int]: ...
 
@@ -124,7 +131,7 @@ def site(
     3. Add the counts of this site to `tally[t]`. `NONFINITE` is set to 1 if a changed value
        saturated, or if an edited row, a captured row or a probe's score is not finite.
 
-    A MAP is a product of the stream on entry with a matrix: it comes before all that changes h. A
+    A MAP or a CODE computes something of the stream on entry: it comes before all that changes h. A
     SCAN reads the stream on entry too, before the programs run.
 
     The h that instructions read is the stream at the last instruction with `Flags.FRESH`; before
@@ -186,7 +193,7 @@ def site(
     )  # fmt: skip
     if buffers.scans.shape[0]:
         scan(*common, buffers.scans, buffers.scan_states)
-    run(*common, ring, buffers.mapped)
+    run(*common, ring, buffers.mapped, buffers.sae, address in buffers.encoding)
 
 
 def _check_rows(hidden: Tensor, residual: Tensor | None, rows: int, width: int) -> None:

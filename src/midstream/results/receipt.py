@@ -87,6 +87,37 @@ class Selected:
 
 
 @dataclass(frozen=True, slots=True)
+class Version:
+    """A version of the request's plan, if it was changed while the request ran.
+
+    Attributes:
+        number: 0 for the plan that the request was sent with, then by one more for each change.
+        source: who made it: "request", "update", "probe:NAME" or "controller:NAME".
+        positions: [start, stop) at which it held; start = stop: at none.
+        scale: factor on the strength of the edits given last.
+        expected, applied, cached: counts of edits at these positions, as in `Edited`.
+    """
+
+    number: int
+    source: str
+    positions: tuple[int, int]
+    scale: float = 1.0
+    expected: int = 0
+    applied: int = 0
+    cached: int = 0
+
+    def __str__(self) -> str:
+        start, stop = self.positions
+        where = f"positions {start}–{stop - 1}" if start < stop else "no position"
+        scale = "" if self.scale == 1 else f", scale {self.scale:g}"
+        reused = f", {self.cached} from the prefix cache" if self.cached else ""
+        return (
+            f"version {self.number} ({self.source}{scale}): {where}, {self.applied} of "
+            f"{self.expected} edits{reused}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Action:
     """What a probe did when its scores met its condition.
 
@@ -161,7 +192,7 @@ class CaptureResult:
         return replace(joined, paths=paths, manifest=results[-1].manifest)
 
 
-def _plain(counts: Captured | Edited | Probed | Action) -> dict[str, Any]:
+def _plain(counts: Captured | Edited | Probed | Version | Action) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in counts.__slots__}
 
 
@@ -185,6 +216,8 @@ class Receipt:
         problems: all other differences from the plan; empty if there are none.
         kept: (sink, result) for every sink except `memory`.
         coming_from: (field, tool) of each field of another tool that the request was given in.
+        versions: the versions of its plan and where each held, in order; empty if it was never
+            changed.
         actions: what probes with an `act` did; of those that did nothing there is none.
     """
 
@@ -200,6 +233,7 @@ class Receipt:
     kept: tuple[tuple[str, CaptureResult], ...] = ()
     nonfinite: Nonfinite | None = None
     coming_from: tuple[tuple[str, str], ...] = ()
+    versions: tuple[Version, ...] = ()
     actions: tuple[Action, ...] = ()
 
     @property
@@ -269,6 +303,9 @@ class Receipt:
                 for sink, one in self.kept
             ],
             "coming_from": dict(self.coming_from),
+            "versions": [
+                {**_plain(one), "positions": list(one.positions)} for one in self.versions
+            ],
             "actions": [_plain(one) for one in self.actions],
         }
 
@@ -299,6 +336,10 @@ class Receipt:
             ),
             # Servers of earlier versions do not send it.
             coming_from=tuple(plain.get("coming_from", {}).items()),
+            versions=tuple(
+                Version(**{**one, "positions": tuple(one["positions"])})
+                for one in plain.get("versions", ())
+            ),
             actions=tuple(Action(**one) for one in plain.get("actions", ())),
         )
 
@@ -332,6 +373,7 @@ class Receipt:
         lines += [
             f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed
         ]
+        lines += [f"  {one}" for one in self.versions]
         lines += [
             f"  {one.kind} by probe {one.name} at position {one.position}: {one.score:.6g}"
             for one in self.actions

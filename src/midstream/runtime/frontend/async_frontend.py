@@ -24,7 +24,7 @@ from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
 from midstream.runtime.frontend.rpc.parameters import fetch_parameter
-from midstream.runtime.frontend.rpc.replicas import busy, call_all, replicas_of
+from midstream.runtime.frontend.rpc.replicas import busy, call, call_all, replicas_of
 from midstream.runtime.frontend.rpc.workers_usage import WorkersUsage
 from midstream.runtime.frontend.tracing import DelayedSpan
 from midstream.runtime.protocol.request_payload import uid_of
@@ -60,6 +60,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._usage = WorkersUsage(client)
         self._replicas = replicas_of(client, self._workers)
         self.directions.carry_out_later = self._replicas[0].batcher.carry_out
+        self.changes.send_later = partial(call, client)
         self._calls: dict[CallPlan, GenerateCall] = {}
         self._admitted: dict[str, GenerateCall] = {}  # by uid
         self._sessions: dict[str, GenerateCall] = {}  # of streaming input, by vLLM's id
@@ -137,6 +138,7 @@ class AsyncFrontEnd(BaseFrontEnd):
                 self._forget(call)
                 self._needs.pop(admitted.uid, None)
                 self._reused.pop(admitted.uid, None)
+                self.changes.remove([admitted.uid])
         return admitted
 
     async def send(self, request: Any, deliver: Deliver) -> None:
@@ -270,6 +272,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         for things in (self._calls, self._admitted, self._sessions, self._needs, self._reused):
             assert not things
         assert not self._admission.waiting
+        assert not len(self.changes)
         self.check_vectors(await call_all(self._client, CheckIntegrity()))
         assert not any(sent.in_use for sent in self._sent_vectors)
 

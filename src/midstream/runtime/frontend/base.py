@@ -9,6 +9,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from midstream.runtime.frontend.request.budget import (
     row_limit,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan, other_args
+from midstream.runtime.frontend.request.plan_changes import PlanChanges
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
 from midstream.runtime.frontend.request.readouts import Registries
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
@@ -87,7 +89,7 @@ class BaseFrontEnd:
         self._resolver = PlanResolver(info, engine)
         self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
         self.lenses = LensRegistry(self.weights, info.shape)
-        self.saes = SaeRegistry(self.weights, info.shape)
+        self.saes = SaeRegistry(self.weights, info.shape, found.reconstructed)
         self.vectors.saes = self.saes.source
         self.directions = DirectionCache(self.lenses, info.shape, engine)
         self._resolver.registries = Registries(self.lenses, self.saes, self.directions)
@@ -97,7 +99,9 @@ class BaseFrontEnd:
         budgets = [Budget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
         matrices = 4 * info.room.maps * info.shape.hidden_size**2
-        self._sent_vectors = [SentVectors(matrices=matrices) for _ in self._workers]
+        sent = self._sent_vectors = [SentVectors(matrices=matrices) for _ in self._workers]
+        lookup, layers = self.vectors.lookup, info.shape.num_layers
+        self.changes = PlanChanges(self._resolver, self._admission, sent, lookup, layers)
 
     def concerns(self, params: Any) -> bool:
         """Return whether server-wide edits or captures apply to a request with these parameters.
@@ -143,10 +147,8 @@ class BaseFrontEnd:
         own = call_plan.plan
         if own is not None:
             self.sinks.check(own)
-        also = self.captures.current
-        prepared = self._resolver.resolve(
-            call_plan, self.steering.plan_edits(), also, self.vectors.lookup, request
-        )
+        before, also = self.steering.plan_edits(), self.captures.current
+        prepared = self._resolver.resolve(call_plan, before, also, self.vectors.lookup, request)
         if getattr(request, "resumable", False) and not prepared.is_empty:
             raise SpecError(
                 "",
@@ -155,7 +157,9 @@ class BaseFrontEnd:
             )
         if own is not None and call_plan.most_bytes is not None:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
-        return self._attach_payload(request, prepared, own, also)
+        admitted = self._attach_payload(request, prepared, own, also)
+        given = (prepared.plan, request, call_plan, before, also)
+        return admitted and replace(admitted, later=self.changes.add(admitted.uid, *given))
 
     def _attach_payload(
         self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
@@ -188,8 +192,9 @@ class BaseFrontEnd:
         uid = uuid.uuid4().hex
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._reused_rows(request, prepared, own, also)
-        payload = RequestPayload(uid, prepared.packed, prepared.keys, acts=prepared.acts)
-        set_payload(request, payload)
+        set_payload(
+            request, RequestPayload(uid, prepared.packed, prepared.keys, acts=prepared.acts)
+        )
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused
@@ -261,6 +266,7 @@ class BaseFrontEnd:
         if uid is None:
             send()
             return
+        self.changes.submitted(uid, request.request_id)
         # With n > 1 the child requests have their parent's payload, and share its capacity by uid.
         self._submit_as(uid, request, send)
 
@@ -321,6 +327,7 @@ class BaseFrontEnd:
         for uid in uids:
             self._needs.pop(uid, None)
             self._reused.pop(uid, None)
+        self.changes.remove(uids)
         self._release_vectors(uids)
         if uids:
             self._admission.finish(uids)

@@ -73,6 +73,19 @@ class CacheKeys(ProtocolMessage, frozen=True, array_like=True):
                 return max(self.starts[nth], position)
         return None
 
+    def then(self, position: int, later: CacheKeys) -> CacheKeys:
+        """Return the keys of a request whose plan has these keys below a position, and `later` from
+        there on. Both plans have the same captures and named probes.
+        """
+        starts = [start for start in self.starts if start < position]
+        marks = list(self.marks[: len(starts)])
+        first = bisect.bisect_right(later.starts, position) - 1
+        for nth in range(first, len(later.starts)):
+            if not marks or marks[-1] != later.marks[nth]:
+                starts.append(max(later.starts[nth], position))
+                marks.append(later.marks[nth])
+        return CacheKeys(tuple(starts), tuple(marks), self.first_read)
+
 
 def cache_keys(plan: ResolvedPlan) -> CacheKeys:
     """Return the keys of a plan. Captures and named probes change no KV and are in no mark."""

@@ -36,16 +36,16 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
         keys: the request's prefix-cache keys.
         vectors: what the workers must do to have the vectors that the plan names; None: nothing.
             The engine core takes it out, see `runtime.core.vector_updates`.
-        acts: its probes that end it. With any, the workers report its scores in each step.
         kept: rows that need not be computed; None: all rows that `keys` names must be.
+        acts: its probes that end it. With any, the workers report its scores in each step.
     """
 
     uid: str
     plan: bytes
     keys: CacheKeys
     vectors: VectorUpdate | None = None
-    acts: tuple[ActingProbe, ...] = ()
     kept: KeptRows | None = None
+    acts: tuple[ActingProbe, ...] = ()
 
     def first_read(self, resets: int) -> int | None:
         """Return the first position whose row must be computed; None: there is none.

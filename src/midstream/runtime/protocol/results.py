@@ -90,6 +90,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         rows: blocks of captured rows.
         scores: blocks of probe scores.
         resets: number of resets of the prefix cache when it began, if the front end keeps rows.
+        versions: (number, first position) of each later version of its plan, in order.
     """
 
     id: str
@@ -101,6 +102,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     rows: list[RowsHeader]
     scores: list[ScoresHeader]
     resets: Natural = 0
+    versions: list[tuple[Natural, Natural]] = []
 
     @property
     def nbytes(self) -> int:
@@ -254,6 +256,7 @@ class WorkerResult:
         dropped: number of captured vectors that the arena had no space for.
         states: uint16, the state of each position; see `segments`.
         resets: number of resets of the prefix cache when it began.
+        versions: (number, first position) of each later version of the plan, in order.
     """
 
     def __init__(
@@ -271,6 +274,7 @@ class WorkerResult:
         self.problem = header.problem
         self.dropped = header.dropped
         self.resets = header.resets
+        self.versions = tuple(header.versions)
         self._leased = leased
         end = header.states * _STATE
         self.states: NDArray[np.uint16] = np.frombuffer(data[:end], np.uint16)

@@ -14,6 +14,7 @@ _REQUEST = "plans are resolved for a request's prompt and attached to its sampli
 _RUNNING = "rows of running requests are fetched up to the known tokens"
 _ASLEEP = "weights are read while they are on the device"
 _BLOCKS = "requests that share KV with a failed request are found"
+_CHANGED = "a changed plan holds from the first position that is not scheduled"
 
 PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
@@ -184,8 +185,9 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.v1.engine.core",
         "EngineCore",
-        ("model_executor", "vllm_config"),
-        "requests that bypassed request validation are rejected, and vectors sent to the workers",
+        ("model_executor", "scheduler", "vllm_config"),
+        "requests that bypassed request validation are rejected, and vectors and changed plans "
+        "sent to the workers",
     ),
     Fields(
         "vllm.v1.engine",
@@ -216,9 +218,20 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.v1.request",
         "Request",
-        ("all_token_ids", "is_finished", "num_tokens", "take_events", "take_prefill_stats"),
-        "the tokens of requests that a probe stops are cut",
+        (
+            "all_token_ids",
+            "is_finished",
+            "num_computed_tokens",
+            "num_in_flight_tokens",
+            "num_preemptions",
+            "num_tokens",
+            "take_events",
+            "take_prefill_stats",
+        ),
+        f"{_CHANGED}; the tokens of requests that a probe stops are cut",
     ),
+    Fields("vllm.v1.request", "Request", ("num_stale_output_tokens",), _CHANGED, since="0.32"),
+    Fields("vllm.v1.core.sched.scheduler", "Scheduler", ("hash_block_size",), _CHANGED),
     Fields(
         "vllm.v1.request",
         "RequestStatus",

@@ -10,11 +10,13 @@ import torch
 
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
+from midstream.ops.sae_ref import SaeBuffers
 from midstream.runtime.models.decoder import Decoder, find_decoder
 from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import (
     Acknowledged,
+    ChangePlans,
     CheckIntegrity,
     CollectedResults,
     CollectPartialRows,
@@ -128,7 +130,7 @@ class WorkerEndpoint:
             inner[tap].parts(parallel.tensor_parallel_size) if tap in inner else 1
             for tap in self._taps
         )
-        self._buffers = _allocate(widths, runner, vllm_config, config)
+        self._buffers = _allocate(widths, runner, vllm_config, config, self._weights)
         self._room, self._edits_per_site = _room(config), config.edits_per_site
         self._default_codec, self._default_return = config.codec, config.return_
         self._tensor_ranks: int = parallel.tensor_parallel_size
@@ -216,6 +218,9 @@ class WorkerEndpoint:
                     self._session.requests.plans.update_vectors(update)
             case CountResets():
                 self._session.requests.resets = request.resets
+            case ChangePlans():
+                for change in request.changes:
+                    self._session.requests.change(change)
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():
@@ -399,7 +404,13 @@ def _max_width(device: torch.device) -> int | None:
     return MAX_WIDTH
 
 
-def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Config) -> Buffers:
+def _allocate(
+    widths: dict[Tap, int],
+    runner: Any,
+    vllm_config: Any,
+    config: Config,
+    weights: RankWeights,
+) -> Buffers:
     model_config = vllm_config.model_config
     max_tokens = _largest_step(runner, vllm_config)
     hidden_size = model_config.get_hidden_size()
@@ -415,6 +426,11 @@ def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Con
             f"step may have, which takes {least * row_bytes} bytes; raise staging_bytes, or "
             "lower max_num_batched_tokens"
         )
+    sae = None
+    if any(tap in widths for tap in config.reconstructed):
+        features = max(config.reconstructed.values())
+        numbers = weights.numbers(torch.float32)
+        sae = SaeBuffers.allocate(numbers, max_tokens, hidden_size, features)
     return Buffers.allocate(
         taps=widths,
         max_tokens=max_tokens,
@@ -424,6 +440,8 @@ def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Con
         dtype=model_config.dtype,
         device=runner.device,
         drafts=_drafts(vllm_config),
+        sae=sae,
+        reconstructed=config.reconstructed,
     )
 
 

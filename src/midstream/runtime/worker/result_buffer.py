@@ -97,6 +97,7 @@ class ResultBuffer:
                     rows=blocks,
                     scores=scores,
                     resets=request.resets,
+                    versions=[(one.number, one.position) for one in request.later],
                 )
             )
         self._data[name] = b"".join(parts)

@@ -17,6 +17,7 @@ from midstream.spec.operations.feature import Feature
 from midstream.spec.operations.gate import Gate, Reading
 from midstream.spec.operations.named_edits import bind_edit
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
+from midstream.spec.operations.reconstruct import Reconstruct
 from midstream.spec.operations.replace import Replace
 from midstream.spec.operations.route import Route
 from midstream.spec.operations.scale import Scale
@@ -43,6 +44,7 @@ __all__ = [
     "NamedEdits",
     "PlainEdit",
     "Reading",
+    "Reconstruct",
     "Registered",
     "Replace",
     "Route",

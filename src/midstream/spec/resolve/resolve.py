@@ -18,7 +18,7 @@ from midstream.spec.instructions import Instruction
 from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.operation import refreshed
-from midstream.spec.operations import Edit, Gate, Route, Steer
+from midstream.spec.operations import Edit, Gate, Reconstruct, Route, Steer
 from midstream.spec.operations.gate_memory import scanned
 from midstream.spec.plan import Plan
 from midstream.spec.positions.position_set import Where
@@ -234,7 +234,25 @@ class _Resolver:
                     ResolvedEdit(*tap, own, part, source)
                     for tap, own in zip(mine, shared, strict=True)
                 ]
-        return found
+        return [*self._reads_elsewhere(edit, taps, where, source), *found]
+
+    def _reads_elsewhere(
+        self, edit: Edit, taps: tuple[Tap, ...], where: Where, source: int
+    ) -> list[ResolvedEdit]:
+        """Return what a transcoder does at the sites that it reads."""
+        inner = edit.edit if isinstance(edit, Gate) else edit
+        reading = (
+            inner.reads_elsewhere(self._shape.hidden_size)
+            if isinstance(inner, Reconstruct)
+            else None
+        )
+        if reading is None:
+            return []
+        site, step = reading
+        for _, layer in taps:
+            check_tapped((site, layer), self._shape, "site", "layer")
+        steps = Steps((step,))
+        return [ResolvedEdit(site, layer, steps, where, source) for _, layer in taps]
 
     def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
         """Group taps by the size of their vectors, and what these are of."""

@@ -26,6 +26,7 @@ from midstream.runtime.frontend.request.readouts import (
     readout_rows,
     with_weights,
 )
+from midstream.runtime.frontend.request.reconstructions import read_saes
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.protocol.acting_probes import ActingProbe, acting_probes
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
@@ -257,6 +258,7 @@ class PlanResolver:
             )
             _check_heads(own, resolved.codec)
             check_codec(resolved)
+        edited = read_saes(plan, before, resolved, self.registries.saes)
         resolved, read = with_weights(resolved, plan, self.registries)
         resolved = self._with_parts(with_vocabulary(resolved, self._engine.vllm_config))
         workers, config = self._info.workers, self._engine.vllm_config
@@ -270,7 +272,7 @@ class PlanResolver:
             rows=rows,
             vectors=named,
             readout_rows=at_once,
-            weights=read,
+            weights=read + edited,
             sums=num_sums(resolved, self._info.shape),
             states=sum(probe.is_scan for probe in resolved.probes),
         )

@@ -18,6 +18,7 @@ from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
+from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.results.actions import Sent, tokens_of_rows
 from midstream.runtime.frontend.results.receipts import make_receipt
 from midstream.runtime.frontend.row_reuse import ReusedRows
@@ -64,6 +65,7 @@ def assemble(
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
     own: Plan | None = None,
     reused: ReusedRows | None = None,
+    later: Mapping[int, LaterPlan] = MappingProxyType({}),
 ) -> dict[int, CompletionResults]:
     """Assemble the workers' results of a finished request.
 
@@ -75,6 +77,7 @@ def assemble(
         before: per completion, rows that arrived while it ran; without their data if not kept.
         own: the request's own plan, as given; None: it has none.
         reused: rows that it may have from earlier requests; None: every row was computed.
+        later: later versions of the plan, by number.
 
     Returns:
         The results of each completion, by its index.
@@ -99,12 +102,13 @@ def assemble(
                 rows.num_layers = shape.num_layers
         probes = _probes(plan, sent, tokens)
         receipt = make_receipt(
-            output.request_id, plan, parts, completion, tokens, every, probes, coming_from
+            output.request_id, plan, parts, completion, tokens, every, probes, coming_from, later
         )
         if reused is not None:
             receipt = receipt.with_reused(_count_by_tap(kept))
             resets = max(answer.header.resets for answer in answers)
-            if receipt.status == "ok" and all(part.resets == resets for part in parts):
+            same = not later and all(part.resets == resets for part in parts)
+            if receipt.status == "ok" and same:
                 reused.keep(computed, tokens, resets)
         found[completion.index] = CompletionResults(activations, probes, receipt, blocks, tokens)
     return found

@@ -180,6 +180,11 @@ class SlotTable:
         """Set the segment of a slot's latest rows."""
         self.segments[slot] = (segment.start, segment.stop, *segment.content)
 
+    def change(self, request: RequestState) -> None:
+        """Record that the segments of a request have changed: no step repeats an earlier one."""
+        self._latest = None
+        self.enter(request.slot, request.segments[0])
+
     def advance(self, slot: Ints, position: Ints, stop: Ints) -> None:
         """Record the positions that requests reach. Positions before a row that were never
         computed were served from the prefix cache.
