@@ -43,6 +43,9 @@ class Case:
 
     # Of the tables that are bound, by address; not an argument.
     widths: ClassVar[dict[int, int]] = {}
+    # There are no gates with memory.
+    scans: ClassVar[Tensor] = torch.zeros(0, layout.SCAN_COLUMNS, dtype=torch.int32)
+    scan_states: ClassVar[Tensor] = torch.zeros(0, 1, layout.STATE_COLUMNS, dtype=torch.int32)
 
     def arguments(self) -> tuple[Tensor | None, ...]:
         return tuple(vars(self).values())
@@ -413,7 +416,7 @@ class _Run:
         self.delta = torch.where(chosen, stream * ratio - self.entered, self.delta)
 
 
-_OTHERS = [op for op in Op if op is not Op.MAP]
+_OTHERS = [op for op in Op if op not in (Op.MAP, Op.SCAN)]
 _READERS = (Op.CLIP, Op.LINEAR, Op.FEATURE, Op.GATE, Op.PROBE)
 
 # Sums over a row are taken in another order: relative to the row's largest value.

@@ -346,7 +346,7 @@ class _Work:
                 infinite = stored & ~np.isfinite(score.numpy())
                 if infinite.any():
                     self.spoiled = np.isin(np.arange(len(self.delta)), at[infinite]) | self.spoiled
-        else:
+        elif op is not Op.SCAN:  # whose score is there already
             factor = self._factor(op, _index(at), words, (a, b, c, d))
             self._add(op, at, which, words, factor)
             kept = (words[:, layout.FLAGS] & _KEEP) != 0

@@ -14,12 +14,21 @@ STATUSES = ("ok", "partial", "error")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Counts of captured rows of one site and layer: `expected` by the plan, and `actual`."""
+    """Counts of captured rows of one site and layer.
+
+    Attributes:
+        site, layer: where.
+        expected: number of rows by the plan.
+        actual: number of rows that there are.
+        reused: how many of these earlier requests computed, see `Capture`; the others were computed
+            for this one.
+    """
 
     site: str
     layer: int
     expected: int
     actual: int
+    reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +240,15 @@ class Receipt:
         """The problems, in one sentence."""
         return f"request {self.request_id}: " + "; ".join(self.problems)
 
+    def with_reused(self, counts: Mapping[tuple[str, int], int]) -> Receipt:
+        """Return the receipt with the numbers of reused rows, by site and layer."""
+        if not counts:
+            return self
+        captured = tuple(
+            replace(one, reused=counts.get((one.site, one.layer), 0)) for one in self.captured
+        )
+        return replace(self, captured=captured)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the receipt as plain JSON values."""
         # Not `asdict`, which copies every value in Python code: this is on the path of a request.
@@ -245,6 +263,7 @@ class Receipt:
                     "layer": one.layer,
                     "expected": one.expected,
                     "actual": one.actual,
+                    **({"reused": one.reused} if one.reused else {}),
                 }
                 for one in self.captured
             ],
@@ -311,8 +330,10 @@ class Receipt:
         if self.captured:
             expected = sum(one.expected for one in self.captured)
             actual = sum(one.actual for one in self.captured)
+            earlier = sum(one.reused for one in self.captured)
             lines.append(
                 f"  captured {actual} of {expected} rows, at {len(self.captured)} sites of layers"
+                + (f"; {earlier} were reused" if earlier else "")
             )
         if self.dropped:
             lines.append(f"  dropped {self.dropped} vectors: the arena was full")

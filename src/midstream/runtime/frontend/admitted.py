@@ -9,6 +9,7 @@ from midstream.codecs import Rp8, parse_codec
 from midstream.results.arrays import Heads
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
+from midstream.runtime.frontend.row_reuse import ReusedRows
 from midstream.sites import Tap
 from midstream.spec import ModelShape, Plan, ResolvedPlan
 
@@ -23,6 +24,7 @@ class AdmittedRequest:
         own: its own plan, as given; None: only edits and captures of every request apply.
         routes: destinations of its captured rows.
         later: versions of its plan since, by number.
+        reused: rows that it may have from earlier requests; None: every row is computed.
     """
 
     uid: str
@@ -30,6 +32,7 @@ class AdmittedRequest:
     own: Plan | None = None
     routes: tuple[SinkRoute, ...] = ()
     later: Mapping[int, LaterPlan] = field(default_factory=dict)
+    reused: ReusedRows | None = None
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
         """Return the attention heads that outputs show of the taps of some captures.

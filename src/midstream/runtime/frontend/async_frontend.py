@@ -138,6 +138,7 @@ class AsyncFrontEnd(BaseFrontEnd):
                 self._forget(call)
                 self._needs.pop(admitted.uid, None)
                 self.changes.remove([admitted.uid])
+                self._reused.pop(admitted.uid, None)
         return admitted
 
     async def send(self, request: Any, deliver: Deliver) -> None:
@@ -150,7 +151,7 @@ class AsyncFrontEnd(BaseFrontEnd):
             deliver: the client's own function that sends it.
         """
         uid = uid_of(request.sampling_params)
-        if uid in self._needs and self._needs[uid].vectors:
+        if uid in self._reused or (uid in self._needs and self._needs[uid].vectors):
             deliver = _within(self._with_vectors, deliver)
         # The end of a session has no payload, and must not overtake the session's inputs.
         ending = self._sessions.get(request.request_id) if uid is None else None
@@ -268,10 +269,9 @@ class AsyncFrontEnd(BaseFrontEnd):
     async def check_integrity(self) -> None:
         """Check the invariants of an idle engine, here and on the workers."""
         await self._tasks.wait()
-        for things in (self._calls, self._admitted, self._sessions, self._needs):
+        for things in (self._calls, self._admitted, self._sessions, self._needs, self._reused):
             assert not things
-        assert not self._admission.waiting
-        assert not len(self.changes)
+        assert self._admission.waiting + len(self.changes) == 0
         self.check_vectors(await call_all(self._client, CheckIntegrity()))
         assert not any(sent.in_use for sent in self._sent_vectors)
 

@@ -35,6 +35,8 @@ from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.frontend.request.sink_routes import routes_of
 from midstream.runtime.frontend.request.token_directions import DirectionCache
 from midstream.runtime.frontend.results.sink_setup import open_sinks
+from midstream.runtime.frontend.row_reuse import ReusedRows, origin_of, reusing
+from midstream.runtime.frontend.row_store import RowStore
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.start_steering import set_steering
@@ -45,6 +47,7 @@ from midstream.sinks.server_captures import ServerCaptures
 from midstream.spec import Capture, Plan
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
+from midstream.validation import at
 
 
 class BaseFrontEnd:
@@ -79,6 +82,9 @@ class BaseFrontEnd:
         self.sinks = open_sinks(engine.vllm_config, info)
         weakref.finalize(self, self.sinks.close)
         self._needs: dict[str, Need] = {}
+        self._has_prefix_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
+        self._row_store = RowStore(found.reuse_bytes)
+        self._reused: dict[str, ReusedRows] = {}  # by uid
         self._resolver = PlanResolver(info, engine)
         self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
         self.lenses = LensRegistry(self.weights, info.shape)
@@ -183,9 +189,45 @@ class BaseFrontEnd:
         check_rows(need, max(limits, key=lambda one: one.limit or 0))
         uid = uuid.uuid4().hex
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
+        reused = self._reused_rows(request, prepared, own, also)
         set_payload(request, RequestPayload(uid, prepared.packed, prepared.keys))
         self._needs[uid] = need
-        return AdmittedRequest(uid, prepared.plan, own, routes)
+        if reused is not None:
+            self._reused[uid] = reused
+        return AdmittedRequest(uid, prepared.plan, own, routes, reused=reused)
+
+    def _reused_rows(
+        self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
+    ) -> ReusedRows | None:
+        """Return the rows that a request may have from earlier ones; None: all are computed.
+
+        Raises:
+            SpecError: a capture has `reuse`, and this engine keeps no rows, or they would have to
+                be delivered while the request runs.
+        """
+        plan = prepared.plan
+        captures = reusing(plan, own, also)
+        for nth in captures:
+            source = plan.captures[nth].source
+            written = also[source] if source < 0 else own.captures[source] if own else None
+            with at(f"capture[{source}].reuse" if source >= 0 else f"sinks[{source}].reuse"):
+                self._check_reuse("" if written is None else written.sink)
+        origin = origin_of(request)
+        if not captures or origin is None or getattr(request, "resumable", False):
+            return None
+        if own is not None and any(capture.stream for capture in own.captures):
+            raise SpecError("capture", "some captures have `stream` and others `reuse`; omit one")
+        keys, prompt = prepared.keys, request.prompt_token_ids
+        return ReusedRows(self._row_store, plan, captures, keys, origin, prompt)
+
+    def _check_reuse(self, sink: str) -> None:
+        if not self._config.reuse_bytes:
+            problem = "this engine keeps no rows: start it with midstream's setting reuse_bytes"
+            raise SpecError("", problem)
+        if not self._has_prefix_cache:
+            raise SpecError("", "this engine has no prefix cache, so that every row is computed")
+        if self.sinks.pace(sink) is not None:
+            raise SpecError("", f"the sink {sink} gets rows while the request runs; omit `reuse`")
 
     def _check_streams(self, plan: Plan, kind: str) -> None:
         """Check that there are outputs before the last, if a capture has `stream`.
@@ -233,7 +275,8 @@ class BaseFrontEnd:
 
     @contextmanager
     def _with_vectors(self, request: Any) -> Iterator[None]:
-        """Attach what a request's workers lack of its vectors, while the request is sent.
+        """Attach which of a request's rows need not be computed; and, while the request is sent,
+        what its workers lack of its vectors.
 
         Requests must leave in the order in which these contexts are entered.
 
@@ -244,6 +287,10 @@ class BaseFrontEnd:
         if payload is None:
             yield
             return
+        reused = self._reused.get(payload.uid)
+        if reused is not None:
+            payload = msgspec.structs.replace(payload, kept=reused.find())
+            set_payload(request, payload)
         sent = self._sent_vectors[self._admission.replica_of(payload.uid)]
         update = sent.take(payload.uid, self._needs[payload.uid].vectors)
         if update is None:
@@ -275,6 +322,7 @@ class BaseFrontEnd:
         """Release all capacity of requests whose rows were fetched, or are not needed."""
         for uid in uids:
             self._needs.pop(uid, None)
+            self._reused.pop(uid, None)
         self.changes.remove(uids)
         self._release_vectors(uids)
         if uids:

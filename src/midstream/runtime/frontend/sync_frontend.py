@@ -305,8 +305,8 @@ class FrontEnd(BaseFrontEnd):
         partial = self._streamer.get(uid)
         before = {} if partial is None else partial.received()
         try:
-            own, later = one.admitted.own, one.admitted.later
-            results = assemble(one.output, plan, answers, self.info.shape, before, own, later)
+            given = before, one.admitted.own, one.admitted.later, one.admitted.reused
+            results = assemble(one.output, plan, answers, self.info.shape, *given)
             finished = FinishedRequest(one.admitted, one.output, self.info.shape, results, partial)
             return deliver(self.sinks, finished)
         finally:

@@ -30,8 +30,9 @@ class CacheKeys(ProtocolMessage, frozen=True, array_like=True):
             end.
         marks: per segment, a digest in hex of the edits of every token there; `PLAIN` for none.
             Made from content alone, so that requests with equal edits share blocks.
-        first_read: first position whose row must be computed because it is captured or probed:
-            what the cache serves has no row. None: there is no such position.
+        first_read: first position whose row must be computed because it is captured or probed, or
+            read by a gate with memory: what the cache serves has no row. None: there is no such
+            position.
 
     Raises:
         ValueError: the segments are not as described.
@@ -99,7 +100,8 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
             starts.append(start)
             marks.append(made[here])
     reads = [capture.where.possible for capture in plan.captures]
-    reads += [probe.where.possible for probe in plan.probes if probe.name]
+    # A gate with memory starts from the state of the token before, which no cached block has.
+    reads += [probe.where.possible for probe in plan.probes if probe.name or probe.is_scan]
     firsts = [ranges[0][0] for ranges in reads if ranges]
     return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None))
 

@@ -90,6 +90,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         rows: blocks of captured rows.
         scores: blocks of probe scores.
         versions: (number, first position) of each later version of its plan, in order.
+        resets: number of resets of the prefix cache when it began, if the front end keeps rows.
     """
 
     id: str
@@ -101,6 +102,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     rows: list[RowsHeader]
     scores: list[ScoresHeader]
     versions: list[tuple[Natural, Natural]] = []
+    resets: Natural = 0
 
     @property
     def nbytes(self) -> int:
@@ -143,12 +145,14 @@ class ResultHeader(ProtocolMessage, frozen=True):
         requests: vLLM's requests of that uid, in the order of the data.
         nbytes: length of the data.
         lease: hold on the rows in the arena; None: rows are in the data.
+        resets: number of resets of the prefix cache by now, if the front end keeps rows.
     """
 
     name: str
     requests: list[RequestHeader]
     nbytes: Natural
     lease: Lease | None
+    resets: Natural = 0
 
 
 class StepChecksum(ProtocolMessage, frozen=True, array_like=True):
@@ -252,6 +256,7 @@ class WorkerResult:
         dropped: number of captured vectors that the arena had no space for.
         states: uint16, the state of each position; see `segments`.
         versions: (number, first position) of each later version of the plan, in order.
+        resets: number of resets of the prefix cache when it began.
     """
 
     def __init__(
@@ -269,6 +274,7 @@ class WorkerResult:
         self.problem = header.problem
         self.dropped = header.dropped
         self.versions = tuple(header.versions)
+        self.resets = header.resets
         self._leased = leased
         end = header.states * _STATE
         self.states: NDArray[np.uint16] = np.frombuffer(data[:end], np.uint16)

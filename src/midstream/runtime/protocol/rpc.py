@@ -194,6 +194,18 @@ class ChangePlans(RpcRequest[Acknowledged], frozen=True):
     answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
+class CountResets(RpcRequest[Acknowledged], frozen=True):
+    """Report, with all later results, how often the prefix cache was reset. Sent by the engine
+    core, between the steps before and after a reset.
+
+    Attributes:
+        resets: the number of resets.
+    """
+
+    resets: Natural
+    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
+
+
 class CollectResults(RpcRequest[CollectedResults], frozen=True):
     """Finish requests and return their results; the worker forgets the requests.
 
@@ -319,6 +331,7 @@ _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
         UpdateVectors,
         UpdatePlan,
         ChangePlans,
+        CountResets,
         CollectResults,
         CollectPartialRows,
         ReadScores,

@@ -42,6 +42,8 @@ VECTOR_UPDATES: Attribute[deque[Any]] = Attribute("midstream_vector_updates")
 EXECUTOR: Attribute[Any] = Attribute("midstream_executor")
 # On a vLLM Request in the engine core whose plan was changed: its CacheKeys since.
 CHANGED_KEYS: Attribute[Any] = Attribute("midstream_changed_keys")
+# On a KVCacheManager: how often its prefix cache was reset, if the front end keeps rows.
+RESETS: Attribute[int] = Attribute("midstream_resets")
 # On a vLLM worker: its WorkerEndpoint, which vLLM's `collective_rpc` calls by this name.
 ENDPOINT: Attribute[Any] = Attribute("midstream_rpc")
 # On a graph manager of vLLM's V2 model runner: its GraphSets.

@@ -145,7 +145,10 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.engine",
         "EngineCoreRequest",
         (
+            "cache_salt",
             "data_parallel_rank",
+            "lora_request",
+            "mm_features",
             "prompt_embeds",
             "prompt_is_token_ids",
             "prompt_token_ids",

@@ -95,6 +95,12 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "blocks of a request get other keys from the position at which its plan was changed",
     ),
     Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.reset_prefix_cache",
+        (),
+        "rows that were kept before a reset are not reused",
+    ),
+    Seam(
         "vllm.v1.executor.multiproc_executor",
         "MultiprocExecutor.collective_rpc",
         ("method", "timeout", "args", "kwargs", "non_block"),

@@ -20,6 +20,7 @@ from midstream.runtime.protocol.rpc import (
     CollectedResults,
     CollectPartialRows,
     CollectResults,
+    CountResets,
     DescribeWorker,
     DiscardData,
     IntegrityReport,
@@ -217,6 +218,8 @@ class WorkerEndpoint:
             case ChangePlans():
                 for change in request.changes:
                     self._session.requests.change(change)
+            case CountResets():
+                self._session.requests.resets = request.resets
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():
@@ -315,7 +318,10 @@ class WorkerEndpoint:
     ) -> CollectedResults:
         """Put requests into the buffer under names, and return what the front end needs of it."""
         is_mapped = WorkerRank(self._stage, self._tensor_rank) in mapped
-        headers = [self._results.put(name, found, is_mapped) for name, found in requests.items()]
+        resets = self._session.requests.resets
+        headers = [
+            self._results.put(name, found, is_mapped, resets) for name, found in requests.items()
+        ]
         return CollectedResults(
             headers=headers,
             inline=self._results.inline(list(requests)),
@@ -421,7 +427,14 @@ def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Con
         ring_rows=ring_rows,
         dtype=model_config.dtype,
         device=runner.device,
+        drafts=_drafts(vllm_config),
     )
+
+
+def _drafts(vllm_config: Any) -> int:
+    """Return the most draft tokens of a request in a step."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def _room(config: Config) -> Room:
@@ -432,6 +445,7 @@ def _room(config: Config) -> Room:
         token_ids=config.token_ids,
         probes=config.probes,
         maps=config.maps,
+        gate_states=config.gate_states,
     )
 
 

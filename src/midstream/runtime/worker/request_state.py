@@ -120,6 +120,7 @@ class RequestState:
         turns: length of the prompt each time that it had grown.
         streamed: position up to which its rows were delivered while it ran.
         oldest_step: number of a step of the row index before which it has no rows.
+        resets: number of resets of the prefix cache when it began.
         done: uint16 [positions], state of each position; set when all of its steps are settled.
     """
 
@@ -140,6 +141,7 @@ class RequestState:
     turns: list[int] = field(default_factory=list)
     streamed: int = 0
     oldest_step: int = 0
+    resets: int = 0
     done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
 
     def segments_within(self, start: int, stop: int) -> list[Segment]:

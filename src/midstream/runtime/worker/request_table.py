@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from midstream.errors import NoRoomError
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.plan_version import PlanChange
+from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
@@ -34,6 +35,7 @@ class RequestTable:
 
     Attributes:
         plans: plans of the requests.
+        resets: number of resets of the prefix cache, if the front end keeps rows.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class RequestTable:
         checksum: RankChecksum | None = None,
         agree: Agree | None = None,
         reductions: tuple[Reductions, Sequence[int]] | None = None,
+        gate_states: GateStates | None = None,
     ) -> None:
         """Args:
         slots: the running requests.
@@ -54,13 +57,16 @@ class RequestTable:
             if there are none.
         reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
             None: nothing is reduced.
+        gate_states: states of gates with memory; None: there is no such gate.
         """
         self.plans = plans
+        self.resets = 0
         self._slots = slots
         self._recorder = recorder
         self._checksum = checksum
         self._agree = agree
         self._reductions = reductions
+        self._gate_states = gate_states
         self._added = 0
         # Finished requests with the number of their last step, which is not settled.
         self._finishing: list[tuple[int, RequestState]] = []
@@ -112,6 +118,7 @@ class RequestTable:
             shared=own,
             serial=self._added,
             oldest_step=self._recorder.rows.next_step,
+            resets=self.resets,
         )
         self._slots.add(request)
         if problem:
@@ -150,21 +157,27 @@ class RequestTable:
             self._slots.fail(request, change.position, problem)
 
     def _acquire(self, packed: bytes, slot: int) -> RankPlan:
-        """Return a request's plan, and give it the sums that it needs. Pair with `_release`."""
+        """Return a request's plan, and give it the sums and states that it needs. Pair with
+        `_release`.
+        """
         found = self.plans.acquire(packed)
-        if self._reductions is not None:
-            reductions, widths = self._reductions
-            try:
+        try:
+            if self._gate_states is not None:
+                self._gate_states.acquire(slot, found.segments)
+            if self._reductions is not None:
+                reductions, widths = self._reductions
                 reductions.acquire(slot, found.segments, widths)
-            except NoRoomError:
-                self.plans.release(found)
-                raise
+        except NoRoomError:
+            self._release(found, slot)
+            raise
         return found
 
     def _release(self, plan: RankPlan, slot: int) -> None:
         self.plans.release(plan)
         if self._reductions is not None:
             self._reductions[0].release(slot)
+        if self._gate_states is not None:
+            self._gate_states.release(slot)
 
     def grow(self, request_id: str, uid: str, prompt: Sequence[int] | None) -> None:
         """Record the prompt of a known request that is scheduled as new once more: the prompt has

@@ -13,6 +13,7 @@ from midstream.ops import layout
 from midstream.runtime.worker.attention.logits import StepLogits
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.attention.step_patterns import StepPatterns
+from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
@@ -86,6 +87,7 @@ class StepRecorder:
         only_armed: bool = False,
         patterns: PatternReader | None = None,
         reductions: Reductions,
+        gate_states: GateStates,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -97,6 +99,7 @@ class StepRecorder:
         only_armed: every forward pass that fires the taps is armed. Nothing is disarmed then.
         patterns: makes rows of attention; None: no request asks for any.
         reductions: what rows are reduced to.
+        gate_states: what gates remember.
         """
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
@@ -111,6 +114,7 @@ class StepRecorder:
         self._signature = TapSignature(taps)
         self._score_kind = self.scores.kind((0,))
         self._armed = ArmedBuffers(buffers, only_armed)
+        self._gate_states = gate_states
         self._expected: ExpectedCounts | None = None
         self._no_scores = buffers.scores[:0]
         self._in_flight: deque[InFlightStep] = deque()
@@ -122,6 +126,7 @@ class StepRecorder:
         self.counts.add_active(plan.num_units)
         first = self._transport.reserve(plan.num_units)
         self._armed.arm(plan.tokens, first)
+        self._gate_states.arm(plan.runs)
         if plan.by_id:
             ids = batch.token_ids()
             self._buffers.ids[: ids.shape[0]].copy_(ids)
@@ -149,6 +154,7 @@ class StepRecorder:
         """
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
+        self._gate_states.disarm()
         plan = prepared.plan
         batches: Sequence[CodecBatch] = plan.batches
         logits: StepLogits = {}

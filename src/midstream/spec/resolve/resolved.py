@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from midstream.ops.layout import Op
 from midstream.sites import BY_NAME, Tap
 from midstream.spec.instructions import Instruction
 from midstream.spec.positions.position_set import Where
@@ -36,6 +37,7 @@ def digest_steps(steps: tuple[Instruction, ...]) -> str:
             step.slot,
             step.first,
             *([] if step.mask is None else [step.mask.digest]),
+            *([step.hold] if step.hold else []),
         ]
         for step in steps
     ]
@@ -193,7 +195,8 @@ class ResolvedProbe:
     Attributes:
         name: key of the score in the output; empty: only gates read the score.
         site, layer: the tap; of attention the site "attention", which is no tap of the engine.
-        steps: one PROBE instruction, with a slot that is unique in the plan; none for attention.
+        steps: one PROBE instruction, or for gates with memory a SCAN, with a slot that is unique in
+            the plan; none for attention.
         where: the positions.
         attention: what is read after the forward pass; None: see `steps`.
     """
@@ -213,6 +216,11 @@ class ResolvedProbe:
         slot = self.steps.instructions[0].slot
         assert slot is not None
         return slot
+
+    @property
+    def is_scan(self) -> bool:
+        """Whether the score of a token depends on the tokens before it."""
+        return any(step.op is Op.SCAN for step in self.steps.instructions)
 
     @property
     def tap(self) -> Tap:

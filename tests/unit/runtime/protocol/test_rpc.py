@@ -54,6 +54,7 @@ CALLS = [
         rpc.UpdatedPlan({"0_x": 7}),
     ),
     (rpc.ChangePlans([PlanChange("0_x", "u", 1, 7, b"plan")]), rpc.Acknowledged()),
+    (rpc.CountResets(3), rpc.Acknowledged()),
     (rpc.CollectResults(["u", "v"], RANKS), RESULTS),
     (rpc.CollectPartialRows({"u": {"0_x": 3}}, []), RESULTS),
     (rpc.ReadScores({"u": (0, 4)}), rpc.RunningScores([RequestScores("u", 2, [(0, 4)])], b"abc")),

@@ -16,7 +16,7 @@ from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
 from midstream.runtime.protocol.rpc import UpdatedPlan, UpdatePlan
-from midstream.spec import Capture, Plan, ResolvedPlan
+from midstream.spec import Capture, Plan, ResolvedPlan, ResolvedProbe
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operation import read_scalar
 from midstream.spec.operations import Edit
@@ -221,6 +221,11 @@ class PlanChanges:
         if edits is None and scale is None:
             raise SpecError("", "give `edits`, `scale` or both")
         uid, history = self._find(name)
+        own = history.call_plan.plan
+        if own is not None and any(getattr(one, "reuse", False) for one in own.captures):
+            raise SpecError(
+                "", "a request that reuses rows (Capture(reuse=True)) keeps the edits it began with"
+            )
         if not history.request_ids or self._admission.is_waiting(uid):
             raise BusyError(
                 f"request {history.name!r} waits for capacity; update it when it runs", 1
@@ -317,9 +322,23 @@ def _ended(name: str) -> SpecError:
 
 
 def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version captures and probes what the request did from its beginning."""
+    """Check that a version captures and probes what the request did from its beginning, and that
+    its gates remember the same scores.
+    """
+    if _remembered(first) != _remembered(later):
+        raise SpecError(
+            "edits",
+            "a Gate with memory (hold, smooth or release) can neither come nor go while its "
+            "request runs, as its state depends on all tokens; keep these gates, and change the "
+            "others or `scale`",
+        )
     named = [[probe for probe in plan.probes if probe.name] for plan in (first, later)]
     if first.captures != later.captures or named[0] != named[1]:
         raise SpecError(
             "", "the names that its captures and probes read have changed their meaning meanwhile"
         )
+
+
+def _remembered(plan: ResolvedPlan) -> list[ResolvedProbe]:
+    """Return what the gates with memory of a plan read."""
+    return [probe for probe in plan.probes if probe.is_scan]

@@ -261,9 +261,14 @@ class PlanResolver:
         need = need_of(resolved, self._taps, self._info.room, edits, width)
         named = named_vectors(resolved)
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
-        sums = num_sums(resolved, self._info.shape)
         need = replace(
-            need, rows=rows, vectors=named, readout_rows=at_once, weights=read, sums=sums
+            need,
+            rows=rows,
+            vectors=named,
+            readout_rows=at_once,
+            weights=read,
+            sums=num_sums(resolved, self._info.shape),
+            states=sum(probe.is_scan for probe in resolved.probes),
         )
         check_biases(resolved, config)
         self._check_ring(resolved)

@@ -20,6 +20,7 @@ from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.results.receipts import make_receipt
+from midstream.runtime.frontend.row_reuse import ReusedRows
 from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
 from midstream.runtime.protocol.results import (
     ResultBlock,
@@ -62,6 +63,7 @@ def assemble(
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
     own: Plan | None = None,
     later: Mapping[int, LaterPlan] = MappingProxyType({}),
+    reused: ReusedRows | None = None,
 ) -> dict[int, CompletionResults]:
     """Assemble the workers' results of a finished request.
 
@@ -73,6 +75,7 @@ def assemble(
         before: per completion, rows that arrived while it ran; without their data if not kept.
         own: the request's own plan, as given; None: it has none.
         later: later versions of the plan, by number.
+        reused: rows that it may have from earlier requests; None: every row was computed.
 
     Returns:
         The results of each completion, by its index.
@@ -84,7 +87,9 @@ def assemble(
     for completion in output.outputs:
         tokens = tokens_of(output, completion, plan)
         parts = children.get(completion.index, [])
-        blocks = joined_blocks(parts) if plan.captures else []
+        computed = joined_blocks(parts) if plan.captures else []
+        kept = [] if reused is None else reused.missing(computed, tokens)
+        blocks = [*computed, *kept]
         earlier = before.get(completion.index, ())
         every = _activations(plan, [*earlier, *blocks], tokens, nothing)
         is_bare = any(block.is_bare for block in earlier)
@@ -96,7 +101,20 @@ def assemble(
         receipt = make_receipt(
             output.request_id, plan, parts, completion, tokens, every, probes, coming_from, later
         )
+        if reused is not None:
+            receipt = receipt.with_reused(_count_by_tap(kept))
+            resets = max(answer.header.resets for answer in answers)
+            if receipt.status == "ok" and all(part.resets == resets for part in parts):
+                reused.keep(computed, tokens, resets)
         found[completion.index] = CompletionResults(activations, probes, receipt, blocks)
+    return found
+
+
+def _count_by_tap(blocks: Sequence[ResultBlock]) -> dict[Tap, int]:
+    found: dict[Tap, int] = {}
+    for block in blocks:
+        for tap in block.taps:
+            found[tap] = found.get(tap, 0) + block.positions.size
     return found
 
 

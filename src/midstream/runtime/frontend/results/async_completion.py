@@ -156,8 +156,8 @@ class AsyncCompletion:
             generated, inputs = call.stream.generated, call.session.inputs
             whole, plan = as_one_request(output, generated, inputs, plan, answers)
         before = {} if call.partial_rows is None else call.partial_rows.received()
-        own, later = call.admitted.own, call.admitted.later
-        given = (whole, plan, answers, self._shape, before, own, later)
+        asked = call.admitted
+        given = (whole, plan, answers, self._shape, before, asked.own, asked.later, asked.reused)
         if sum(len(answer.data) for answer in answers) > _THREAD_BYTES:
             results = await asyncio.to_thread(assemble, *given)
         else:

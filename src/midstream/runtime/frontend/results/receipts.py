@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from midstream.config.config import Config
 from midstream.errors import ReceiptError, ReceiptWarning
@@ -191,6 +192,8 @@ def _edited(
             f"{wrong.size} positions were not edited as asked: position {first} got "
             f"{done[first]} edits and probes, expected {expected[first]}"
         )
+    # Gates with memory are those of the first version.
+    problems += _unread(held[0].plan, cached, length, tokens)
     applied = np.maximum(done - reads, 0)
     counts = Edited(
         expected=int(edits.sum()),
@@ -236,8 +239,24 @@ def _expected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[I
     edits = _add_up((finals[edit.where] for edit in plan.edits), length)
     # The device counts a probe like an edit, and runs it wherever its score may be selected.
     counted = [probe for probe in plan.probes if probe.attention is None]
-    reads = _add_up((clip(probe.where.possible, length) for probe in counted), length)
+    # Those of gates with memory read the tokens of their edits alone.
+    read = [
+        probe.where.final(length, tokens) if probe.is_scan else clip(probe.where.possible, length)
+        for probe in counted
+    ]
+    reads = _add_up(read, length)
     return edits, reads
+
+
+def _unread(
+    plan: ResolvedPlan, cached: NDArray[np.bool_], length: int, tokens: Sequence[int]
+) -> list[str]:
+    """Return a problem if a gate with memory did not read a token that the cache served."""
+    scans = [probe.where.final(length, tokens) for probe in plan.probes if probe.is_scan]
+    missed = np.flatnonzero((_add_up(scans, length) > 0) & cached)
+    if not missed.size:
+        return []
+    return [f"{missed.size} positions were not read by a gate with memory; the first: {missed[0]}"]
 
 
 def _missing(parts: list[WorkerResult]) -> list[str]:
