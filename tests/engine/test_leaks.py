@@ -204,7 +204,7 @@ LIMITS = {
     ),
     "gate_states": (
         {"edits": [Gate(Steer(V, "all"), V, hold="rest")]},
-        "need 3 states .* room for 0; raise midstream's setting gate_states",
+        "need 3 states .* room for 0",
     ),
     "token_ids": (
         {"edits": [Steer(V, 0, positions=TokenIds(list(range(161))))]},

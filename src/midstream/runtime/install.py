@@ -57,8 +57,8 @@ def activate() -> None:
         _wrap("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", _core_init)
         _wrap("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", _core_receive)
         _wrap("vllm.v1.engine.core", "EngineCore", "add_request", _core_add)
-        _wrap("vllm.v1.engine.core", "EngineCore", "collective_rpc", _core_rpc)
         _wrap("vllm.v1.engine.core", "EngineCore", "reset_prefix_cache", prefix_cache.reset)
+        _wrap("vllm.v1.engine.core", "EngineCore", "collective_rpc", _core_rpc)
         _wrap(
             "vllm.v1.core.kv_cache_manager",
             "KVCacheManager",

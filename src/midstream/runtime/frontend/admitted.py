@@ -23,16 +23,16 @@ class AdmittedRequest:
         plan: its plan, resolved.
         own: its own plan, as given; None: only edits and captures of every request apply.
         routes: destinations of its captured rows.
-        later: versions of its plan since, by number.
         reused: rows that it may have from earlier requests; None: every row is computed.
+        later: versions of its plan since, by number.
     """
 
     uid: str
     plan: ResolvedPlan
     own: Plan | None = None
     routes: tuple[SinkRoute, ...] = ()
-    later: Mapping[int, LaterPlan] = field(default_factory=dict)
     reused: ReusedRows | None = None
+    later: Mapping[int, LaterPlan] = field(default_factory=dict)
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
         """Return the attention heads that outputs show of the taps of some captures.

@@ -137,8 +137,8 @@ class AsyncFrontEnd(BaseFrontEnd):
             if call.is_over:
                 self._forget(call)
                 self._needs.pop(admitted.uid, None)
-                self.changes.remove([admitted.uid])
                 self._reused.pop(admitted.uid, None)
+                self.changes.remove([admitted.uid])
         return admitted
 
     async def send(self, request: Any, deliver: Deliver) -> None:

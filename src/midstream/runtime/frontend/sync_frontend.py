@@ -305,8 +305,10 @@ class FrontEnd(BaseFrontEnd):
         partial = self._streamer.get(uid)
         before = {} if partial is None else partial.received()
         try:
-            given = before, one.admitted.own, one.admitted.later, one.admitted.reused
-            results = assemble(one.output, plan, answers, self.info.shape, *given)
+            own, reused, later = one.admitted.own, one.admitted.reused, one.admitted.later
+            results = assemble(
+                one.output, plan, answers, self.info.shape, before, own, reused, later
+            )
             finished = FinishedRequest(one.admitted, one.output, self.info.shape, results, partial)
             return deliver(self.sinks, finished)
         finally:

@@ -89,8 +89,8 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         states: number of positions whose state is in the data; see `segments`.
         rows: blocks of captured rows.
         scores: blocks of probe scores.
-        versions: (number, first position) of each later version of its plan, in order.
         resets: number of resets of the prefix cache when it began, if the front end keeps rows.
+        versions: (number, first position) of each later version of its plan, in order.
     """
 
     id: str
@@ -101,8 +101,8 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     states: Natural
     rows: list[RowsHeader]
     scores: list[ScoresHeader]
-    versions: list[tuple[Natural, Natural]] = []
     resets: Natural = 0
+    versions: list[tuple[Natural, Natural]] = []
 
     @property
     def nbytes(self) -> int:
@@ -255,8 +255,8 @@ class WorkerResult:
         problem: what went wrong there; empty: nothing did.
         dropped: number of captured vectors that the arena had no space for.
         states: uint16, the state of each position; see `segments`.
-        versions: (number, first position) of each later version of the plan, in order.
         resets: number of resets of the prefix cache when it began.
+        versions: (number, first position) of each later version of the plan, in order.
     """
 
     def __init__(
@@ -273,8 +273,8 @@ class WorkerResult:
         self.worker = worker
         self.problem = header.problem
         self.dropped = header.dropped
-        self.versions = tuple(header.versions)
         self.resets = header.resets
+        self.versions = tuple(header.versions)
         self._leased = leased
         end = header.states * _STATE
         self.states: NDArray[np.uint16] = np.frombuffer(data[:end], np.uint16)

@@ -163,6 +163,17 @@ class UpdateVectors(RpcRequest[Acknowledged], frozen=True):
     answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
+class CountResets(RpcRequest[Acknowledged], frozen=True):
+    """Report, with all later results, how often the prefix cache was reset. Sent by the engine
+    core, between the steps before and after a reset.
+
+    Attributes:
+        resets: the number of resets.
+    """
+
+    resets: Natural
+
+
 class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
     """Let running requests have another version of their plan, each from its next position that is
     not scheduled yet. The engine core answers this one itself; see `runtime.core.plan_versions`.
@@ -191,18 +202,6 @@ class ChangePlans(RpcRequest[Acknowledged], frozen=True):
     """
 
     changes: list[PlanChange]
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
-
-
-class CountResets(RpcRequest[Acknowledged], frozen=True):
-    """Report, with all later results, how often the prefix cache was reset. Sent by the engine
-    core, between the steps before and after a reset.
-
-    Attributes:
-        resets: the number of resets.
-    """
-
-    resets: Natural
     answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
@@ -329,9 +328,9 @@ _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
     for one in (
         DescribeWorker,
         UpdateVectors,
+        CountResets,
         UpdatePlan,
         ChangePlans,
-        CountResets,
         CollectResults,
         CollectPartialRows,
         ReadScores,

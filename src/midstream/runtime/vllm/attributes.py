@@ -38,12 +38,12 @@ SPANS_OF_REQUEST: Attribute[Any] = Attribute("midstream_spans_of_request")
 FAILURES: Attribute[dict[str, Any]] = Attribute("midstream_failures")
 # On an EngineCore: changes of the workers' vectors that arrived and were not sent yet, in order.
 VECTOR_UPDATES: Attribute[deque[Any]] = Attribute("midstream_vector_updates")
+# On a KVCacheManager: how often its prefix cache was reset, if the front end keeps rows.
+RESETS: Attribute[int] = Attribute("midstream_resets")
 # On a Scheduler: the executor of its engine core, by which workers learn of changed plans.
 EXECUTOR: Attribute[Any] = Attribute("midstream_executor")
 # On a vLLM Request in the engine core whose plan was changed: its CacheKeys since.
 CHANGED_KEYS: Attribute[Any] = Attribute("midstream_changed_keys")
-# On a KVCacheManager: how often its prefix cache was reset, if the front end keeps rows.
-RESETS: Attribute[int] = Attribute("midstream_resets")
 # On a vLLM worker: its WorkerEndpoint, which vLLM's `collective_rpc` calls by this name.
 ENDPOINT: Attribute[Any] = Attribute("midstream_rpc")
 # On a graph manager of vLLM's V2 model runner: its GraphSets.

@@ -84,6 +84,12 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.engine.core",
+        "EngineCore.reset_prefix_cache",
+        (),
+        "rows that were kept before a reset are not reused",
+    ),
+    Seam(
+        "vllm.v1.engine.core",
         "EngineCore.collective_rpc",
         ("method", "timeout", "args", "kwargs"),
         "results are fetched from the workers, and plans of running requests are changed",
@@ -93,12 +99,6 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "Request.update_block_hashes",
         (),
         "blocks of a request get other keys from the position at which its plan was changed",
-    ),
-    Seam(
-        "vllm.v1.engine.core",
-        "EngineCore.reset_prefix_cache",
-        (),
-        "rows that were kept before a reset are not reused",
     ),
     Seam(
         "vllm.v1.executor.multiproc_executor",

@@ -215,11 +215,11 @@ class WorkerEndpoint:
             case UpdateVectors():
                 for update in request.updates:
                     self._session.requests.plans.update_vectors(update)
+            case CountResets():
+                self._session.requests.resets = request.resets
             case ChangePlans():
                 for change in request.changes:
                     self._session.requests.change(change)
-            case CountResets():
-                self._session.requests.resets = request.resets
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():

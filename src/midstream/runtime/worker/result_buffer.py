@@ -96,8 +96,8 @@ class ResultBuffer:
                     states=int(request.done.size),
                     rows=blocks,
                     scores=scores,
-                    versions=[(one.number, one.position) for one in request.later],
                     resets=request.resets,
+                    versions=[(one.number, one.position) for one in request.later],
                 )
             )
         self._data[name] = b"".join(parts)

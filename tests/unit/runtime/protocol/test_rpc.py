@@ -44,6 +44,7 @@ USAGE = rpc.WorkerUsage(0, 1, {"leases": 2}, 64, {"steps": 3})
 CALLS = [
     (rpc.DescribeWorker(), worker_info(lacking=(MissingTap("mlp_in", 1, "no MLP"),))),
     (rpc.UpdateVectors([VectorUpdate(("ab",), (bytes(4),))]), rpc.Acknowledged()),
+    (rpc.CountResets(3), rpc.Acknowledged()),
     (
         rpc.UpdatePlan(
             "u",
@@ -54,7 +55,6 @@ CALLS = [
         rpc.UpdatedPlan({"0_x": 7}),
     ),
     (rpc.ChangePlans([PlanChange("0_x", "u", 1, 7, b"plan")]), rpc.Acknowledged()),
-    (rpc.CountResets(3), rpc.Acknowledged()),
     (rpc.CollectResults(["u", "v"], RANKS), RESULTS),
     (rpc.CollectPartialRows({"u": {"0_x": 3}}, []), RESULTS),
     (rpc.ReadScores({"u": (0, 4)}), rpc.RunningScores([RequestScores("u", 2, [(0, 4)])], b"abc")),

@@ -62,8 +62,8 @@ def assemble(
     shape: ModelShape,
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
     own: Plan | None = None,
-    later: Mapping[int, LaterPlan] = MappingProxyType({}),
     reused: ReusedRows | None = None,
+    later: Mapping[int, LaterPlan] = MappingProxyType({}),
 ) -> dict[int, CompletionResults]:
     """Assemble the workers' results of a finished request.
 
@@ -74,8 +74,8 @@ def assemble(
         shape: the model.
         before: per completion, rows that arrived while it ran; without their data if not kept.
         own: the request's own plan, as given; None: it has none.
-        later: later versions of the plan, by number.
         reused: rows that it may have from earlier requests; None: every row was computed.
+        later: later versions of the plan, by number.
 
     Returns:
         The results of each completion, by its index.
@@ -104,7 +104,8 @@ def assemble(
         if reused is not None:
             receipt = receipt.with_reused(_count_by_tap(kept))
             resets = max(answer.header.resets for answer in answers)
-            if receipt.status == "ok" and all(part.resets == resets for part in parts):
+            same = not later and all(part.resets == resets for part in parts)
+            if receipt.status == "ok" and same:
                 reused.keep(computed, tokens, resets)
         found[completion.index] = CompletionResults(activations, probes, receipt, blocks)
     return found
