@@ -118,6 +118,23 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
+class Action:
+    """What a probe did when its scores met its condition.
+
+    Attributes:
+        name: name of the probe.
+        kind: "stop" or "flag".
+        position: position of the token whose score met the condition, the first such.
+        score: the pooled score there, which was compared with the threshold.
+    """
+
+    name: str
+    kind: str
+    position: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class Nonfinite:
     """Positions with an infinite or NaN value, or with an edit that saturated.
 
@@ -175,7 +192,7 @@ class CaptureResult:
         return replace(joined, paths=paths, manifest=results[-1].manifest)
 
 
-def _plain(counts: Captured | Edited | Probed | Version) -> dict[str, Any]:
+def _plain(counts: Captured | Edited | Probed | Version | Action) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in counts.__slots__}
 
 
@@ -201,6 +218,7 @@ class Receipt:
         coming_from: (field, tool) of each field of another tool that the request was given in.
         versions: the versions of its plan and where each held, in order; empty if it was never
             changed.
+        actions: what probes with an `act` did; of those that did nothing there is none.
     """
 
     request_id: str
@@ -216,6 +234,7 @@ class Receipt:
     nonfinite: Nonfinite | None = None
     coming_from: tuple[tuple[str, str], ...] = ()
     versions: tuple[Version, ...] = ()
+    actions: tuple[Action, ...] = ()
 
     @property
     def status(self) -> str:
@@ -287,6 +306,7 @@ class Receipt:
             "versions": [
                 {**_plain(one), "positions": list(one.positions)} for one in self.versions
             ],
+            "actions": [_plain(one) for one in self.actions],
         }
 
     @staticmethod
@@ -320,6 +340,7 @@ class Receipt:
                 Version(**{**one, "positions": tuple(one["positions"])})
                 for one in plain.get("versions", ())
             ),
+            actions=tuple(Action(**one) for one in plain.get("actions", ())),
         )
 
     def __str__(self) -> str:
@@ -353,6 +374,10 @@ class Receipt:
             f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed
         ]
         lines += [f"  {one}" for one in self.versions]
+        lines += [
+            f"  {one.kind} by probe {one.name} at position {one.position}: {one.score:.6g}"
+            for one in self.actions
+        ]
         lines += [f"  {one}" for one in self.selected]
         lines += [f"  {name}: a field of {tool}" for name, tool in self.coming_from]
         for sink, kept in self.kept:

@@ -15,7 +15,13 @@ from typing import Any
 from midstream.compat.act_environment import is_capture_worker
 from midstream.config.config import KEY, from_additional_config, is_complete, is_enabled
 from midstream.errors import SpecError, UnsupportedError
-from midstream.runtime.core import failed_requests, plan_versions, prefix_cache, vector_updates
+from midstream.runtime.core import (
+    failed_requests,
+    plan_versions,
+    prefix_cache,
+    probe_stops,
+    vector_updates,
+)
 from midstream.runtime.core.parent_watch import end_with_parent
 from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.request.call_plan import has_plan, plan_of
@@ -65,12 +71,9 @@ def activate() -> None:
             "get_computed_blocks",
             prefix_cache.computed_blocks,
         )
-        _wrap(
-            "vllm.v1.core.sched.scheduler",
-            "Scheduler",
-            "update_from_output",
-            failed_requests.update_from_output,
-        )
+        # Requests that failed end first; what is left of them is not evaluated.
+        for hook in (probe_stops.update_from_output, failed_requests.update_from_output):
+            _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", hook)
         # By name: the server is a layer above, but a process with an AsyncLLM may build its app.
         importlib.import_module("midstream.server.install").install()
         _wrap(

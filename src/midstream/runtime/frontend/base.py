@@ -41,6 +41,7 @@ from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.start_steering import set_steering
 from midstream.runtime.frontend.weight_memory import WeightMemory
+from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
 from midstream.runtime.protocol.rpc import IntegrityReport
 from midstream.sinks.server_captures import ServerCaptures
@@ -182,6 +183,7 @@ class BaseFrontEnd:
             )
         if own is not None:
             self._check_streams(own, kind)
+        check_stop_strings(prepared.acts, params.stop)
         one = prepared.need
         need = one.times(params.n)
         chosen = self._chosen_replica(request)
@@ -190,7 +192,9 @@ class BaseFrontEnd:
         uid = uuid.uuid4().hex
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._reused_rows(request, prepared, own, also)
-        set_payload(request, RequestPayload(uid, prepared.packed, prepared.keys))
+        set_payload(
+            request, RequestPayload(uid, prepared.packed, prepared.keys, acts=prepared.acts)
+        )
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused

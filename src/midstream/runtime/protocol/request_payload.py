@@ -8,6 +8,7 @@ import msgspec
 
 from midstream.config.config import KEY
 from midstream.errors import SpecError
+from midstream.runtime.protocol.acting_probes import ActingProbe
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.codec import ProtocolMessage
 from midstream.runtime.protocol.vector_update import VectorUpdate
@@ -36,6 +37,7 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
         vectors: what the workers must do to have the vectors that the plan names; None: nothing.
             The engine core takes it out, see `runtime.core.vector_updates`.
         kept: rows that need not be computed; None: all rows that `keys` names must be.
+        acts: its probes that end it. With any, the workers report its scores in each step.
     """
 
     uid: str
@@ -43,6 +45,7 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
     keys: CacheKeys
     vectors: VectorUpdate | None = None
     kept: KeptRows | None = None
+    acts: tuple[ActingProbe, ...] = ()
 
     def first_read(self, resets: int) -> int | None:
         """Return the first position whose row must be computed; None: there is none.

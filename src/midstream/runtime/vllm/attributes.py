@@ -36,6 +36,10 @@ FRONT_END: Attribute[Any] = Attribute("midstream_front_end")
 SPANS_OF_REQUEST: Attribute[Any] = Attribute("midstream_spans_of_request")
 # On a ModelRunnerOutput, from the worker to the engine core: why requests failed, by vLLM's id.
 FAILURES: Attribute[dict[str, Any]] = Attribute("midstream_failures")
+# On a ModelRunnerOutput, from the worker to the engine core: the step's StepScores.
+STEP_SCORES: Attribute[Any] = Attribute("midstream_step_scores")
+# On a Request in the engine core: the ProbeProgress of its probes that act.
+PROBE_PROGRESS: Attribute[Any] = Attribute("midstream_probe_progress")
 # On an EngineCore: changes of the workers' vectors that arrived and were not sent yet, in order.
 VECTOR_UPDATES: Attribute[deque[Any]] = Attribute("midstream_vector_updates")
 # On a KVCacheManager: how often its prefix cache was reset, if the front end keeps rows.

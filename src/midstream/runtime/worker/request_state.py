@@ -107,6 +107,7 @@ class RequestState:
         plan: what the request asks for.
         slot: row of the request in the arrays of `SlotTable`.
         segments: segments of the plan and of its later versions, ascending, over [0, FOREVER).
+        reports: whether its scores leave with the output of each step.
         shared: the plan in `PlanTable`; None if the plan could not be read or placed.
         later: versions of the plan that came while it ran, in order.
         serial: serial number, unique in this worker.
@@ -129,6 +130,7 @@ class RequestState:
     plan: ResolvedPlan
     slot: int
     segments: list[Segment]
+    reports: bool = False
     shared: RankPlan | None = None
     later: list[PlacedVersion] = field(default_factory=list)
     serial: int = 0

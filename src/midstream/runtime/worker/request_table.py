@@ -75,7 +75,9 @@ class RequestTable:
         # Finished requests whose steps are settled, by uid.
         self._finished: dict[str, list[RequestState]] = {}
 
-    def add(self, request_id: str, uid: str, plan: bytes, computed: int = 0) -> None:
+    def add(
+        self, request_id: str, uid: str, plan: bytes, computed: int = 0, reports: bool = False
+    ) -> None:
         """Add a request that is about to run, or that runs again after preemption.
 
         An exception in here fails this request alone: the engine core ends it, and its receipt has
@@ -86,6 +88,7 @@ class RequestTable:
             uid: midstream's request id.
             plan: the packed plan.
             computed: number of its tokens that need not be computed.
+            reports: whether its scores leave with the output of each step.
         """
         if self._checksum is not None:
             self._checksum.add_request(request_id, uid, plan, computed)
@@ -115,6 +118,7 @@ class RequestTable:
             plan=_NO_PLAN if own is None else own.resolved,
             slot=slot,
             segments=[idle_segment()] if own is None else own.segments,
+            reports=reports,
             shared=own,
             serial=self._added,
             oldest_step=self._recorder.rows.next_step,

@@ -6,6 +6,7 @@ import time
 
 from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.segments import RankShare
+from midstream.runtime.protocol.step_scores import StepScores
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.collection import Collection
 from midstream.runtime.worker.gate_states import GateStates
@@ -107,6 +108,15 @@ class WorkerSession:
     def counts(self) -> StepCounts:
         """Totals over all steps."""
         return self._recorder.counts
+
+    @property
+    def reported_scores(self) -> StepScores | None:
+        """Scores of the last step that leave with its output; None: no request reports any."""
+        return self._recorder.reported
+
+    def clear_reported_scores(self) -> None:
+        """Clear the scores, which have left."""
+        self._recorder.reported = None
 
     def encoding(self, number: int) -> RowEncoding:
         """Return the encoding with a number, as `RowBlock.codec` has it."""

@@ -10,11 +10,13 @@ import numpy as np
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.runtime.protocol.step_scores import StepScores
 from midstream.runtime.worker.attention.logits import StepLogits
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.attention.step_patterns import StepPatterns
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.reductions import Reductions
+from midstream.runtime.worker.reported_scores import reported_scores
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
@@ -73,6 +75,8 @@ class StepRecorder:
         rows: index of captured rows.
         scores: index of probe scores; a record is one row with a column for each score.
         prepared: the step whose forward pass is queued next; None if it has no program.
+        reported: scores of the last step, which leave with its output; None: no request reports
+            any, or they have left.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class StepRecorder:
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
         self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()
         self.prepared: PreparedStep | None = None
+        self.reported: StepScores | None = None
         self._buffers = buffers
         self._transport = transport
         self._arena = arena
@@ -181,6 +186,9 @@ class StepRecorder:
                 self._slots.drop(plan.runs, lost.runs)
         if plan.scored:
             self._record_scores(prepared, shipment)
+        self.reported = None
+        if self._slots.num_reporting:
+            self.reported = reported_scores(prepared, shipment, self._slots)
 
     def _row_bytes(self, codec: int) -> int:
         return self._codecs.encoding(codec).row_bytes(self._buffers.ring.dtype)

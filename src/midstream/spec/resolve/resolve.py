@@ -133,7 +133,7 @@ class _Resolver:
                 captures += self._resolve_capture(capture, index)
         for index, probe in enumerate(plan.probes):
             with at(f"probes[{index}]"):
-                self._probes.append(self._resolve_probe(probe))
+                self._probes.append(replace(self._resolve_probe(probe), act=probe.act))
         edits: list[ResolvedEdit] = []
         for index, edit in enumerate(before):
             with at(f"steering[{index}]"), suppress(NothingSelectedError):

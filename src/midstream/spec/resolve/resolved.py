@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from midstream.ops.layout import Op
 from midstream.sites import BY_NAME, Tap
+from midstream.spec.act import Act
 from midstream.spec.instructions import Instruction
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.ranges import Ranges, clip, merge
@@ -199,6 +200,7 @@ class ResolvedProbe:
             the plan; none for attention.
         where: the positions.
         attention: what is read after the forward pass; None: see `steps`.
+        act: what is done when the scores meet a condition. Workers do not have it.
     """
 
     name: str
@@ -207,6 +209,7 @@ class ResolvedProbe:
     steps: Steps
     where: Where
     attention: SlottedPattern | None = None
+    act: Act | None = field(default=None, compare=False)
 
     @property
     def slot(self) -> int:

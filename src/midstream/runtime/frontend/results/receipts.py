@@ -26,6 +26,7 @@ from midstream.results.receipt import (
     Version,
 )
 from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.results.actions import actions_of
 from midstream.runtime.frontend.results.held_plans import HeldPlan, held_plans
 from midstream.runtime.frontend.results.reduced import num_reduced
 from midstream.runtime.protocol.results import WorkerResult
@@ -127,6 +128,7 @@ def make_receipt(
         nonfinite=_nonfinite(parts, length),
         coming_from=coming_from,
         versions=versions,
+        actions=actions_of(plan, completion, length, probes),
     )
 
 
@@ -192,8 +194,7 @@ def _edited(
             f"{wrong.size} positions were not edited as asked: position {first} got "
             f"{done[first]} edits and probes, expected {expected[first]}"
         )
-    # Gates with memory are those of the first version.
-    problems += _unread(held[0].plan, cached, length, tokens)
+    problems += _unread(held, cached, length, tokens)
     applied = np.maximum(done - reads, 0)
     counts = Edited(
         expected=int(edits.sum()),
@@ -249,11 +250,14 @@ def _expected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[I
 
 
 def _unread(
-    plan: ResolvedPlan, cached: NDArray[np.bool_], length: int, tokens: Sequence[int]
+    held: Sequence[HeldPlan], cached: NDArray[np.bool_], length: int, tokens: Sequence[int]
 ) -> list[str]:
     """Return a problem if a gate with memory did not read a token that the cache served."""
-    scans = [probe.where.final(length, tokens) for probe in plan.probes if probe.is_scan]
-    missed = np.flatnonzero((_add_up(scans, length) > 0) & cached)
+    read = np.zeros(length, np.int64)
+    for one in held:
+        scans = [probe.where.final(length, tokens) for probe in one.plan.probes if probe.is_scan]
+        read[one.start : one.stop] = _add_up(scans, length)[one.start : one.stop]
+    missed = np.flatnonzero((read > 0) & cached)
     if not missed.size:
         return []
     return [f"{missed.size} positions were not read by a gate with memory; the first: {missed[0]}"]
