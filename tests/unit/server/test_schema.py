@@ -68,7 +68,7 @@ CHECKED = (
 
 
 # What takes nothing can be given nothing wrong.
-TAKES = ("/activations/", "/vectors/", "PUT", "/set", "register", "/sweep")
+TAKES = ("/activations/", "/vectors/", "PUT", "/set", "register", "/sweep", "/update")
 MODES = [
     (label, mode)
     for label in sorted(ENDPOINTS)
