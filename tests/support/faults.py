@@ -9,6 +9,7 @@ from support.fault import Fault
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_kept import KEPT
+from support.faults_live import LIVE
 from support.faults_sweep import SWEEPS
 from support.faults_viz import VIZ
 
@@ -488,6 +489,7 @@ FAULTS: tuple[Fault, ...] = (
         "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
     ),
     *KEPT,
+    *LIVE,
     *SWEEPS,
     *ATTENTION,
     *FIT,

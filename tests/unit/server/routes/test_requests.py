@@ -67,9 +67,12 @@ async def test_another_client_changes_nothing():
             assert not site.engine.updates
             answer = await client.post(path(), json={"scale": 0}, headers=mine)
             assert answer.status_code == 200
-    async with serving() as (site, client), site.client("10.0.0.9") as stranger:
-        async with Held(site, client):
-            await refused(stranger.post(path(), json={"scale": 0}), 404, "of this client")
+    async with (
+        serving() as (site, client),
+        site.client("10.0.0.9") as stranger,
+        Held(site, client),
+    ):
+        await refused(stranger.post(path(), json={"scale": 0}), 404, "of this client")
 
 
 async def test_what_is_refused_names_its_field():
