@@ -10,6 +10,7 @@ from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_gates import GATES
 from support.faults_kept import KEPT
+from support.faults_live import LIVE
 from support.faults_operations import OPERATIONS
 from support.faults_reuse import REUSE
 from support.faults_sweep import SWEEPS
@@ -494,6 +495,7 @@ FAULTS: tuple[Fault, ...] = (
     *GATES,
     *KEPT,
     *REUSE,
+    *LIVE,
     *SWEEPS,
     *ATTENTION,
     *FIT,

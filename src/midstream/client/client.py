@@ -10,11 +10,8 @@ from midstream.client import protocol
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
-<<<<<<< HEAD
-from midstream.results.plan_update import PlanUpdate
-=======
 from midstream.fit import Directions
->>>>>>> w-studio
+from midstream.results.plan_update import PlanUpdate
 from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.forms import LayersLike, PositionsLike
 from midstream.sweep import Sweep

@@ -30,12 +30,9 @@ _STATUS = {
     },
     "vectors": 0,
     "vector_names": [],
-<<<<<<< HEAD
     "shared_changes": None,
-=======
     "lens_names": [],
     "sae_names": [],
->>>>>>> w-studio
     "held": {"captures": 0, "bytes": 0},
     "requests": 0,
     "waiting": 0,

@@ -30,7 +30,8 @@ _FIELDS: dict[type, str] = {
 def with_strength(
     edits: Sequence[PlainEdit | Gate | Local], factor: float
 ) -> tuple[PlainEdit | Gate | Local, ...]:
-    """Return edits with a multiple of their strength: none of them if the factor is 0.
+    """Return edits with a multiple of their strength: none of them if the factor is 0, unless one
+    is a Gate with memory, which goes on to read its tokens.
 
     The strength of an edit is its `scale`, `strength` or `alpha`, or the values of a Bias; that of
     a Gate is that of its edit.
@@ -43,7 +44,7 @@ def with_strength(
         SpecError: an edit has no strength: a Feature, LoReFT, Route or Scale; unless the factor is
             0 or 1.
     """
-    if factor == 0:
+    if factor == 0 and not any(isinstance(edit, Gate) and edit.memory.emit() for edit in edits):
         return ()
     if factor == 1:
         return tuple(edits)
