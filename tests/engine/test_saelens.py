@@ -381,7 +381,7 @@ def test_reconstructions_in_gates_tiers_names_and_several_completions(
         )  # fmt: skip
         llm.saes.register("jumprelu", SAE.load(folders / "topk"))
         with pytest.raises(SpecError, match="was registered again since this edit was"):
-            served.ask(PROMPTS[:1], 3, edits=[[Steer("edit")]])
+            served.ask(PROMPTS[:1], 3, edits=[[Steer("edit")]], capture=capture)
     finally:
         llm.steering.clear()
         llm.vectors.remove("edit")

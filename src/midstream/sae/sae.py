@@ -278,17 +278,18 @@ class SAE:
             found["threshold"] = self.threshold[chosen].clamp(min=0).tolist()
         return found
 
-    def folded(self) -> tuple[Tensor, Tensor]:
-        """Return what is added to x W_enc, with b_dec folded in, and what an activation must
-        exceed, at least 0: float32 [features] each.
-        """
-        import torch
 
-        bias = self.b_enc.double()
-        if self.apply_b_dec_to_input:
-            bias = bias - self.b_dec.double() @ self.w_enc.double()
-        threshold = torch.zeros_like(self.b_enc) if self.threshold is None else self.threshold
-        return bias.float(), threshold.clamp(min=0)
+def folded(sae: SAE) -> tuple[Tensor, Tensor]:
+    """Return what is added to x W_enc, with b_dec folded in, and what an activation must
+    exceed, at least 0: float32 [features] each.
+    """
+    import torch
+
+    bias = sae.b_enc.double()
+    if sae.apply_b_dec_to_input:
+        bias = bias - sae.b_dec.double() @ sae.w_enc.double()
+    threshold = torch.zeros_like(sae.b_enc) if sae.threshold is None else sae.threshold
+    return bias.float(), threshold.clamp(min=0)
 
 
 def writes_mlp_out(sae: SAE) -> bool:

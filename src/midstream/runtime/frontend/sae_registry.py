@@ -14,7 +14,7 @@ from midstream.config.config import KEY
 from midstream.errors import ConfigError, SpecError
 from midstream.ops.sae import layout
 from midstream.runtime.frontend.weight_memory import NamedWeights, WeightMemory, WeightPart
-from midstream.sae.sae import SAE, writes_mlp_out
+from midstream.sae.sae import SAE, folded, writes_mlp_out
 from midstream.sites import Tap
 from midstream.spec import ModelShape
 from midstream.spec.named_lookup import SaeCode
@@ -172,7 +172,7 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
 
     def laid_out(self, first: int, weights: SAE) -> tuple[RegisteredSae, list[WeightPart]]:
         width, count = weights.width, weights.num_features
-        bias, threshold = weights.folded()
+        bias, threshold = folded(weights)
         reason = self._why_not(weights)
         tensors = [weights.w_enc, bias, threshold]
         matrix = first // 4

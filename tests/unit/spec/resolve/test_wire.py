@@ -62,7 +62,7 @@ MESSAGE = {
     "steps": [
         [[0, None, [0], 1.0, 0.0, 0.0, 0.0, 8, None, 0, None]],
         [[3, 1, [1], -1.0, 0.0, 0.0, 0.0, 9, None, 0, None]],
-        [[11, 1, [], 0.5, 0.0, 0.0, 0.0, 9, 0, 0, None]],
+        [[12, 1, [], 0.5, 0.0, 0.0, 0.0, 9, 0, 0, None]],
     ],
     "edits": [
         {"site": "resid_post", "layer": 0, "steps": 0, "where": EVERYWHERE, "source": 0},
@@ -308,7 +308,7 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         (["steps", 0], [], r"steps\[.*\]: expected `array` of length >= 1"),
         (["steps", 0], {}, r"steps\[.*\]: expected `array`, got `object`"),
         ([*STEP], [0], r"expected `array` of at least length 11, got 1"),
-        ([*STEP, 0], 12, r"steps\[.*\]: invalid enum value 12"),
+        ([*STEP, 0], 14, r"steps\[.*\]: invalid enum value 14"),
         ([*STEP, 0], -1, r"steps\[.*\]: invalid enum value -1"),
         ([*STEP, 0], "ADD", r"steps\[.*\]: expected `int`, got `str`"),
         ([*STEP, 1], 2, r"steps\[1\]: there is no vector 2, of 2"),
@@ -454,7 +454,7 @@ def test_a_plan_cut_off_anywhere_is_refused():
 
 
 def test_every_code_of_an_instruction_is_known():
-    assert len(Op) == 12
+    assert len(Op) == 14
     # Any number up to the sum of the flags is a combination of them.
     assert wires._ALL_FLAGS == 127
     assert sorted(int(flag) for flag in Flags) in (
