@@ -9,6 +9,7 @@ from support.fault import Fault
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_kept import KEPT
+from support.faults_sae import SAES
 from support.faults_sweep import SWEEPS
 from support.faults_viz import VIZ
 
@@ -491,5 +492,6 @@ FAULTS: tuple[Fault, ...] = (
     *SWEEPS,
     *ATTENTION,
     *FIT,
+    *SAES,
     *VIZ,
 )
