@@ -341,8 +341,27 @@ def parity(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def attribution(result: dict[str, Any]) -> str:
+    """Render a result of attribution.py: agreement of estimates with patches, by pair."""
+    pairs = result["pairs"]
+    sites = list(next(iter(pairs.values()))["correlation"]) if pairs else []
+    rows = [
+        [
+            name,
+            f"{one['cells']:,}",
+            *(f"{one['correlation'][site]:.2f}" for site in sites),
+            f"{one['found']} of {one['top']}",
+        ]
+        for name, one in pairs.items()
+    ]
+    columns = [f"correlation at `{site}`" for site in sites]
+    head = [f"{result['model']}, prompts", "cells", *columns, "largest effects among the estimates"]
+    return "\n\n".join([_where(result), markers.table(head, rows, numbers=True)])
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "against": against,
+    "attribution": attribution,
     "capture_cost": capture_cost,
     "layer_scaling": capture_cost,
     "stream": stream,

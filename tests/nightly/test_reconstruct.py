@@ -14,7 +14,7 @@ from support.ranks import PIPELINE, ranks
 from support.saelens import CHANGED, Oracle, as_saelens
 
 from midstream import Capture, Reconstruct
-from midstream.ops.sae_layout import size
+from midstream.ops.sae.layout import size
 
 WIDTH, FEATURES = 64, 120
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]

@@ -13,11 +13,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from midstream.ops import layout
+from midstream.ops.layout import Flags, Op
+from midstream.ops.scan_triton import scan_triton
 from midstream.ops.site_ref import site_ref
 from midstream.ops.site_triton import site_triton
 from support.attention_scores import check_without_a_gpu
+from support.gate_memory import check_steps
 from support.sae_cases import assert_decoded, sae_case
-from support.site_cases import assert_same, in_units, random_case, same_bits
+from support.site_cases import Step, assert_same, case, in_units, random_case, same_bits
 from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,6 +94,18 @@ def main() -> None:
         before = made.hidden.clone()
         site_triton(*made.arguments())
         assert same_bits(made.hidden, before), name
+    # A score that is there already is counted by its token's program, and left as it is.
+    scan = Step(Op.SCAN, slot=2, b=1.0, flags=Flags.COUNTED | Flags.STEP)
+    gate = Step(Op.GATE, slot=2, flags=Flags.STEP)
+    made = case(
+        [[gate, Step(Op.ADD, a=1.0, flags=Flags.GATED | Flags.COUNTED), scan]], rows=5, width=20
+    )
+    wanted = made.copy()
+    site_ref(*wanted.arguments())
+    site_triton(*made.arguments())
+    assert_same(made, wanted, exact=False)
+    scanned = sum(check_steps(scan_triton, seed, DTYPES[seed]) for seed in range(2))
+    assert scanned > 200, scanned
     sys.stdout.write(f"{edited} rows edited, {check_without_a_gpu()} cases of attention\n")
 
 

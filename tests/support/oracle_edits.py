@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from midstream import Gate
 from midstream.sites import Tap
 from support.formulas import apply, read_score
+from support.gate_memory import amounts
 
 EVERY_SITE = (
     "resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post"
@@ -154,11 +155,30 @@ class EditOracle:
             read = (site, layer % self.num_layers)
             if read != tap:
                 score = read_score(edit.probe, self._seen.values[read].double().numpy())[chosen]
+        if isinstance(edit, Gate) and edit.memory:
+            edit, score = self._opened(edit, tap, chosen)
         inner = edit.edit if isinstance(edit, Gate) else edit
         several = len(getattr(inner, "rows", ())) > 1
         out = h.copy()
         out[chosen] = apply(edit, h[chosen], score, range(len(chosen)) if several else None)
         return out
+
+    def _opened(self, gate: Gate, tap: Tap, chosen: Sequence[int]) -> tuple[Gate, np.ndarray]:
+        """A gate without memory, and scores for it, that does at some positions what one with
+        memory does: it reads what enters its tap, before all edits there.
+        """
+        place = gate.probe.tap
+        read = tap if place is None else (place[0], place[1] % self.num_layers)
+        entered = self._seen.before.get(read, self._seen.values.get(read))
+        assert entered is not None
+        h = entered.double().numpy()[chosen]
+        if gate.probe.head is not None:
+            size = gate.probe.direction.size
+            h = h[:, gate.probe.head * size : (gate.probe.head + 1) * size]
+        open_to = np.array(amounts(gate, read_score(gate.probe, h)))
+        if gate.sharpness is None:
+            return Gate(gate.edit, gate.probe, 0.5), open_to
+        return Gate(gate.edit, gate.probe, 0.0, 1.0), np.log(open_to / (1 - open_to))
 
     def taps(self, edit: Any) -> set[Tap]:
         """Where an edit is."""

@@ -46,6 +46,9 @@ class Case:
 
     # Of the tables that are bound, by address; not an argument.
     widths: ClassVar[dict[int, int]] = {}
+    # There are no gates with memory.
+    scans: ClassVar[Tensor] = torch.zeros(0, layout.SCAN_COLUMNS, dtype=torch.int32)
+    scan_states: ClassVar[Tensor] = torch.zeros(0, 1, layout.STATE_COLUMNS, dtype=torch.int32)
 
     @property
     def encoding(self) -> frozenset[int]:
@@ -423,7 +426,7 @@ class _Run:
         self.delta = torch.where(chosen, stream * ratio - self.entered, self.delta)
 
 
-_OTHERS = [op for op in Op if op not in (Op.MAP, Op.CODE, Op.RECONSTRUCT)]
+_OTHERS = [op for op in Op if op not in (Op.MAP, Op.SCAN, Op.CODE, Op.RECONSTRUCT)]
 _READERS = (Op.CLIP, Op.LINEAR, Op.FEATURE, Op.GATE, Op.PROBE)
 
 # Sums over a row are taken in another order: relative to the row's largest value.

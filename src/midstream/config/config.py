@@ -38,9 +38,11 @@ _LEAST = {
     "probes": 1,
     "token_ids": 1,
     "maps": 0,
+    "gate_states": 0,
     "readout_rows": 1,
     "readout_bytes": 0,
     "reductions": 0,
+    "reuse_bytes": 0,
 }
 _CHOICES = {
     "overflow": ("block", "spill", "drop"),
@@ -72,6 +74,10 @@ class Config:
         maps: maximum number of distinct matrices of `Affine(matrix=…)` in use by running requests.
             Each takes 4 · hidden² bytes on the device, in addition to `bank_rows`, and on a GPU all
             together 4 · hidden per token of a step. 0: such edits are rejected.
+        gate_states: maximum number of states of gates with memory (`hold`, `smooth`, `release`) in
+            all running requests: one for each gate and tap that it reads. Each takes a few hundred
+            bytes on the device; above 0, each tap launches one kernel more on a GPU. A request that
+            would exceed it together with others waits in the front end. 0: such gates are rejected.
         readout_rows: maximum number of rows that lenses and SAEs of all running requests may read
             in one step: positions times layers. All requests of a step wait for this work. A
             request that would exceed it together with others waits in the front end. Generated
@@ -88,6 +94,9 @@ class Config:
             each layer of a mean or maximum, three of moments. Each takes 8 · hidden bytes on the
             device, taken before the KV cache is sized. A request that would exceed it together with
             others waits in the front end.
+        reuse_bytes: host memory of the front end for rows of `Capture(reuse=True)`, which later
+            requests with the same tokens and edits get in place of computing them. Beyond it, those
+            of the least recently used tokens are forgotten. 0: such captures are rejected.
         staging_bytes: size of the staging ring on the device, through which captured vectors are
             transferred. None: enough for every token of the largest step at every tapped site, on a
             GPU twice that (rows are transferred while the next step fills the ring), but at most
@@ -142,10 +151,12 @@ class Config:
     probes: int = 16
     token_ids: int = 16384
     maps: int = 0
+    gate_states: int = 0
     readout_rows: int = 16384
     readout_bytes: int = 0
     reconstruct: Mapping[str, int] = field(default_factory=dict)
     reductions: int = 256
+    reuse_bytes: int = 0
     staging_bytes: int | None = None
     on_mismatch: str = "raise"
     on_nonfinite: str = "raise"

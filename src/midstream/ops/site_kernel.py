@@ -94,7 +94,7 @@ def _entered(half, rest, inside, has_residual: tl.constexpr):
 
 
 @triton.jit
-def _is_listed(lists, count, token):
+def is_listed(lists, count, token):
     """Return whether `token` is one of the first `count` ids of `lists`."""
     lanes = tl.arange(0, _IDS_BLOCK)
     hits = tl.zeros([_IDS_BLOCK], dtype=tl.int32)
@@ -145,7 +145,7 @@ def _factor(op, x, param):
 
 
 @triton.jit
-def _is_infinite(x):
+def is_infinite(x):
     """Return whether x is infinite or NaN."""
     return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
 
@@ -234,7 +234,7 @@ def _run(
         applies = ids_count == 0
         if ids_count > 0:
             first = tl.load(word + _IDS_START)
-            listed = _is_listed(lists + first, ids_count, tl.load(ids + row))
+            listed = is_listed(lists + first, ids_count, tl.load(ids + row))
             applies = listed != ((flags & _OTHER_IDS) != 0)
         if applies:
             if ((flags & _FRESH) != 0) & (at != start):
@@ -306,10 +306,10 @@ def _run(
                 gate = _sigmoid(c * (x - b))
                 if (flags & _STEP) != 0:
                     gate = tl.where(x > b, 1.0, 0.0)
-            elif slot > 0:
+            elif (op == _PROBE) & (slot > 0):
                 x += a
                 tl.store(slots + slot - 1, x)
-                tl.store(totals + _NONFINITE, 1, mask=_is_infinite(x))
+                tl.store(totals + _NONFINITE, 1, mask=is_infinite(x))
             done += ((flags & _COUNTED) != 0).to(tl.int32)
     return delta, done
 
@@ -411,7 +411,7 @@ def site_kernel(
                 changed = tl.where(beyond, held, changed)
                 edited = tl.where(delta == 0.0, value, changed.to(value.dtype))
                 tl.store(half, edited, mask=inside)
-                spoiled = (inside & (beyond | _is_infinite(edited))).to(tl.int32)
+                spoiled = (inside & (beyond | is_infinite(edited))).to(tl.int32)
                 tl.store(totals + _NONFINITE, 1, mask=tl.max(spoiled, axis=0) != 0)
         else:
             edited = tl.load(half, mask=inside, other=0.0)

@@ -333,7 +333,7 @@ class _Work:
                     self.spoiled = np.isin(np.arange(len(self.delta)), at[infinite]) | self.spoiled
         elif op is Op.CODE:
             self._code(at, words)
-        else:
+        elif op is not Op.SCAN:  # whose score is there already
             factor = self._factor(op, index(at), words, (a, b, c, d))
             self._add(op, at, which, words, factor)
             kept = (words[:, layout.FLAGS] & _KEEP) != 0

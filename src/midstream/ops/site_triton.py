@@ -80,7 +80,7 @@ def site_triton(
     is_aligned = not reduce(or_, [each for each in addresses if each is not None]) % 16
     kernel = _KERNELS.get(kind) if is_aligned else None
     options = _launch_options(width, unit, hidden.dtype, dependent)
-    with _current(device):
+    with current(device):
         if has_maps and width <= mapped.shape[1]:
             _launch_maps(hidden, residual, tokens, table, instructions, bank, mapped)
         if sae is not None and encodes:
@@ -148,7 +148,7 @@ def _precision(dtype: torch.dtype) -> str:
 _KERNELS: dict[tuple[object, ...], Any] = {}
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
+def current(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context that makes a device current. It does nothing if the device is current, as
     entering `torch.cuda.device` takes time at each launch.
     """

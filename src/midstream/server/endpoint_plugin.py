@@ -18,6 +18,7 @@ from midstream.server.routes import (
     captures,
     compat_steering,
     parameters,
+    requests,
     status,
     steering,
     sweep,
@@ -27,6 +28,7 @@ from midstream.server.server import Server
 
 _ROUTERS = (
     activations, captures, vectors, steering, parameters, status, compat_steering, sweep,
+    requests,
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ request's state in the context variable `CURRENT`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import AsyncGeneratorType
@@ -78,17 +79,23 @@ class RequestContext:
     invalid_field: str = ""
     refusal: HttpError | None = None
 
-    def track(self, stream: AsyncGenerator[Any, None], per_call: int) -> AsyncGenerator[Any, None]:
+    def track(
+        self,
+        stream: AsyncGenerator[Any, None],
+        per_call: int,
+        running: AbstractContextManager[None],
+    ) -> AsyncGenerator[Any, None]:
         """Return a call's output stream, recording its results as they pass.
 
         Args:
             stream: the engine's output stream.
             per_call: number of choices of the call.
+            running: is entered while the stream is read.
         """
         first = self.calls * per_call
         self.calls += 1
         self.per_call = per_call
-        tracked = self._tracked(stream, first)
+        tracked = self._tracked(stream, first, running)
         assert isinstance(tracked, AsyncGeneratorType)
         self.streams.append(tracked)
         return tracked
@@ -118,13 +125,17 @@ class RequestContext:
             captures.delete(self.undelivered.pop())
 
     async def _tracked(
-        self, stream: AsyncGenerator[Any, None], first: int
+        self,
+        stream: AsyncGenerator[Any, None],
+        first: int,
+        running: AbstractContextManager[None],
     ) -> AsyncGenerator[Any, None]:
         try:
-            async for output in stream:
-                for completion in output.outputs:
-                    self._record(first + completion.index, output, completion)
-                yield output
+            with running:
+                async for output in stream:
+                    for completion in output.outputs:
+                        self._record(first + completion.index, output, completion)
+                    yield output
         except SpecError as error:
             explained = self.request_field.explain(error)
             self.invalid_field = explained.path

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from midstream.server.http_request import CURRENT, RequestContext
 from midstream.server.patched_rows import opened_rows
 from midstream.server.request_field import MidstreamField
 from midstream.server.results_json import ResultEncoder
+from midstream.server.running_requests import RunningCall, RunningRequests
 from midstream.server.sweep_pace import SweepPace
 from midstream.spec import Plan
 from midstream.spec.operations import has_captured
@@ -74,6 +76,7 @@ class Server:
         self._llm: Any = None
         self._answers: ResultEncoder | None = None
         self._template: dict[str, Any] = {}
+        self.running = RunningRequests()
         self.sweeps = SweepPace(settings.running_sweeps)
 
     async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
@@ -256,6 +259,7 @@ class Server:
             stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
             return stream
         plan = context.request_field.plan
+        running: AbstractContextManager[None] = nullcontext()
         if plan is not None:
             limits = self.settings
             most = {
@@ -264,8 +268,10 @@ class Server:
                 "none": None,
             }[context.request_field.activations]
             own = CallPlan(plan, context.messages, context.template, most)
+            call = RunningCall(request_id, context.client, own, context.calls * params.n)
+            running = self.running.running(call)
             params = with_plan(params, own)
-        return context.track(generate(prompt, params, request_id, **named), params.n)
+        return context.track(generate(prompt, params, request_id, **named), params.n, running)
 
 
 def _count(state: SteeringState) -> dict[str, Any]:

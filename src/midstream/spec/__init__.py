@@ -5,6 +5,7 @@ Pure Python: importable without torch and without vLLM.
 
 from __future__ import annotations
 
+from midstream.spec.act import Flag, Stop
 from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import CapturedRows
@@ -57,6 +58,7 @@ __all__ = [
     "Entropy",
     "Feature",
     "Features",
+    "Flag",
     "Gate",
     "Instruction",
     "Layers",
@@ -85,6 +87,7 @@ __all__ = [
     "Span",
     "Steer",
     "Steps",
+    "Stop",
     "Text",
     "TokenIds",
     "TopKeys",

@@ -31,6 +31,7 @@ ENDPOINTS = {
     "GET /v1/midstream/parameters/{name}",
     "GET /v1/midstream/sites",
     "GET /v1/midstream/status",
+    "POST /v1/midstream/requests/{id}/update",
     "POST /v1/midstream/sweep",
     "POST /v1/steering/set",
     "POST /v1/steering/clear",

@@ -16,10 +16,12 @@ from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import (
     Acknowledged,
+    ChangePlans,
     CheckIntegrity,
     CollectedResults,
     CollectPartialRows,
     CollectResults,
+    CountResets,
     DescribeWorker,
     DiscardData,
     IntegrityReport,
@@ -214,6 +216,11 @@ class WorkerEndpoint:
             case UpdateVectors():
                 for update in request.updates:
                     self._session.requests.plans.update_vectors(update)
+            case CountResets():
+                self._session.requests.resets = request.resets
+            case ChangePlans():
+                for change in request.changes:
+                    self._session.requests.change(change)
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():
@@ -312,7 +319,10 @@ class WorkerEndpoint:
     ) -> CollectedResults:
         """Put requests into the buffer under names, and return what the front end needs of it."""
         is_mapped = WorkerRank(self._stage, self._tensor_rank) in mapped
-        headers = [self._results.put(name, found, is_mapped) for name, found in requests.items()]
+        resets = self._session.requests.resets
+        headers = [
+            self._results.put(name, found, is_mapped, resets) for name, found in requests.items()
+        ]
         return CollectedResults(
             headers=headers,
             inline=self._results.inline(list(requests)),
@@ -429,9 +439,16 @@ def _allocate(
         ring_rows=ring_rows,
         dtype=model_config.dtype,
         device=runner.device,
+        drafts=_drafts(vllm_config),
         sae=sae,
         reconstructed=config.reconstructed,
     )
+
+
+def _drafts(vllm_config: Any) -> int:
+    """Return the most draft tokens of a request in a step."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def _room(config: Config) -> Room:
@@ -442,6 +459,7 @@ def _room(config: Config) -> Room:
         token_ids=config.token_ids,
         probes=config.probes,
         maps=config.maps,
+        gate_states=config.gate_states,
     )
 
 

@@ -49,13 +49,16 @@ class ResultBuffer:
         self._data: dict[str, bytes] = {}
         self._inlined: set[str] = set()  # of the latest `inline`
 
-    def put(self, name: str, requests: list[RequestState], mapped: bool) -> ResultHeader:
+    def put(
+        self, name: str, requests: list[RequestState], mapped: bool, resets: int = 0
+    ) -> ResultHeader:
         """Store the results of requests under a name and return their header.
 
         Args:
             name: name of the data for `inline`, `read` and `release`.
             requests: the requests with their rows, which are copied or leased here.
             mapped: whether the front end maps the arena.
+            resets: number of resets of the prefix cache by now.
         """
         parts: list[bytes] = []
         entries = []
@@ -93,10 +96,12 @@ class ResultBuffer:
                     states=int(request.done.size),
                     rows=blocks,
                     scores=scores,
+                    resets=request.resets,
+                    versions=[(one.number, one.position) for one in request.later],
                 )
             )
         self._data[name] = b"".join(parts)
-        return ResultHeader(name, entries, len(self._data[name]), lease)
+        return ResultHeader(name, entries, len(self._data[name]), lease, resets)
 
     def inline(self, names: list[str]) -> list[bytes | None]:
         """Remove and return the data that is small enough to be sent with its header; None for

@@ -6,8 +6,10 @@ import time
 
 from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.segments import RankShare
+from midstream.runtime.protocol.step_scores import StepScores
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.collection import Collection
+from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.logit_bias import LogitBias
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_check import RankChecksum
@@ -74,6 +76,7 @@ class WorkerSession:
         self._codecs = CodecTable(buffers)
         self._tables = ProgramTable(buffers)
         slots = SlotTable(max_model_len, on_nonfinite)
+        self._gate_states = GateStates(buffers)
         self._planner = StepPlanner(slots, self._tables)
         self._recorder = StepRecorder(
             buffers,
@@ -85,11 +88,18 @@ class WorkerSession:
             only_armed=only_armed,
             patterns=patterns,
             reductions=self._reductions,
+            gate_states=self._gate_states,
         )
         plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
         widths = tuple(map(buffers.width, taps.values()))
         self.requests = RequestTable(
-            slots, plans, self._recorder, checksum, agree, (self._reductions, widths)
+            slots,
+            plans,
+            self._recorder,
+            checksum,
+            agree,
+            (self._reductions, widths),
+            self._gate_states,
         )
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
@@ -98,6 +108,15 @@ class WorkerSession:
     def counts(self) -> StepCounts:
         """Totals over all steps."""
         return self._recorder.counts
+
+    @property
+    def reported_scores(self) -> StepScores | None:
+        """Scores of the last step that leave with its output; None: no request reports any."""
+        return self._recorder.reported
+
+    def clear_reported_scores(self) -> None:
+        """Clear the scores, which have left."""
+        self._recorder.reported = None
 
     def encoding(self, number: int) -> RowEncoding:
         """Return the encoding with a number, as `RowBlock.codec` has it."""
@@ -143,8 +162,10 @@ class WorkerSession:
         self._recorder.check_integrity()
         self._tables.check_integrity()
         self._reductions.check_integrity()
+        self._gate_states.check_integrity()
         if self.requests.is_empty:
             assert not len(self.requests.plans)
             assert not len(self._reductions)
+            assert not len(self._gate_states)
             assert not len(self._recorder.rows)
             assert not len(self._recorder.scores)

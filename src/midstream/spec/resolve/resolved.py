@@ -8,7 +8,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from midstream.ops.layout import Op
 from midstream.sites import BY_NAME, Tap
+from midstream.spec.act import Act
 from midstream.spec.instructions import Instruction
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.ranges import Ranges, clip, merge
@@ -36,6 +38,7 @@ def digest_steps(steps: tuple[Instruction, ...]) -> str:
             step.slot,
             step.first,
             *([] if step.mask is None else [step.mask.digest]),
+            *([step.hold] if step.hold else []),
         ]
         for step in steps
     ]
@@ -193,9 +196,11 @@ class ResolvedProbe:
     Attributes:
         name: key of the score in the output; empty: only gates read the score.
         site, layer: the tap; of attention the site "attention", which is no tap of the engine.
-        steps: one PROBE instruction, with a slot that is unique in the plan; none for attention.
+        steps: one PROBE instruction, or for gates with memory a SCAN, with a slot that is unique in
+            the plan; none for attention.
         where: the positions.
         attention: what is read after the forward pass; None: see `steps`.
+        act: what is done when the scores meet a condition. Workers do not have it.
     """
 
     name: str
@@ -204,6 +209,7 @@ class ResolvedProbe:
     steps: Steps
     where: Where
     attention: SlottedPattern | None = None
+    act: Act | None = field(default=None, compare=False)
 
     @property
     def slot(self) -> int:
@@ -213,6 +219,11 @@ class ResolvedProbe:
         slot = self.steps.instructions[0].slot
         assert slot is not None
         return slot
+
+    @property
+    def is_scan(self) -> bool:
+        """Whether the score of a token depends on the tokens before it."""
+        return any(step.op is Op.SCAN for step in self.steps.instructions)
 
     @property
     def tap(self) -> Tap:

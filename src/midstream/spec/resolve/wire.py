@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from midstream.errors import SpecError
-from midstream.ops.layout import Flags, Op
+from midstream.ops.layout import HELD, Flags, Op
 from midstream.sites import NAMES
 from midstream.spec.instructions import Instruction
 from midstream.spec.positions.position_set import Match, Where
@@ -70,6 +70,7 @@ class InstructionMessage(_Message, frozen=True, array_like=True):
     slot: _Natural | None
     first: _Natural
     mask: _Natural | None
+    hold: Annotated[int, Meta(ge=0, le=HELD)]
 
 
 class EditMessage(_Message, frozen=True):
@@ -96,7 +97,7 @@ class ProbeMessage(_Message, frozen=True):
 class PlanMessage(_Message, frozen=True):
     """A `ResolvedPlan` and what its parts share."""
 
-    format: Literal["midstream plan 8"]
+    format: Literal["midstream plan 9"]
     prompt_len: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
     codec: str
     sharded: bool
@@ -141,7 +142,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         ]
     )
     message = PlanMessage(
-        format="midstream plan 8",
+        format="midstream plan 9",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,
@@ -188,6 +189,7 @@ class _Shared:
             slot=step.slot,
             first=step.first,
             mask=None if step.mask is None else self._vector(step.mask),
+            hold=step.hold,
         )
 
     def _vector(self, vector: Vector) -> int:
@@ -263,6 +265,7 @@ def _read_instruction(given: InstructionMessage, vectors: Sequence[Vector]) -> I
         slot=given.slot,
         first=given.first,
         mask=None if given.mask is None else _choose("vector", given.mask, vectors),
+        hold=given.hold,
     )
 
 
@@ -284,10 +287,12 @@ def _read_probe(given: ProbeMessage, steps: Sequence[Steps]) -> ResolvedProbe:
     if given.steps is None:
         raise SpecError("steps", "missing")
     found = _choose("steps", given.steps, steps)
-    if len(found.instructions) != 1 or found.instructions[0].op is not Op.PROBE:
-        raise SpecError("steps", "expected one PROBE")
+    if len(found.instructions) != 1 or found.instructions[0].op not in (Op.PROBE, Op.SCAN):
+        raise SpecError("steps", "expected one PROBE or SCAN")
     if found.instructions[0].slot is None:
-        raise SpecError("steps", "expected a PROBE with a slot")
+        raise SpecError("steps", "expected a PROBE or SCAN with a slot")
+    if found.instructions[0].op is Op.SCAN and given.name:
+        raise SpecError("name", "expected none: a SCAN is read by gates only")
     return ResolvedProbe(given.name, given.site, given.layer, found, given.where)
 
 
