@@ -8,6 +8,7 @@ from __future__ import annotations
 from support.fault import Fault
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
+from support.faults_gates import GATES
 from support.faults_kept import KEPT
 from support.faults_sae import SAES
 from support.faults_sweep import SWEEPS
@@ -488,6 +489,7 @@ FAULTS: tuple[Fault, ...] = (
         "tests/unit/runtime/frontend/request/test_budget.py"
         "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
     ),
+    *GATES,
     *KEPT,
     *SWEEPS,
     *ATTENTION,

@@ -85,7 +85,10 @@ class ReusedRows:
             for captures, _ in plan.alike
             for nth in captures
         ]
-        firsts += [_first(probe.where.possible, 0) for probe in plan.probes if probe.name]
+        # Nor is what a gate with memory knows of earlier tokens.
+        firsts += [
+            _first(probe.where.possible, 0) for probe in plan.probes if probe.name or probe.is_scan
+        ]
         known = [first for first in firsts if first is not None]
         self._kept = KeptRows(resets, min(known, default=None))
         return self._kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from midstream.errors import SpecError
@@ -50,7 +51,7 @@ def _scaled(edit: PlainEdit | Gate, factor: float, nth: int) -> PlainEdit | Gate
     if isinstance(edit, Gate):
         inner = _scaled(edit.edit, factor, nth)
         assert not isinstance(inner, Gate)
-        return Gate(inner, edit.probe, edit.threshold, edit.sharpness)
+        return dataclasses.replace(edit, edit=inner)
     with at("scale"):
         if isinstance(edit, Bias):
             return edit.replace(tokens={token: factor * value for token, value in edit.tokens})

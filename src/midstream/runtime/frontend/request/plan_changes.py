@@ -232,7 +232,8 @@ class PlanChanges:
             raise SpecError("scale", "the request has no edits of its own; give `edits`")
         prepared = self._prepare(history, with_strength(given[0], factor), given[1])
         _check_same_rows(history.first, prepared.plan)
-        need = replace(prepared.need, rows=0, readout_rows=0, sums=0)
+        _check_same_scans(history.first, prepared.plan)
+        need = replace(prepared.need, rows=0, readout_rows=0, sums=0, states=0)
         self._admission.extend(uid, need)
         number = 1 + len(history.later)
         history.later[number] = LaterPlan(prepared.plan, source, factor)
@@ -314,6 +315,19 @@ def _ended(name: str) -> SpecError:
         "request_id",
         f"request {name!r} is not running: it has ended, or no request with a plan has this id",
     )
+
+
+def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
+    """Check that a version has the gates with memory that the request had from its beginning: these
+    have gone over all of its tokens.
+    """
+    scans = [[probe for probe in plan.probes if probe.is_scan] for plan in (first, later)]
+    if scans[0] != scans[1]:
+        raise SpecError(
+            "edits",
+            "gates with hold, smooth or release are those of the request from its beginning to its "
+            "end; an update may change the edits in them, and gives all of them in their order",
+        )
 
 
 def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
