@@ -393,6 +393,28 @@ def parity(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def reuse_chat(result: dict[str, Any]) -> str:
+    """Render a result of reuse_chat.py: seconds of a chat, by what is captured."""
+    rows = [
+        [
+            kind,
+            f"{one['seconds']:.1f} s",
+            f"{one['last_turn_seconds']:.2f} s",
+            f"{one['cached_tokens']:,} of {one['prompt_tokens']:,}",
+            f"{one['reused_rows']:,}",
+        ]
+        for kind, one in result["kinds"].items()
+    ]
+    head = [
+        f"{result['model']}, {result['turns']} turns, every token at layers: {result['layers']}",
+        "chat",
+        "last turn",
+        "prompt tokens from the cache",
+        "rows reused",
+    ]
+    return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
+
+
 def attribution(result: dict[str, Any]) -> str:
     """Render a result of attribution.py: agreement of estimates with patches, by pair."""
     pairs = result["pairs"]
@@ -423,6 +445,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "serving": serving,
     "transport": transport,
     "step_cost": step_cost,
+    "reuse_chat": reuse_chat,
     # These have the same form: medians of variants by workload.
     "overhead": overhead,
     "attention_cost": overhead,

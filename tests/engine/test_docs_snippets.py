@@ -22,6 +22,7 @@ PAGES = [
     "docs/attribution.md",
     "docs/coming-from.md",
     "docs/dataset-capture.md",
+    "docs/dynamic.md",
     "docs/fitting.md",
     "docs/guide.md",
     "docs/lens.md",

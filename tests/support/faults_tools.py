@@ -26,7 +26,6 @@ TOOLS: tuple[Fault, ...] = (
         "tools/doctor/environment.py",
         "    if plugins is not None and ",
         "    if plugins and ",
-        "tests/unit/tools/doctor/test_environment.py"
-        "::test_what_is_odd_is_named_with_what_to_do",
+        "tests/unit/tools/doctor/test_environment.py::test_what_is_odd_is_named_with_what_to_do",
     ),
 )
