@@ -96,10 +96,10 @@ class WorkerSession:
             slots,
             plans,
             self._recorder,
+            self._gate_states,
             checksum,
             agree,
             (self._reductions, widths),
-            self._gate_states,
         )
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
