@@ -30,6 +30,7 @@ from midstream.errors import (
     TapError,
     UnsupportedError,
 )
+from midstream.results.local_info import LocalInfo
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.spec import (
@@ -46,6 +47,7 @@ from midstream.spec import (
     Flag,
     Gate,
     Lens,
+    Local,
     Logits,
     LoReFT,
     Mass,
@@ -54,6 +56,7 @@ from midstream.spec import (
     Positions,
     Probe,
     Reading,
+    Reconstruct,
     Replace,
     Role,
     Route,
@@ -119,6 +122,8 @@ __all__ = [
     "FetchError",
     "Gate",
     "LoReFT",
+    "Local",
+    "LocalInfo",
     "JacobianLens",
     "Lens",
     "LogProb",
@@ -141,6 +146,7 @@ __all__ = [
     "ReceiptError",
     "ReceiptWarning",
     "Recovered",
+    "Reconstruct",
     "Replace",
     "Role",
     "Route",

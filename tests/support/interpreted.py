@@ -19,6 +19,7 @@ from midstream.ops.site_ref import site_ref
 from midstream.ops.site_triton import site_triton
 from support.attention_scores import check_without_a_gpu
 from support.gate_memory import check_steps
+from support.sae_cases import assert_decoded, sae_case
 from support.site_cases import Step, assert_same, case, in_units, random_case, same_bits
 from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
 
@@ -74,6 +75,20 @@ def main() -> None:
         site_triton(*made.arguments())
         assert_same(made, wanted, exact=False)
         assert bool((made.hidden != before).any())
+    # Of SAEs: of several tiles, and of more rows than there is room for activations at a time.
+    for seed, (rows, width, at_once) in enumerate(((5, 40, 64), (40, 72, 64), (70, 40, 64))):
+        made = sae_case(
+            rows=rows, width=width, dtype=DTYPES[seed], residual=seed != 1, seed=seed,
+            at_once=at_once,
+        )  # fmt: skip
+        if seed == 1:
+            made = in_units(made, 4)
+        before, wanted = made.hidden.clone(), made.copy()
+        site_ref(*wanted.arguments())
+        site_triton(*made.arguments())
+        assert_same(made, wanted, exact=False)
+        assert_decoded(made, wanted)
+        assert int((made.hidden != before).any(1).sum()) > rows // 3
     for nth, name in enumerate([*NOOPS, *NOOPS_OF_MAPS]):
         made = noop_case(name, rows=2, width=20, dtype=DTYPES[nth % 3], residual=nth % 2 == 0)
         before = made.hidden.clone()

@@ -53,6 +53,12 @@ class Params:
         return replace(self)
 
 
+CHARACTERS = SimpleNamespace(
+    encode=lambda text, **_: list(map(ord, text)),
+    decode=lambda ids, **_: "".join(map(chr, ids)),
+)
+
+
 def rows(layers: tuple[int, ...], count: int, first: int = 0) -> Activations:
     """Rows `first` … `count` − 1; row p of layer l is 10·p + l in each place."""
     at = torch.arange(first, count)
@@ -95,10 +101,16 @@ class FakeEngine(FakeSweeps):
             shape=SHAPE, dtype="float32", codec="raw", workers=(SimpleNamespace(runner="fake"),)
         )
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(model="fake", revision=None),
+            model_config=SimpleNamespace(
+                model="fake",
+                revision=None,
+                hf_config=SimpleNamespace(model_type="fake"),
+                get_vocab_size=lambda: 0x110000,
+            ),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=8192),
         )
+        self.lenses = self.saes = SimpleNamespace(names=())
         self.errored = False
         self.intake = Intake()
         self.calls: list[tuple[Any, Params, str]] = []
@@ -146,9 +158,17 @@ class FakeEngine(FakeSweeps):
         found = {"requests": self.running, "waiting": 0, "workers": []}
         return {**found, "workers_age_seconds": 0.0}
 
+    def get_tokenizer(self) -> Any:
+        """Its tokens are characters."""
+        return CHARACTERS
+
     async def generate(
-        self, prompt: str, params: Params, request_id: str
+        self, prompt: Any, params: Any, request_id: str, *, capture: Any = None, **given: Any
     ) -> AsyncGenerator[Any, None]:
+        if capture is not None:
+            params = SimpleNamespace(n=1, extra_args={"midstream": Plan(captures=(capture,))})
+            prompt = "".join(map(chr, prompt["prompt_token_ids"]))
+            self.vllm_args = {name: each for name, each in given.items() if each is not None}
         self.calls.append((prompt, params, request_id))
         self.log.append(("call", request_id))
         own = f"{request_id}-{len(self.calls)}"

@@ -65,7 +65,7 @@ def spans() -> Iterator[Spans]:
 def server(smollm2: Path, folder: Path, spans: Spans) -> Iterator[Running]:
     options = (
         "--sites=resid_post",
-        serving.settings(sinks={"store": {"root": str(folder / "store")}}),
+        serving.settings(gate_states=2, sinks={"store": {"root": str(folder / "store")}}),
         f"--otlp-traces-endpoint={spans.url}",
     )
     command = serving.command(smollm2, *options)

@@ -20,15 +20,19 @@ first `GATE`), a program is a list of instructions, each of which adds f · v to
 | `MULTIPLY` | a | write ⊙ h |
 | `RAISE` | a | m + b · max(\|m\|, 1) + write − h, m the largest component of h |
 | `MAP` | a | M h + write − h, M the matrix [W, W] whose rows begin at read |
+| `RECONSTRUCT` | a | s − b · h, s what the last `CODE` made of the token |
 | `GATE` | none: g = σ(c · (x − b)), or x > b with `STEP`; x = ⟨h, read⟩ + a, or a score | |
 | `PROBE` | none: score = ⟨h, read⟩ + a | |
 | `SCAN` | none: a score of all tokens of a request, in order; see below | |
+| `CODE` | none: s = what an SAE makes of h; read is its description | |
 
 An instruction with a mask, a vector of ones and zeros, reads and changes only the components where
 the mask is one: in its row of the table, h and v are zero elsewhere. m is that of all components.
 
-A program has at most one `MAP` at a site, and nothing before it changes h. So M h is a product with
-the stream on entry, which a kernel of its own computes for all rows before the programs run.
+A program has at most one `MAP` or `CODE` at a site, and nothing before it changes h. So what it
+computes is of the stream on entry, and kernels of their own do so for all rows before the programs
+run. `midstream.ops.sae_layout` has the descriptions of SAEs. `CODE` and `RECONSTRUCT` may be at
+different sites: that of a transcoder's input, and that of its output.
 
 A `SCAN` is a score with state, for gates with memory. It is computed before the programs run, for
 all rows of a request in order, and read by a `GATE` with its slot, at this site or a later one.
@@ -71,7 +75,8 @@ FIRST = 0  # row 0: ring unit at which the step's first record begins; −1: no 
 CODE = 3  # row 0: the site's code, which goes into the signature
 TABLE_COLUMNS = 4
 
-# Kinds. From `WITH_MAP` on: the instruction with the number kind − `WITH_MAP` is a MAP.
+# Kinds. From `WITH_MAP` on: the instruction with the number kind − `WITH_MAP` is a MAP. Below 0:
+# the instruction with the number −1 − kind is a CODE.
 ANY, PLAIN, WITH_MAP = 0, 1, 2
 
 IDLE_PROGRAM = 0
@@ -135,9 +140,11 @@ class Op(IntEnum):
     MULTIPLY = 7
     RAISE = 8
     MAP = 9
-    GATE = 10
-    PROBE = 11
-    SCAN = 12
+    RECONSTRUCT = 10
+    GATE = 11
+    PROBE = 12
+    SCAN = 13
+    CODE = 14
 
 
 class Flags(IntFlag):
@@ -182,16 +189,20 @@ def kind_of(ops: Sequence[Op], plain: bool) -> int:
         plain: whether there are any, and all `is_plain`.
 
     Raises:
-        ValueError: there are two MAPs, or an instruction before the MAP changes h.
+        ValueError: there are two of MAPs and CODEs, or two RECONSTRUCTs, or an instruction before
+            the MAP or CODE changes h.
     """
-    if Op.MAP not in ops:
+    if ops.count(Op.RECONSTRUCT) > 1:
+        raise ValueError("two RECONSTRUCTs of one token at one site")
+    places = [nth for nth, op in enumerate(ops) if op in (Op.MAP, Op.CODE)]
+    if not places:
         return PLAIN if plain else ANY
-    place = ops.index(Op.MAP)
-    if Op.MAP in ops[place + 1 :]:
-        raise ValueError("two MAPs of one token at one site")
+    if len(places) > 1:
+        raise ValueError("two of MAPs and CODEs of one token at one site")
+    (place,) = places
     if any(op < Op.GATE for op in ops[:place]):
-        raise ValueError("an instruction before the MAP changes h")
-    return WITH_MAP + place
+        raise ValueError(f"an instruction before the {ops[place].name} changes h")
+    return WITH_MAP + place if ops[place] is Op.MAP else -1 - place
 
 
 def limit_of(dtype: str) -> float:

@@ -7,6 +7,7 @@ are those of the buffers that the table is bound to, see `bind`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.sae_ref import SaeBuffers
 from midstream.ops.scan_ref import scan_ref
 from midstream.ops.site_ref import site_ref
 
@@ -24,6 +26,9 @@ _SCHEMA = (
 
 
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
+Before = Callable[[int, Tensor, Tensor | None], None]
 
 
 class SiteBuffers(Protocol):
@@ -46,7 +51,11 @@ class SiteBuffers(Protocol):
         scan_states: int32 [states, kept, 3], what they remember.
         mapped: float32 [rows, N], what MAPs make of vectors that are at most N wide; on a GPU, if
             no row: there is no MAP. Not used on a CPU.
+        sae: what CODEs need; None: there is none.
+        encoding: addresses of the tables of sites where there may be CODEs.
         widths: width of the vectors at each bound table, by the address of the table.
+        before: is called before the edits of each call with active tokens, with the address of the
+            table and both halves of the stream; None: nothing is. Only where no graph is replayed.
     """
 
     @property
@@ -74,7 +83,13 @@ class SiteBuffers(Protocol):
     @property
     def scan_states(self) -> Tensor: ...
     @property
+    def sae(self) -> SaeBuffers | None: ...
+    @property
+    def encoding(self) -> frozenset[int]: ...
+    @property
     def widths(self) -> dict[int, int]: ...
+    @property
+    def before(self) -> Before | None: ...
 
 
 # By the address of a site's table. Buffers that nobody uses any more leave it.
@@ -124,7 +139,7 @@ def site(
     3. Add the counts of this site to `tally[t]`. `NONFINITE` is set to 1 if a changed value
        saturated, or if an edited row, a captured row or a probe's score is not finite.
 
-    A MAP is a product of the stream on entry with a matrix: it comes before all that changes h. A
+    A MAP or a CODE computes something of the stream on entry: it comes before all that changes h. A
     SCAN reads the stream on entry too, before the programs run.
 
     The h that instructions read is the stream at the last instruction with `Flags.FRESH`; before
@@ -170,6 +185,8 @@ def site(
             )
         hidden = hidden[:, start : start + width]
     _check_rows(hidden, residual, tokens.shape[0], width)
+    if buffers.before is not None:
+        buffers.before(address, hidden, residual)
     if tally.shape != buffers.tally.shape or tally.dtype != torch.int32:
         raise ValueError(
             f"tally must be that of the buffers, {_describe(buffers.tally)}, got {_describe(tally)}"
@@ -186,7 +203,7 @@ def site(
     )  # fmt: skip
     if buffers.scans.shape[0]:
         scan(*common, buffers.scans, buffers.scan_states)
-    run(*common, ring, buffers.mapped)
+    run(*common, ring, buffers.mapped, buffers.sae, address in buffers.encoding)
 
 
 def _check_rows(hidden: Tensor, residual: Tensor | None, rows: int, width: int) -> None:

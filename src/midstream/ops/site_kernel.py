@@ -60,6 +60,7 @@ _SCALE = tl.constexpr(int(Op.SCALE))
 _MULTIPLY = tl.constexpr(int(Op.MULTIPLY))
 _RAISE = tl.constexpr(int(Op.RAISE))
 _MAP = tl.constexpr(int(Op.MAP))
+_RECONSTRUCT = tl.constexpr(int(Op.RECONSTRUCT))
 _GATE = tl.constexpr(int(Op.GATE))
 _PROBE = tl.constexpr(int(Op.PROBE))
 
@@ -205,6 +206,7 @@ def _run(
     bank,
     slots,  # the row's scores
     product,  # the row's product with its matrix
+    decoded,  # what an SAE made of the row
     half,
     rest,
     columns,
@@ -213,6 +215,7 @@ def _run(
     unit: tl.constexpr,
     has_residual: tl.constexpr,
     has_maps: tl.constexpr,
+    has_saes: tl.constexpr,
 ):
     """Run instructions of any kind; return the sum of what they add, and how many counted."""
     delta = tl.zeros([columns.shape[0]], dtype=tl.float32)
@@ -271,6 +274,10 @@ def _run(
                             if op == _MAP:
                                 vector += tl.load(product + columns, mask=inside, other=0.0)
                                 vector = vector - base
+                        if has_saes:  # noqa: SIM102  (likewise)
+                            if op == _RECONSTRUCT:
+                                vector = tl.load(decoded + columns, mask=inside, other=0.0)
+                                vector -= tl.load(param + _B) * base
                         if (op == _REPLACE) | (op == _RAISE):
                             vector = vector - base
                         vector = _masked(vector, mask, bank, columns, inside, unit)
@@ -323,14 +330,17 @@ def site_kernel(
     scores,
     ring,
     mapped,
+    decoded,
     hidden_stride,
     residual_stride,
     slots,
     mapped_stride,
+    decoded_stride,
     width: tl.constexpr,
     unit: tl.constexpr,
     has_residual: tl.constexpr,
     has_maps: tl.constexpr,
+    has_saes: tl.constexpr,
     block: tl.constexpr,
     limit: tl.constexpr,
     dependent: tl.constexpr,
@@ -380,8 +390,9 @@ def site_kernel(
             else:
                 delta, done = _run(
                     start, count, row, token, ids, totals, instructions, numbers, lists, bank,
-                    scores + row * slots, mapped + row * mapped_stride, half, rest, columns, inside,
-                    width, unit, has_residual, has_maps,
+                    scores + row * slots, mapped + row * mapped_stride,
+                    decoded + row * decoded_stride, half, rest, columns, inside,
+                    width, unit, has_residual, has_maps, has_saes,
                 )  # fmt: skip
                 value = tl.load(half, mask=inside, other=0.0)
             tl.store(totals + _EDITS, edits + done)

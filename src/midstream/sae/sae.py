@@ -59,6 +59,10 @@ class SAE:
         normalize: "none", "constant_norm_rescale" (x is brought to the norm √width), or
             "layer_norm" (to the mean 0 and the standard deviation 1), before b_dec is subtracted.
         is_transcoder: whether what it reconstructs is another vector than it reads.
+        hook_name_out: TransformerLens's name of the hook point that a transcoder writes; None if
+            unknown.
+        w_skip: [width of the output, width], of a transcoder with a skip connection: W_skip x is
+            added to what it decodes.
     """
 
     w_enc: Tensor
@@ -72,6 +76,8 @@ class SAE:
     top_k: int = 0
     normalize: str = "none"
     is_transcoder: bool = False
+    hook_name_out: str | None = None
+    w_skip: Tensor | None = None
 
     @staticmethod
     def load(
@@ -246,6 +252,20 @@ class SAE:
             SpecError: it was trained on what is no site.
         """
         return None if self.hook_name is None else hook_tap(self.hook_name)
+
+    @property
+    def writes_mlp_out(self) -> bool:
+        """Whether a transcoder writes `mlp_out` of the layer whose `mlp_in` it reads, as far as it
+        says.
+        """
+        try:
+            tap = self.tap
+            out = None if self.hook_name_out is None else hook_tap(self.hook_name_out)
+        except SpecError:
+            return False
+        if out is None:
+            return tap is None or tap[0] == "mlp_in"
+        return out[0] == "mlp_out" and tap in (None, ("mlp_in", out[1]))
 
     def weights_of(self, ids: Sequence[int], mode: str) -> dict[str, Any]:
         """Return what a `Feature` takes of some features: encoder, decoder, bias and threshold.

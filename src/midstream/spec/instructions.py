@@ -21,7 +21,8 @@ class Instruction:
 
     Attributes:
         op: operation code.
-        read: the read vector, or the matrix of a MAP; None if the op has none.
+        read: the read vector, the matrix of a MAP, or the description of a CODE; None if the op has
+            none.
         write: the write vectors; empty if the op has none. More than one only with
             `Flags.ROW_BY_POSITION`: the token at position p uses `write[p - first]`.
         a, b, c, d: parameters, float32.

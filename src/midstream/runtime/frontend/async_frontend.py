@@ -182,7 +182,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         if is_sent_here:
             await deliver(request)
         elif call is not None and call.wait is None:
-            call.wait = self.intake.begin_wait(partial(self._give_up, call))
+            call.wait = self.intake.begin_wait(call.ids[0], partial(self._give_up, call))
 
     def _give_up(self, call: GenerateCall, error: BusyError) -> None:
         """End a call that waited too long: `complete` raises the error for its reader."""

@@ -89,7 +89,7 @@ class BaseFrontEnd:
         self._resolver = PlanResolver(info, engine)
         self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
         self.lenses = LensRegistry(self.weights, info.shape)
-        self.saes = SaeRegistry(self.weights, info.shape)
+        self.saes = SaeRegistry(self.weights, info.shape, found.reconstructed)
         self.vectors.saes = self.saes.source
         self.directions = DirectionCache(self.lenses, info.shape, engine)
         self._resolver.registries = Registries(self.lenses, self.saes, self.directions)

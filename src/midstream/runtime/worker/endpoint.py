@@ -10,6 +10,7 @@ import torch
 
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
+from midstream.ops.sae_ref import SaeBuffers
 from midstream.runtime.models.decoder import Decoder, find_decoder
 from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name
@@ -41,7 +42,7 @@ from midstream.runtime.protocol.rpc import (
 from midstream.runtime.protocol.runs import joined
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.segments import RankShare, Room
-from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank
+from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank, this_process
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
@@ -129,7 +130,7 @@ class WorkerEndpoint:
             inner[tap].parts(parallel.tensor_parallel_size) if tap in inner else 1
             for tap in self._taps
         )
-        self._buffers = _allocate(widths, runner, vllm_config, config)
+        self._buffers = _allocate(widths, runner, vllm_config, config, self._weights)
         self._room, self._edits_per_site = _room(config), config.edits_per_site
         self._default_codec, self._default_return = config.codec, config.return_
         self._tensor_ranks: int = parallel.tensor_parallel_size
@@ -175,6 +176,7 @@ class WorkerEndpoint:
                 weights=self._weights,
             ),
             reductions=reductions,
+            calls_functions=config.hooks == "local",
         )
         if self._session.bias is not None:
             self._session.bias.attach(model)
@@ -193,6 +195,7 @@ class WorkerEndpoint:
             getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
         )
         self._runner_name = "v2" if is_v2 else "v1"
+        self._functions = this_process() if config.hooks == "local" else ""
 
     def __call__(self, request: object) -> Any:
         """Carry out an RPC request.
@@ -283,6 +286,7 @@ class WorkerEndpoint:
             arena=self._arena.leases.address,
             arena_bytes=self._arena.budget,
             device=str(self._buffers.ring.device.type),
+            functions=self._functions,
         )
 
     @property
@@ -403,7 +407,13 @@ def _max_width(device: torch.device) -> int | None:
     return MAX_WIDTH
 
 
-def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Config) -> Buffers:
+def _allocate(
+    widths: dict[Tap, int],
+    runner: Any,
+    vllm_config: Any,
+    config: Config,
+    weights: RankWeights,
+) -> Buffers:
     model_config = vllm_config.model_config
     max_tokens = _largest_step(runner, vllm_config)
     hidden_size = model_config.get_hidden_size()
@@ -419,6 +429,11 @@ def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Con
             f"step may have, which takes {least * row_bytes} bytes; raise staging_bytes, or "
             "lower max_num_batched_tokens"
         )
+    sae = None
+    if any(tap in widths for tap in config.reconstructed):
+        features = max(config.reconstructed.values())
+        numbers = weights.numbers(torch.float32)
+        sae = SaeBuffers.allocate(numbers, max_tokens, hidden_size, features)
     return Buffers.allocate(
         taps=widths,
         max_tokens=max_tokens,
@@ -428,6 +443,8 @@ def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Con
         dtype=model_config.dtype,
         device=runner.device,
         drafts=_drafts(vllm_config),
+        sae=sae,
+        reconstructed=config.reconstructed,
     )
 
 

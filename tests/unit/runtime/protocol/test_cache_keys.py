@@ -167,6 +167,17 @@ def test_captures_and_named_probes_change_no_key():
     assert (plain.first_read, reading.first_read) == (None, 4)
 
 
+def test_what_a_gate_with_memory_reads_caps_hits_and_what_it_remembers_is_in_the_key():
+    def keys(**memory):
+        gate = Gate(Steer([1.0] * 3, 1, positions=slice(6, None)), [1.0] * 3, **memory)
+        return cache_keys(resolve(Plan.make(None, gate), SHAPE, Prompt(8), 4))
+
+    assert keys().first_read is None
+    found = [keys(**one) for one in ({"hold": 2}, {"hold": 3}, {"smooth": 0.5}, {"release": -1})]
+    assert [one.first_read for one in found] == [6] * 4
+    assert len({one.marks for one in [*found, keys()]}) == 5
+
+
 def test_what_a_gate_reads_is_in_the_key():
     def keys(where):
         edit = (LATER, gated(add(), slot=0, b=0.5), [(0, 8)])

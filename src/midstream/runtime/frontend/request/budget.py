@@ -36,6 +36,10 @@ _KINDS = {
 }
 
 
+# Sites of a layer that a forward pass may reach between the input and the output of its MLP.
+_WITHIN = ("attn_in", "attn_out", "resid_mid", "mlp_out")
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """Capacity that one plan takes.
@@ -119,6 +123,7 @@ def need_of(
     for piece in pieces:
         _check_sites(piece, list(taps), edits_per_site)
         _check_maps(piece, list(taps), hidden_size)
+        _check_codes(piece, list(taps))
         if piece.edits:
             kinds["programs"][piece.edits] = 1
             length = sum(len(edit.steps) for edit in piece.edits)
@@ -281,6 +286,35 @@ def _check_maps(piece: PlanSegment, taps: list[Tap], hidden_size: int) -> None:
                 "edits",
                 f"a matrix can be at most as wide as the residual stream, {hidden_size}, and the "
                 f"vectors of {site} have {width} numbers",
+            )
+
+
+def _check_codes(piece: PlanSegment, taps: list[Tap]) -> None:
+    """Check that one SAE at a time reconstructs a token, of what enters its site."""
+    ops: dict[int, list[Op]] = {}
+    for edit in piece.edits:
+        ops.setdefault(edit.tap, []).extend(step.op for step in edit.steps)
+    reads = {taps[tap] for tap, of_tap in ops.items() if Op.CODE in of_tap}
+    for tap, of_tap in ops.items():
+        site, layer = taps[tap]
+        if Op.CODE in of_tap or Op.RECONSTRUCT in of_tap:
+            try:
+                layout.kind_of(of_tap, plain=False)
+            except ValueError:
+                raise SpecError(
+                    "edits",
+                    "a Reconstruct must be the first edit of a token at the site that it reads, "
+                    "and the only Reconstruct or Affine with a matrix there and at the site that "
+                    f"it writes; another is at {site} of layer {layer} (server-wide edits come "
+                    "before those of a request)",
+                ) from None
+        is_transcoder = Op.CODE in of_tap and Op.RECONSTRUCT not in of_tap
+        others = {one for one in reads if one[1] == layer and one[0] in _WITHIN} - {(site, layer)}
+        if is_transcoder and others:
+            raise SpecError(
+                "edits",
+                f"beside a transcoder of layer {layer}, no other SAE can reconstruct the same "
+                f"token within that layer; another is at {min(others)[0]}",
             )
 
 

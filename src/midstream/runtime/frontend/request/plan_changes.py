@@ -17,7 +17,7 @@ from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
 from midstream.runtime.protocol.rpc import UpdatedPlan, UpdatePlan
-from midstream.spec import Capture, Plan, ResolvedPlan, ResolvedProbe
+from midstream.spec import Capture, Plan, ResolvedPlan
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operation import read_scalar
 from midstream.spec.operations import Edit
@@ -242,7 +242,8 @@ class PlanChanges:
             raise SpecError("scale", "the request has no edits of its own; give `edits`")
         prepared = self._prepare(history, with_strength(given[0], factor), given[1])
         _check_same_rows(history.first, prepared.plan)
-        need = replace(prepared.need, rows=0, readout_rows=0, sums=0)
+        _check_same_scans(history.first, prepared.plan)
+        need = replace(prepared.need, rows=0, readout_rows=0, sums=0, states=0)
         self._admission.extend(uid, need)
         number = 1 + len(history.later)
         history.later[number] = LaterPlan(prepared.plan, source, factor)
@@ -326,24 +327,27 @@ def _ended(name: str) -> SpecError:
     )
 
 
-def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version captures and probes what the request did from its beginning, and that
-    its gates remember the same scores.
+def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
+    """Check that a version has the gates with memory that the request had from its beginning: these
+    have gone over all of its tokens.
     """
-    if _remembered(first) != _remembered(later):
+    scans = [[probe for probe in plan.probes if probe.is_scan] for plan in (first, later)]
+    if scans[0] != scans[1]:
         raise SpecError(
             "edits",
-            "a Gate with memory (hold, smooth or release) can neither come nor go while its "
-            "request runs, as its state depends on all tokens; keep these gates, and change the "
-            "others or `scale`",
+            "gates with hold, smooth or release are those of the request from its beginning to its "
+            "end; an update may change the edits in them, and gives all of them in their order",
         )
+
+
+def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
+    """Check that a version captures and probes what the request did from its beginning, and that
+    neither calls a function, as those of a request are found when it begins.
+    """
+    if first.functions or later.functions:
+        raise SpecError("edits", "a request with a Python function (Local) cannot be changed")
     named = [[probe for probe in plan.probes if probe.name] for plan in (first, later)]
     if first.captures != later.captures or named[0] != named[1]:
         raise SpecError(
             "", "the names that its captures and probes read have changed their meaning meanwhile"
         )
-
-
-def _remembered(plan: ResolvedPlan) -> list[ResolvedProbe]:
-    """Return what the gates with memory of a plan read."""
-    return [probe for probe in plan.probes if probe.is_scan]

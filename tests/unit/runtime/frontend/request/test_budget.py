@@ -142,6 +142,19 @@ def test_requests_wait_where_lenses_would_read_more_rows_in_a_step_than_the_sett
         check_rows(replace(need(0), readout_rows=51), room)
 
 
+def test_requests_wait_where_gates_would_need_more_states_than_the_setting():
+    limit = row_limit([], Config(gate_states=5))
+    budget, one = Budget(ROOM, limit), Need({}, states=2)
+    assert budget.fits(one.times(2))
+    budget.take(one)
+    assert not budget.fits(one.times(2))
+    assert budget.fits(one)
+    budget.release_tables(one)
+    assert budget.fits(one.times(2))
+    with pytest.raises(SpecError, match="need 6 states .* room for 5; .* setting gate_states"):
+        check_rows(one.times(3), limit)
+
+
 @pytest.mark.parametrize("overflow", ["spill", "drop"])
 def test_where_rows_may_go_elsewhere_nobody_waits(overflow):
     room = row_limit([worker(0, 10)], Config(overflow=overflow))
