@@ -235,6 +235,8 @@ class PlanChanges:
             raise BusyError(
                 f"request {history.name!r} waits for capacity; update it when it runs", 1
             )
+        if not self._admission.is_running(uid):
+            raise _ended(history.name)
         with at("scale"):
             factor = 1.0 if scale is None else read_scalar(scale)
         given = (history.edits, history.origins) if edits is None else self._read(edits)
