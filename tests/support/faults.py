@@ -13,6 +13,7 @@ from support.faults_kept import KEPT
 from support.faults_live import LIVE
 from support.faults_operations import OPERATIONS
 from support.faults_reuse import REUSE
+from support.faults_sae import SAES
 from support.faults_sweep import SWEEPS
 from support.faults_tools import TOOLS
 from support.faults_viz import VIZ
@@ -494,11 +495,12 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *GATES,
     *KEPT,
-    *LIVE,
     *REUSE,
+    *LIVE,
     *SWEEPS,
     *ATTENTION,
     *FIT,
+    *SAES,
     *VIZ,
     *OPERATIONS,
     *TOOLS,

@@ -79,7 +79,7 @@ def doctor(
     _check_writable(output)
     from midstream.console import defaults, quiet
 
-    if env:
+    if model is None:
         from midstream.tools.doctor.environment import inspect_environment
         from midstream.tools.doctor.table import render_environment
 

@@ -71,16 +71,8 @@ CHECKED = (
 
 # What takes nothing can be given nothing wrong.
 TAKES = (
-    "/activations/",
-    "/vectors/",
-    "PUT",
-    "/set",
-    "register",
-    "/sweep",
-    "/fit",
-    "/tokens",
-    "/update",
-)
+    "/activations/", "/vectors/", "PUT", "/set", "register", "/sweep", "/fit", "/tokens", "/update",
+)  # fmt: skip
 MODES = [
     (label, mode)
     for label in sorted(ENDPOINTS)

@@ -337,7 +337,7 @@ def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
     if scans[0] != scans[1]:
         raise SpecError(
             "edits",
-            "gates with hold, smooth or release are those of the request from its beginning to its "
+            "gates with memory (hold, smooth, release) are those of the request from beginning to "
             "end; an update may change the edits in them, and gives all of them in their order",
         )
 
