@@ -228,7 +228,7 @@ def test_a_gate_with_memory_remembers_across_a_change_of_its_strength(
     run.step(4)
     half = llm.update("a", scale=0.5).positions[0]
     for name, edits in (("a", [Steer(push, 1)]), ("a", []), ("b", [gate])):
-        with pytest.raises(SpecError, match="gates with hold") as caught:
+        with pytest.raises(SpecError, match="gates with memory") as caught:
             llm.update(name, edits=edits)
         assert caught.value.path == "edits"
     outputs = run.finish()
