@@ -138,10 +138,8 @@ class RequestTable:
             self.change(change)
 
     def change(self, change: PlanChange) -> None:
-        """Let a request have another version of its plan, from a position on that no step has
-        reached. Steps in flight keep their programs, and so does whatever is computed again.
-
-        An exception in here fails this request alone, as in `add`.
+        """Let a request have another version of its plan from a position on that no step has
+        reached. An exception in here fails this request alone, as in `add`.
         """
         request = self._slots.get(change.request_id)
         if request is None or request.uid != change.uid or not self._slots.runs(request):
@@ -149,8 +147,7 @@ class RequestTable:
             return
         if self._checksum is not None:
             self._checksum.add_request(change.request_id, change.uid, change.plan, change.position)
-        problem = ""
-        plan = None
+        problem, plan = "", None
         try:
             # Sums of reduced rows are those of the captures, which are the same.
             plan = self.plans.acquire(change.plan)
@@ -160,8 +157,7 @@ class RequestTable:
         if self._agree is not None and is_joint(change.plan) and not self._agree(not problem):
             if plan is not None:
                 self.plans.release(plan)
-                plan = None
-            problem = problem or "another rank cannot run the plan"
+            problem, plan = problem or "another rank cannot run the plan", None
         request.change(PlacedVersion(change.number, change.position, plan))
         self._slots.change(request)
         if problem and not request.problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -191,13 +192,17 @@ class PlanChanges:
             raise
         return _end(change, answers)
 
-    async def update_later(self, name: str | CallPlan, edits: object, scale: object) -> PlanUpdate:
+    async def update_later(
+        self, name: str | CallPlan, edits: object, scale: object, source: str = "update"
+    ) -> PlanUpdate:
         """Change the edits of a running request of an asynchronous engine; see `update`."""
         assert self.send_later is not None
-        change = self.begin(name, edits, scale)
+        change = self.begin(name, edits, scale, source)
+        sent = asyncio.ensure_future(self.send_later(change.replica, change.message))
         try:
-            answers = await self.send_later(change.replica, change.message)
-        except BaseException:
+            # A caller that gives up does not take back what was sent.
+            answers = await asyncio.shield(sent)
+        except Exception:
             self._lose(change)
             raise
         return _end(change, answers)
@@ -230,6 +235,8 @@ class PlanChanges:
             raise BusyError(
                 f"request {history.name!r} waits for capacity; update it when it runs", 1
             )
+        if not self._admission.is_running(uid):
+            raise _ended(history.name)
         with at("scale"):
             factor = 1.0 if scale is None else read_scalar(scale)
         given = (history.edits, history.origins) if edits is None else self._read(edits)
