@@ -8,9 +8,14 @@ from __future__ import annotations
 from support.fault import Fault
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
+from support.faults_gates import GATES
 from support.faults_kept import KEPT
+from support.faults_live import LIVE
+from support.faults_operations import OPERATIONS
 from support.faults_reuse import REUSE
+from support.faults_sae import SAES
 from support.faults_sweep import SWEEPS
+from support.faults_tools import TOOLS
 from support.faults_viz import VIZ
 
 ENGINE = "tests/engine/"
@@ -488,10 +493,15 @@ FAULTS: tuple[Fault, ...] = (
         "tests/unit/runtime/frontend/request/test_budget.py"
         "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
     ),
+    *GATES,
     *KEPT,
     *REUSE,
+    *LIVE,
     *SWEEPS,
     *ATTENTION,
     *FIT,
+    *SAES,
     *VIZ,
+    *OPERATIONS,
+    *TOOLS,
 )

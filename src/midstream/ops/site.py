@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from midstream.ops import layout
-from midstream.ops.sae_ref import SaeBuffers
+from midstream.ops.sae.reference import SaeBuffers
 from midstream.ops.scan_ref import scan_ref
 from midstream.ops.site_ref import site_ref
 

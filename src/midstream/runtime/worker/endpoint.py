@@ -10,7 +10,7 @@ import torch
 
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
-from midstream.ops.sae_ref import SaeBuffers
+from midstream.ops.sae.reference import SaeBuffers
 from midstream.runtime.models.decoder import Decoder, find_decoder
 from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name

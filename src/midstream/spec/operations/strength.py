@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from midstream.errors import SpecError
@@ -29,7 +30,8 @@ _FIELDS: dict[type, str] = {
 def with_strength(
     edits: Sequence[PlainEdit | Gate | Local], factor: float
 ) -> tuple[PlainEdit | Gate | Local, ...]:
-    """Return edits with a multiple of their strength: none of them if the factor is 0.
+    """Return edits with a multiple of their strength: none of them if the factor is 0, unless one
+    is a Gate with memory, which goes on to read its tokens.
 
     The strength of an edit is its `scale`, `strength` or `alpha`, or the values of a Bias; that of
     a Gate is that of its edit.
@@ -42,7 +44,7 @@ def with_strength(
         SpecError: an edit has no strength: a Feature, LoReFT, Route or Scale; unless the factor is
             0 or 1.
     """
-    if factor == 0:
+    if factor == 0 and not any(isinstance(edit, Gate) and edit.memory.emit() for edit in edits):
         return ()
     if factor == 1:
         return tuple(edits)
@@ -53,7 +55,7 @@ def _scaled(edit: PlainEdit | Gate | Local, factor: float, nth: int) -> PlainEdi
     if isinstance(edit, Gate):
         inner = _scaled(edit.edit, factor, nth)
         assert not isinstance(inner, Gate | Local)
-        return Gate(inner, edit.probe, edit.threshold, edit.sharpness)
+        return dataclasses.replace(edit, edit=inner)
     with at("scale"):
         if isinstance(edit, Bias):
             return edit.replace(tokens={token: factor * value for token, value in edit.tokens})

@@ -239,25 +239,7 @@ class _Resolver:
                     ResolvedEdit(*tap, own, part, source)
                     for tap, own in zip(mine, shared, strict=True)
                 ]
-        return [*self._reads_elsewhere(edit, taps, where, source), *found]
-
-    def _reads_elsewhere(
-        self, edit: Edit, taps: tuple[Tap, ...], where: Where, source: int
-    ) -> list[ResolvedEdit]:
-        """Return what a transcoder does at the sites that it reads."""
-        inner = edit.edit if isinstance(edit, Gate) else edit
-        reading = (
-            inner.reads_elsewhere(self._shape.hidden_size)
-            if isinstance(inner, Reconstruct)
-            else None
-        )
-        if reading is None:
-            return []
-        site, step = reading
-        for _, layer in taps:
-            check_tapped((site, layer), self._shape, "site", "layer")
-        steps = Steps((step,))
-        return [ResolvedEdit(site, layer, steps, where, source) for _, layer in taps]
+        return [*_reads_elsewhere(edit, taps, where, source, self._shape), *found]
 
     def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
         """Group taps by the size of their vectors, and what these are of."""
@@ -401,6 +383,23 @@ def _functions_of(
         ResolvedFunction(*tap, one.key, one.path, one.name, where, source)
         for tap in sorted(taps, key=order)
     ]
+
+
+def _reads_elsewhere(
+    edit: Edit, taps: tuple[Tap, ...], where: Where, source: int, shape: ModelShape
+) -> list[ResolvedEdit]:
+    """Return what a transcoder does at the sites that it reads."""
+    inner = edit.edit if isinstance(edit, Gate) else edit
+    if not isinstance(inner, Reconstruct):
+        return []
+    reading = inner.reads_elsewhere(shape.hidden_size)
+    if reading is None:
+        return []
+    site, step = reading
+    for _, layer in taps:
+        check_tapped((site, layer), shape, "site", "layer")
+    steps = Steps((step,))
+    return [ResolvedEdit(site, layer, steps, where, source) for _, layer in taps]
 
 
 def _check_order(taps: tuple[Tap, ...], read: Tap | None) -> None:

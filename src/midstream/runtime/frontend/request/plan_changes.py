@@ -221,6 +221,11 @@ class PlanChanges:
         if edits is None and scale is None:
             raise SpecError("", "give `edits`, `scale` or both")
         uid, history = self._find(name)
+        own = history.call_plan.plan
+        if own is not None and any(getattr(one, "reuse", False) for one in own.captures):
+            raise SpecError(
+                "", "a request that reuses rows (Capture(reuse=True)) keeps the edits it began with"
+            )
         if not history.request_ids or self._admission.is_waiting(uid):
             raise BusyError(
                 f"request {history.name!r} waits for capacity; update it when it runs", 1
@@ -232,7 +237,8 @@ class PlanChanges:
             raise SpecError("scale", "the request has no edits of its own; give `edits`")
         prepared = self._prepare(history, with_strength(given[0], factor), given[1])
         _check_same_rows(history.first, prepared.plan)
-        need = replace(prepared.need, rows=0, readout_rows=0, sums=0)
+        _check_same_scans(history.first, prepared.plan)
+        need = replace(prepared.need, rows=0, readout_rows=0, sums=0, states=0)
         self._admission.extend(uid, need)
         number = 1 + len(history.later)
         history.later[number] = LaterPlan(prepared.plan, source, factor)
@@ -314,6 +320,19 @@ def _ended(name: str) -> SpecError:
         "request_id",
         f"request {name!r} is not running: it has ended, or no request with a plan has this id",
     )
+
+
+def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
+    """Check that a version has the gates with memory that the request had from its beginning: these
+    have gone over all of its tokens.
+    """
+    scans = [[probe for probe in plan.probes if probe.is_scan] for plan in (first, later)]
+    if scans[0] != scans[1]:
+        raise SpecError(
+            "edits",
+            "gates with memory (hold, smooth, release) are those of the request from beginning to "
+            "end; an update may change the edits in them, and gives all of them in their order",
+        )
 
 
 def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from midstream.ops import layout
-from midstream.ops.sae_ref import SaeBuffers
+from midstream.ops.sae.reference import SaeBuffers
 from midstream.ops.site import Before
 from midstream.runtime.protocol.segments import Room
 from midstream.sites import Tap
