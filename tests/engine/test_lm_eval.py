@@ -107,7 +107,7 @@ def test_the_command_is_steered_by_the_environment(
     [file] = (tmp_path / "out").rglob("results_*.json")
     written = json.loads(file.read_text())
     found = written["results"]["tiny"]
-    assert written["config"]["metadata"]["midstream"] == json.loads(steered[0])
+    assert written["configs"]["tiny"]["metadata"]["midstream"] == json.loads(steered[0])
     theirs = SteeredModel(str(talking_llama), steered[1], device="cpu", dtype="float32")
     expected, _ = scores(theirs, folder)
     assert found["acc,none"] == expected["acc,none"]
