@@ -13,7 +13,7 @@ from support.engines import engine, generated
 from support.inner_served import PROMPTS, ROOM, TOLERANCE, Served, assert_rows
 from support.oracle_edits import At
 from support.sae_cases import bound, described, stored
-from support.saelens import KINDS, By, Oracle
+from support.saelens import CHANGED, KINDS, By, Oracle, as_saelens, is_transcoder
 from torch import Tensor
 from vllm import SamplingParams
 
@@ -29,8 +29,8 @@ from midstream import (
     Steer,
     TokenIds,
 )
-from midstream.ops import sae_ref
-from midstream.ops.sae_layout import size
+from midstream.ops.sae.layout import size
+from midstream.ops.sae.reference import reconstruct
 from midstream.runtime.frontend.request.call_plan import with_plan
 from midstream.spec import Plan
 
@@ -267,29 +267,6 @@ def test_a_single_feature_that_depends_on_others_is_refused(folders: Path, name:
         SAE.load(folders / name).feature(0, value=1.0)
 
 
-MLP_TAPS = ("mlp_in", 2), ("mlp_out", 2)
-CHANGED = {3: 4.0, 8: 0.0, 77: -1.5}
-
-
-def is_transcoder(name: str) -> bool:
-    return "hook_name_out" in KINDS.get(name, ("", {}))[1]
-
-
-def as_saelens(folders: Path, name: str, **asked: Any) -> By:
-    """The reference of `Reconstruct(name, …)`."""
-    sae = saelens.read(folders / name)
-    index, mode = asked.get("index") or {}, asked.get("mode", "set")
-    values = index if isinstance(index, dict) else dict.fromkeys(index, asked.get("value", 0.0))
-    error = asked.get("error", False)
-
-    def change(h: Tensor, x: Tensor | None = None) -> Tensor:
-        return saelens.reconstructed(sae, h if x is None else x, h, values, mode, error)
-
-    if is_transcoder(name):
-        return By(change, MLP_TAPS[1:], MLP_TAPS[0])
-    return By(change)
-
-
 @pytest.mark.parametrize("name", [*KINDS, *TRAINED])
 def test_a_reconstruction_is_that_of_sae_lens(folders: Path, name: str) -> None:
     """Within 1e-5 of a row's length, of the op on the CPU, without an engine."""
@@ -306,7 +283,7 @@ def test_a_reconstruction_is_that_of_sae_lens(folders: Path, name: str) -> None:
         {"index": list(range(100)), "mode": "scale", "value": 0.5, "error": True},
     ):
         edit = bound(registry, name, **asked)
-        found = sae_ref.reconstruct(x, described(edit, WIDTH), memory)
+        found = reconstruct(x, described(edit, WIDTH), memory)
         by = as_saelens(folders, name, **asked)
         if is_transcoder(name):
             wanted = by.change(torch.zeros(len(x), WIDTH), x)
@@ -393,10 +370,10 @@ def test_reconstructions_in_gates_tiers_names_and_several_completions(
         where = At(as_saelens(folders, "topk-norms"), lambda position: position >= size)
         seen = served.oracle.run([*PROMPTS[0], *one.token_ids][:-1], [where])
         assert_rows(one.activations, seen)
-    llm.vectors.register("edit", {"edits": [Reconstruct("jumprelu", CHANGED)]})
+    llm.vectors.register("edit", {"prompt": [Reconstruct("jumprelu", CHANGED)]})
     llm.steering.set(generated=Reconstruct("gated"))
     try:
-        (output,) = served.ask(PROMPTS[:1], 3, edits=[[Steer("edit", positions="prompt")]],
+        (output,) = served.ask(PROMPTS[:1], 3, edits=[[Steer("edit")]],
                                capture=capture)  # fmt: skip
         served.assert_is(
             PROMPTS[0], output, At(jumps, lambda position: position < size),
@@ -404,7 +381,7 @@ def test_reconstructions_in_gates_tiers_names_and_several_completions(
         )  # fmt: skip
         llm.saes.register("jumprelu", SAE.load(folders / "topk"))
         with pytest.raises(SpecError, match="was registered again since this edit was"):
-            served.ask(PROMPTS[:1], 3, edits=[[Steer("edit")]])
+            served.ask(PROMPTS[:1], 3, edits=[[Steer("edit")]], capture=capture)
     finally:
         llm.steering.clear()
         llm.vectors.remove("edit")

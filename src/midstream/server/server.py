@@ -226,6 +226,8 @@ class Server:
             "vectors": len(llm.vectors),
             "vector_names": [one.name for one in llm.vectors.list()],
             "shared_changes": None if self._shared is None else self._shared.version,
+            "lens_names": list(llm.lenses.names),
+            "sae_names": list(llm.saes.names),
             "held": {"captures": len(self.captures), "bytes": self.captures.nbytes},
             "limits": asdict(self.settings),
             **await llm.usage(_USAGE_SECONDS),

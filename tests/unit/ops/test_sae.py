@@ -13,9 +13,10 @@ from support.site_cases import same_bits
 from torch import Tensor
 
 from midstream import SAE
-from midstream.ops import layout, sae_layout
+from midstream.ops import layout
 from midstream.ops.layout import ANY, PLAIN, WITH_MAP, Op, kind_of
-from midstream.ops.sae_ref import SaeBuffers, code_rows, reconstruct
+from midstream.ops.sae import layout as sae_layout
+from midstream.ops.sae.reference import SaeBuffers, code_rows, reconstruct
 
 WIDTH = 24
 SAES = random_saes(WIDTH, 11)

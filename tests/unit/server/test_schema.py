@@ -33,6 +33,8 @@ ENDPOINTS = {
     "GET /v1/midstream/status",
     "POST /v1/midstream/requests/{id}/update",
     "POST /v1/midstream/sweep",
+    "POST /v1/midstream/fit",
+    "POST /v1/midstream/tokens",
     "POST /v1/steering/set",
     "POST /v1/steering/clear",
     "GET /v1/steering",
@@ -68,7 +70,9 @@ CHECKED = (
 
 
 # What takes nothing can be given nothing wrong.
-TAKES = ("/activations/", "/vectors/", "PUT", "/set", "register", "/sweep")
+TAKES = (
+    "/activations/", "/vectors/", "PUT", "/set", "register", "/sweep", "/fit", "/tokens", "/update",
+)  # fmt: skip
 MODES = [
     (label, mode)
     for label in sorted(ENDPOINTS)

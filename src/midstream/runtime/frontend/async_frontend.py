@@ -271,8 +271,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         await self._tasks.wait()
         for things in (self._calls, self._admitted, self._sessions, self._needs, self._reused):
             assert not things
-        assert not self._admission.waiting
-        assert not len(self.changes)
+        assert self._admission.waiting + len(self.changes) == 0
         self.check_vectors(await call_all(self._client, CheckIntegrity()))
         assert not any(sent.in_use for sent in self._sent_vectors)
 

@@ -31,6 +31,8 @@ _STATUS = {
     "vectors": 0,
     "vector_names": [],
     "shared_changes": None,
+    "lens_names": [],
+    "sae_names": [],
     "held": {"captures": 0, "bytes": 0},
     "requests": 0,
     "waiting": 0,

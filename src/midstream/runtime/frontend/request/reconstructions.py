@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from midstream.errors import SpecError
-from midstream.ops import sae_layout as layout
 from midstream.ops.layout import Op
+from midstream.ops.sae import layout
 from midstream.spec import Plan, ResolvedPlan
 from midstream.spec.operations import Edit, Gate, Reconstruct
 from midstream.spec.resolve.resolved import ResolvedEdit
