@@ -17,6 +17,7 @@ from inspect_ai.model._providers.vllm import VLLMAPI
 
 from midstream.client.protocol import FIELDS
 from midstream.config.config import KEY, Config
+from midstream.config.http import url_of_environment
 from midstream.errors import MidstreamError
 from midstream.harness.logged import joined_field, logged_results
 
@@ -168,7 +169,7 @@ _LAZY = {"lazy_init": True}
 
 
 def _url_of_environment() -> str | None:
-    return os.environ.get("MIDSTREAM_BASE_URL") or os.environ.get("VLLM_BASE_URL")
+    return url_of_environment() or os.environ.get("VLLM_BASE_URL")
 
 
 def _wrong(error: Exception | str) -> PrerequisiteError:
