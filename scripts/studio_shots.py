@@ -120,7 +120,7 @@ def chat(page: Any, url: str) -> None:
 
 
 def steer(page: Any, url: str) -> None:
-    sliders = [["cheerful", 14, 3.2], ["formal", 14, 0.6]]
+    sliders = [["cheerful", 14, 1.4], ["formal", 14, -0.4]]
     go(page, url, "steer", prompt="How was your day?", v=sliders)
     page.get_by_role("button", name="Run both").click()
     finished(page)

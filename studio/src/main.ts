@@ -94,6 +94,7 @@ function route(): void {
   };
   document.title = `${title} · midstream studio`;
   nav.replaceChildren(...VIEWS.map(([each, label]) => h("a", { href: `#/${each}`, "aria-current": each === name ? "page" : null }, label)));
+  nav.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
   view = make(context, state);
   main.replaceChildren(view.element);
   if (main.dataset["was"]) window.scrollTo({ top: 0 });

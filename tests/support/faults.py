@@ -9,6 +9,7 @@ from support.fault import Fault
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_kept import KEPT
+from support.faults_studio import STUDIO
 from support.faults_sweep import SWEEPS
 from support.faults_viz import VIZ
 
@@ -492,4 +493,5 @@ FAULTS: tuple[Fault, ...] = (
     *ATTENTION,
     *FIT,
     *VIZ,
+    *STUDIO,
 )

@@ -1,4 +1,4 @@
-"""A server with Studio in a thread: midstream's own routes on a fake engine, and scripted completions.
+"""A server with Studio in a thread: midstream's routes on a fake engine, scripted completions.
 
 What a prompt has in it says how it is answered: see `_answer_to`.
 """
@@ -6,7 +6,6 @@ What a prompt has in it says how it is answered: see `_answer_to`.
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import math
 import threading
@@ -14,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import uvicorn
 from starlette.requests import Request
@@ -56,8 +54,15 @@ class StudioServer:
     async def _serve(self) -> None:
         self.site: Site = await make(has_key=self.api_key is not None, **self._settings)
         self.site.engine.script = script
-        config = uvicorn.Config(self._app, "127.0.0.1", self.port, log_level="critical", lifespan="off", interface="asgi3",
-                                timeout_graceful_shutdown=1)  # fmt: skip
+        config = uvicorn.Config(
+            self._app,
+            "127.0.0.1",
+            self.port,
+            log_level="critical",
+            lifespan="off",
+            interface="asgi3",
+            timeout_graceful_shutdown=1,
+        )
         self._server = uvicorn.Server(config)
         serving = asyncio.ensure_future(self._server.serve())
         while not self._server.started and not serving.done():
@@ -232,8 +237,3 @@ def _whole(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
 
 def _event(value: Any) -> bytes:
     return f"data: {json.dumps(value)}\n\n".encode()
-
-
-def f32(values: list[float]) -> dict[str, str]:
-    """Numbers in the JSON form of a vector."""
-    return {"f32": base64.b64encode(np.array(values, "<f4").tobytes()).decode()}
