@@ -51,8 +51,8 @@ def _end() -> None:
         gc.unfreeze()
 
 
-# Before all others: they run Phi in transformers. Once vLLM has run a model by transformers' code, as
-# it does with Phi, that class is vLLM's for good in the process.
+# Before all others: they run Phi in transformers. Once vLLM has run a model by transformers' code,
+# as it does with Phi, that class is vLLM's for good in the process.
 FIRST = ("unit/tools/doctor/test_reference.py", "unit/attribution/test_gradients.py")
 # Files without a record of their own, by folder: engines before the rest.
 SLOW = ("engine/", "system/", "nightly/", "gpu/")

@@ -29,6 +29,7 @@ from midstream.errors import (
     TapError,
     UnsupportedError,
 )
+from midstream.results.local_info import LocalInfo
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.spec import (
@@ -42,8 +43,10 @@ from midstream.spec import (
     Entropy,
     Feature,
     Features,
+    Flag,
     Gate,
     Lens,
+    Local,
     Logits,
     LoReFT,
     Mass,
@@ -52,6 +55,7 @@ from midstream.spec import (
     Positions,
     Probe,
     Reading,
+    Reconstruct,
     Replace,
     Role,
     Route,
@@ -59,6 +63,7 @@ from midstream.spec import (
     Sites,
     Span,
     Steer,
+    Stop,
     Text,
     TokenIds,
     TopKeys,
@@ -106,9 +111,12 @@ __all__ = [
     "Entropy",
     "Feature",
     "Features",
+    "Flag",
     "FetchError",
     "Gate",
     "LoReFT",
+    "Local",
+    "LocalInfo",
     "JacobianLens",
     "Lens",
     "LogProb",
@@ -130,6 +138,7 @@ __all__ = [
     "ReceiptError",
     "ReceiptWarning",
     "Recovered",
+    "Reconstruct",
     "Replace",
     "Role",
     "Route",
@@ -141,6 +150,7 @@ __all__ = [
     "Span",
     "SpecError",
     "Steer",
+    "Stop",
     "StoreError",
     "Sweep",
     "TapError",

@@ -70,7 +70,8 @@ def families(seed: int) -> tuple[tuple[int, ...], ...]:
 @contextmanager
 def bench(model: Path, hooks: InnerOracle, folder: Path, **mixed: Any) -> Iterator[Bench]:
     sites = [*EVERY_SITE, *hooks.sites]
-    common = {"midstream": {"sites": sites}, "max_model_len": LONGEST, "max_num_seqs": 8}
+    midstream = {"sites": sites, "gate_states": 6}
+    common = {"midstream": midstream, "max_model_len": LONGEST, "max_num_seqs": 8}
     with (
         rewinding(),
         engine(
@@ -97,7 +98,7 @@ def eager(
 
 @pytest.fixture(scope="module")
 def choices(hooks: InnerOracle) -> Catalogue:
-    return catalogue(hooks, families(SEED)[0][:24], SEED)
+    return catalogue(hooks, families(SEED)[0][:24], SEED, memory=True)
 
 
 def mix(seed: int, count: int, choices: Catalogue) -> Mix:

@@ -16,7 +16,7 @@ from support.engines import engine, generated, greedy, tokens
 from support.nightly import rounds
 from support.oracle_edits import EVERY_SITE, PLACES, EditOracle, row_error
 
-from midstream import Affine, Capture, Plan, Probe, Replace, SpecError, Steer, TokenIds
+from midstream import Affine, Capture, Gate, Plan, Probe, Replace, SpecError, Steer, TokenIds
 from midstream.testing import inspect
 
 REQUESTS = rounds(suite=2_000, nightly=10_000)
@@ -201,6 +201,10 @@ LIMITS = {
     "maps": (
         {"edits": [Affine(matrix=several(tiny.HIDDEN), layer=1)]},
         "needs 1 matrices, and there is room for 0",
+    ),
+    "gate_states": (
+        {"edits": [Gate(Steer(V, "all"), V, hold="rest")]},
+        "need 3 states .* room for 0",
     ),
     "token_ids": (
         {"edits": [Steer(V, 0, positions=TokenIds(list(range(161))))]},

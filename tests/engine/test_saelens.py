@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support import saelens, tiny
-from support.end_oracle import EndOracle
 from support.engines import engine, generated
 from support.inner_served import PROMPTS, ROOM, TOLERANCE, Served, assert_rows
 from support.oracle_edits import At
-from support.saelens import KINDS
+from support.sae_cases import bound, described, stored
+from support.saelens import CHANGED, KINDS, By, Oracle, as_saelens, is_transcoder
 from torch import Tensor
 from vllm import SamplingParams
 
-from midstream import SAE, Capture, Feature, Features, Gate, SpecError, Steer
+from midstream import (
+    SAE,
+    BusyError,
+    Capture,
+    Feature,
+    Features,
+    Gate,
+    Reconstruct,
+    SpecError,
+    Steer,
+    TokenIds,
+)
+from midstream.ops.sae.layout import size
+from midstream.ops.sae.reference import reconstruct
+from midstream.runtime.frontend.request.call_plan import with_plan
+from midstream.spec import Plan
 
 WIDTH, FEATURES = 64, 120
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
@@ -30,29 +43,6 @@ SINGLE = (
     "standard", "standard-unbiased", "jumprelu", "gated", "batchtopk", "batchtopk-norms",
     "matryoshka",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class By:
-    """An edit of the reference: what it makes of vectors, and where."""
-
-    change: Callable[[Tensor], Tensor]
-    taps: tuple[tuple[str, int], ...] = (("resid_post", 1),)
-
-
-class Oracle(EndOracle):
-    """Any changes too."""
-
-    def taps(self, edit: Any) -> set[Any]:
-        return set(edit.taps) if isinstance(edit, By) else super().taps(edit)
-
-    def _apply(self, one: At, tap: Any, h: np.ndarray) -> np.ndarray:
-        if not isinstance(one.edit, By):
-            return super()._apply(one, tap, h)
-        chosen = [position for position in range(len(h)) if one.where(position)]
-        out = h.copy()
-        out[chosen] = one.edit.change(torch.from_numpy(h[chosen])).numpy()
-        return out
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +70,9 @@ def folders(model: tuple[Path, Oracle], tmp_path_factory: pytest.TempPathFactory
 def served(model: tuple[Path, Oracle], folders: Path) -> Iterator[Served]:
     names = [*KINDS, *TRAINED]
     settings = {
-        "sites": ["resid_pre", "resid_post", "mlp_in"],
-        "readout_bytes": len(names) * 4 * (192 * (WIDTH + 2) + 256),
+        "sites": ["resid_pre", "resid_post", "mlp_in", "mlp_out"],
+        "reconstruct": {"resid_post:1": 192, "resid_post:0": 120, "mlp_in:2": 120},
+        "readout_bytes": len(names) * 4 * size(WIDTH, 192, True),
         "saes": {name: str(folders / name) for name in names},
     }
     with engine(model[0], **ROOM, midstream=settings) as llm:
@@ -274,3 +265,195 @@ def test_features_that_cannot_be_edited_are_refused(
 def test_a_single_feature_that_depends_on_others_is_refused(folders: Path, name: str) -> None:
     with pytest.raises(SpecError, match="a feature cannot be changed by itself"):
         SAE.load(folders / name).feature(0, value=1.0)
+
+
+@pytest.mark.parametrize("name", [*KINDS, *TRAINED])
+def test_a_reconstruction_is_that_of_sae_lens(folders: Path, name: str) -> None:
+    """Within 1e-5 of a row's length, of the op on the CPU, without an engine."""
+    registry, memory = stored({name: SAE.load(folders / name)}, WIDTH)
+    sae = saelens.read(folders / name)
+    x = 2 * torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(5)) + 0.3
+    for asked in (
+        {},
+        {"index": CHANGED},
+        {"index": CHANGED, "error": True},
+        {"index": [3, 8, 77], "mode": "ablate"},
+        {"index": CHANGED, "mode": "add", "error": True},
+        {"index": CHANGED, "mode": "scale"},
+        {"index": list(range(100)), "mode": "scale", "value": 0.5, "error": True},
+    ):
+        edit = bound(registry, name, **asked)
+        found = reconstruct(x, described(edit, WIDTH), memory)
+        by = as_saelens(folders, name, **asked)
+        if is_transcoder(name):
+            wanted = by.change(torch.zeros(len(x), WIDTH), x)
+        else:
+            wanted = by.change(x) - (x if asked.get("error") else 0)
+        error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-3)
+        assert float(error.max()) <= 1e-5, (name, asked, float(error.max()))
+    with torch.no_grad():
+        assert float((sae(x.double()) - x).norm()) > 0.1 * float(x.norm()), "the identity"
+
+
+@pytest.mark.parametrize("name", [*KINDS, *TRAINED])
+def test_a_model_runs_on_reconstructions(served: Served, folders: Path, name: str) -> None:
+    """Of prompts of several steps and of generated tokens, beside requests without an edit."""
+    asked: list[dict[str, Any]] = [
+        {},
+        {"index": CHANGED},
+        {"index": CHANGED, "error": True},
+        {"index": CHANGED, "mode": "scale", "positions": slice(2, 5)},
+    ]
+    prompts = [LONG, PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[0]]
+    edits = [[Reconstruct(name, **one)] for one in asked]
+    capture = Capture([1, 2], ["resid_post", "mlp_in", "mlp_out"])
+    outputs = served.ask(prompts, 3, edits=[*edits, None], capture=capture)
+    for prompt, output, one in zip(prompts, outputs, [*asked, None], strict=True):
+        assert output.receipt.status == "ok", output.receipt
+        if one is None:
+            served.assert_is(prompt, output)
+            continue
+        where = slice(2, 5) if "positions" in one else slice(None)
+        chosen = range(len(prompt) + 2)[where]
+        by = At(as_saelens(folders, name, **one), lambda position, c=chosen: position in c)
+        served.assert_is(prompt, output, by)
+        edited = output.receipt.edited
+        assert edited.expected == edited.applied == (1 + is_transcoder(name)) * len(chosen)
+
+
+def test_reconstructions_in_gates_tiers_names_and_several_completions(
+    served: Served, folders: Path
+) -> None:
+    """With edits after them; of tokens with some ids; to the norm that h had."""
+    llm, size = served.llm, len(PROMPTS[0])
+    capture = Capture([1, 2], ["resid_post", "mlp_out"])
+    vector = served.vector("resid_post", 1, part=False)
+    rows = served.oracle.run(PROMPTS[0]).values["resid_post", 1]
+    threshold = float((rows @ vector).median())
+
+    def by(name: str, **asked: Any) -> At:
+        return At(as_saelens(folders, name, **asked))
+
+    # Of the vectors before, which the reference reads in float64.
+    def behind(gated: By, h: Tensor) -> Tensor:
+        is_open = (h @ vector.double() > threshold)[:, None]
+        return torch.where(is_open, gated.change(h), h)
+
+    def kept(one: By, h: Tensor) -> Tensor:
+        made = one.change(h)
+        return made * (h.norm(dim=-1, keepdim=True) / made.norm(dim=-1, keepdim=True))
+
+    top, jumps = as_saelens(folders, "topk"), as_saelens(folders, "jumprelu", index=CHANGED)
+    steer = Steer(vector, 1)
+    gate = Gate(Reconstruct("topk"), vector, threshold=threshold)
+    named = Reconstruct("jumprelu", CHANGED, positions=TokenIds(PROMPTS[0][2:5]), layer=0)
+    chosen = By(jumps.change, (("resid_post", 0),))
+    given: list[tuple[Any, list[At]]] = [
+        ([gate, steer], [At(By(lambda h: behind(top, h))), At(steer)]),
+        ([Reconstruct("topk", norm="keep")], [At(By(lambda h: kept(top, h)))]),
+        ([Gate(Reconstruct("jumping"), vector, threshold=-1e9, sharpness=1.0), steer],
+         [by("jumping"), At(steer)]),
+        ([Gate(Reconstruct("skip"), vector, threshold=1e9)], []),
+        ([Reconstruct("jumping"), Reconstruct("gated")], [by("jumping"), by("gated")]),
+        ([named], [At(chosen, lambda position: 2 <= position < 5)]),
+    ]  # fmt: skip
+    outputs = served.ask([PROMPTS[0]] * len(given), 1, edits=[one for one, _ in given],
+                         capture=capture)  # fmt: skip
+    for output, (_, edits) in zip(outputs, given, strict=True):
+        served.assert_is(PROMPTS[0], output, *edits)
+    params = SamplingParams(
+        n=2, temperature=1.0, max_tokens=3, ignore_eos=True, detokenize=False, logprobs=2
+    )
+    edits = [[Reconstruct("topk-norms", phase="generated")]]
+    (output,) = served.ask(PROMPTS[:1], params=params, edits=edits, capture=capture)
+    for one in output.outputs:
+        where = At(as_saelens(folders, "topk-norms"), lambda position: position >= size)
+        seen = served.oracle.run([*PROMPTS[0], *one.token_ids][:-1], [where])
+        assert_rows(one.activations, seen)
+    llm.vectors.register("edit", {"prompt": [Reconstruct("jumprelu", CHANGED)]})
+    llm.steering.set(generated=Reconstruct("gated"))
+    try:
+        (output,) = served.ask(PROMPTS[:1], 3, edits=[[Steer("edit")]],
+                               capture=capture)  # fmt: skip
+        served.assert_is(
+            PROMPTS[0], output, At(jumps, lambda position: position < size),
+            At(as_saelens(folders, "gated"), lambda position: position >= size),
+        )  # fmt: skip
+        llm.saes.register("jumprelu", SAE.load(folders / "topk"))
+        with pytest.raises(SpecError, match="was registered again since this edit was"):
+            served.ask(PROMPTS[:1], 3, edits=[[Steer("edit")]], capture=capture)
+    finally:
+        llm.steering.clear()
+        llm.vectors.remove("edit")
+        llm.saes.register("jumprelu", SAE.load(folders / "jumprelu"))
+
+
+def test_kv_of_reconstructed_tokens_is_shared_by_equal_requests_alone(
+    served: Served, folders: Path
+) -> None:
+    prompt = PROMPTS[2][::-1] * 4
+    capture = Capture([1, 2], "resid_post", positions=["last_prompt", "generated"])
+    asked: list[tuple[Any, int]] = [
+        (None, 0),
+        ({}, 0),
+        ({"index": CHANGED}, 0),
+        ({"index": CHANGED, "error": True}, 0),
+        ({"index": {**CHANGED, 8: 1.0}}, 0),
+        ({"index": CHANGED}, 64),
+        ({}, 64),
+        (None, 64),
+    ]
+    llm = served.llm
+    for one, cached in asked:
+        edits = None if one is None else [[Reconstruct("topk", **one)]]
+        (output,) = served.ask([prompt], 3, edits=edits, capture=capture)
+        assert output.num_cached_tokens == cached, one
+        served.assert_is(
+            prompt, output, *([] if one is None else [At(as_saelens(folders, "topk", **one))])
+        )
+    # Another SAE of the same name, and the same SAE at another place.
+    llm.saes.register("topk", SAE.load(folders / "topk-norms"))
+    try:
+        (output,) = served.ask([prompt], 3, edits=[[Reconstruct("topk")]], capture=capture)
+        assert output.num_cached_tokens == 0
+        served.assert_is(prompt, output, At(as_saelens(folders, "topk-norms")))
+    finally:
+        llm.saes.register("topk", SAE.load(folders / "topk"))
+
+
+@pytest.mark.parametrize(
+    ("edits", "path", "problem"),
+    [
+        (Reconstruct("gone"), "edits.sae", "no SAE 'gone'; there is `standard`"),
+        (Reconstruct("topk", {FEATURES: 2.0}), "edits.index", "expected 0 to 119"),
+        (Reconstruct("topk", layer=2), "edits.layer", "does not name resid_post:2; it names"),
+        (Reconstruct("topk", site="resid_pre"), "edits.layer", "not name resid_pre:1"),
+        (
+            Reconstruct(TRAINED[0], layer=0),
+            "edits.sae",
+            "192 features.* allows 120 at resid_post:0",
+        ),
+        (Reconstruct("skip", site="mlp_out"), "edits.site", "a transcoder reads mlp_in"),
+        ([Steer([1.0] * WIDTH, 1), Reconstruct("topk")], "edits", "must be the first edit"),
+        ([Reconstruct("gated"), Reconstruct("topk")], "edits", "must be the first edit"),
+        ([Reconstruct("skip"), Reconstruct("jumping")], "edits", "must be the first edit"),
+    ],
+)
+def test_reconstructions_that_cannot_be_are_refused(
+    served: Served, edits: Any, path: str, problem: str
+) -> None:
+    with pytest.raises(SpecError, match=problem) as caught:
+        served.ask(PROMPTS[:1], 1, edits=edits, capture=None)
+    assert caught.value.path.split("[")[0] == path.split("[")[0]
+
+
+def test_an_sae_that_a_request_reconstructs_with_is_not_removed(served: Served) -> None:
+    llm = served.llm
+    params = with_plan(SamplingParams(max_tokens=2), Plan.make(edits=Reconstruct("topk")))
+    llm.enqueue([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
+    try:
+        with pytest.raises(BusyError, match="running requests use the SAE 'topk'"):
+            llm.saes.remove("topk")
+    finally:
+        llm.wait_for_completion()
+    assert "topk" in llm.saes.names

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from support import tiny
 from support.edit_cases import Case, Maker, all_problems, ask, problems
 from support.engines import generated, greedy, tokens
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
+from support.scheduling import chunks
 
 from midstream import (
     Ablate,
@@ -47,30 +47,6 @@ def oracle(tiny_llama: Path) -> EditOracle:
 @pytest.fixture
 def llm(wide: Any) -> Any:
     return wide
-
-
-@contextmanager
-def chunks(llm: Any, size: int) -> Iterator[list[int]]:
-    """Prompts are computed so many tokens at a time, beside what else there is. Gives the sizes of
-    the chunks, which are filled in as they come.
-    """
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    config, schedule = scheduler.scheduler_config, scheduler.schedule
-    before = config.long_prefill_token_threshold
-    seen: list[int] = []
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        out = schedule(*args, **kwargs)
-        seen.extend(out.num_scheduled_tokens.values())
-        return out
-
-    config.long_prefill_token_threshold = size
-    scheduler.schedule = watched
-    try:
-        yield seen
-    finally:
-        config.long_prefill_token_threshold = before
-        scheduler.schedule = schedule
 
 
 # ---------------------------------------------------------------- positions by number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,7 +73,13 @@ class Catalogue:
 
 
 def catalogue(
-    oracle: EditOracle, prompt: Sequence[int], seed: int, *, jumps: bool = True, taps: int = 7
+    oracle: EditOracle,
+    prompt: Sequence[int],
+    seed: int,
+    *,
+    jumps: bool = True,
+    memory: bool = False,
+    taps: int = 7,
 ) -> Catalogue:
     """Every operation, sized by a plain run.
 
@@ -84,6 +90,7 @@ def catalogue(
         seed: of what is drawn.
         jumps: whether edits may jump from one token to the next as a score passes a threshold.
             Where sums depend on the batch's shape, a score may fall either side of it.
+        memory: whether there are gates with memory.
         taps: at how many taps.
     """
     plain = oracle.run(prompt)
@@ -120,6 +127,9 @@ def catalogue(
         rows = torch.stack([maker.vector() for _ in range(MOST_ROWS)])
         spreads.append(Spread(rows, maker.place))
         probes += maker.probes()[:1]
+    if memory:
+        for maker, before in makers[: len(chosen)]:
+            edits += [edit for _, edit in maker.remembering(before)]
     edits = [edit for edit in edits if jumps or not _jumps(edit)]
     choose.shuffle(edits)
     # What differs in nothing but the operation or the vector is what keys must tell apart.
@@ -137,7 +147,7 @@ def _few(edits: Sequence[Any], tap: Tap) -> list[Any]:
 def placed(edit: Any, **written: Any) -> Any:
     """The edit with other arguments that say where; of a gate, the edit in it."""
     if isinstance(edit, Gate):
-        return Gate(edit.edit.replace(**written), edit.probe, edit.threshold, edit.sharpness)
+        return replace(edit, edit=edit.edit.replace(**written))
     return edit.replace(**written)
 
 

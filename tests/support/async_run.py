@@ -378,6 +378,47 @@ async def waiting(llm: Any, found: dict[str, Any]) -> None:
     await inspect(llm).check_integrity()
 
 
+async def updates(llm: Any, found: dict[str, Any]) -> None:
+    """Edits of two running requests change, among others; what cannot change says so."""
+    from midstream import Capture, Steer
+
+    asked = {"steer": Steer(vector(4), 1, 2.0), "capture": Capture("all")}
+
+    async def updated(name: str) -> dict[str, Any]:
+        changes = [{"scale": 0}, {"edits": [Steer(vector(5), 0, 3.0)]}, {"edits": []}]
+        answers = []
+        sampling = params(0, max_tokens=60, kind="DELTA")
+        generated: list[int] = []
+        async for output in llm.generate(prompt(2), sampling, name, **asked):
+            generated += output.outputs[0].token_ids
+            if changes and len(generated) >= 10 * (1 + len(answers)):
+                answers.append((len(generated), await llm.update(name, **changes.pop(0))))
+        shown = [(count, one.version, one.positions[0]) for count, one in answers]
+        return {"generated": generated, "answers": shown, **results(output)}
+
+    mine, other, alone = await asyncio.gather(
+        updated("u0"),
+        updated("u1"),
+        ask(llm, "u2", prompt(2), params(0, max_tokens=60), **asked),
+    )
+    several = params(0, max_tokens=40, n=2, kind="FINAL_ONLY")
+    task = asyncio.create_task(ask(llm, "u3", prompt(2), several, **asked))
+    while not llm._front_end._admitted:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    twice = await llm.update("u3", scale=0.5)
+    found["updates"] = {
+        "mine": mine,
+        "other": other,
+        "alone": alone,
+        "several": (twice.positions, await task),
+        "ended": await refusal(llm.update("u0", scale=1)),
+        "unknown": await refusal(llm.update("nobody", scale=1)),
+        "nothing": await refusal(llm.update("nobody")),
+    }
+    await inspect(llm).check_integrity()
+
+
 async def server_wide(llm: Any, found: dict[str, Any]) -> None:
     from midstream import Steer
 
@@ -411,6 +452,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await streams(llm, found)
         await aborts(llm, found)
         await waiting(llm, found)
+        await updates(llm, found)
         found["sweep"] = await async_sweeps.sweep(llm)
         await server_wide(llm, found)
         found["evaluated"] = [await evaluate(llm)]

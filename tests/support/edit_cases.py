@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -212,6 +212,17 @@ class Maker:
             for soft in (False, True):
                 name = f"gate on {tap[0]} of layer {tap[1]}, {'sigmoid' if soft else 'step'}"
                 yield name, self.gate(edit, tap, soft), not soft
+
+    def remembering(self, earlier: Sequence[Tap]) -> Iterator[tuple[str, Any]]:
+        """Gates with memory, that read where the edit is or at an earlier tap."""
+        for nth, tap in enumerate([None, *earlier][:3]):
+            step, soft = self.gate(self.steer(), tap), self.gate(self.steer(), tap, soft=True)
+            low = step.threshold - 0.2 * self.size
+            memory: dict[str, Any] = (
+                {"hold": 3, "smooth": 0.6}, {"hold": "rest"}, {"release": low, "smooth": 0.3}
+            )[nth]  # fmt: skip
+            yield f"gate that remembers, reading {tap}", replace(step, **memory)
+            yield f"gate that smooths, reading {tap}", replace(soft, smooth=0.4)
 
     def placed_edits(self, prompt_len: int) -> Iterator[tuple[str, Any, list[int]]]:
         """Those whose positions are listed, with these positions."""

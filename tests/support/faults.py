@@ -8,9 +8,15 @@ from __future__ import annotations
 from support.fault import Fault
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
+from support.faults_gates import GATES
 from support.faults_kept import KEPT
+from support.faults_live import LIVE
+from support.faults_operations import OPERATIONS
+from support.faults_reuse import REUSE
+from support.faults_sae import SAES
 from support.faults_studio import STUDIO
 from support.faults_sweep import SWEEPS
+from support.faults_tools import TOOLS
 from support.faults_viz import VIZ
 
 ENGINE = "tests/engine/"
@@ -63,7 +69,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A prefix-cache hit removes rows from a capture",
         "runtime/core/prefix_cache.py",
-        "    cap = keys.first_read\n",
+        "    cap = None if payload is None else payload.first_read(RESETS.get(manager) or 0)\n",
         "    cap = 1 << 60\n",
         ENGINE
         + "test_poisoning.py::test_a_hit_ends_at_the_block_below_the_first_position_that_is_read",
@@ -488,10 +494,16 @@ FAULTS: tuple[Fault, ...] = (
         "tests/unit/runtime/frontend/request/test_budget.py"
         "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
     ),
+    *GATES,
     *KEPT,
+    *REUSE,
+    *LIVE,
     *SWEEPS,
     *ATTENTION,
     *FIT,
+    *SAES,
     *VIZ,
     *STUDIO,
+    *OPERATIONS,
+    *TOOLS,
 )

@@ -198,14 +198,18 @@ class InnerOracle(EditOracle):
             return h
         gate = one.edit if isinstance(one.edit, Gate) else None
         inner = one.edit if gate is None else gate.edit
-        score = None if gate is None else self._read_gate(gate, tap, h)[chosen]
+        edit, score = one.edit, None
+        if gate is not None and gate.memory:
+            edit, score = self._opened(gate, tap, chosen)
+        elif gate is not None:
+            score = self._read_gate(gate, tap, h)[chosen]
         rows = range(len(chosen)) if len(getattr(inner, "rows", ())) > 1 else None
         out = h.copy()
         size = self.head_dim if inner.heads else h.shape[1]
         for head in inner.heads or (0,):
             columns = np.arange(head * size, (head + 1) * size)
             now = out[np.ix_(chosen, columns)]
-            new = apply(one.edit, now, score, rows)
+            new = apply(edit, now, score, rows)
             # Outside of `dims`, what was there stays.
             dims = list(getattr(inner, "dims", ())) or slice(None)
             now[:, dims] = new[:, dims]

@@ -13,10 +13,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from midstream.ops import layout
+from midstream.ops.layout import Flags, Op
+from midstream.ops.scan_triton import scan_triton
 from midstream.ops.site_ref import site_ref
 from midstream.ops.site_triton import site_triton
 from support.attention_scores import check_without_a_gpu
-from support.site_cases import assert_same, in_units, random_case, same_bits
+from support.gate_memory import check_steps
+from support.sae_cases import assert_decoded, sae_case
+from support.site_cases import Step, assert_same, case, in_units, random_case, same_bits
 from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,11 +75,37 @@ def main() -> None:
         site_triton(*made.arguments())
         assert_same(made, wanted, exact=False)
         assert bool((made.hidden != before).any())
+    # Of SAEs: of several tiles, and of more rows than there is room for activations at a time.
+    for seed, (rows, width, at_once) in enumerate(((5, 40, 64), (40, 72, 64), (70, 40, 64))):
+        made = sae_case(
+            rows=rows, width=width, dtype=DTYPES[seed], residual=seed != 1, seed=seed,
+            at_once=at_once,
+        )  # fmt: skip
+        if seed == 1:
+            made = in_units(made, 4)
+        before, wanted = made.hidden.clone(), made.copy()
+        site_ref(*wanted.arguments())
+        site_triton(*made.arguments())
+        assert_same(made, wanted, exact=False)
+        assert_decoded(made, wanted)
+        assert int((made.hidden != before).any(1).sum()) > rows // 3
     for nth, name in enumerate([*NOOPS, *NOOPS_OF_MAPS]):
         made = noop_case(name, rows=2, width=20, dtype=DTYPES[nth % 3], residual=nth % 2 == 0)
         before = made.hidden.clone()
         site_triton(*made.arguments())
         assert same_bits(made.hidden, before), name
+    # A score that is there already is counted by its token's program, and left as it is.
+    scan = Step(Op.SCAN, slot=2, b=1.0, flags=Flags.COUNTED | Flags.STEP)
+    gate = Step(Op.GATE, slot=2, flags=Flags.STEP)
+    made = case(
+        [[gate, Step(Op.ADD, a=1.0, flags=Flags.GATED | Flags.COUNTED), scan]], rows=5, width=20
+    )
+    wanted = made.copy()
+    site_ref(*wanted.arguments())
+    site_triton(*made.arguments())
+    assert_same(made, wanted, exact=False)
+    scanned = sum(check_steps(scan_triton, seed, DTYPES[seed]) for seed in range(2))
+    assert scanned > 200, scanned
     sys.stdout.write(f"{edited} rows edited, {check_without_a_gpu()} cases of attention\n")
 
 

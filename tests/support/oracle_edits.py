@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from midstream import Gate
+from midstream import Gate, Local, LocalInfo
 from midstream.sites import Tap
 from support.formulas import apply, read_score
+from support.gate_memory import amounts
 
 EVERY_SITE = (
     "resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post"
@@ -94,6 +95,7 @@ class EditOracle:
         self.num_layers = len(layers)
         self.width = int(self.model.config.hidden_size)
         self._edits: Sequence[At] = ()
+        self._tokens: list[int] = []
         self._seen = Seen(torch.empty(0), {}, {})
         for index, layer in enumerate(layers):
             for site in EVERY_SITE:
@@ -103,6 +105,7 @@ class EditOracle:
     def run(self, tokens: Sequence[int], edits: Sequence[At] = ()) -> Seen:
         """One forward over all the tokens, the edits of one tap in the order given."""
         self._edits = edits
+        self._tokens = list(tokens)
         self._seen = Seen(torch.empty(0), {}, {})
         ids = torch.tensor([list(tokens)], device=self.model.device)
         logits = self.model(ids, use_cache=False).logits[0]
@@ -148,17 +151,44 @@ class EditOracle:
         if not chosen:
             return h
         edit = one.edit
+        if isinstance(edit, Local):
+            out = h.copy()
+            given = torch.from_numpy(h[chosen]).float()
+            ids = torch.tensor([self._tokens[position] for position in chosen])
+            info = LocalInfo("oracle", *tap, torch.tensor(chosen), ids)
+            made = edit.function.fn(given, info)
+            out[chosen] = h[chosen] if made is None else made.double().numpy()
+            return out
         score = None
         if isinstance(edit, Gate) and edit.probe.tap is not None:
             site, layer = edit.probe.tap
             read = (site, layer % self.num_layers)
             if read != tap:
                 score = read_score(edit.probe, self._seen.values[read].double().numpy())[chosen]
+        if isinstance(edit, Gate) and edit.memory:
+            edit, score = self._opened(edit, tap, chosen)
         inner = edit.edit if isinstance(edit, Gate) else edit
         several = len(getattr(inner, "rows", ())) > 1
         out = h.copy()
         out[chosen] = apply(edit, h[chosen], score, range(len(chosen)) if several else None)
         return out
+
+    def _opened(self, gate: Gate, tap: Tap, chosen: Sequence[int]) -> tuple[Gate, np.ndarray]:
+        """A gate without memory, and scores for it, that does at some positions what one with
+        memory does: it reads what enters its tap, before all edits there.
+        """
+        place = gate.probe.tap
+        read = tap if place is None else (place[0], place[1] % self.num_layers)
+        entered = self._seen.before.get(read, self._seen.values.get(read))
+        assert entered is not None
+        h = entered.double().numpy()[chosen]
+        if gate.probe.head is not None:
+            size = gate.probe.direction.size
+            h = h[:, gate.probe.head * size : (gate.probe.head + 1) * size]
+        open_to = np.array(amounts(gate, read_score(gate.probe, h)))
+        if gate.sharpness is None:
+            return Gate(gate.edit, gate.probe, 0.5), open_to
+        return Gate(gate.edit, gate.probe, 0.0, 1.0), np.log(open_to / (1 - open_to))
 
     def taps(self, edit: Any) -> set[Tap]:
         """Where an edit is."""

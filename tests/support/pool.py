@@ -18,20 +18,24 @@ from support import engines
 
 EVERY_SITE = list(OUTER)
 PROFILES: dict[str, dict[str, Any]] = {
-    # Steps of 64 tokens: longer prompts come in chunks.
-    "standard": {"max_num_batched_tokens": 64, "max_num_seqs": 8},
+    # Steps of 64 tokens: longer prompts come in chunks. Rows are kept.
+    "standard": {
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "midstream": {"sites": engines.ALL_SITES, "reuse_bytes": 8 << 20},
+    },
     # Every site, and steps that hold whole batches.
     "wide": {
         "max_num_batched_tokens": 512,
         "max_num_seqs": 64,
-        "midstream": {"sites": EVERY_SITE, "maps": 4},
+        "midstream": {"sites": EVERY_SITE, "maps": 4, "gate_states": 12},
     },
     # The same without a prefix cache: what it gives depends on no earlier request.
     "uncached": {
         "max_num_batched_tokens": 512,
         "max_num_seqs": 8,
         "enable_prefix_caching": False,
-        "midstream": {"sites": EVERY_SITE, "maps": 4},
+        "midstream": {"sites": EVERY_SITE, "maps": 4, "gate_states": 12},
     },
 }
 _COMMON = {"block_size": 32, "enable_prefix_caching": True}

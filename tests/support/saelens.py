@@ -5,14 +5,19 @@ Importing it takes seconds, so one file of tests does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sae_lens
 import torch
 from sae_lens.saes.sae import SAEMetadata, TrainStepInput
 from torch import Tensor
+
+from support.end_oracle import EndOracle
+from support.oracle_edits import At
 
 MLP = {"hook_name": "blocks.2.mlp.hook_in", "hook_name_out": "blocks.2.hook_mlp_out"}
 # By name: the class without "Config", and what its configuration says beyond the sizes.
@@ -114,6 +119,42 @@ def edited(sae: Any, x: Tensor, values: Mapping[int, float], mode: str) -> Tenso
     return found
 
 
+def reconstructed(
+    sae: Any, x: Tensor, h: Tensor, values: Mapping[int, float], mode: str, error: bool
+) -> Tensor:
+    """Return what a reconstruction with changed features makes of h, float64 [n, width].
+
+    Args:
+        sae: what `read` returns.
+        x: what it encodes; of an SAE the same as `h`.
+        h: what is replaced.
+        values: the changed features; for "ablate" their values are not read.
+        mode: what is done to them.
+        error: whether x̂(a') − x̂(a) is added to h, instead.
+    """
+
+    def decoded(a: Tensor) -> Tensor:
+        sae.encode(x.double())  # a normalisation is undone as of the vectors last encoded
+        found: Tensor = sae.decode(a)
+        return found
+
+    with torch.no_grad():
+        a = sae.encode(x.double())
+        changed = a.clone()
+        for index, value in values.items():
+            match mode:
+                case "set":
+                    changed[:, index] = value
+                case "add":
+                    changed[:, index] += value
+                case "scale":
+                    changed[:, index] *= value
+                case "ablate":
+                    changed[:, index] = 0
+        change = decoded(changed) - decoded(a)
+        return (h.double() if error else sae(x.double())) + change
+
+
 def _made(name: str, width: int, features: int, given: dict[str, Any]) -> Any:
     fields = dict(given)
     places = {key: fields.pop(key) for key in ("hook_name", "hook_name_out") if key in fields}
@@ -128,3 +169,54 @@ def _saved(sae: Any, folder: Path) -> Path:
     is_trained = isinstance(sae, sae_lens.TrainingSAE)
     (sae.save_inference_model if is_trained else sae.save_model)(folder)
     return folder
+
+
+@dataclass(frozen=True)
+class By:
+    """An edit of the reference: what it makes of vectors, and where; of those of another tap, too,
+    where it reads one."""
+
+    change: Callable[..., Tensor]
+    taps: tuple[tuple[str, int], ...] = (("resid_post", 1),)
+    reads: tuple[str, int] | None = None
+
+
+class Oracle(EndOracle):
+    """Any changes too."""
+
+    def taps(self, edit: Any) -> set[Any]:
+        return set(edit.taps) if isinstance(edit, By) else super().taps(edit)
+
+    def _apply(self, one: At, tap: Any, h: np.ndarray) -> np.ndarray:
+        if not isinstance(one.edit, By):
+            return super()._apply(one, tap, h)
+        chosen = [position for position in range(len(h)) if one.where(position)]
+        out = h.copy()
+        given = [torch.from_numpy(h[chosen])]
+        if one.edit.reads is not None:
+            given.append(self._seen.values[one.edit.reads][chosen].double())
+        out[chosen] = one.edit.change(*given).numpy()
+        return out
+
+
+MLP_TAPS = ("mlp_in", 2), ("mlp_out", 2)
+CHANGED = {3: 4.0, 8: 0.0, 77: -1.5}
+
+
+def is_transcoder(name: str) -> bool:
+    return "hook_name_out" in KINDS.get(name, ("", {}))[1]
+
+
+def as_saelens(folders: Path, name: str, **asked: Any) -> By:
+    """The reference of `Reconstruct(name, …)`."""
+    sae = read(folders / name)
+    index, mode = asked.get("index") or {}, asked.get("mode", "set")
+    values = index if isinstance(index, dict) else dict.fromkeys(index, asked.get("value", 0.0))
+    error = asked.get("error", False)
+
+    def change(h: Tensor, x: Tensor | None = None) -> Tensor:
+        return reconstructed(sae, h if x is None else x, h, values, mode, error)
+
+    if is_transcoder(name):
+        return By(change, MLP_TAPS[1:], MLP_TAPS[0])
+    return By(change)

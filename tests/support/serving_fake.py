@@ -20,6 +20,7 @@ from starlette import exceptions
 
 from midstream.errors import SpecError
 from midstream.results.activations import Activations
+from midstream.results.plan_update import PlanUpdate
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Captured, Receipt
 from midstream.results.site_table import SiteTable
@@ -84,6 +85,8 @@ class FakeEngine(FakeSweeps):
         states: the calls under way, by request id; True: one has an output.
         log: "call" or "output" and the request id, in this order.
         seats: how many calls run at the same time; others wait in the order in which they came.
+        updates: (plan, edits, scale) of each change of a running request.
+        refuses: is raised in place of a change.
         script: gives a call's outputs in place of those that a plan asks for.
         parameters: the model's, by name.
         pause: is awaited before each output.
@@ -116,6 +119,8 @@ class FakeEngine(FakeSweeps):
         self.seats = 64
         self._seats = asyncio.Semaphore(self.seats)
         self.parameters: dict[str, torch.Tensor] = {}
+        self.updates: list[tuple[Plan | None, Any, float | None]] = []
+        self.refuses: Exception | None = None
         self.script: Callable[..., list[Any]] | None = None
         self.pause: Callable[[], Any] = lambda: asyncio.sleep(0)
 
@@ -139,6 +144,15 @@ class FakeEngine(FakeSweeps):
 
     def sites(self) -> SiteTable:
         return SiteTable.of(SHAPE)
+
+    async def update(
+        self, request_id: CallPlan, *, edits: Any = None, scale: float | None = None
+    ) -> PlanUpdate:
+        """Record a change; `refuses` is raised in place of it."""
+        if self.refuses is not None:
+            raise self.refuses
+        self.updates.append((request_id.plan, edits, scale))
+        return PlanUpdate(len(self.updates), {0: 10 * len(self.updates)})
 
     async def usage(self, timeout: float | None = None) -> dict[str, Any]:
         found = {"requests": self.running, "waiting": 0, "workers": []}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
+from midstream.ops.sae.reference import SaeBuffers
 from midstream.ops.site import bind
 
 SLOTS = 6
@@ -40,11 +41,20 @@ class Case:
     scores: Tensor
     ring: Tensor
     mapped: Tensor
+    sae: SaeBuffers | None = None
+    encodes: bool = False
 
     # Of the tables that are bound, by address; not an argument.
     widths: ClassVar[dict[int, int]] = {}
+    # There are no gates with memory.
+    scans: ClassVar[Tensor] = torch.zeros(0, layout.SCAN_COLUMNS, dtype=torch.int32)
+    scan_states: ClassVar[Tensor] = torch.zeros(0, 1, layout.STATE_COLUMNS, dtype=torch.int32)
 
-    def arguments(self) -> tuple[Tensor | None, ...]:
+    @property
+    def encoding(self) -> frozenset[int]:
+        return frozenset([self.table.data_ptr()] if self.encodes else [])
+
+    def arguments(self) -> tuple[Any, ...]:
         return tuple(vars(self).values())
 
     def bound(self) -> tuple[Tensor | None, ...]:
@@ -58,12 +68,13 @@ class Case:
 
     def copy(self, device: str = "cpu") -> Case:
         """A deep copy on a device."""
-        return Case(
-            **{
-                name: None if value is None else value.clone().to(device)
-                for name, value in vars(self).items()
-            }
-        )
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, SaeBuffers):
+                return SaeBuffers(*map(copied, vars(value).values()))
+            return value.clone().to(device) if isinstance(value, Tensor) else value
+
+        return Case(**{name: copied(value) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -189,7 +200,9 @@ def _tables(programs: list[list[Step]]) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list[Step]:
-    """Instructions of every kind and flag but MAP. Scales keep vectors of `width` about as long."""
+    """Instructions of every kind and flag but MAP, CODE and RECONSTRUCT. Scales keep
+    vectors of `width` about as long.
+    """
 
     def normal() -> float:
         return float(draw.standard_normal())
@@ -413,7 +426,7 @@ class _Run:
         self.delta = torch.where(chosen, stream * ratio - self.entered, self.delta)
 
 
-_OTHERS = [op for op in Op if op is not Op.MAP]
+_OTHERS = [op for op in Op if op not in (Op.MAP, Op.SCAN, Op.CODE, Op.RECONSTRUCT)]
 _READERS = (Op.CLIP, Op.LINEAR, Op.FEATURE, Op.GATE, Op.PROBE)
 
 # Sums over a row are taken in another order: relative to the row's largest value.
@@ -424,8 +437,8 @@ def assert_same(found: Case, wanted: Case, *, exact: bool) -> None:
     """All buffers agree: integers exactly, floats too if `exact`, or else to rounding."""
     for name, value in vars(wanted).items():
         got = getattr(found, name)
-        if name == "mapped":
-            continue  # of the kernels alone
+        if name in ("mapped", "sae", "encodes"):
+            continue  # of the kernels alone, or made of them
         if value is None:
             assert got is None
             continue

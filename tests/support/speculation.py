@@ -36,7 +36,7 @@ COMMON = {
     # What is computed, not what is cached, is at stake here.
     "enable_prefix_caching": False,
     "disable_log_stats": False,
-    "midstream": {"sites": [*SITES, "rot_q", "final_norm", "logits"]},
+    "midstream": {"sites": [*SITES, "rot_q", "final_norm", "logits"], "gate_states": 8},
 }
 SPECULATION: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -121,6 +121,29 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
         },
         "replaced": {"edits": [Replace(rows, 1, **bounded)], "capture": everything},
         "gated": {"edits": [gate, Scale(0.5, 0, **bounded)], "capture": everything},
+        "gated for some": {
+            "edits": [
+                Gate(Steer(vector(4), 1, 3.0), vector(5), threshold=4.0, hold=2, smooth=0.6),
+                Gate(
+                    Steer(vector(6), last, 2.0, positions=even, phase="generated"),
+                    Reading(vector(7), layer=0),
+                    threshold=1.0,
+                    release=-2.0,
+                ),
+            ],
+            "capture": everything,
+        },
+        "gated for good": {
+            "edits": [
+                Gate(
+                    Steer(vector(8), 1, 3.0, positions="generated"),
+                    Reading(vector(9), layer=0, site="resid_mid"),
+                    threshold=8.0,
+                    hold="rest",
+                )
+            ],
+            "capture": everything,
+        },
         "probed": {
             "probes": [
                 Probe(vector(7), last, name="a"),

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.async_run import ALL_SITES, COUNT, KINDS, TAPPED, plan, prompt
+from support.async_run import ALL_SITES, COUNT, KINDS, TAPPED, plan, prompt, vector
+from support.oracle import HookEdit, Oracle, relative_error
 from support.own_process import python
 
 
@@ -295,3 +296,57 @@ def test_each_cell_of_a_sweep_is_told_as_it_comes(found):
 def test_a_cancelled_sweep_leaves_nothing_and_one_without_alignment_is_refused(found):
     assert found["sweep"]["cancelled"] == "CancelledError"
     assert found["sweep"]["refused"] == "align"
+
+
+def test_edits_of_running_requests_change_where_their_receipts_say(
+    found: dict[str, Any], tiny_llama: Path
+) -> None:
+    """Steps are scheduled ahead here: a change holds after those."""
+    oracle = Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
+    known = found["updates"]
+    whole = prompt(2)["prompt_token_ids"]
+    length = len(whole) + 59
+    for name in ("mine", "other"):
+        one = known[name]
+        versions = one["receipt"]["versions"]
+        assert one["receipt"]["status"] == "ok"
+        assert [number for _, number, _ in one["answers"]] == [1, 2, 3]
+        begins = [0, *(position for _, _, position in one["answers"])]
+        ends = [*begins[1:], length]
+        assert [tuple(each["positions"]) for each in versions] == list(
+            zip(begins, ends, strict=True)
+        )
+        for count, _, position in one["answers"]:
+            assert position >= len(whole) + count - 1
+        _replay(oracle, one, [(vector(4), 1, 2.0, 0), (vector(5), 0, 3.0, 2)])
+    assert known["alone"]["receipt"]["versions"] == []
+    _replay(oracle, known["alone"], [(vector(4), 1, 2.0, 0)])
+    positions, several = known["several"]
+    assert set(positions) == {0, 1}
+    for nth, each in enumerate(several["outputs"]):
+        assert each["receipt"]["status"] == "ok"
+        assert each["receipt"]["versions"][1]["positions"][0] == positions[nth]
+
+
+def _replay(oracle: Oracle, one: dict[str, Any], edits: list[tuple[Any, int, float, int]]) -> None:
+    """Compare rows and tokens with transformers, where each edit (vector, layer, scale, number of
+    the version) holds where its version did.
+    """
+    whole = prompt(2)["prompt_token_ids"]
+    held = [each["positions"] for each in one["receipt"]["versions"]] or [(0, 1 << 20)]
+    hooks = [
+        HookEdit("resid_post", layer, push, scale, lambda at, where=held[nth]: at in range(*where))
+        for push, layer, scale, nth in edits
+    ]
+    logits, seen = oracle.run([*whole, *one["generated"]][:-1], hooks)
+    assert logits[len(whole) - 1 :].argmax(-1).tolist() == one["generated"]
+    for tap, (rows_, positions) in one["activations"].items():
+        assert relative_error(rows_, seen[tap][positions]) < 1e-4
+
+
+def test_requests_that_do_not_run_cannot_change(found: dict[str, Any]) -> None:
+    for name, request in (("ended", "u0"), ("unknown", "nobody")):
+        kind, problem = found["updates"][name]
+        assert kind == "SpecError"
+        assert problem.startswith(f"request_id: request {request!r} is not running")
+    assert found["updates"]["nothing"] == ("SpecError", "give `edits`, `scale` or both")

@@ -50,7 +50,7 @@ SPLIT = {"q", "rot_q", "z", "mlp_pre", "mlp_pre_linear", "mlp_act"}
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    return {"sites": EVERY, "check_ranks": True, **more}
+    return {"sites": EVERY, "check_ranks": True, "gate_states": 8, **more}
 
 
 def mixed(**more: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Model:
             split: sites whose vectors the ranks have in parts, each its own heads.
         """
         # Where a score may fall on either side of a threshold, no edit jumps there.
-        found = catalogue(self.hooks, self.families[0][:24], SEED, jumps=not GPUS)
+        found = catalogue(self.hooks, self.families[0][:24], SEED, jumps=not GPUS, memory=True)
         edits = tuple(
             edit
             for edit in found.edits
@@ -123,7 +123,7 @@ def alone(tiny_models: Path) -> Iterator[Callable[[str], Model]]:
                 tiny.make(name, tiny_models),
                 enable_prefix_caching=False,
                 max_num_batched_tokens=1024,
-                midstream={"sites": EVERY},
+                midstream={"sites": EVERY, "gate_states": 8},
                 **COMMON,
             )
             return Model(name, tiny_models, stack.enter_context(single))

@@ -28,6 +28,7 @@ from midstream import (
     Logits,
     Mass,
     Probe,
+    Reconstruct,
     Steer,
     TopKeys,
 )
@@ -52,7 +53,8 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         lenses={"mapped": str(lens)},
         http={"parameters": ["lm_head.weight", "model.norm.weight"]},
         saes={name: str(folder / name) for name in ("random", "jumps")},
-        readout_bytes=4 << 20,
+        reconstruct={"resid_post:10": 400},
+        readout_bytes=8 << 20,
     )
     command = serving.command(smollm2, "--sites=resid_post,rot_q,final_norm", settings)
     with serving.running(command, tmp_path_factory.mktemp("others")) as found:
@@ -262,6 +264,7 @@ def test_an_sae_that_the_server_has_not_is_refused(client):
     for asked, path in (
         ({"capture": Features("mine")}, "capture[0].sae"),
         ({"edits": Feature(sae="mine", index={3: 1.0})}, "edits[0].sae"),
+        ({"edits": Reconstruct("mine")}, "edits[0].sae"),
     ):
         with pytest.raises(
             ServerError, match="there is no SAE 'mine'; there is `random`"
@@ -284,6 +287,28 @@ def test_features_are_edited_over_http_by_the_name_of_their_sae(client):
     wanted = x + added @ JUMPS.tensors["W_dec"][list(values)].double()
     found = after.activations["resid_post", 10].double()
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
+
+
+def test_vectors_are_reconstructed_over_http_by_the_name_of_an_sae(client):
+    """With and without the error term, against the vectors without the edit."""
+    values = {3: 20.0, 17: 0.0, 30: 5.0}
+    capture = Capture(10, positions="prompt")
+    [before] = client.complete(PROMPT, **ASKED, capture=capture).outputs
+    x = before.activations["resid_post", 10].double()
+    w_dec, b_dec = (RANDOM.tensors[name].double() for name in ("W_dec", "b_dec"))
+    code = RANDOM.encode(x)
+    changed = code.clone()
+    changed[:, list(values)] = torch.tensor(list(values.values())).double()
+    for edit, wanted in (
+        (Reconstruct("random"), code @ w_dec + b_dec),
+        (Reconstruct("random", values), changed @ w_dec + b_dec),
+        (Reconstruct("random", values, error=True), x + (changed - code) @ w_dec),
+    ):
+        [after] = client.complete(PROMPT, **ASKED, capture=capture, edits=edit).outputs
+        assert after.receipt.edited.applied == 5 + TOKENS - 1
+        found = after.activations["resid_post", 10].double()
+        error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert float(error.max()) <= 1e-4
 
 
 @pytest.mark.parametrize("asks", ["complete", "stream"])

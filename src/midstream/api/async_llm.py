@@ -33,6 +33,7 @@ from midstream.api.default_capture import DefaultCapture
 from midstream.api.evaluations import AsyncEvaluations
 from midstream.api.outputs import GenerateOutput
 from midstream.api.sweep_calls import AsyncSweeps
+from midstream.api.updates import AsyncUpdates
 from midstream.config.config import KEY, Config, from_additional_config
 from midstream.errors import ConfigError
 from midstream.results.site_table import SiteTable
@@ -48,7 +49,7 @@ from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_script
 
 
-class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, VllmAsyncLLM):
+class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, VllmAsyncLLM):
     """vLLM's asynchronous engine, with midstream enabled.
 
     The engine core runs in a process of its own. `info`, `vectors`, `steering` and `sites()` are

@@ -22,6 +22,7 @@ from midstream.api.offline_call import OfflineCall
 from midstream.api.outputs import GenerateOutput
 from midstream.api.registered import Lenses, Saes
 from midstream.api.sweep_calls import OfflineSweeps
+from midstream.api.updates import Updates
 from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
 from midstream.errors import SpecError, UnsupportedError
@@ -40,7 +41,7 @@ from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 
 
-class LLM(OfflineSweeps, Evaluations, VllmLLM):
+class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
     """vLLM's offline engine, with midstream enabled.
 
     Has the arguments of `vllm.LLM`, and:

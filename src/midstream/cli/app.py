@@ -27,6 +27,7 @@ COMMANDS = (
     "verify",
     "merge",
     "prune",
+    "docs",
 )
 
 

@@ -11,6 +11,7 @@ from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
 from midstream.fit import Directions
+from midstream.results.plan_update import PlanUpdate
 from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.forms import LayersLike, PositionsLike
 from midstream.sweep import Sweep
@@ -145,6 +146,12 @@ class AsyncClient:
     async def parameter(self, name: str) -> Any:
         """Return a parameter of the model; see `Client.parameter`."""
         return await self._run(protocol.parameter(name))
+
+    async def update(
+        self, request_id: str, *, edits: Any = None, scale: float | None = None
+    ) -> PlanUpdate:
+        """Change the edits of a running request; see `Client.update`."""
+        return await self._run(protocol.update(request_id, edits, scale))
 
     async def delete(self, captured: CapturedRows) -> None:
         """Delete rows on the server; see `Client.delete`."""

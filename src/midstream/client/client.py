@@ -11,6 +11,7 @@ from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
 from midstream.fit import Directions
+from midstream.results.plan_update import PlanUpdate
 from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.forms import LayersLike, PositionsLike
 from midstream.sweep import Sweep
@@ -227,6 +228,28 @@ class Client:
             ServerError: the server does not allow it, or the model has no such parameter.
         """
         return self._run(protocol.parameter(name))
+
+    def update(
+        self, request_id: str, *, edits: Any = None, scale: float | None = None
+    ) -> PlanUpdate:
+        """Change the edits of a running request of this client, from the first position that is not
+        scheduled yet. Its receipt lists the versions and where each held.
+
+        Args:
+            request_id: id in the response of the request, such as `output.request_id` of a stream.
+            edits: its own edits from now on, in any form of `complete`; `[]`: none. None: those
+                given last.
+            scale: factor on the strength of the edits given last: 0 turns them off, 1 restores
+                them. None: 1.
+
+        Returns:
+            The number of the version, and where it begins in each choice that still runs.
+
+        Raises:
+            ServerError: 404, no such request runs; 400, it cannot have these edits; 503, there is
+                no capacity for them now.
+        """
+        return self._run(protocol.update(request_id, edits, scale))
 
     def delete(self, captured: CapturedRows) -> None:
         """Delete rows on the server, which otherwise expire.

@@ -20,6 +20,7 @@ from midstream.fit import Directions
 from midstream.fit.prompts import naming_fields, read_capture, read_prompts
 from midstream.http.sse import DONE, Event, Events
 from midstream.results.arrays import load_tensors
+from midstream.results.plan_update import PlanUpdate
 from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.named_vector import read_name
 from midstream.validation import at
@@ -29,6 +30,7 @@ VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
 PARAMETERS, ROWS = "/v1/midstream/parameters", "/v1/midstream/activations"
 FIT = "/v1/midstream/fit"
 SITES, STATUS = "/v1/midstream/sites", "/v1/midstream/status"
+REQUESTS = "/v1/midstream/requests"
 PLAN = ("capture", "steer", "edits", "probes")
 FIELDS = (*PLAN, "activations")
 # A value of `activations` for clients alone: the rows stay on the server.
@@ -223,6 +225,21 @@ def _fit_options(
 def delete(captured: CapturedRows) -> Exchange[None]:
     """Delete cached rows."""
     yield from call("DELETE", f"{ROWS}/{captured.id}")
+
+
+def update(request_id: str, edits: Any, scale: float | None) -> Exchange[PlanUpdate]:
+    """Change the edits of a running request; return where the version begins in each choice."""
+    given: dict[str, Any] = {}
+    if edits is not None:
+        given["edits"] = extra_body(edits=edits)[KEY].get("edits", [])
+    if scale is not None:
+        given["scale"] = scale
+    path = f"{REQUESTS}/{quote(request_id, safe='')}/update"
+    choices = (yield from call("POST", path, given))["choices"]
+    return PlanUpdate(
+        max(one["version"] for one in choices),
+        {one["index"]: one["position"] for one in choices},
+    )
 
 
 def register_vectors(name: str, vectors: Any) -> Exchange[dict[str, Any]]:

@@ -20,13 +20,15 @@ from midstream.config.reader import check_mapping, check_names, read_bool, read_
 from midstream.config.sinks import plain_sinks
 from midstream.config.steering import WEIGHTS, plain_steering, plain_vectors, plain_weights
 from midstream.errors import ConfigError
+from midstream.sites import Tap
 from midstream.spec.capture import RETURNS, SHARDED
+from midstream.spec.features import SITES
 from midstream.version import __version__
 
 KEY = "midstream"
 ENVIRONMENT_VARIABLE = "MIDSTREAM"
 # Increase when the op's arguments or buffers change meaning: it separates cached compiled graphs.
-OP_SCHEMA = 6
+OP_SCHEMA = 8
 # Capacity settings and their minimum values.
 _LEAST = {
     "bank_rows": 1,
@@ -36,9 +38,11 @@ _LEAST = {
     "probes": 1,
     "token_ids": 1,
     "maps": 0,
+    "gate_states": 0,
     "readout_rows": 1,
     "readout_bytes": 0,
     "reductions": 0,
+    "reuse_bytes": 0,
 }
 _CHOICES = {
     "overflow": ("block", "spill", "drop"),
@@ -46,6 +50,7 @@ _CHOICES = {
     "on_mismatch": ("raise", "warn"),
     "on_nonfinite": ("raise", "report"),
     "tapped_model": ("startup", "lazy", "always"),
+    "hooks": ("off", "local"),
 }
 STAMP = {"version": __version__, "op_schema": OP_SCHEMA}
 
@@ -70,6 +75,10 @@ class Config:
         maps: maximum number of distinct matrices of `Affine(matrix=…)` in use by running requests.
             Each takes 4 · hidden² bytes on the device, in addition to `bank_rows`, and on a GPU all
             together 4 · hidden per token of a step. 0: such edits are rejected.
+        gate_states: maximum number of states of gates with memory (`hold`, `smooth`, `release`) in
+            all running requests: one for each gate and tap that it reads. Each takes a few hundred
+            bytes on the device; above 0, each tap launches one kernel more on a GPU. A request that
+            would exceed it together with others waits in the front end. 0: such gates are rejected.
         readout_rows: maximum number of rows that lenses and SAEs of all running requests may read
             in one step: positions times layers. All requests of a step wait for this work. A
             request that would exceed it together with others waits in the front end. Generated
@@ -77,10 +86,18 @@ class Config:
         readout_bytes: device memory on each rank for registered lenses and SAEs (`llm.lenses`,
             `llm.saes`), taken before the KV cache is sized. A lens takes width² numbers of the
             model's dtype for each layer, an SAE 4 · features · (width + 2) bytes.
+        reconstruct: where SAEs may reconstruct vectors (`Reconstruct`): the largest number of
+            features of an SAE by site and layer, such as `{"resid_post:12": 16384}`; of a
+            transcoder, what it reads. SAEs of these places are stored with their decoders, in
+            `readout_bytes`: 8 · features · (width + 1) bytes each. All places together take
+            4 · width bytes per token of a step on the device, and on a GPU 256 MiB.
         reductions: maximum number of vectors of sums of running requests that reduce rows: one for
             each layer of a mean or maximum, three of moments. Each takes 8 · hidden bytes on the
             device, taken before the KV cache is sized. A request that would exceed it together with
             others waits in the front end.
+        reuse_bytes: host memory of the front end for rows of `Capture(reuse=True)`, which later
+            requests with the same tokens and edits get in place of computing them. Beyond it, those
+            of the least recently used tokens are forgotten. 0: such captures are rejected.
         staging_bytes: size of the staging ring on the device, through which captured vectors are
             transferred. None: enough for every token of the largest step at every tapped site, on a
             GPU twice that (rows are transferred while the next step fills the ring), but at most
@@ -112,6 +129,9 @@ class Config:
             request needs it; all requests wait for that. "always": every step runs the tapped
             model, and vLLM's own is not compiled; a request's rounding is then the same whatever
             other requests ask for.
+        hooks: "local": requests from Python may have edits by Python functions, see `Local`. The
+            engine then runs eagerly, without compilation and CUDA graphs, as if `enforce_eager`
+            were set. "off": such edits are rejected.
         sinks: sinks for captured rows besides the request's output: settings by name, such as
             `{"store": {"root": "acts"}}`, or one string `"filesystem:root=acts"`.
         vectors: named vectors from the start: paths of `.safetensors`, `.npz`, `.gguf` or `.json`
@@ -135,9 +155,12 @@ class Config:
     probes: int = 16
     token_ids: int = 16384
     maps: int = 0
+    gate_states: int = 0
     readout_rows: int = 16384
     readout_bytes: int = 0
+    reconstruct: Mapping[str, int] = field(default_factory=dict)
     reductions: int = 256
+    reuse_bytes: int = 0
     staging_bytes: int | None = None
     on_mismatch: str = "raise"
     on_nonfinite: str = "raise"
@@ -148,6 +171,7 @@ class Config:
     return_: str = SHARDED
     check_ranks: bool = False
     tapped_model: str = "startup"
+    hooks: str = "off"
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     vectors: Mapping[str, str] = field(default_factory=dict)
     lenses: Mapping[str, str] = field(default_factory=dict)
@@ -189,6 +213,8 @@ class Config:
         if given.get("codec", "raw") != "raw":
             given["codec"] = _codec(given["codec"])
         read_bool(f"{KEY}.check_ranks", given.get("check_ranks", False))
+        if "reconstruct" in given:
+            given["reconstruct"] = _reconstruct(given["reconstruct"])
         if given.get("sinks", {}) != {}:
             given["sinks"] = plain_sinks(given["sinks"])
         if "vectors" in given:
@@ -212,6 +238,15 @@ class Config:
         plain["sites"] = list(self.sites)
         plain["layers"] = self.layers if isinstance(self.layers, str) else list(self.layers)
         return {**plain, "stamp": dict(STAMP)}
+
+    @property
+    def reconstructed(self) -> dict[Tap, int]:
+        """The setting `reconstruct` by (canonical site, layer)."""
+        found = {}
+        for place, features in self.reconstruct.items():
+            site, layer = place.split(":")
+            found[site, int(layer)] = features
+        return found
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers to tap, ascending, for a model of `num_layers` layers.
@@ -310,6 +345,23 @@ def _sites(value: object) -> tuple[str, ...]:
             raise ConfigError(f"{KEY}.sites: {canonical} is listed twice")
         found.append(canonical)
     return tuple(sorted(found, key=sites.NAMES.index))
+
+
+def _reconstruct(value: object) -> dict[str, int]:
+    """Return the setting `reconstruct` with canonical names of sites."""
+    path = f"{KEY}.reconstruct"
+    found = {}
+    given = check_mapping(path, value, "a dict of numbers of features by site and layer")
+    for place, features in given.items():
+        site, _, layer = place.partition(":") if isinstance(place, str) else ("", "", "")
+        name = sites.canonical(site)
+        if name not in SITES or not layer.isdecimal():
+            raise ConfigError(
+                f"{path}: expected places such as resid_post:12, of {', '.join(SITES)}, and a "
+                f"layer from 0, got {place!r}"
+            )
+        found[f"{name}:{int(layer)}"] = read_count(f"{path}.{place}", features)
+    return found
 
 
 def _layers(value: object) -> tuple[int, ...] | str:

@@ -20,14 +20,29 @@ first `GATE`), a program is a list of instructions, each of which adds f · v to
 | `MULTIPLY` | a | write ⊙ h |
 | `RAISE` | a | m + b · max(\|m\|, 1) + write − h, m the largest component of h |
 | `MAP` | a | M h + write − h, M the matrix [W, W] whose rows begin at read |
+| `RECONSTRUCT` | a | s − b · h, s what the last `CODE` made of the token |
 | `GATE` | none: g = σ(c · (x − b)), or x > b with `STEP`; x = ⟨h, read⟩ + a, or a score | |
 | `PROBE` | none: score = ⟨h, read⟩ + a | |
+| `SCAN` | none: a score of all tokens of a request, in order; see below | |
+| `CODE` | none: s = what an SAE makes of h; read is its description | |
 
 An instruction with a mask, a vector of ones and zeros, reads and changes only the components where
 the mask is one: in its row of the table, h and v are zero elsewhere. m is that of all components.
 
-A program has at most one `MAP` at a site, and nothing before it changes h. So M h is a product with
-the stream on entry, which a kernel of its own computes for all rows before the programs run.
+A program has at most one `MAP` or `CODE` at a site, and nothing before it changes h. So what it
+computes is of the stream on entry, and kernels of their own do so for all rows before the programs
+run. `midstream.ops.sae.layout` has the descriptions of SAEs. `CODE` and `RECONSTRUCT` may be at
+different sites: that of a transcoder's input, and that of its output.
+
+A `SCAN` is a score with state, for gates with memory. It is computed before the programs run, for
+all rows of a request in order, and read by a `GATE` with its slot, at this site or a later one.
+With x = ⟨h, read⟩ + a, h the stream on entry, and the state (s, left) of the token before:
+
+    s = x if there is none, else s + d · (x − s)
+    left = 1 + hold if s > (c if left > 0 else b), else max(left − 1, 0)
+
+The score is 1 if left > 0, else 0, with `STEP`; without, it is s. hold is the column WRITE. A token
+whose id is not listed leaves the state as it is.
 """
 
 from __future__ import annotations
@@ -60,7 +75,8 @@ FIRST = 0  # row 0: ring unit at which the step's first record begins; −1: no 
 CODE = 3  # row 0: the site's code, which goes into the signature
 TABLE_COLUMNS = 4
 
-# Kinds. From `WITH_MAP` on: the instruction with the number kind − `WITH_MAP` is a MAP.
+# Kinds. From `WITH_MAP` on: the instruction with the number kind − `WITH_MAP` is a MAP. Below 0:
+# the instruction with the number −1 − kind is a CODE.
 ANY, PLAIN, WITH_MAP = 0, 1, 2
 
 IDLE_PROGRAM = 0
@@ -73,7 +89,7 @@ FIRST_FREE_GROUP = 1
 # instructions: int32 [E, INSTRUCTION_COLUMNS].
 OP = 0  # an Op
 READ = 1  # unit of `bank` at which the read vector begins
-WRITE = 2  # unit of `bank` at which the write vector begins
+WRITE = 2  # unit of `bank` at which the write vector begins; of a SCAN: hold
 SLOT = 3  # 1 + column of `scores`; 0: none
 FLAGS = 4  # Flags
 IDS_START = 5  # first of the instruction's token ids in `lists`
@@ -94,6 +110,22 @@ FLOAT16_LIMIT = 32752.0
 # lists: int32 [L]: token ids of the instructions that have such a list.
 # scores: float32 [max tokens, slots]: probe scores, for gates at later sites and for the host.
 
+# scans: int32 [states, SCAN_COLUMNS]: which rows of the batch the SCANs of one slot have, for each
+# state. The rows are those of one request; some of them may have no such SCAN.
+SCAN_ROW = 0  # first row
+SCAN_COUNT = 1  # number of rows; 0: the state's request has none in this step
+SCAN_SLOT = 2  # 1 + column of `scores`
+SCAN_COLUMNS = 3
+
+# scan_states: int32 [states, n, STATE_COLUMNS]: the states after the last n positions of a request.
+# A step may compute positions again, as draft tokens are rejected: it starts from the last state
+# before its first position, and drops those of later positions.
+STATE_POSITION = 0  # 1 + position; 0: there is no state here
+STATE_SCORE = 1  # s, the bits of a float32
+STATE_LEFT = 2  # left; −1: no score was read yet
+STATE_COLUMNS = 3
+HELD = 1 << 30  # hold that no request outlasts
+
 
 class Op(IntEnum):
     """Operation code of an instruction; see the module's table."""
@@ -108,8 +140,11 @@ class Op(IntEnum):
     MULTIPLY = 7
     RAISE = 8
     MAP = 9
-    GATE = 10
-    PROBE = 11
+    RECONSTRUCT = 10
+    GATE = 11
+    PROBE = 12
+    SCAN = 13
+    CODE = 14
 
 
 class Flags(IntFlag):
@@ -154,16 +189,20 @@ def kind_of(ops: Sequence[Op], plain: bool) -> int:
         plain: whether there are any, and all `is_plain`.
 
     Raises:
-        ValueError: there are two MAPs, or an instruction before the MAP changes h.
+        ValueError: there are two of MAPs and CODEs, or two RECONSTRUCTs, or an instruction before
+            the MAP or CODE changes h.
     """
-    if Op.MAP not in ops:
+    if ops.count(Op.RECONSTRUCT) > 1:
+        raise ValueError("two RECONSTRUCTs of one token at one site")
+    places = [nth for nth, op in enumerate(ops) if op in (Op.MAP, Op.CODE)]
+    if not places:
         return PLAIN if plain else ANY
-    place = ops.index(Op.MAP)
-    if Op.MAP in ops[place + 1 :]:
-        raise ValueError("two MAPs of one token at one site")
-    if any(op not in (Op.GATE, Op.PROBE) for op in ops[:place]):
-        raise ValueError("an instruction before the MAP changes h")
-    return WITH_MAP + place
+    if len(places) > 1:
+        raise ValueError("two of MAPs and CODEs of one token at one site")
+    (place,) = places
+    if any(op < Op.GATE for op in ops[:place]):
+        raise ValueError(f"an instruction before the {ops[place].name} changes h")
+    return WITH_MAP + place if ops[place] is Op.MAP else -1 - place
 
 
 def limit_of(dtype: str) -> float:

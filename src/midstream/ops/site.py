@@ -7,6 +7,7 @@ are those of the buffers that the table is bound to, see `bind`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.sae.reference import SaeBuffers
+from midstream.ops.scan_ref import scan_ref
 from midstream.ops.site_ref import site_ref
 
 _SCHEMA = (
@@ -23,6 +26,9 @@ _SCHEMA = (
 
 
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
+Before = Callable[[int, Tensor, Tensor | None], None]
 
 
 class SiteBuffers(Protocol):
@@ -41,9 +47,15 @@ class SiteBuffers(Protocol):
         bank: float32 [V, U], the vectors.
         scores: float32 [rows, slots].
         ring: [R, U], destination of captured vectors.
+        scans: int32 [states, 3], the rows of SCANs in this step.
+        scan_states: int32 [states, kept, 3], what they remember.
         mapped: float32 [rows, N], what MAPs make of vectors that are at most N wide; on a GPU, if
             no row: there is no MAP. Not used on a CPU.
+        sae: what CODEs need; None: there is none.
+        encoding: addresses of the tables of sites where there may be CODEs.
         widths: width of the vectors at each bound table, by the address of the table.
+        before: is called before the edits of each call with active tokens, with the address of the
+            table and both halves of the stream; None: nothing is. Only where no graph is replayed.
     """
 
     @property
@@ -67,7 +79,17 @@ class SiteBuffers(Protocol):
     @property
     def mapped(self) -> Tensor: ...
     @property
+    def scans(self) -> Tensor: ...
+    @property
+    def scan_states(self) -> Tensor: ...
+    @property
+    def sae(self) -> SaeBuffers | None: ...
+    @property
+    def encoding(self) -> frozenset[int]: ...
+    @property
     def widths(self) -> dict[int, int]: ...
+    @property
+    def before(self) -> Before | None: ...
 
 
 # By the address of a site's table. Buffers that nobody uses any more leave it.
@@ -117,7 +139,8 @@ def site(
     3. Add the counts of this site to `tally[t]`. `NONFINITE` is set to 1 if a changed value
        saturated, or if an edited row, a captured row or a probe's score is not finite.
 
-    A MAP is a product of the stream on entry with a matrix: it comes before all that changes h.
+    A MAP or a CODE computes something of the stream on entry: it comes before all that changes h. A
+    SCAN reads the stream on entry too, before the programs run.
 
     The h that instructions read is the stream at the last instruction with `Flags.FRESH`; before
     the first of these, the stream on entry. A factor of exactly zero contributes exactly nothing.
@@ -129,7 +152,7 @@ def site(
             that is W wide. Mutated.
         residual: [T, W] or None, the other half: the stream is the sum of both.
         table: int32 [programs, 4], the table of this site, which `bind` was called with. The op
-            uses the tensors of its buffers, and mutates `scores` and `ring`.
+            uses the tensors of its buffers, and mutates `scores`, `scan_states` and `ring`.
         tally: `tally` of these buffers. Mutated: compilers keep the order of calls for that.
         start: None, or the first of W columns of `hidden`, which then has more; `residual` is None.
             A view of these columns cannot be given instead: Inductor makes wrong code for it (seen
@@ -162,19 +185,25 @@ def site(
             )
         hidden = hidden[:, start : start + width]
     _check_rows(hidden, residual, tokens.shape[0], width)
+    if buffers.before is not None:
+        buffers.before(address, hidden, residual)
     if tally.shape != buffers.tally.shape or tally.dtype != torch.int32:
         raise ValueError(
             f"tally must be that of the buffers, {_describe(buffers.tally)}, got {_describe(tally)}"
         )
-    run = site_ref
+    run, scan = site_ref, scan_ref
     if hidden.is_cuda:
+        from midstream.ops.scan_triton import scan_triton
         from midstream.ops.site_triton import site_triton
 
-        run = site_triton
-    run(
+        run, scan = site_triton, scan_triton
+    common = (
         hidden, residual, tokens, ids, tally, table, buffers.instructions, buffers.params,
-        buffers.lists, bank, scores, ring, buffers.mapped,
+        buffers.lists, bank, scores,
     )  # fmt: skip
+    if buffers.scans.shape[0]:
+        scan(*common, buffers.scans, buffers.scan_states)
+    run(*common, ring, buffers.mapped, buffers.sae, address in buffers.encoding)
 
 
 def _check_rows(hidden: Tensor, residual: Tensor | None, rows: int, width: int) -> None:
@@ -210,6 +239,13 @@ def _check_buffers(table: Tensor, buffers: SiteBuffers) -> None:
         ("bank", buffers.bank, float32, (buffers.bank.shape[0], unit)),
         ("scores", buffers.scores, float32, (rows, buffers.scores.shape[-1])),
         ("ring", buffers.ring, buffers.ring.dtype, (buffers.ring.shape[0], unit)),
+        ("scans", buffers.scans, int32, (buffers.scans.shape[0], layout.SCAN_COLUMNS)),
+        (
+            "scan_states",
+            buffers.scan_states,
+            int32,
+            (buffers.scans.shape[0], buffers.scan_states.shape[1], layout.STATE_COLUMNS),
+        ),
         ("mapped", buffers.mapped, float32, (buffers.mapped.shape[0], buffers.mapped.shape[-1])),
     ):
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():

@@ -60,6 +60,7 @@ _SCALE = tl.constexpr(int(Op.SCALE))
 _MULTIPLY = tl.constexpr(int(Op.MULTIPLY))
 _RAISE = tl.constexpr(int(Op.RAISE))
 _MAP = tl.constexpr(int(Op.MAP))
+_RECONSTRUCT = tl.constexpr(int(Op.RECONSTRUCT))
 _GATE = tl.constexpr(int(Op.GATE))
 _PROBE = tl.constexpr(int(Op.PROBE))
 
@@ -93,7 +94,7 @@ def _entered(half, rest, inside, has_residual: tl.constexpr):
 
 
 @triton.jit
-def _is_listed(lists, count, token):
+def is_listed(lists, count, token):
     """Return whether `token` is one of the first `count` ids of `lists`."""
     lanes = tl.arange(0, _IDS_BLOCK)
     hits = tl.zeros([_IDS_BLOCK], dtype=tl.int32)
@@ -144,7 +145,7 @@ def _factor(op, x, param):
 
 
 @triton.jit
-def _is_infinite(x):
+def is_infinite(x):
     """Return whether x is infinite or NaN."""
     return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
 
@@ -205,6 +206,7 @@ def _run(
     bank,
     slots,  # the row's scores
     product,  # the row's product with its matrix
+    decoded,  # what an SAE made of the row
     half,
     rest,
     columns,
@@ -213,6 +215,7 @@ def _run(
     unit: tl.constexpr,
     has_residual: tl.constexpr,
     has_maps: tl.constexpr,
+    has_saes: tl.constexpr,
 ):
     """Run instructions of any kind; return the sum of what they add, and how many counted."""
     delta = tl.zeros([columns.shape[0]], dtype=tl.float32)
@@ -231,7 +234,7 @@ def _run(
         applies = ids_count == 0
         if ids_count > 0:
             first = tl.load(word + _IDS_START)
-            listed = _is_listed(lists + first, ids_count, tl.load(ids + row))
+            listed = is_listed(lists + first, ids_count, tl.load(ids + row))
             applies = listed != ((flags & _OTHER_IDS) != 0)
         if applies:
             if ((flags & _FRESH) != 0) & (at != start):
@@ -271,6 +274,10 @@ def _run(
                             if op == _MAP:
                                 vector += tl.load(product + columns, mask=inside, other=0.0)
                                 vector = vector - base
+                        if has_saes:  # noqa: SIM102  (likewise)
+                            if op == _RECONSTRUCT:
+                                vector = tl.load(decoded + columns, mask=inside, other=0.0)
+                                vector -= tl.load(param + _B) * base
                         if (op == _REPLACE) | (op == _RAISE):
                             vector = vector - base
                         vector = _masked(vector, mask, bank, columns, inside, unit)
@@ -299,10 +306,10 @@ def _run(
                 gate = _sigmoid(c * (x - b))
                 if (flags & _STEP) != 0:
                     gate = tl.where(x > b, 1.0, 0.0)
-            elif slot > 0:
+            elif (op == _PROBE) & (slot > 0):
                 x += a
                 tl.store(slots + slot - 1, x)
-                tl.store(totals + _NONFINITE, 1, mask=_is_infinite(x))
+                tl.store(totals + _NONFINITE, 1, mask=is_infinite(x))
             done += ((flags & _COUNTED) != 0).to(tl.int32)
     return delta, done
 
@@ -323,14 +330,17 @@ def site_kernel(
     scores,
     ring,
     mapped,
+    decoded,
     hidden_stride,
     residual_stride,
     slots,
     mapped_stride,
+    decoded_stride,
     width: tl.constexpr,
     unit: tl.constexpr,
     has_residual: tl.constexpr,
     has_maps: tl.constexpr,
+    has_saes: tl.constexpr,
     block: tl.constexpr,
     limit: tl.constexpr,
     dependent: tl.constexpr,
@@ -380,8 +390,9 @@ def site_kernel(
             else:
                 delta, done = _run(
                     start, count, row, token, ids, totals, instructions, numbers, lists, bank,
-                    scores + row * slots, mapped + row * mapped_stride, half, rest, columns, inside,
-                    width, unit, has_residual, has_maps,
+                    scores + row * slots, mapped + row * mapped_stride,
+                    decoded + row * decoded_stride, half, rest, columns, inside,
+                    width, unit, has_residual, has_maps, has_saes,
                 )  # fmt: skip
                 value = tl.load(half, mask=inside, other=0.0)
             tl.store(totals + _EDITS, edits + done)
@@ -400,7 +411,7 @@ def site_kernel(
                 changed = tl.where(beyond, held, changed)
                 edited = tl.where(delta == 0.0, value, changed.to(value.dtype))
                 tl.store(half, edited, mask=inside)
-                spoiled = (inside & (beyond | _is_infinite(edited))).to(tl.int32)
+                spoiled = (inside & (beyond | is_infinite(edited))).to(tl.int32)
                 tl.store(totals + _NONFINITE, 1, mask=tl.max(spoiled, axis=0) != 0)
         else:
             edited = tl.load(half, mask=inside, other=0.0)

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
+from midstream.ops.row_views import Index, by_unit, index, spaced
+from midstream.ops.sae.reference import SaeBuffers, reconstruct
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.int64]
-Index = slice | Tensor
 Flagged = NDArray[np.bool_] | bool
 
 # Plain integers: IntFlag operations create objects, at ten times the cost.
@@ -48,13 +49,15 @@ def site_ref(
     scores: Tensor,
     ring: Tensor,
     mapped: Tensor,
+    sae: SaeBuffers | None = None,
+    encodes: bool = False,
 ) -> None:
     """Run the op; see `midstream.ops.site.site`. It takes the tensors of `SiteBuffers` singly, and
-    does not need `mapped`.
+    needs neither `mapped` nor `encodes`.
     """
     width = hidden.shape[1]
-    units = width // bank.shape[1]
-    bank, ring = _by_unit(bank, width), _by_unit(ring, width)
+    units, numbers = width // bank.shape[1], bank.view(-1)
+    bank, ring = by_unit(bank, width), by_unit(ring, width)
     words: Ints = tokens[: hidden.shape[0]].numpy()
     active = words[:, layout.PROGRAM].nonzero()[0]
     if not active.size:
@@ -69,7 +72,15 @@ def site_ref(
     edited = programs[:, layout.EDIT_COUNT].nonzero()[0]
     if edited.size:
         device = _Device(
-            instructions.numpy(), params, lists.numpy(), bank, scores, ids.numpy(), units
+            instructions.numpy(),
+            params,
+            lists.numpy(),
+            bank,
+            scores,
+            ids.numpy(),
+            units,
+            numbers,
+            sae,
         )
         done, flagged = _edit(
             hidden, residual, device, active[edited], words[edited], programs[edited]
@@ -84,7 +95,7 @@ def site_ref(
     if captured.any():
         targets = words[captured, layout.RECORD] + places[captured] + (first - 2)
         where = active[captured]
-        flagged = _capture(hidden, residual, ring, _index(where), _spaced(targets))
+        flagged = _capture(hidden, residual, ring, index(where), spaced(targets))
         spoiled.append((where, flagged))
 
     totals: Ints = tally.numpy()
@@ -95,36 +106,6 @@ def site_ref(
     for where, flagged in spoiled:
         if flagged is not False:
             totals[where, layout.NONFINITE] |= flagged
-
-
-def _by_unit(memory: Tensor, width: int) -> Tensor:
-    """Return memory of units, [n, U], as a view of the vectors that start at each unit, which
-    overlap if a vector has several units: [starts, width].
-    """
-    unit = memory.shape[1]
-    if unit == width:
-        return memory
-    starts = max(memory.shape[0] - width // unit + 1, 0)
-    return memory.as_strided((starts, width), (unit, 1))
-
-
-def _index(rows: NDArray[np.integer]) -> Index:
-    """Return an index for ascending row numbers (at least one): a slice if consecutive."""
-    first, last = int(rows[0]), int(rows[-1])
-    if last - first == rows.size - 1:
-        return slice(first, last + 1)
-    return torch.from_numpy(rows.astype(np.int64))
-
-
-def _spaced(rows: NDArray[np.integer]) -> Index:
-    """Return an index for row numbers in any order: a slice if they ascend evenly."""
-    first, last = int(rows[0]), int(rows[-1])
-    step = int(rows[1]) - first if rows.size > 1 else 1
-    if step > 0 and last - first == step * (rows.size - 1):
-        even = slice(first, last + 1, step)
-        if rows.size <= 2 or (rows == np.arange(first, last + 1, step)).all():
-            return even
-    return torch.from_numpy(rows.astype(np.int64))
 
 
 def _capture(
@@ -166,7 +147,7 @@ def _edit(
         int32 [n], or one number for all rows: COUNTED instructions executed per row.
         bool [n], or one for all rows: whether `NONFINITE` is set.
     """
-    where = _index(rows)
+    where = index(rows)
     starts, counts = programs[:, layout.EDIT_START], programs[:, layout.EDIT_COUNT]
     plain = bool((programs[:, layout.KIND] == layout.PLAIN).all())
     if plain and (starts == starts[0]).all() and (counts == counts[0]).all():
@@ -210,6 +191,8 @@ class _Device:
     Attributes:
         bank: float32 [starts, W], the vector that starts at each unit.
         units: units of a vector.
+        numbers: float32 [V · U], the bank as one vector.
+        sae: what CODEs need; None: there is none.
     """
 
     instructions: Ints
@@ -219,6 +202,8 @@ class _Device:
     scores: Tensor
     ids: Ints
     units: int
+    numbers: Tensor
+    sae: SaeBuffers | None
 
     def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int]:
         """Return the sum of plain instructions, which add the same to every row.
@@ -312,7 +297,7 @@ class _Work:
         elif at.size:
             if self.base is entered:
                 self.base = entered.clone()
-            rows = _index(at)
+            rows = index(at)
             self.base[rows] = entered[rows] + self.delta[rows]
 
     def _applies(self, at: Rows, which: Ints, words: Ints) -> NDArray[np.bool_] | None:
@@ -339,15 +324,17 @@ class _Work:
         elif op is Op.PROBE:
             stored = words[:, layout.SLOT] > 0
             if stored.any():
-                score = self._read(_index(at), words) + a
+                score = self._read(index(at), words) + a
                 rows = torch.from_numpy(self._rows[at[stored]])
                 slots = torch.from_numpy(words[stored, layout.SLOT].astype(np.int64) - 1)
                 self._device.scores[rows, slots] = score[torch.from_numpy(stored)]
                 infinite = stored & ~np.isfinite(score.numpy())
                 if infinite.any():
                     self.spoiled = np.isin(np.arange(len(self.delta)), at[infinite]) | self.spoiled
-        else:
-            factor = self._factor(op, _index(at), words, (a, b, c, d))
+        elif op is Op.CODE:
+            self._code(at, words)
+        elif op is not Op.SCAN:  # whose score is there already
+            factor = self._factor(op, index(at), words, (a, b, c, d))
             self._add(op, at, which, words, factor)
             kept = (words[:, layout.FLAGS] & _KEEP) != 0
             if kept.any():
@@ -394,7 +381,7 @@ class _Work:
         flags = words[:, layout.FLAGS]
         gated = (flags & _GATED) != 0
         if gated.any():
-            gate = torch.where(torch.from_numpy(gated), self.gate[_index(at)], 1.0)
+            gate = torch.where(torch.from_numpy(gated), self.gate[index(at)], 1.0)
             factor = torch.where(gate == 0, 0.0, factor * gate)
         live = factor.numpy() != 0
         if not live.all():
@@ -402,9 +389,12 @@ class _Work:
                 return
             at, which, words, flags = at[live], which[live], words[live], flags[live]
             factor = factor[torch.from_numpy(live)]
-        rows = _index(at)
+        rows = index(at)
         if op is Op.SCALE:
             vectors = self.base[rows]
+        elif op is Op.RECONSTRUCT:
+            share = self._device.params[torch.from_numpy(which.astype(np.int64)), layout.B]
+            vectors = self._sae.decoded[self._rows[at]] - share[:, None] * self.base[rows]
         else:
             write = words[:, layout.WRITE]
             by_position = (flags & _ROW_BY_POSITION) != 0
@@ -444,10 +434,24 @@ class _Work:
             found[mine] = base[mine] @ self._device.matrix(int(start)).T
         return found
 
+    def _code(self, at: Rows, words: Ints) -> None:
+        """Store what the SAEs make of rows `at`."""
+        sae, unit = self._sae, self._device.bank.shape[1] // self._device.units
+        for start in np.unique(words[:, layout.READ]):
+            mine = at[words[:, layout.READ] == start]
+            described = self._device.numbers[int(start) * unit :]
+            made = reconstruct(self.base[index(mine)], described, sae.weights)
+            sae.decoded[self._rows[mine]] = made
+
+    @property
+    def _sae(self) -> SaeBuffers:
+        assert self._device.sae is not None, "there are SAEs"
+        return self._device.sae
+
     def _restore_norm(self, at: Rows, words: Ints) -> None:
         """Rescale the stream of rows `at` to the norm of h, where their mask is not zero."""
         assert self.entered is not None, "a program with KEEP is not plain"
-        rows = _index(at)
+        rows = index(at)
         stream = self.entered[rows] + self.delta[rows]
         wanted, norm = _norm(self._seen(rows, words)), _norm(self._masked(stream, words))
         ratio = torch.where((norm == 0) | (norm == wanted), 1.0, wanted / norm)
@@ -461,7 +465,7 @@ class _Work:
         scored = slots > 0
         x = torch.empty(at.size)
         if not scored.all():
-            rows = _index(at[~scored])
+            rows = index(at[~scored])
             mine = torch.from_numpy(~scored)
             x[mine] = self._read(rows, words[~scored]) + a[mine]
         if scored.any():
@@ -469,7 +473,7 @@ class _Work:
             columns = torch.from_numpy(slots[scored].astype(np.int64) - 1)
             x[torch.from_numpy(scored)] = self._device.scores[rows, columns]
         step = torch.from_numpy((words[:, layout.FLAGS] & _STEP) != 0)
-        self.gate[_index(at)] = torch.where(step, (x > b).float(), _sigmoid(c * (x - b)))
+        self.gate[index(at)] = torch.where(step, (x > b).float(), _sigmoid(c * (x - b)))
 
 
 def _norm(vectors: Tensor) -> Tensor:

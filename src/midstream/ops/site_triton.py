@@ -12,6 +12,8 @@ import triton
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.sae.launch import launch_saes
+from midstream.ops.sae.reference import SaeBuffers
 from midstream.ops.site_kernel import NEIGHBOURS, map_kernel, site_kernel
 
 MAX_WIDTH = 32768  # a row is one block, in registers
@@ -45,6 +47,8 @@ def site_triton(
     scores: Tensor,
     ring: Tensor,
     mapped: Tensor,
+    sae: SaeBuffers | None = None,
+    encodes: bool = False,
 ) -> None:
     """Launch the kernels; see `midstream.ops.site_ref.site_ref`, which has the same arguments.
 
@@ -59,31 +63,42 @@ def site_triton(
         return
     device = hidden.device
     has_residual, has_maps = residual is not None, mapped.shape[0] > 0
+    has_saes = sae is not None
+    decoded = mapped if sae is None else sae.decoded
     rest = hidden if residual is None else residual
     tensors = (
         hidden, residual, tokens, ids, tally, table, instructions, params, lists, bank, scores,
-        ring, mapped,
+        ring, mapped, decoded,
     )  # fmt: skip
-    strides = hidden.stride(0), rest.stride(0), scores.shape[1], mapped.shape[1]
+    shapes = scores.shape[1], mapped.shape[1], decoded.shape[1]
+    strides = hidden.stride(0), rest.stride(0), *shapes
     dependent = _dependent_launch(num_rows, width, device)
     dtypes = hidden.dtype, rest.dtype, ring.dtype
-    kind = device, dtypes, width, unit, has_residual, has_maps, strides, dependent
+    has = has_residual, has_maps, has_saes
+    kind = device, dtypes, width, unit, has, strides, dependent
     addresses = [None if each is None else each.data_ptr() for each in tensors]
     is_aligned = not reduce(or_, [each for each in addresses if each is not None]) % 16
     kernel = _KERNELS.get(kind) if is_aligned else None
     options = _launch_options(width, unit, hidden.dtype, dependent)
-    with _current(device):
+    with current(device):
         if has_maps and width <= mapped.shape[1]:
             _launch_maps(hidden, residual, tokens, table, instructions, bank, mapped)
+        if sae is not None and encodes:
+            precision = _precision(hidden.dtype)
+            launch_saes(hidden, residual, tokens, table, instructions, bank, sae, precision)
         if kernel is not None:
-            of_shape = width, unit, has_residual, has_maps
-            constants = *of_shape, options["block"], options["limit"], dependent
+            constants = width, unit, *has, options["block"], options["limit"], dependent
             # Of a tensor, the launcher would ask the driver whether the device can read it.
             stream = _stream(device)
             kernel[(num_rows, 1, 1)](*addresses, *strides, *constants, stream=stream)
             return
         kernel = site_kernel[(num_rows,)](
-            *tensors, *strides, has_residual=has_residual, has_maps=has_maps, **options
+            *tensors,
+            *strides,
+            has_residual=has_residual,
+            has_maps=has_maps,
+            has_saes=has_saes,
+            **options,
         )
         if is_aligned and torch.version.hip is None and kernel is not None:
             _KERNELS[kind] = kernel
@@ -133,7 +148,7 @@ def _precision(dtype: torch.dtype) -> str:
 _KERNELS: dict[tuple[object, ...], Any] = {}
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
+def current(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context that makes a device current. It does nothing if the device is current, as
     entering `torch.cuda.device` takes time at each launch.
     """

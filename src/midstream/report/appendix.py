@@ -22,33 +22,41 @@ def take_section(result: Result) -> str:
     """The directions to download, and code that steers with them."""
     words = (
         "The directions of all layers with their midpoints and scores, as a safetensors file that"
-        " Directions.load reads. It is in this page; nothing is fetched. Control vectors of"
-        " llama.cpp and repeng are made of it by to_gguf and to_repeng."
+        " Directions.load reads{}. Files are in this page; nothing is fetched."
     )
-    data = base64.b64encode(result.vectors).decode()
-    link = tag(
-        "a",
-        f"Download {escape(file_name(result))}",
-        "download",
-        download=file_name(result),
-        href=f"data:application/octet-stream;base64,{data}",
-    )
+    links = _download(file_name(result), result.vectors)
+    if result.gguf is None:
+        other = " (the package gguf, which writes control vectors of llama.cpp, was not installed)"
+    else:
+        other = ", and those of layers 1 and up as a control vector of llama.cpp and repeng (GGUF)"
+        links += " " + _download(file_name(result, "gguf"), result.gguf)
     code = tag("pre", tag("code", escape(python_code(result))), tabindex="0")
     command = tag("pre", tag("code", escape(result.command)), tabindex="0")
     again = tag("p", "The command that made this page:") + command if result.command else ""
     return (
-        tag("p", escape(words))
-        + tag("p", link)
+        tag("p", escape(words.format(other)))
+        + tag("p", links)
         + tag("p", "Steer with it, in the folder of the file:")
         + code
         + again
     )
 
 
-def file_name(result: Result) -> str:
+def _download(name: str, content: bytes) -> str:
+    data = base64.b64encode(content).decode()
+    return tag(
+        "a",
+        f"Download {escape(name)}",
+        "download",
+        download=name,
+        href=f"data:application/octet-stream;base64,{data}",
+    )
+
+
+def file_name(result: Result, ending: str = "safetensors") -> str:
     """Return the name of the downloaded file, of plain characters."""
     word = re.sub(r"[^A-Za-z0-9]+", "-", result.classes[0]).strip("-")[:40]
-    return f"{word or 'directions'}.safetensors"
+    return f"{word or 'directions'}.{ending}"
 
 
 def python_code(result: Result) -> str:

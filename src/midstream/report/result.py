@@ -89,6 +89,8 @@ class Result:
         max_tokens: most tokens of an answer.
         command: the command that made the result; empty: unknown.
         vectors: bytes of the file that `Directions.save` wrote.
+        gguf: bytes of the file that `Directions.to_gguf` wrote, without layer 0; None if the
+            package gguf is not installed.
     """
 
     model: str
@@ -112,6 +114,7 @@ class Result:
     max_tokens: int
     command: str
     vectors: bytes
+    gguf: bytes | None
 
     @property
     def scales(self) -> list[float]:
@@ -138,9 +141,10 @@ class Result:
         return means
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but the vectors as plain values."""
+        """Return all but the two files as plain values."""
         found = asdict(self)
         found.pop("vectors")
+        found.pop("gguf")
         return found
 
 

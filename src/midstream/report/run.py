@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +95,8 @@ def run(engine: ReportEngine, plan: ReportPlan, stage: Stage) -> Result:
         arguments=plan.arguments,
         max_tokens=plan.max_tokens,
         command=plan.command,
-        vectors=_file_of(fitted),
+        vectors=_file_of(fitted.save, "directions.safetensors"),
+        gguf=_gguf_of(fitted),
     )
 
 
@@ -268,11 +270,18 @@ def _repetition(token_ids: list[int]) -> float | None:
     return 1 - len(set(runs)) / len(runs) if runs else None
 
 
-def _file_of(fitted: Directions) -> bytes:
+def _file_of(save: Callable[[Path], None], name: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "directions.safetensors"
-        fitted.save(path)
+        path = Path(folder) / name
+        save(path)
         return path.read_bytes()
+
+
+def _gguf_of(fitted: Directions) -> bytes | None:
+    """Return the control vector of all layers but 0, which llama.cpp cannot steer."""
+    if importlib.util.find_spec("gguf") is None or len(fitted) < 2:
+        return None
+    return _file_of(fitted.at(range(1, len(fitted))).to_gguf, "directions.gguf")
 
 
 def _rows(reply: EngineReply) -> torch.Tensor:

@@ -14,12 +14,21 @@ STATUSES = ("ok", "partial", "error")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Counts of captured rows of one site and layer: `expected` by the plan, and `actual`."""
+    """Counts of captured rows of one site and layer.
+
+    Attributes:
+        site, layer: where.
+        expected: number of rows by the plan.
+        actual: number of rows that there are.
+        reused: how many of these earlier requests computed, see `Capture`; the others were computed
+            for this one.
+    """
 
     site: str
     layer: int
     expected: int
     actual: int
+    reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,27 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
+class Called:
+    """Calls of the function of a `Local`, at one site and layer.
+
+    Attributes:
+        name: the function.
+        site, layer: where.
+        expected: number of selected rows.
+        rows: number of rows that it was given; rows that are computed again after a preemption
+            count again, and rows of the prefix cache do not.
+        calls: number of calls, one for each step with such rows.
+    """
+
+    name: str
+    site: str
+    layer: int
+    expected: int
+    rows: int
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
 class Selected:
     """Positions that one selection of the plan resolved to.
 
@@ -75,6 +105,54 @@ class Selected:
         ]
         more = f"; {self.left_out} more were left out" if self.left_out else ""
         return f"{self.what}: positions {', '.join(shown) or 'none'}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of the request's plan, if it was changed while the request ran.
+
+    Attributes:
+        number: 0 for the plan that the request was sent with, then by one more for each change.
+        source: who made it: "request", "update", "probe:NAME" or "controller:NAME".
+        positions: [start, stop) at which it held; start = stop: at none.
+        scale: factor on the strength of the edits given last.
+        expected, applied, cached: counts of edits at these positions, as in `Edited`.
+    """
+
+    number: int
+    source: str
+    positions: tuple[int, int]
+    scale: float = 1.0
+    expected: int = 0
+    applied: int = 0
+    cached: int = 0
+
+    def __str__(self) -> str:
+        start, stop = self.positions
+        where = f"positions {start}–{stop - 1}" if start < stop else "no position"
+        scale = "" if self.scale == 1 else f", scale {self.scale:g}"
+        reused = f", {self.cached} from the prefix cache" if self.cached else ""
+        return (
+            f"version {self.number} ({self.source}{scale}): {where}, {self.applied} of "
+            f"{self.expected} edits{reused}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a probe did when its scores met its condition.
+
+    Attributes:
+        name: name of the probe.
+        kind: "stop" or "flag".
+        position: position of the token whose score met the condition, the first such.
+        score: the pooled score there, which was compared with the threshold.
+    """
+
+    name: str
+    kind: str
+    position: int
+    score: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +213,7 @@ class CaptureResult:
         return replace(joined, paths=paths, manifest=results[-1].manifest)
 
 
-def _plain(counts: Captured | Edited | Probed) -> dict[str, Any]:
+def _plain(counts: Captured | Edited | Probed | Called | Version | Action) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in counts.__slots__}
 
 
@@ -159,6 +237,10 @@ class Receipt:
         problems: all other differences from the plan; empty if there are none.
         kept: (sink, result) for every sink except `memory`.
         coming_from: (field, tool) of each field of another tool that the request was given in.
+        called: calls of Python functions, see `Local`.
+        versions: the versions of its plan and where each held, in order; empty if it was never
+            changed.
+        actions: what probes with an `act` did; of those that did nothing there is none.
     """
 
     request_id: str
@@ -173,6 +255,9 @@ class Receipt:
     kept: tuple[tuple[str, CaptureResult], ...] = ()
     nonfinite: Nonfinite | None = None
     coming_from: tuple[tuple[str, str], ...] = ()
+    called: tuple[Called, ...] = ()
+    versions: tuple[Version, ...] = ()
+    actions: tuple[Action, ...] = ()
 
     @property
     def status(self) -> str:
@@ -197,6 +282,15 @@ class Receipt:
         """The problems, in one sentence."""
         return f"request {self.request_id}: " + "; ".join(self.problems)
 
+    def with_reused(self, counts: Mapping[tuple[str, int], int]) -> Receipt:
+        """Return the receipt with the numbers of reused rows, by site and layer."""
+        if not counts:
+            return self
+        captured = tuple(
+            replace(one, reused=counts.get((one.site, one.layer), 0)) for one in self.captured
+        )
+        return replace(self, captured=captured)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the receipt as plain JSON values."""
         # Not `asdict`, which copies every value in Python code: this is on the path of a request.
@@ -211,6 +305,7 @@ class Receipt:
                     "layer": one.layer,
                     "expected": one.expected,
                     "actual": one.actual,
+                    **({"reused": one.reused} if one.reused else {}),
                 }
                 for one in self.captured
             ],
@@ -231,6 +326,11 @@ class Receipt:
                 for sink, one in self.kept
             ],
             "coming_from": dict(self.coming_from),
+            "called": [_plain(one) for one in self.called],
+            "versions": [
+                {**_plain(one), "positions": list(one.positions)} for one in self.versions
+            ],
+            "actions": [_plain(one) for one in self.actions],
         }
 
     @staticmethod
@@ -260,6 +360,12 @@ class Receipt:
             ),
             # Servers of earlier versions do not send it.
             coming_from=tuple(plain.get("coming_from", {}).items()),
+            called=tuple(Called(**one) for one in plain.get("called", ())),
+            versions=tuple(
+                Version(**{**one, "positions": tuple(one["positions"])})
+                for one in plain.get("versions", ())
+            ),
+            actions=tuple(Action(**one) for one in plain.get("actions", ())),
         )
 
     def __str__(self) -> str:
@@ -270,8 +376,10 @@ class Receipt:
         if self.captured:
             expected = sum(one.expected for one in self.captured)
             actual = sum(one.actual for one in self.captured)
+            earlier = sum(one.reused for one in self.captured)
             lines.append(
                 f"  captured {actual} of {expected} rows, at {len(self.captured)} sites of layers"
+                + (f"; {earlier} were reused" if earlier else "")
             )
         if self.dropped:
             lines.append(f"  dropped {self.dropped} vectors: the arena was full")
@@ -289,6 +397,15 @@ class Receipt:
             )
         lines += [
             f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed
+        ]
+        lines += [
+            f"  {one.name} at {one.site} of layer {one.layer}: {one.rows} rows in {one.calls} calls"
+            for one in self.called
+        ]
+        lines += [f"  {one}" for one in self.versions]
+        lines += [
+            f"  {one.kind} by probe {one.name} at position {one.position}: {one.score:.6g}"
+            for one in self.actions
         ]
         lines += [f"  {one}" for one in self.selected]
         lines += [f"  {name}: a field of {tool}" for name, tool in self.coming_from]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,13 @@ from typing import Any
 from midstream.compat.act_environment import is_capture_worker
 from midstream.config.config import KEY, from_additional_config, is_complete, is_enabled
 from midstream.errors import SpecError, UnsupportedError
-from midstream.runtime.core import failed_requests, prefix_cache, vector_updates
+from midstream.runtime.core import (
+    failed_requests,
+    plan_versions,
+    prefix_cache,
+    probe_stops,
+    vector_updates,
+)
 from midstream.runtime.core.parent_watch import end_with_parent
 from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.request.call_plan import has_plan, plan_of
@@ -33,6 +40,7 @@ from midstream.runtime.vllm.engine_rules import check_offline, check_settings
 
 # Modules that look up vLLM's function for the extra keys of a block.
 _KEY_MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool")
+_LOGGER = logging.getLogger(__name__)
 _LOCK = threading.Lock()
 _active = False
 
@@ -57,18 +65,17 @@ def activate() -> None:
         _wrap("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", _core_init)
         _wrap("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", _core_receive)
         _wrap("vllm.v1.engine.core", "EngineCore", "add_request", _core_add)
+        _wrap("vllm.v1.engine.core", "EngineCore", "reset_prefix_cache", prefix_cache.reset)
+        _wrap("vllm.v1.engine.core", "EngineCore", "collective_rpc", _core_rpc)
         _wrap(
             "vllm.v1.core.kv_cache_manager",
             "KVCacheManager",
             "get_computed_blocks",
             prefix_cache.computed_blocks,
         )
-        _wrap(
-            "vllm.v1.core.sched.scheduler",
-            "Scheduler",
-            "update_from_output",
-            failed_requests.update_from_output,
-        )
+        # Requests that failed end first; what is left of them is not evaluated.
+        for hook in (probe_stops.update_from_output, failed_requests.update_from_output):
+            _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", hook)
         # By name: the server is a layer above, but a process with an AsyncLLM may build its app.
         importlib.import_module("midstream.server.install").install()
         _wrap(
@@ -122,7 +129,7 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
     """
     found = settings_of(args)
     is_marked = is_capture_worker(args.worker_cls)
-    kept = args.additional_config, args.worker_cls
+    kept = args.additional_config, args.worker_cls, args.enforce_eager
     try:
         if is_marked:
             args.worker_cls = "auto"  # the platform's worker class
@@ -131,10 +138,13 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
             check_sinks(plain.sinks)
             check_steering(plain)
             args.additional_config = {**(args.additional_config or {}), KEY: plain}
+            if found.hooks == "local" and not args.enforce_eager:
+                _LOGGER.warning('midstream: the engine runs eagerly, as hooks is "local"')
+                args.enforce_eager = True
         config = original(args, *rest, **kwargs)
     finally:
         # The caller's arguments are unchanged, so a second config of them is equal.
-        args.additional_config, args.worker_cls = kept
+        args.additional_config, args.worker_cls, args.enforce_eager = kept
     if found is not None:
         # Workers check too, but only an error raised here reaches the caller unwrapped.
         check_settings(config)
@@ -217,7 +227,22 @@ def _core_receive(original: Callable[..., Any], engine: Any, request: Any, *rest
 def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
     """Send the workers what they need before the request is scheduled."""
     vector_updates.send_updates(engine)
+    if is_enabled(engine.vllm_config.additional_config):
+        plan_versions.prepare(engine)
     return original(engine, request, *rest)
+
+
+def _core_rpc(
+    original: Callable[..., Any],
+    engine: Any,
+    method: object,
+    timeout: float | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Answer what is for the engine core itself; the workers answer the rest."""
+    answers = plan_versions.answer_rpc(engine, method, args)
+    return original(engine, method, timeout, args, kwargs) if answers is None else answers
 
 
 def _process(

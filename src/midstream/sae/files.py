@@ -165,6 +165,8 @@ def _made(config: SaeConfig, tensors: Arrays, scale: float | None) -> dict[str, 
         "top_k": config.top_k,
         "normalize": "none" if config.normalize == AVERAGE else config.normalize,
         "is_transcoder": "transcoder" in config.architecture,
+        "hook_name_out": config.hook_name_out,
+        "w_skip": found.get("W_skip"),
     }
 
 

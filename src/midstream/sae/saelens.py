@@ -66,6 +66,7 @@ class SaeConfig:
         top_k: number of activations that are kept; 0: all.
         normalize: one of `NORMALIZATIONS`.
         rescales: whether activations are multiplied by the norms of the decoder's rows.
+        hook_name_out: of a transcoder, the hook point that it writes; None if not specified.
     """
 
     architecture: str
@@ -77,6 +78,7 @@ class SaeConfig:
     top_k: int = 0
     normalize: str = "none"
     rescales: bool = False
+    hook_name_out: str | None = None
 
 
 def read_config(path: Path) -> SaeConfig:
@@ -132,6 +134,7 @@ def config_of(found: object) -> SaeConfig:
         # Older files have a bool; False means "none".
         normalize=fields.get("normalize_activations") or "none",
         rescales=fields.get("rescale_acts_by_decoder_norm") is True,
+        hook_name_out=_hook_out(fields) if is_transcoder else None,
     )
 
 
@@ -220,6 +223,13 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
         is_training = name == "normalize_decoder" and architecture != "gated"
         if value is not None and value != right and not is_training:
             raise SpecError(name, f"expected {_shown(right)}, got {_shown(value)}")
+
+
+def _hook_out(fields: Mapping[str, Any]) -> str | None:
+    found = fields.get("hook_name_out")
+    if found is not None and not isinstance(found, str):
+        raise SpecError("hook_name_out", f"expected `str`, got {kind(found)}")
+    return found
 
 
 def _activation(fields: Mapping[str, Any]) -> object:

@@ -91,8 +91,8 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], is_transcoder: bool) -> 
 
 
 def reduced(tensors: Arrays, rescales: bool, scale: float) -> Arrays:
-    """Return W_enc, b_enc, W_dec, b_dec and, if activations must exceed one, threshold, with which
-    any architecture computes its features as a JumpReLU SAE does.
+    """Return W_enc, b_enc, W_dec, b_dec, W_skip if there is one and, if activations must exceed
+    one, threshold, with which any architecture computes its features as a JumpReLU SAE does.
 
     A gated SAE's magnitudes are m = e^r · x W_enc + b_mag, and its gate is open where
     x W_enc + b_gate > 0, that is where m > b_mag − e^r · b_gate (Rajamanoharan et al. 2024,
@@ -122,5 +122,5 @@ def reduced(tensors: Arrays, rescales: bool, scale: float) -> Arrays:
     if scale != 1:
         found["W_enc"] = found["W_enc"] * scale
         found["W_dec"], found["b_dec"] = found["W_dec"] / scale, found["b_dec"] / scale
-    names = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold")
+    names = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold", "W_skip")
     return {name: found[name].float().contiguous() for name in names if name in found}

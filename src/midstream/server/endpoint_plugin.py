@@ -19,6 +19,7 @@ from midstream.server.routes import (
     compat_steering,
     fit,
     parameters,
+    requests,
     status,
     steering,
     studio,
@@ -30,7 +31,7 @@ from midstream.server.server import Server
 
 _ROUTERS = (
     activations, captures, vectors, steering, parameters, status, compat_steering, sweep,
-    fit, tokens,
+    fit, tokens, requests,
 )  # fmt: skip
 
 

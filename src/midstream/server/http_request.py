@@ -7,16 +7,19 @@ request's state in the context variable `CURRENT`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import AsyncGeneratorType
 from typing import Any
 
-from midstream.errors import BusyError, HttpError, SpecError
+from midstream.errors import BusyError, HttpError, ReceiptError, SpecError
+from midstream.server import audit_log
 from midstream.server.capture_cache import CaptureCache
 from midstream.server.request_field import MidstreamField
 from midstream.sites import Tap
 
+_SHOWN = 500  # characters of a problem in the log
 CURRENT: ContextVar[RequestContext | None] = ContextVar("midstream_request", default=None)
 
 
@@ -78,17 +81,23 @@ class RequestContext:
     invalid_field: str = ""
     refusal: HttpError | None = None
 
-    def track(self, stream: AsyncGenerator[Any, None], per_call: int) -> AsyncGenerator[Any, None]:
+    def track(
+        self,
+        stream: AsyncGenerator[Any, None],
+        per_call: int,
+        running: AbstractContextManager[None],
+    ) -> AsyncGenerator[Any, None]:
         """Return a call's output stream, recording its results as they pass.
 
         Args:
             stream: the engine's output stream.
             per_call: number of choices of the call.
+            running: is entered while the stream is read.
         """
         first = self.calls * per_call
         self.calls += 1
         self.per_call = per_call
-        tracked = self._tracked(stream, first)
+        tracked = self._tracked(stream, first, running)
         assert isinstance(tracked, AsyncGeneratorType)
         self.streams.append(tracked)
         return tracked
@@ -118,13 +127,17 @@ class RequestContext:
             captures.delete(self.undelivered.pop())
 
     async def _tracked(
-        self, stream: AsyncGenerator[Any, None], first: int
+        self,
+        stream: AsyncGenerator[Any, None],
+        first: int,
+        running: AbstractContextManager[None],
     ) -> AsyncGenerator[Any, None]:
         try:
-            async for output in stream:
-                for completion in output.outputs:
-                    self._record(first + completion.index, output, completion)
-                yield output
+            with running:
+                async for output in stream:
+                    for completion in output.outputs:
+                        self._record(first + completion.index, output, completion)
+                    yield output
         except SpecError as error:
             explained = self.request_field.explain(error)
             self.invalid_field = explained.path
@@ -132,11 +145,15 @@ class RequestContext:
         except BusyError as error:
             self.refusal = HttpError.of(error)
             raise
+        except ReceiptError as error:
+            audit_log.log_event("receipt.problem", problem=str(error)[:_SHOWN])
+            raise
         finally:
             await stream.aclose()
 
     def _record(self, choice: int, output: Any, completion: Any) -> None:
         if completion.finish_reason == "abort" and self.request_field.plan is not None:
+            audit_log.log_event("request.ended", request_id=output.request_id[:_SHOWN])
             self.refusal = HttpError(503, "the server ended the request before its end")
             return
         update = self.updates.setdefault(choice, ChoiceUpdate())
@@ -144,6 +161,10 @@ class RequestContext:
         if completion.probes is not None:
             update.probes = completion.probes
         if completion.receipt is not None:
+            if completion.receipt.problems:
+                # With on_mismatch="raise" the engine raises instead.
+                problem = completion.receipt.complaint[:_SHOWN]
+                audit_log.log_event("receipt.problem", problem=problem)
             update.final = completion
             return
         if completion.activations is not None:

@@ -83,6 +83,7 @@ def _request_schema() -> dict[str, Any]:
                 queries={},
                 reduce={},
                 max_rows={"type": "integer"},
+                reuse={"type": "boolean"},
                 top={"type": "integer"},
                 tokens={},
                 kind={"type": "string"},

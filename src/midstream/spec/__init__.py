@@ -5,6 +5,7 @@ Pure Python: importable without torch and without vLLM.
 
 from __future__ import annotations
 
+from midstream.spec.act import Flag, Stop
 from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import CapturedRows
@@ -21,8 +22,10 @@ from midstream.spec.operations import (
     Edit,
     Feature,
     Gate,
+    Local,
     LoReFT,
     Reading,
+    Reconstruct,
     Replace,
     Route,
     Scale,
@@ -56,11 +59,13 @@ __all__ = [
     "Entropy",
     "Feature",
     "Features",
+    "Flag",
     "Gate",
     "Instruction",
     "Layers",
     "Lens",
     "LoReFT",
+    "Local",
     "Logits",
     "Mass",
     "Match",
@@ -71,6 +76,7 @@ __all__ = [
     "Probe",
     "Prompt",
     "Reading",
+    "Reconstruct",
     "Replace",
     "ResolvedCapture",
     "ResolvedEdit",
@@ -83,6 +89,7 @@ __all__ = [
     "Span",
     "Steer",
     "Steps",
+    "Stop",
     "Text",
     "TokenIds",
     "TopKeys",

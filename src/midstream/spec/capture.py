@@ -33,6 +33,7 @@ FIELDS = (
     "heads",
     "reduce",
     "max_rows",
+    "reuse",
 )
 
 
@@ -57,6 +58,7 @@ class Capture:
     heads: tuple[int, ...] | None
     reduce: Any  # a str; of an `Attention` its `Reduction`
     max_rows: int | None
+    reuse: bool
 
     @accept_spellings
     def __init__(
@@ -78,6 +80,7 @@ class Capture:
         heads: IndicesLike | None = None,
         reduce: str = "",
         max_rows: int | None = None,
+        reuse: bool = False,
     ) -> None:
         """Create a capture; each field accepts any of its forms.
 
@@ -123,6 +126,11 @@ class Capture:
             max_rows: record the first `max_rows` selected positions of the request and leave the
                 others out, at every site and layer. The receipt tells how many were left out. Only
                 these rows count for the engine's memory. None: all.
+            reuse: whether rows may come from earlier requests with `reuse` that had the same tokens
+                and edits up to there, so that a hit in the prefix cache need not be computed again
+                for its rows. The receipt tells how many did. Needs midstream's setting
+                `reuse_bytes`; not with `reduce`, `stream` or a sink that gets rows while requests
+                run.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -157,6 +165,8 @@ class Capture:
             object.__setattr__(self, "reduce", _read_reduce(reduce))
         with at("max_rows"):
             object.__setattr__(self, "max_rows", _read_max_rows(max_rows))
+        with at("reuse"):
+            object.__setattr__(self, "reuse", _read_reuse(reuse, self.stream))
         if self.reduce:
             self._check_reduced()
 
@@ -224,6 +234,8 @@ class Capture:
             found["reduce"] = self.reduce
         if self.max_rows is not None:
             found["max_rows"] = self.max_rows
+        if self.reuse:
+            found["reuse"] = True
         return found
 
     def __repr__(self) -> str:
@@ -237,6 +249,7 @@ class Capture:
             ("stream", self.stream, "stream=False"),
             ("heads", self.heads is not None, "all heads"),
             ("max_rows", self.max_rows is not None, "every selected row"),
+            ("reuse", self.reuse, "reuse=False"),
         ):
             if given:
                 raise SpecError(field, f'with reduce="{self.reduce}" there is only {right}')
@@ -295,6 +308,14 @@ def _read_max_rows(value: object) -> int | None:
     if not 1 <= found <= INT_LIMIT:
         raise SpecError("", f"expected at least 1, got {found}")
     return found
+
+
+def _read_reuse(value: object, is_streamed: bool) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError("", f"expected `bool`, got {kind(value)}")
+    if value and is_streamed:
+        raise SpecError("", "with stream=True every row is computed: omit `reuse` or `stream`")
+    return value
 
 
 def _read_reduce(value: object) -> str:

@@ -21,15 +21,17 @@ class Instruction:
 
     Attributes:
         op: operation code.
-        read: the read vector, or the matrix of a MAP; None if the op has none.
+        read: the read vector, the matrix of a MAP, or the description of a CODE; None if the op has
+            none.
         write: the write vectors; empty if the op has none. More than one only with
             `Flags.ROW_BY_POSITION`: the token at position p uses `write[p - first]`.
         a, b, c, d: parameters, float32.
         flags: modifiers.
-        slot: column of the scores that a PROBE writes or a GATE reads; None: none. A GATE
+        slot: column of the scores that a PROBE or SCAN writes or a GATE reads; None: none. A GATE
             without a slot reads the stream.
         first: position of the first write vector, if there are several.
         mask: ones and zeros: the components that the instruction reads and changes; None: all.
+        hold: of a SCAN: number of tokens for which it stays open.
     """
 
     op: Op
@@ -43,6 +45,7 @@ class Instruction:
     slot: int | None = None
     first: int = 0
     mask: Vector | None = None
+    hold: int = 0
 
     @property
     def reads(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 from midstream.errors import SpecError
 from midstream.sites import BY_NAME, Tap
@@ -36,6 +36,24 @@ class SaeName:
     name: str
 
 
+class SaeCode(NamedTuple):
+    """A registered SAE that reconstructs vectors on the workers.
+
+    Attributes:
+        name: its name.
+        place: where it is in their memory; see `midstream.ops.sae.layout`.
+        digest: sha256 of its numbers, in hex.
+        features: number of its features.
+        transcodes: whether it reads one site and writes another.
+    """
+
+    name: str
+    place: int
+    digest: str
+    features: int
+    transcodes: bool
+
+
 class FeatureSource(Protocol):
     """A registered SAE, as edits of its features need it."""
 
@@ -52,6 +70,13 @@ class FeatureSource(Protocol):
 
         Raises:
             SpecError: there is no such feature, or it cannot be changed by itself.
+        """
+
+    def reconstructs(self) -> SaeCode:
+        """Return how the workers reconstruct vectors with it.
+
+        Raises:
+            SpecError: they cannot.
         """
 
 

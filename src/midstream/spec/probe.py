@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
+from midstream.spec.act import Act, read_act
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.attention import Entropy, Mass, read_reduction
@@ -45,11 +46,14 @@ class Probe(Operation):
     that of the weights. See `Attention` for the weights, and for what the engine must tap. Such a
     score is known after the forward pass, so no Gate can read it.
 
+    With `act`, the completion ends, or its receipt is flagged, when the scores meet a condition.
+
     Attributes:
         direction: a vector of the model's hidden size, or a name; None: see `attention`.
         bias: in units of the score.
         name: key of the scores in the output; 1 to 64 of the characters A–Z a–z 0–9 _ . : -
         attention: what is read of the attention weights; None: see `direction`.
+        act: what is done when the scores meet a condition; None: they are returned only.
         layers: one.
         sites: one; not read with `attention`.
     """
@@ -58,6 +62,7 @@ class Probe(Operation):
     bias: float
     name: str
     attention: Mass | Entropy | None
+    act: Act | None
 
     @accept_spellings
     def __init__(
@@ -73,6 +78,7 @@ class Probe(Operation):
         head: IndicesLike | Literal["all"] | None = None,
         *,
         attention: Mass | Entropy | Mapping[str, Any] | str | None = None,
+        act: Act | Mapping[str, Any] | None = None,
     ) -> None:
         """Create a probe; each field accepts any of its forms.
 
@@ -89,6 +95,8 @@ class Probe(Operation):
                 direction then has the size of a head. With `attention` the query heads, one or
                 more; None or "all": all of the layer.
             attention: `Mass(positions)`, `Entropy()`, or the JSON form of one.
+            act: `Stop(…)`, `Flag(…)`, or the JSON form of one. The positions are then known before
+                the request ends: not "last".
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -106,6 +114,8 @@ class Probe(Operation):
             self._set(bias=read_scalar(bias))
         with at("name"):
             self._set(name="probe" if name is None else _read_name(name))
+        with at("act"):
+            self._set(act=None if act is None else read_act(act))
         if self.attention is not None:
             self._check_alone(site)
             head = None if isinstance(head, str) and head == "all" else head
@@ -121,6 +131,12 @@ class Probe(Operation):
             shown = '"all"' if layers == "all" else f"{len(layers)} layers"
             raise SpecError(
                 "layer", f"a probe reads one layer, got {shown}; use one probe per layer"
+            )
+        if self.act is not None and "last" in self.positions.include:
+            raise SpecError(
+                self.positions.path(self.positions.include.index("last")),
+                '"last" is known only when the request has ended, so a probe there cannot act; use '
+                '"last_prompt" or "generated"',
             )
         if len(self.sites) > 1:
             raise SpecError(
@@ -160,9 +176,11 @@ class Probe(Operation):
             raise SpecError("bias", "a probe of attention has none; omit `bias`")
 
     def own(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"direction": self.direction, "bias": self.bias}
         if self.attention is not None:
-            return {"attention": self.attention, "name": self.name}
-        return {"direction": self.direction, "bias": self.bias, "name": self.name}
+            found = {"attention": self.attention}
+        found["name"] = self.name
+        return found if self.act is None else {**found, "act": self.act}
 
     @property
     def selections(self) -> tuple[Positions, ...]:

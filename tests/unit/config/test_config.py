@@ -263,3 +263,26 @@ def test_a_setting_that_is_a_word_of_pythons_survives_a_dict():
     assert config.to_dict()["return"] == "sharded"
     assert Config.parse(config.to_dict()) == config == Config.parse({"return": "sharded"})
     assert Config.parse(config) == config
+
+
+def test_places_of_reconstructions_have_canonical_names():
+    found = Config.parse({"reconstruct": {"post_block:3": 64, "mlp_in:0": 8}})
+    assert found.reconstruct == {"resid_post:3": 64, "mlp_in:0": 8}
+    assert found.reconstructed == {("resid_post", 3): 64, ("mlp_in", 0): 8}
+    assert Config.parse(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (["resid_post:3"], "reconstruct: expected a dict of numbers of features"),
+        ({"resid_post": 3}, "such as resid_post:12, .* got 'resid_post'"),
+        ({"z:3": 3}, "such as resid_post:12"),
+        ({"resid_post:-1": 3}, "a layer from 0, got 'resid_post:-1'"),
+        ({3: 3}, "got 3"),
+        ({"resid_post:3": 0}, "reconstruct.resid_post:3: expected at least 1"),
+    ],
+)
+def test_places_that_are_none_are_refused_by_name(value, message):
+    with pytest.raises(ConfigError, match=message):
+        Config.parse({"reconstruct": value})

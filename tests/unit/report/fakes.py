@@ -151,4 +151,5 @@ def make_result(hostile: str = "") -> Result:
         max_tokens=40,
         command=f"midstream report --model 'x{hostile}'",
         vectors=b"vectors",
+        gguf=b"control vector",
     )

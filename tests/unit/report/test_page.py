@@ -59,12 +59,21 @@ def test_every_section_is_in_the_table_of_contents() -> None:
 
 def test_the_direction_can_be_downloaded_and_the_code_names_its_file() -> None:
     page = Page(report.render(make_result()))
-    link = page.one("a", cls="download")
-    assert link.attributes["download"] == "glad.safetensors"
-    assert base64.b64decode(link.attributes["href"].partition(",")[2]) == b"vectors"
+    files = {
+        link.attributes["download"]: base64.b64decode(link.attributes["href"].partition(",")[2])
+        for link in page.all("a", cls="download")
+    }
+    assert files == {"glad.safetensors": b"vectors", "glad.gguf": b"control vector"}
     code, command = (each.text for each in page.all("code"))
     assert 'Directions.load("glad.safetensors")[3]' in code
     assert command == "midstream report --model 'x'"
+
+
+def test_a_page_without_a_control_vector_says_why() -> None:
+    page = Page(report.render(dataclasses.replace(make_result(), gguf=None)))
+    assert len(page.all("a", cls="download")) == 1
+    words = "the package gguf, which writes control vectors of llama.cpp, was not installed"
+    assert words in page.one("main").text
 
 
 def test_the_code_is_python_whatever_the_texts_are() -> None:

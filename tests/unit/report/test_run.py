@@ -99,6 +99,19 @@ def test_the_file_to_download_has_the_direction_that_was_steered_with(
     assert found[engine.layer].score == result.scores[engine.layer]
 
 
+def test_the_control_vector_has_the_directions_of_all_layers_but_the_first(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    result = run(engine, PLAN, no_stage)
+    assert result.gguf is not None
+    (tmp_path / "x.gguf").write_bytes(result.gguf)
+    (tmp_path / "x.safetensors").write_bytes(result.vectors)
+    found, all_layers = (Directions.load(tmp_path / f"x.{end}") for end in ("gguf", "safetensors"))
+    assert found.layers == (1, 2, 3)
+    for layer in found.layers:
+        assert np.array_equal(found[layer].vector, all_layers[layer].vector)
+
+
 def test_a_text_that_is_too_long_is_refused_by_its_name(engine: FakeEngine) -> None:
     pairs = [*PAIRS[:2], Pair("long " * 64, "short")]
     with pytest.raises(ReportError, match="pair 3, glad: 65 tokens, and the engine takes 64; use"):

@@ -116,6 +116,8 @@ def test_its_plain_form_is_json_with_every_field():
         "kept": [],
         "nonfinite": None,
         "coming_from": {},
+        "versions": [],
+        "actions": [],
     }
     full = json.loads(json.dumps(FULL.to_dict()))
     assert full["probed"][0] == {

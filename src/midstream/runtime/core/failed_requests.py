@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from midstream.runtime.core.ended_requests import add_end
 from midstream.runtime.core.prefix_cache import keys_of
 from midstream.runtime.protocol.failures import Failure, failures_of
 
@@ -19,19 +20,8 @@ def update_from_output(
     failed = failures_of(output)
     ended = end_failed(scheduler, failed) if failed else []
     outputs = original(scheduler, scheduled, output)
-    if ended:
-        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-
-        for request, reason in ended:
-            mine = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            mine.outputs.append(
-                EngineCoreOutput(
-                    request_id=request.request_id,
-                    new_token_ids=[],
-                    finish_reason=request.get_finished_reason(),
-                    stop_reason=reason,
-                )
-            )
+    for request, reason in ended:
+        add_end(outputs, request, reason)
     return outputs
 
 

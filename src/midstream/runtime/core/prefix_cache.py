@@ -1,7 +1,8 @@
 """Prefix-cache keys and limits of requests with a plan, in the engine core.
 
 The payload of a request has the keys under which its blocks are cached, and the position up to
-which the cache may serve it.
+which the cache may serve it. Rows that the front end has from earlier requests need not be
+computed, unless the prefix cache was reset since: whoever resets it may have changed the model.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from midstream.config.config import KEY
+from midstream.config.config import KEY, from_additional_config
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.request_payload import payload_of
+from midstream.runtime.protocol.rpc import RPC, CountResets, arguments_of
+from midstream.runtime.vllm.attributes import CHANGED_KEYS, RESETS
 
 
 def keys_of(request: Any) -> CacheKeys | None:
     """Return the cache keys of a vLLM `Request`; None if it has no plan."""
+    changed: CacheKeys | None = CHANGED_KEYS.get(request)
+    if changed is not None:
+        return changed
     payload = payload_of(request.sampling_params)
     return None if payload is None else payload.keys
 
@@ -38,10 +44,12 @@ def computed_blocks(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Limit a prefix-cache hit to positions before the first whose row must be computed."""
-    keys = keys_of(request)
-    if keys is None or keys.first_read is None:
+    payload = payload_of(request.sampling_params)
+    cap = None if payload is None else payload.first_read(RESETS.get(manager) or 0)
+    if payload is not None and CHANGED_KEYS.get(request) is not None:
+        cap = payload.keys.first_read  # kept rows are those of the plan that it began with
+    if cap is None:
         return original(manager, request, *args, **kwargs)
-    cap = keys.first_read
     coordinator = manager.coordinator
     find = coordinator.find_longest_cache_hit
 
@@ -53,3 +61,18 @@ def computed_blocks(
         return original(manager, request, *args, **kwargs)
     finally:
         del coordinator.find_longest_cache_hit
+
+
+def reset(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reset the prefix cache of an engine core. If the front end keeps rows, count it, and tell the
+    workers, whose answers tell the front end.
+    """
+    done = original(engine, *args, **kwargs)
+    settings = from_additional_config(engine.vllm_config.additional_config)
+    if settings is not None and settings.reuse_bytes:
+        manager = engine.scheduler.kv_cache_manager
+        resets = 1 + (RESETS.get(manager) or 0)
+        RESETS.set(manager, resets)
+        message = arguments_of(CountResets(resets))
+        engine.model_executor.collective_rpc(RPC, args=message, non_block=True)
+    return done

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from midstream.codecs import Rp8, parse_codec
 from midstream.results.arrays import Heads
+from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
+from midstream.runtime.frontend.row_reuse import ReusedRows
 from midstream.sites import Tap
 from midstream.spec import ModelShape, Plan, ResolvedPlan
 
@@ -20,12 +23,16 @@ class AdmittedRequest:
         plan: its plan, resolved.
         own: its own plan, as given; None: only edits and captures of every request apply.
         routes: destinations of its captured rows.
+        reused: rows that it may have from earlier requests; None: every row is computed.
+        later: versions of its plan since, by number.
     """
 
     uid: str
     plan: ResolvedPlan
     own: Plan | None = None
     routes: tuple[SinkRoute, ...] = ()
+    reused: ReusedRows | None = None
+    later: Mapping[int, LaterPlan] = field(default_factory=dict)
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
         """Return the attention heads that outputs show of the taps of some captures.

@@ -24,7 +24,7 @@ from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
 from midstream.runtime.frontend.rpc.parameters import fetch_parameter
-from midstream.runtime.frontend.rpc.replicas import busy, call_all, replicas_of
+from midstream.runtime.frontend.rpc.replicas import busy, call, call_all, replicas_of
 from midstream.runtime.frontend.rpc.workers_usage import WorkersUsage
 from midstream.runtime.frontend.tracing import DelayedSpan
 from midstream.runtime.protocol.request_payload import uid_of
@@ -60,6 +60,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._usage = WorkersUsage(client)
         self._replicas = replicas_of(client, self._workers)
         self.directions.carry_out_later = self._replicas[0].batcher.carry_out
+        self.changes.send_later = partial(call, client)
         self._calls: dict[CallPlan, GenerateCall] = {}
         self._admitted: dict[str, GenerateCall] = {}  # by uid
         self._sessions: dict[str, GenerateCall] = {}  # of streaming input, by vLLM's id
@@ -136,6 +137,8 @@ class AsyncFrontEnd(BaseFrontEnd):
             if call.is_over:
                 self._forget(call)
                 self._needs.pop(admitted.uid, None)
+                self._reused.pop(admitted.uid, None)
+                self.changes.remove([admitted.uid])
         return admitted
 
     async def send(self, request: Any, deliver: Deliver) -> None:
@@ -148,7 +151,7 @@ class AsyncFrontEnd(BaseFrontEnd):
             deliver: the client's own function that sends it.
         """
         uid = uid_of(request.sampling_params)
-        if uid in self._needs and self._needs[uid].vectors:
+        if uid in self._reused or (uid in self._needs and self._needs[uid].vectors):
             deliver = _within(self._with_vectors, deliver)
         # The end of a session has no payload, and must not overtake the session's inputs.
         ending = self._sessions.get(request.request_id) if uid is None else None
@@ -179,7 +182,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         if is_sent_here:
             await deliver(request)
         elif call is not None and call.wait is None:
-            call.wait = self.intake.begin_wait(partial(self._give_up, call))
+            call.wait = self.intake.begin_wait(call.ids[0], partial(self._give_up, call))
 
     def _give_up(self, call: GenerateCall, error: BusyError) -> None:
         """End a call that waited too long: `complete` raises the error for its reader."""
@@ -266,9 +269,9 @@ class AsyncFrontEnd(BaseFrontEnd):
     async def check_integrity(self) -> None:
         """Check the invariants of an idle engine, here and on the workers."""
         await self._tasks.wait()
-        for things in (self._calls, self._admitted, self._sessions, self._needs):
+        for things in (self._calls, self._admitted, self._sessions, self._needs, self._reused):
             assert not things
-        assert not self._admission.waiting
+        assert self._admission.waiting + len(self.changes) == 0
         self.check_vectors(await call_all(self._client, CheckIntegrity()))
         assert not any(sent.in_use for sent in self._sent_vectors)
 

@@ -9,6 +9,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -27,22 +28,27 @@ from midstream.runtime.frontend.request.budget import (
     row_limit,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan, other_args
+from midstream.runtime.frontend.request.plan_changes import PlanChanges
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
 from midstream.runtime.frontend.request.readouts import Registries
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.frontend.request.sink_routes import routes_of
 from midstream.runtime.frontend.request.token_directions import DirectionCache
 from midstream.runtime.frontend.results.sink_setup import open_sinks
+from midstream.runtime.frontend.row_reuse import ReusedRows, origin_of, reusing
+from midstream.runtime.frontend.row_store import RowStore
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.start_steering import set_steering
 from midstream.runtime.frontend.weight_memory import WeightMemory
+from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
 from midstream.runtime.protocol.rpc import IntegrityReport
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.spec import Capture, Plan
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
+from midstream.validation import at
 
 
 class BaseFrontEnd:
@@ -77,10 +83,13 @@ class BaseFrontEnd:
         self.sinks = open_sinks(engine.vllm_config, info)
         weakref.finalize(self, self.sinks.close)
         self._needs: dict[str, Need] = {}
+        self._has_prefix_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
+        self._row_store = RowStore(found.reuse_bytes)
+        self._reused: dict[str, ReusedRows] = {}  # by uid
         self._resolver = PlanResolver(info, engine)
         self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
         self.lenses = LensRegistry(self.weights, info.shape)
-        self.saes = SaeRegistry(self.weights, info.shape)
+        self.saes = SaeRegistry(self.weights, info.shape, found.reconstructed)
         self.vectors.saes = self.saes.source
         self.directions = DirectionCache(self.lenses, info.shape, engine)
         self._resolver.registries = Registries(self.lenses, self.saes, self.directions)
@@ -90,7 +99,9 @@ class BaseFrontEnd:
         budgets = [Budget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
         matrices = 4 * info.room.maps * info.shape.hidden_size**2
-        self._sent_vectors = [SentVectors(matrices=matrices) for _ in self._workers]
+        sent = self._sent_vectors = [SentVectors(matrices=matrices) for _ in self._workers]
+        lookup, layers = self.vectors.lookup, info.shape.num_layers
+        self.changes = PlanChanges(self._resolver, self._admission, sent, lookup, layers)
 
     def concerns(self, params: Any) -> bool:
         """Return whether server-wide edits or captures apply to a request with these parameters.
@@ -136,10 +147,8 @@ class BaseFrontEnd:
         own = call_plan.plan
         if own is not None:
             self.sinks.check(own)
-        also = self.captures.current
-        prepared = self._resolver.resolve(
-            call_plan, self.steering.plan_edits(), also, self.vectors.lookup, request
-        )
+        before, also = self.steering.plan_edits(), self.captures.current
+        prepared = self._resolver.resolve(call_plan, before, also, self.vectors.lookup, request)
         if getattr(request, "resumable", False) and not prepared.is_empty:
             raise SpecError(
                 "",
@@ -148,7 +157,9 @@ class BaseFrontEnd:
             )
         if own is not None and call_plan.most_bytes is not None:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
-        return self._attach_payload(request, prepared, own, also)
+        admitted = self._attach_payload(request, prepared, own, also)
+        given = (prepared.plan, request, call_plan, before, also)
+        return admitted and replace(admitted, later=self.changes.add(admitted.uid, *given))
 
     def _attach_payload(
         self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
@@ -172,6 +183,7 @@ class BaseFrontEnd:
             )
         if own is not None:
             self._check_streams(own, kind)
+        check_stop_strings(prepared.acts, params.stop)
         one = prepared.need
         need = one.times(params.n)
         chosen = self._chosen_replica(request)
@@ -179,9 +191,47 @@ class BaseFrontEnd:
         check_rows(need, max(limits, key=lambda one: one.limit or 0))
         uid = uuid.uuid4().hex
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
-        set_payload(request, RequestPayload(uid, prepared.packed, prepared.keys))
+        reused = self._reused_rows(request, prepared, own, also)
+        set_payload(
+            request, RequestPayload(uid, prepared.packed, prepared.keys, acts=prepared.acts)
+        )
         self._needs[uid] = need
-        return AdmittedRequest(uid, prepared.plan, own, routes)
+        if reused is not None:
+            self._reused[uid] = reused
+        return AdmittedRequest(uid, prepared.plan, own, routes, reused=reused)
+
+    def _reused_rows(
+        self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
+    ) -> ReusedRows | None:
+        """Return the rows that a request may have from earlier ones; None: all are computed.
+
+        Raises:
+            SpecError: a capture has `reuse`, and this engine keeps no rows, or they would have to
+                be delivered while the request runs.
+        """
+        plan = prepared.plan
+        captures = reusing(plan, own, also)
+        for nth in captures:
+            source = plan.captures[nth].source
+            written = also[source] if source < 0 else own.captures[source] if own else None
+            with at(f"capture[{source}].reuse" if source >= 0 else f"sinks[{source}].reuse"):
+                self._check_reuse("" if written is None else written.sink)
+        origin = origin_of(request)
+        if not captures or origin is None or getattr(request, "resumable", False):
+            return None
+        if own is not None and any(capture.stream for capture in own.captures):
+            raise SpecError("capture", "some captures have `stream` and others `reuse`; omit one")
+        keys, prompt = prepared.keys, request.prompt_token_ids
+        return ReusedRows(self._row_store, plan, captures, keys, origin, prompt)
+
+    def _check_reuse(self, sink: str) -> None:
+        if not self._config.reuse_bytes:
+            problem = "this engine keeps no rows: start it with midstream's setting reuse_bytes"
+            raise SpecError("", problem)
+        if not self._has_prefix_cache:
+            raise SpecError("", "this engine has no prefix cache, so that every row is computed")
+        if self.sinks.pace(sink) is not None:
+            raise SpecError("", f"the sink {sink} gets rows while the request runs; omit `reuse`")
 
     def _check_streams(self, plan: Plan, kind: str) -> None:
         """Check that there are outputs before the last, if a capture has `stream`.
@@ -216,6 +266,7 @@ class BaseFrontEnd:
         if uid is None:
             send()
             return
+        self.changes.submitted(uid, request.request_id)
         # With n > 1 the child requests have their parent's payload, and share its capacity by uid.
         self._submit_as(uid, request, send)
 
@@ -228,7 +279,8 @@ class BaseFrontEnd:
 
     @contextmanager
     def _with_vectors(self, request: Any) -> Iterator[None]:
-        """Attach what a request's workers lack of its vectors, while the request is sent.
+        """Attach which of a request's rows need not be computed; and, while the request is sent,
+        what its workers lack of its vectors.
 
         Requests must leave in the order in which these contexts are entered.
 
@@ -239,6 +291,10 @@ class BaseFrontEnd:
         if payload is None:
             yield
             return
+        reused = self._reused.get(payload.uid)
+        if reused is not None:
+            payload = msgspec.structs.replace(payload, kept=reused.find())
+            set_payload(request, payload)
         sent = self._sent_vectors[self._admission.replica_of(payload.uid)]
         update = sent.take(payload.uid, self._needs[payload.uid].vectors)
         if update is None:
@@ -270,6 +326,8 @@ class BaseFrontEnd:
         """Release all capacity of requests whose rows were fetched, or are not needed."""
         for uid in uids:
             self._needs.pop(uid, None)
+            self._reused.pop(uid, None)
+        self.changes.remove(uids)
         self._release_vectors(uids)
         if uids:
             self._admission.finish(uids)

@@ -36,7 +36,7 @@ class InputSession:
 
 
 def check_session(plan: Plan | None) -> None:
-    """Check that no capture has `stream`, which sessions do not support.
+    """Check that no capture has `stream` or `reuse`, which sessions do not support.
 
     Raises:
         SpecError: a capture has it.
@@ -46,6 +46,12 @@ def check_session(plan: Plan | None) -> None:
             raise SpecError(
                 f"capture[{nth}].stream",
                 "rows of a session of streaming input come with its last output",
+            )
+        if capture.reuse:
+            raise SpecError(
+                f"capture[{nth}].reuse",
+                "the prompt of a session of streaming input grows, so that every row is computed; "
+                "omit `reuse`",
             )
 
 

@@ -1,15 +1,23 @@
-"""Sparse autoencoders that requests name, and where their encoders are in the workers' memory."""
+"""Sparse autoencoders that requests name, and where they are in the workers' memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from midstream.errors import SpecError
+from midstream.config.config import KEY
+from midstream.errors import ConfigError, SpecError
+from midstream.ops.sae import layout
 from midstream.runtime.frontend.weight_memory import NamedWeights, WeightMemory, WeightPart
-from midstream.sae.sae import SAE
+from midstream.sae.sae import SAE, folded, writes_mlp_out
+from midstream.sites import Tap
 from midstream.spec import ModelShape
+from midstream.spec.named_lookup import SaeCode
 from midstream.spec.resolve.resolved import SaeEncoder
 from midstream.validation import kind, listed, show
 
@@ -19,20 +27,45 @@ _ALIGN = 256
 
 @dataclass(frozen=True, slots=True)
 class RegisteredSae:
-    """An SAE whose encoder the workers have.
+    """An SAE whose encoder the workers have, and maybe its decoder.
 
     Attributes:
         encoder: where it is.
         sae: the SAE, on the host.
+        code: how the workers reconstruct vectors; its name is empty. None: they cannot.
+        reason: why they cannot.
+        name: its name.
     """
 
     encoder: SaeEncoder
     sae: SAE
+    code: SaeCode | None
+    reason: str
+    name: str = ""
+
+    @property
+    def tap(self) -> Tap | None:
+        """The site and layer where it was trained; see `SAE.tap`."""
+        return self.sae.tap
+
+    def weights_of(self, ids: Sequence[int], mode: str) -> Mapping[str, Any]:
+        """Return what a `Feature` takes of some features; see `SAE.weights_of`."""
+        return self.sae.weights_of(ids, mode)
+
+    def reconstructs(self) -> SaeCode:
+        """Return how the workers reconstruct vectors with it.
+
+        Raises:
+            SpecError: they cannot.
+        """
+        if self.code is None:
+            raise SpecError("", f"the SAE `{self.name}` cannot reconstruct: {self.reason}")
+        return self.code._replace(name=self.name)
 
 
 class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
-    """The registered SAEs of an engine. The workers have their encoders in float32; whole SAEs
-    stay here, for edits of their features.
+    """The registered SAEs of an engine. The workers have their encoders in float32, and where the
+    setting `reconstruct` says so their decoders; whole SAEs stay here, for edits of their features.
     """
 
     kind = "sae"
@@ -40,13 +73,29 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
     setting = "saes"
     load = staticmethod(SAE.load)
 
-    def __init__(self, memory: WeightMemory, shape: ModelShape) -> None:
+    def __init__(
+        self,
+        memory: WeightMemory,
+        shape: ModelShape,
+        reconstructed: Mapping[Tap, int] = MappingProxyType({}),
+    ) -> None:
         """Args:
-        memory: where the encoders are.
+        memory: where they are.
         shape: the model.
+        reconstructed: the setting `reconstruct`: most features of an SAE by tap.
+
+        Raises:
+            ConfigError: one of these taps does not exist.
         """
         super().__init__(memory)
         self._shape = shape
+        self.reconstructed = reconstructed
+        for site, layer in reconstructed:
+            if (site, layer) not in shape.taps:
+                raise ConfigError(
+                    f"{KEY}.reconstruct: {site}:{layer} is not tapped; see the settings `sites` "
+                    "and `layers`"
+                )
 
     def get(self, name: str) -> RegisteredSae:
         """Return the SAE of a name.
@@ -62,16 +111,16 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
                 f"there is no SAE {show(name)}; {known}; register it with "
                 "llm.saes.register(name, sae), or in midstream's setting `saes`",
             )
-        return found.made
+        return replace(found.made, name=name)
 
-    def source(self, name: str) -> SAE:
+    def source(self, name: str) -> RegisteredSae:
         """Return the SAE of a name.
 
         Raises:
             SpecError: there is none. The path is empty.
         """
         try:
-            return self.get(name).sae
+            return self.get(name)
         except SpecError as error:
             raise SpecError("", error.problem) from None
 
@@ -81,23 +130,85 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
         width = self._shape.hidden_size
         if weights.width != width:
             raise SpecError("", f"it reads vectors of {weights.width} numbers, the model's {width}")
-        for name, tensor in (("w_enc", weights.w_enc), ("b_enc", weights.b_enc)):
+        tensors = {"w_enc": weights.w_enc, "b_enc": weights.b_enc}
+        if not self._why_not(weights):
+            tensors |= {"w_dec": weights.w_dec, "b_dec": weights.b_dec}
+        for name, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise SpecError(name, "has numbers that are not finite")
 
     def size(self, weights: SAE) -> tuple[int, int]:
-        return 4 * weights.num_features * (weights.width + 2), _ALIGN
+        if self._why_not(weights):
+            return 4 * weights.num_features * (weights.width + 2), _ALIGN
+        skips = weights.w_skip is not None
+        return 4 * layout.size(weights.width, weights.num_features, skips), _ALIGN
+
+    def _why_not(self, sae: SAE) -> str:
+        """Return why the workers cannot reconstruct vectors with an SAE; empty: they can."""
+        places = dict(self.reconstructed)
+        if not places:
+            return "midstream's setting `reconstruct` names no place"
+        try:
+            tap = sae.tap
+        except SpecError:
+            tap = None  # trained on what is no site: requests give another
+        if tap is not None:
+            if tap not in places:
+                return f"midstream's setting `reconstruct` does not name {tap[0]}:{tap[1]}"
+            places = {tap: places[tap]}
+        most = max(places.values())
+        if sae.num_features > most:
+            return (
+                f"it has {sae.num_features} features, and the setting `reconstruct` allows {most}"
+            )
+        if sae.w_dec.shape[1] != self._shape.hidden_size:
+            return f"it writes vectors of {sae.w_dec.shape[1]} numbers"
+        if sae.is_transcoder and not writes_mlp_out(sae):
+            return (
+                "a transcoder writes mlp_out of the layer whose mlp_in it reads, and this one "
+                f"writes {sae.hook_name_out}"
+            )
+        return ""
 
     def laid_out(self, first: int, weights: SAE) -> tuple[RegisteredSae, list[WeightPart]]:
-        matrix, width, count = first // 4, weights.width, weights.num_features
-        bias, threshold = weights.folded()
+        width, count = weights.width, weights.num_features
+        bias, threshold = folded(weights)
+        reason = self._why_not(weights)
+        tensors = [weights.w_enc, bias, threshold]
+        matrix = first // 4
+        if not reason:
+            matrix += layout.ALIGN
+            tensors = [_header(weights), *tensors, weights.w_dec, weights.b_dec]
+            if weights.w_skip is not None:
+                tensors.append(weights.w_skip.T.contiguous())
+        parts, begin = [], first
+        for tensor in tensors:
+            parts.append(WeightPart(begin, torch.float32, tensor))
+            begin += 4 * tensor.numel()
         at = matrix + width * count
         encoder = SaeEncoder(
             matrix, count, at, at + count, weights.top_k, weights.normalize, weights.centered
         )
-        parts = [
-            WeightPart(4 * matrix, torch.float32, weights.w_enc),
-            WeightPart(4 * at, torch.float32, bias),
-            WeightPart(4 * (at + count), torch.float32, threshold),
-        ]
-        return RegisteredSae(encoder, weights), parts
+        code = None
+        if not reason:
+            place = first // 4 // layout.ALIGN
+            code = SaeCode("", place, _digest(tensors), count, weights.is_transcoder)
+        return RegisteredSae(encoder, weights, code, reason), parts
+
+
+def _header(sae: SAE) -> torch.Tensor:
+    found = torch.zeros(layout.ALIGN)
+    found[layout.FEATURES] = sae.num_features
+    found[layout.TOP_K] = sae.top_k
+    found[layout.NORMALIZE] = layout.NORMALIZATIONS.index(sae.normalize)
+    found[layout.CENTERED] = sae.centered
+    found[layout.TRANSCODES] = sae.is_transcoder
+    found[layout.SKIPS] = sae.w_skip is not None
+    return found
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+    return found.hexdigest()

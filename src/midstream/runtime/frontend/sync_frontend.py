@@ -114,7 +114,7 @@ class FrontEnd(BaseFrontEnd):
         self._is_sleeping: Callable[[], bool] = engine.is_sleeping
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
-        self.weights.write = self._call
+        self.weights.write = self.changes.send = self._call
         self.directions.carry_out = lambda exchange: carry_out(exchange, self._call)
         for message in from_settings((self.lenses, self.saes), engine.vllm_config):
             self._call(message)
@@ -305,8 +305,10 @@ class FrontEnd(BaseFrontEnd):
         partial = self._streamer.get(uid)
         before = {} if partial is None else partial.received()
         try:
-            own = one.admitted.own
-            results = assemble(one.output, plan, answers, self.info.shape, before, own)
+            own, reused, later = one.admitted.own, one.admitted.reused, one.admitted.later
+            results = assemble(
+                one.output, plan, answers, self.info.shape, before, own, reused, later
+            )
             finished = FinishedRequest(one.admitted, one.output, self.info.shape, results, partial)
             return deliver(self.sinks, finished)
         finally:

@@ -30,8 +30,9 @@ class CacheKeys(ProtocolMessage, frozen=True, array_like=True):
             end.
         marks: per segment, a digest in hex of the edits of every token there; `PLAIN` for none.
             Made from content alone, so that requests with equal edits share blocks.
-        first_read: first position whose row must be computed because it is captured or probed:
-            what the cache serves has no row. None: there is no such position.
+        first_read: first position whose row must be computed because it is captured or probed, or
+            read by a gate with memory: what the cache serves has no row. None: there is no such
+            position.
 
     Raises:
         ValueError: the segments are not as described.
@@ -72,6 +73,19 @@ class CacheKeys(ProtocolMessage, frozen=True, array_like=True):
                 return max(self.starts[nth], position)
         return None
 
+    def then(self, position: int, later: CacheKeys) -> CacheKeys:
+        """Return the keys of a request whose plan has these keys below a position, and `later` from
+        there on. Both plans have the same captures and named probes.
+        """
+        starts = [start for start in self.starts if start < position]
+        marks = list(self.marks[: len(starts)])
+        first = bisect.bisect_right(later.starts, position) - 1
+        for nth in range(first, len(later.starts)):
+            if not marks or marks[-1] != later.marks[nth]:
+                starts.append(max(later.starts[nth], position))
+                marks.append(later.marks[nth])
+        return CacheKeys(tuple(starts), tuple(marks), self.first_read)
+
 
 def cache_keys(plan: ResolvedPlan) -> CacheKeys:
     """Return the keys of a plan. Captures and named probes change no KV and are in no mark."""
@@ -85,10 +99,15 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
         if not marks or made[here] != marks[-1]:
             starts.append(start)
             marks.append(made[here])
-    reads = [capture.where.possible for capture in plan.captures]
-    reads += [probe.where.possible for probe in plan.probes if probe.name]
+    reads = [capture.where.possible for capture in plan.captures] + probed(plan)
     firsts = [ranges[0][0] for ranges in reads if ranges]
     return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None))
+
+
+def probed(plan: ResolvedPlan) -> list[Ranges]:
+    """Return the positions of each probe that must be computed for itself."""
+    # A gate with memory starts from the state of the token before, which no cached block has.
+    return [probe.where.possible for probe in plan.probes if probe.name or probe.is_scan]
 
 
 def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
@@ -102,6 +121,8 @@ def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
             parts.append((edit.where.ranges, content))
         for match in edit.where.matches:
             parts.append((match.ranges, [*content, list(match.ids), match.others]))
+    for one in plan.functions:
+        parts.append((one.where.ranges, [one.site, one.layer, one.key]))
     for probe in plan.probes:
         if not probe.name:
             # What gates read is part of what they do.

@@ -8,10 +8,23 @@ import msgspec
 
 from midstream.config.config import KEY
 from midstream.errors import SpecError
+from midstream.runtime.protocol.acting_probes import ActingProbe
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.codec import ProtocolMessage
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.validation import read_message
+
+
+class KeptRows(ProtocolMessage, frozen=True, array_like=True):
+    """Rows of a request that the front end has from earlier requests.
+
+    Attributes:
+        resets: number of resets of the prefix cache up to which they are valid.
+        first_read: first position whose row must be computed all the same; None: there is none.
+    """
+
+    resets: int
+    first_read: int | None
 
 
 class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
@@ -23,12 +36,25 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
         keys: the request's prefix-cache keys.
         vectors: what the workers must do to have the vectors that the plan names; None: nothing.
             The engine core takes it out, see `runtime.core.vector_updates`.
+        kept: rows that need not be computed; None: all rows that `keys` names must be.
+        acts: its probes that end it. With any, the workers report its scores in each step.
     """
 
     uid: str
     plan: bytes
     keys: CacheKeys
     vectors: VectorUpdate | None = None
+    kept: KeptRows | None = None
+    acts: tuple[ActingProbe, ...] = ()
+
+    def first_read(self, resets: int) -> int | None:
+        """Return the first position whose row must be computed; None: there is none.
+
+        Args:
+            resets: number of resets of the engine's prefix cache.
+        """
+        kept = self.kept
+        return self.keys.first_read if kept is None or kept.resets != resets else kept.first_read
 
 
 def payload_of(sampling_params: Any) -> RequestPayload | None:

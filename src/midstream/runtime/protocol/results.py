@@ -77,6 +77,20 @@ class ScoresHeader(ProtocolMessage, frozen=True, array_like=True):
     nbytes: Natural
 
 
+class FunctionCount(ProtocolMessage, frozen=True, array_like=True):
+    """Calls of one function of a plan.
+
+    Attributes:
+        index: index of the function in the plan.
+        calls: number of calls.
+        rows: number of rows that it was given.
+    """
+
+    index: Natural
+    calls: Natural
+    rows: Natural
+
+
 class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """Results of one vLLM request.
 
@@ -89,6 +103,9 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         states: number of positions whose state is in the data; see `segments`.
         rows: blocks of captured rows.
         scores: blocks of probe scores.
+        resets: number of resets of the prefix cache when it began, if the front end keeps rows.
+        functions: calls of its functions at this worker's taps.
+        versions: (number, first position) of each later version of its plan, in order.
     """
 
     id: str
@@ -99,6 +116,9 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     states: Natural
     rows: list[RowsHeader]
     scores: list[ScoresHeader]
+    resets: Natural = 0
+    functions: list[FunctionCount] = []
+    versions: list[tuple[Natural, Natural]] = []
 
     @property
     def nbytes(self) -> int:
@@ -141,12 +161,14 @@ class ResultHeader(ProtocolMessage, frozen=True):
         requests: vLLM's requests of that uid, in the order of the data.
         nbytes: length of the data.
         lease: hold on the rows in the arena; None: rows are in the data.
+        resets: number of resets of the prefix cache by now, if the front end keeps rows.
     """
 
     name: str
     requests: list[RequestHeader]
     nbytes: Natural
     lease: Lease | None
+    resets: Natural = 0
 
 
 class StepChecksum(ProtocolMessage, frozen=True, array_like=True):
@@ -249,6 +271,9 @@ class WorkerResult:
         problem: what went wrong there; empty: nothing did.
         dropped: number of captured vectors that the arena had no space for.
         states: uint16, the state of each position; see `segments`.
+        resets: number of resets of the prefix cache when it began.
+        functions: calls of its functions.
+        versions: (number, first position) of each later version of the plan, in order.
     """
 
     def __init__(
@@ -265,6 +290,9 @@ class WorkerResult:
         self.worker = worker
         self.problem = header.problem
         self.dropped = header.dropped
+        self.resets = header.resets
+        self.functions = header.functions
+        self.versions = tuple(header.versions)
         self._leased = leased
         end = header.states * _STATE
         self.states: NDArray[np.uint16] = np.frombuffer(data[:end], np.uint16)

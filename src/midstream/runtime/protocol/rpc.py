@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from midstream.errors import MessageError
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage, pack, unpack
+from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
 from midstream.runtime.protocol.results import ResultHeader, StepChecksum
 from midstream.runtime.protocol.scores import RequestScores, Span
 from midstream.runtime.protocol.vector_update import VectorUpdate
@@ -26,6 +27,17 @@ A = TypeVar("A", bound=ProtocolMessage)
 
 class Acknowledged(ProtocolMessage, frozen=True):
     """Answer of an operation that returns nothing."""
+
+
+class UpdatedPlan(ProtocolMessage, frozen=True):
+    """The engine core changed the plan of running requests.
+
+    Attributes:
+        positions: by vLLM's request id, the first position at which the version holds; without the
+            requests that have ended.
+    """
+
+    positions: dict[str, Natural]
 
 
 class CollectedResults(ProtocolMessage, frozen=True):
@@ -148,6 +160,48 @@ class UpdateVectors(RpcRequest[Acknowledged], frozen=True):
     """
 
     updates: list[VectorUpdate]
+    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
+
+
+class CountResets(RpcRequest[Acknowledged], frozen=True):
+    """Report, with all later results, how often the prefix cache was reset. Sent by the engine
+    core, between the steps before and after a reset.
+
+    Attributes:
+        resets: the number of resets.
+    """
+
+    resets: Natural
+
+
+class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
+    """Let running requests have another version of their plan, each from its next position that is
+    not scheduled yet. The engine core answers this one itself; see `runtime.core.plan_versions`.
+
+    Attributes:
+        uid: midstream's request id.
+        request_ids: vLLM's ids of its requests.
+        version: the version.
+        vectors: what the workers must do to have the vectors that its plan names; None: nothing.
+            It is done even if the requests have ended.
+    """
+
+    uid: str
+    request_ids: list[str]
+    version: PlanVersion
+    vectors: VectorUpdate | None = None
+    answer: ClassVar[type[ProtocolMessage]] = UpdatedPlan
+
+
+class ChangePlans(RpcRequest[Acknowledged], frozen=True):
+    """Change the plans of requests from a position on that no step has reached. Sent by the engine
+    core, ahead of the first step with such a position.
+
+    Attributes:
+        changes: carried out in this order.
+    """
+
+    changes: list[PlanChange]
     answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
@@ -274,6 +328,9 @@ _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
     for one in (
         DescribeWorker,
         UpdateVectors,
+        CountResets,
+        UpdatePlan,
+        ChangePlans,
         CollectResults,
         CollectPartialRows,
         ReadScores,

@@ -10,9 +10,10 @@ import numpy as np
 
 from midstream.sites import Tap
 from midstream.spec import Instruction, ResolvedPlan, Vector
+from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.range_set import overlay, subtract
 from midstream.spec.positions.ranges import Ranges
-from midstream.spec.resolve.resolved import Pattern, SlottedPattern
+from midstream.spec.resolve.resolved import Pattern, SlottedPattern, Steps
 
 T = TypeVar("T")
 
@@ -65,6 +66,7 @@ class Room:
         token_ids: token ids in lists.
         probes: scores of one token.
         maps: matrices of the stream's width.
+        gate_states: gates with memory, counted once for each request.
     """
 
     bank_rows: int
@@ -73,6 +75,7 @@ class Room:
     token_ids: int
     probes: int
     maps: int = 0
+    gate_states: int = 0
 
 
 def vectors_of(step: Instruction) -> Iterator[tuple[Vector, ...]]:
@@ -246,18 +249,15 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
     for edit in plan.edits:
         index = taps.get((edit.site, edit.layer))
         if index is not None:
-            instructions, digest = edit.steps.instructions, edit.steps.digest
-            if edit.where.ranges:
-                parts.append(_Part(edit.where.ranges, TapProgramStep(index, instructions, digest)))
-            for match in edit.where.matches:
-                only = TapProgramStep(index, instructions, digest, match.ids, match.others)
-                parts.append(_Part(match.ranges, only))
+            parts += _selected(index, edit.steps, edit.where)
     for probe in plan.probes:
         index = taps.get(probe.tap)
         if index is not None and probe.attention is not None:
             if share.returns(index):
                 mean = _mean(probe.attention, index, share)
                 parts.append(_Part(probe.where.possible, patterns=(mean,), scored=True))
+        elif index is not None and probe.is_scan:
+            parts += _selected(index, probe.steps, probe.where)
         elif index is not None:
             read = TapProgramStep(index, probe.steps.instructions, probe.steps.digest)
             # Scores are few: the first rank returns all of them, but for those whose parts are on
@@ -279,6 +279,17 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
         places = tuple(taps[tap] for tap in capture.taps if tap in taps)
         if places:
             parts.append(_Part(capture.where.possible, taps=places))
+    return parts
+
+
+def _selected(tap: int, steps: Steps, where: Where) -> list[_Part]:
+    """Return instructions at one tap for the tokens that are selected, by position and by id."""
+    parts = []
+    if where.ranges:
+        parts.append(_Part(where.ranges, TapProgramStep(tap, steps.instructions, steps.digest)))
+    for match in where.matches:
+        only = TapProgramStep(tap, steps.instructions, steps.digest, match.ids, match.others)
+        parts.append(_Part(match.ranges, only))
     return parts
 
 

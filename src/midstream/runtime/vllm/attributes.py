@@ -36,8 +36,18 @@ FRONT_END: Attribute[Any] = Attribute("midstream_front_end")
 SPANS_OF_REQUEST: Attribute[Any] = Attribute("midstream_spans_of_request")
 # On a ModelRunnerOutput, from the worker to the engine core: why requests failed, by vLLM's id.
 FAILURES: Attribute[dict[str, Any]] = Attribute("midstream_failures")
+# On a ModelRunnerOutput, from the worker to the engine core: the step's StepScores.
+STEP_SCORES: Attribute[Any] = Attribute("midstream_step_scores")
+# On a Request in the engine core: the ProbeProgress of its probes that act.
+PROBE_PROGRESS: Attribute[Any] = Attribute("midstream_probe_progress")
 # On an EngineCore: changes of the workers' vectors that arrived and were not sent yet, in order.
 VECTOR_UPDATES: Attribute[deque[Any]] = Attribute("midstream_vector_updates")
+# On a KVCacheManager: how often its prefix cache was reset, if the front end keeps rows.
+RESETS: Attribute[int] = Attribute("midstream_resets")
+# On a Scheduler: the executor of its engine core, by which workers learn of changed plans.
+EXECUTOR: Attribute[Any] = Attribute("midstream_executor")
+# On a vLLM Request in the engine core whose plan was changed: its CacheKeys since.
+CHANGED_KEYS: Attribute[Any] = Attribute("midstream_changed_keys")
 # On a vLLM worker: its WorkerEndpoint, which vLLM's `collective_rpc` calls by this name.
 ENDPOINT: Attribute[Any] = Attribute("midstream_rpc")
 # On a graph manager of vLLM's V2 model runner: its GraphSets.

@@ -14,6 +14,7 @@ _REQUEST = "plans are resolved for a request's prompt and attached to its sampli
 _RUNNING = "rows of running requests are fetched up to the known tokens"
 _ASLEEP = "weights are read while they are on the device"
 _BLOCKS = "requests that share KV with a failed request are found"
+_CHANGED = "a changed plan holds from the first position that is not scheduled"
 
 PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
@@ -144,7 +145,10 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.engine",
         "EngineCoreRequest",
         (
+            "cache_salt",
             "data_parallel_rank",
+            "lora_request",
+            "mm_features",
             "prompt_embeds",
             "prompt_is_token_ids",
             "prompt_token_ids",
@@ -181,14 +185,23 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.v1.engine.core",
         "EngineCore",
-        ("model_executor", "vllm_config"),
-        "requests that bypassed request validation are rejected, and vectors sent to the workers",
+        ("model_executor", "scheduler", "vllm_config"),
+        "requests that bypassed request validation are rejected, and vectors and changed plans "
+        "sent to the workers",
     ),
     Fields(
         "vllm.v1.engine",
         "EngineCoreOutput",
-        ("finish_reason", "new_token_ids", "request_id", "stop_reason"),
-        "requests that failed on a worker are ended",
+        (
+            "events",
+            "finish_reason",
+            "new_prompt_logprobs_tensors",
+            "new_token_ids",
+            "prefill_stats",
+            "request_id",
+            "stop_reason",
+        ),
+        "requests that failed on a worker, or that a probe stops, are ended",
     ),
     Fields(
         "vllm.v1.engine",
@@ -204,11 +217,33 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     ),
     Fields(
         "vllm.v1.request",
-        "RequestStatus",
-        ("FINISHED_ERROR",),
-        "requests that failed on a worker are ended",
+        "Request",
+        (
+            "all_token_ids",
+            "is_finished",
+            "num_computed_tokens",
+            "num_in_flight_tokens",
+            "num_preemptions",
+            "num_tokens",
+            "take_events",
+            "take_prefill_stats",
+        ),
+        f"{_CHANGED}; the tokens of requests that a probe stops are cut",
     ),
-    Fields("vllm.v1.outputs", "ModelRunnerOutput", ("req_ids",), "failures are attached"),
+    Fields("vllm.v1.request", "Request", ("num_stale_output_tokens",), _CHANGED, since="0.32"),
+    Fields("vllm.v1.core.sched.scheduler", "Scheduler", ("hash_block_size",), _CHANGED),
+    Fields(
+        "vllm.v1.request",
+        "RequestStatus",
+        ("FINISHED_ERROR", "FINISHED_STOPPED"),
+        "requests that failed on a worker, or that a probe stops, are ended",
+    ),
+    Fields(
+        "vllm.v1.outputs",
+        "ModelRunnerOutput",
+        ("prompt_logprobs_dict", "req_id_to_index", "req_ids", "sampled_token_ids"),
+        "failures are attached, and the tokens of requests that a probe stops are cut",
+    ),
     Fields("vllm.v1.core.sched.scheduler", "Scheduler", ("kv_cache_manager", "requests"), _BLOCKS),
     Fields(
         "vllm.v1.core.kv_cache_manager",

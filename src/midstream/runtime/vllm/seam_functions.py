@@ -83,6 +83,24 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "vectors are sent to the workers ahead of the request",
     ),
     Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.reset_prefix_cache",
+        (),
+        "rows that were kept before a reset are not reused",
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.collective_rpc",
+        ("method", "timeout", "args", "kwargs"),
+        "results are fetched from the workers, and plans of running requests are changed",
+    ),
+    Seam(
+        "vllm.v1.request",
+        "Request.update_block_hashes",
+        (),
+        "blocks of a request get other keys from the position at which its plan was changed",
+    ),
+    Seam(
         "vllm.v1.executor.multiproc_executor",
         "MultiprocExecutor.collective_rpc",
         ("method", "timeout", "args", "kwargs", "non_block"),
@@ -299,12 +317,6 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         ("method",),
         "results are fetched from the workers of one engine",
         named=("engine",),
-    ),
-    Seam(
-        "vllm.v1.engine.core",
-        "EngineCore.collective_rpc",
-        ("method", "timeout", "args", "kwargs"),
-        "results are fetched from the workers",
     ),
     Seam(
         "vllm.v1.engine.core_client",

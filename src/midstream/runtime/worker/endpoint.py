@@ -10,15 +10,18 @@ import torch
 
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
+from midstream.ops.sae.reference import SaeBuffers
 from midstream.runtime.models.decoder import Decoder, find_decoder
 from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import (
     Acknowledged,
+    ChangePlans,
     CheckIntegrity,
     CollectedResults,
     CollectPartialRows,
     CollectResults,
+    CountResets,
     DescribeWorker,
     DiscardData,
     IntegrityReport,
@@ -39,7 +42,7 @@ from midstream.runtime.protocol.rpc import (
 from midstream.runtime.protocol.runs import joined
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.segments import RankShare, Room
-from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank
+from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank, this_process
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
@@ -127,7 +130,7 @@ class WorkerEndpoint:
             inner[tap].parts(parallel.tensor_parallel_size) if tap in inner else 1
             for tap in self._taps
         )
-        self._buffers = _allocate(widths, runner, vllm_config, config)
+        self._buffers = _allocate(widths, runner, vllm_config, config, self._weights)
         self._room, self._edits_per_site = _room(config), config.edits_per_site
         self._default_codec, self._default_return = config.codec, config.return_
         self._tensor_ranks: int = parallel.tensor_parallel_size
@@ -173,6 +176,7 @@ class WorkerEndpoint:
                 weights=self._weights,
             ),
             reductions=reductions,
+            calls_functions=config.hooks == "local",
         )
         if self._session.bias is not None:
             self._session.bias.attach(model)
@@ -191,6 +195,7 @@ class WorkerEndpoint:
             getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
         )
         self._runner_name = "v2" if is_v2 else "v1"
+        self._functions = this_process() if config.hooks == "local" else ""
 
     def __call__(self, request: object) -> Any:
         """Carry out an RPC request.
@@ -213,6 +218,11 @@ class WorkerEndpoint:
             case UpdateVectors():
                 for update in request.updates:
                     self._session.requests.plans.update_vectors(update)
+            case CountResets():
+                self._session.requests.resets = request.resets
+            case ChangePlans():
+                for change in request.changes:
+                    self._session.requests.change(change)
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():
@@ -276,6 +286,7 @@ class WorkerEndpoint:
             arena=self._arena.leases.address,
             arena_bytes=self._arena.budget,
             device=str(self._buffers.ring.device.type),
+            functions=self._functions,
         )
 
     @property
@@ -311,7 +322,10 @@ class WorkerEndpoint:
     ) -> CollectedResults:
         """Put requests into the buffer under names, and return what the front end needs of it."""
         is_mapped = WorkerRank(self._stage, self._tensor_rank) in mapped
-        headers = [self._results.put(name, found, is_mapped) for name, found in requests.items()]
+        resets = self._session.requests.resets
+        headers = [
+            self._results.put(name, found, is_mapped, resets) for name, found in requests.items()
+        ]
         return CollectedResults(
             headers=headers,
             inline=self._results.inline(list(requests)),
@@ -393,7 +407,13 @@ def _max_width(device: torch.device) -> int | None:
     return MAX_WIDTH
 
 
-def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Config) -> Buffers:
+def _allocate(
+    widths: dict[Tap, int],
+    runner: Any,
+    vllm_config: Any,
+    config: Config,
+    weights: RankWeights,
+) -> Buffers:
     model_config = vllm_config.model_config
     max_tokens = _largest_step(runner, vllm_config)
     hidden_size = model_config.get_hidden_size()
@@ -409,6 +429,11 @@ def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Con
             f"step may have, which takes {least * row_bytes} bytes; raise staging_bytes, or "
             "lower max_num_batched_tokens"
         )
+    sae = None
+    if any(tap in widths for tap in config.reconstructed):
+        features = max(config.reconstructed.values())
+        numbers = weights.numbers(torch.float32)
+        sae = SaeBuffers.allocate(numbers, max_tokens, hidden_size, features)
     return Buffers.allocate(
         taps=widths,
         max_tokens=max_tokens,
@@ -417,7 +442,16 @@ def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Con
         ring_rows=ring_rows,
         dtype=model_config.dtype,
         device=runner.device,
+        drafts=_drafts(vllm_config),
+        sae=sae,
+        reconstructed=config.reconstructed,
     )
+
+
+def _drafts(vllm_config: Any) -> int:
+    """Return the most draft tokens of a request in a step."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def _room(config: Config) -> Room:
@@ -428,6 +462,7 @@ def _room(config: Config) -> Room:
         token_ids=config.token_ids,
         probes=config.probes,
         maps=config.maps,
+        gate_states=config.gate_states,
     )
 
 

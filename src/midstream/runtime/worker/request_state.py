@@ -7,7 +7,8 @@ and probes) and the same capture group.
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, RowB
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.spec import ResolvedPlan
+from midstream.spec.resolve.resolved import ResolvedBias, ResolvedFunction
 
 T = TypeVar("T")
 
@@ -64,6 +66,25 @@ class Segment:
 
 
 @dataclass(slots=True, eq=False)
+class FunctionUse:
+    """A function of one request at one tap.
+
+    Attributes:
+        index: index of the function in the plan.
+        function: the function's place.
+        call: the function.
+        calls: number of calls.
+        rows: number of rows that it was given.
+    """
+
+    index: int
+    function: ResolvedFunction
+    call: Callable[..., Any]
+    calls: int = 0
+    rows: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class RankPlan:
     """A plan on this rank, which requests with the same plan share.
 
@@ -80,6 +101,21 @@ class RankPlan:
     users: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedVersion:
+    """A version of a request's plan.
+
+    Attributes:
+        number: number of the version.
+        position: first position at which it holds.
+        plan: the plan; None if it could not be read or placed.
+    """
+
+    number: int
+    position: int
+    plan: RankPlan | None
+
+
 @dataclass(slots=True)
 class RequestState:
     """One request with a plan.
@@ -89,8 +125,10 @@ class RequestState:
         uid: midstream's request id, the same for all completions of a prompt.
         plan: what the request asks for.
         slot: row of the request in the arrays of `SlotTable`.
-        segments: segments of the plan, ascending, over [0, FOREVER).
+        segments: segments of the plan and of its later versions, ascending, over [0, FOREVER).
+        reports: whether its scores leave with the output of each step.
         shared: the plan in `PlanTable`; None if the plan could not be read or placed.
+        later: versions of the plan that came while it ran, in order.
         serial: serial number, unique in this worker.
         blocks: captured rows; set when the request is collected.
         scores: scores of its probes; likewise.
@@ -102,6 +140,8 @@ class RequestState:
         turns: length of the prompt each time that it had grown.
         streamed: position up to which its rows were delivered while it ran.
         oldest_step: number of a step of the row index before which it has no rows.
+        resets: number of resets of the prefix cache when it began.
+        functions: its functions at this rank's taps.
         done: uint16 [positions], state of each position; set when all of its steps are settled.
     """
 
@@ -110,7 +150,9 @@ class RequestState:
     plan: ResolvedPlan
     slot: int
     segments: list[Segment]
+    reports: bool = False
     shared: RankPlan | None = None
+    later: list[PlacedVersion] = field(default_factory=list)
     serial: int = 0
     blocks: list[RowBlock[ArenaRows]] = field(default_factory=list)
     scores: list[RowBlock[Scores]] = field(default_factory=list)
@@ -121,6 +163,8 @@ class RequestState:
     turns: list[int] = field(default_factory=list)
     streamed: int = 0
     oldest_step: int = 0
+    resets: int = 0
+    functions: list[FunctionUse] = field(default_factory=list)
     done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
 
     def segments_within(self, start: int, stop: int) -> list[Segment]:
@@ -128,6 +172,18 @@ class RequestState:
         first = bisect.bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
         last = bisect.bisect_left(self.segments, stop, key=lambda segment: segment.start)
         return self.segments[first:last]
+
+    def change(self, later: PlacedVersion) -> None:
+        """Let a version of the plan hold from its position on."""
+        if later.plan is not None:
+            self.segments = spliced(self.segments, later.plan.segments, later.position)
+        self.later.append(later)
+
+    @property
+    def biases(self) -> Sequence[ResolvedBias]:
+        """What the latest version of the plan adds to logits."""
+        found = [one.plan.resolved for one in self.later if one.plan is not None]
+        return (found or [self.plan])[-1].biases
 
     def num_scored(self, start: int, stop: int) -> int:
         """Return the number of positions of [start, stop) whose scores are returned to the
@@ -138,6 +194,21 @@ class RequestState:
             for segment in self.segments_within(start, stop)
             if segment.scored
         )
+
+
+def spliced(segments: Sequence[Segment], later: Sequence[Segment], position: int) -> list[Segment]:
+    """Return segments below a position and later segments from there on."""
+    before = [
+        replace(one, stop=min(one.stop, position)) if one.stop > position else one
+        for one in segments
+        if one.start < position
+    ]
+    after = [
+        replace(one, start=position) if one.start < position else one
+        for one in later
+        if one.stop > position
+    ]
+    return before + after
 
 
 def idle_segment(start: int = 0, stop: int = FOREVER) -> Segment:

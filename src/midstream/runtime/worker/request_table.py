@@ -5,13 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from midstream.errors import NoRoomError
 from midstream.runtime.protocol.failures import Failure
+from midstream.runtime.protocol.plan_version import PlanChange
+from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.reductions import Reductions
-from midstream.runtime.worker.request_state import RankPlan, RequestState, idle_segment
+from midstream.runtime.worker.request_state import (
+    FunctionUse,
+    PlacedVersion,
+    RankPlan,
+    RequestState,
+    idle_segment,
+)
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step_recorder import StepRecorder
 from midstream.spec import ResolvedPlan
@@ -20,6 +27,8 @@ from midstream.spec.resolve.resolved import ResolvedBias
 _LOGGER = logging.getLogger(__name__)
 # Returns whether all ranks that run the same requests say yes.
 Agree = Callable[[bool], bool]
+# Returns the functions of a plan at this rank's taps.
+Load = Callable[[ResolvedPlan], list[FunctionUse]]
 _NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read
 
 
@@ -28,6 +37,7 @@ class RequestTable:
 
     Attributes:
         plans: plans of the requests.
+        resets: number of resets of the prefix cache, if the front end keeps rows.
     """
 
     def __init__(
@@ -38,6 +48,8 @@ class RequestTable:
         checksum: RankChecksum | None = None,
         agree: Agree | None = None,
         reductions: tuple[Reductions, Sequence[int]] | None = None,
+        gate_states: GateStates | None = None,
+        load: Load | None = None,
     ) -> None:
         """Args:
         slots: the running requests.
@@ -48,20 +60,29 @@ class RequestTable:
             if there are none.
         reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
             None: nothing is reduced.
+        load: returns the functions of a plan; None: this worker calls none.
+        gate_states: states of gates with memory; None: there is no such gate.
         """
         self.plans = plans
+        self.resets = 0
         self._slots = slots
         self._recorder = recorder
         self._checksum = checksum
         self._agree = agree
         self._reductions = reductions
+        self._load = load
+        self._gate_states = gate_states
         self._added = 0
         # Finished requests with the number of their last step, which is not settled.
         self._finishing: list[tuple[int, RequestState]] = []
+        # Changed plans of requests that were not scheduled yet, by vLLM's request id.
+        self._early: dict[str, list[PlanChange]] = {}
         # Finished requests whose steps are settled, by uid.
         self._finished: dict[str, list[RequestState]] = {}
 
-    def add(self, request_id: str, uid: str, plan: bytes, computed: int = 0) -> None:
+    def add(
+        self, request_id: str, uid: str, plan: bytes, computed: int = 0, reports: bool = False
+    ) -> None:
         """Add a request that is about to run, or that runs again after preemption.
 
         An exception in here fails this request alone: the engine core ends it, and its receipt has
@@ -72,6 +93,7 @@ class RequestTable:
             uid: midstream's request id.
             plan: the packed plan.
             computed: number of its tokens that need not be computed.
+            reports: whether its scores leave with the output of each step.
         """
         if self._checksum is not None:
             self._checksum.add_request(request_id, uid, plan, computed)
@@ -83,9 +105,10 @@ class RequestTable:
             self.settle_requests([known])
         problem = ""
         own = None
+        functions: list[FunctionUse] = []
         slot = self._slots.new_slot()
         try:
-            own = self._acquire(plan, slot)
+            own, functions = self._acquire(plan, slot)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
@@ -101,30 +124,76 @@ class RequestTable:
             plan=_NO_PLAN if own is None else own.resolved,
             slot=slot,
             segments=[idle_segment()] if own is None else own.segments,
+            reports=reports,
             shared=own,
             serial=self._added,
             oldest_step=self._recorder.rows.next_step,
+            resets=self.resets,
+            functions=functions,
         )
         self._slots.add(request)
         if problem:
             self._slots.fail(request, computed, problem)
+        for change in self._early.pop(request_id, ()):
+            self.change(change)
 
-    def _acquire(self, packed: bytes, slot: int) -> RankPlan:
-        """Return a request's plan, and give it the sums that it needs. Pair with `_release`."""
+    def change(self, change: PlanChange) -> None:
+        """Let a request have another version of its plan, from a position on that no step has
+        reached. Steps in flight keep their programs, and so does whatever is computed again.
+
+        An exception in here fails this request alone, as in `add`.
+        """
+        request = self._slots.get(change.request_id)
+        if request is None or request.uid != change.uid or not self._slots.runs(request):
+            self._early.setdefault(change.request_id, []).append(change)
+            return
+        if self._checksum is not None:
+            self._checksum.add_request(change.request_id, change.uid, change.plan, change.position)
+        problem = ""
+        plan = None
+        try:
+            # Sums of reduced rows are those of the captures, which are the same.
+            plan = self.plans.acquire(change.plan)
+        except Exception as error:
+            problem = f"version {change.number} of its plan: {type(error).__name__}: {error}"
+            _LOGGER.exception("midstream failed request %s", change.request_id)
+        if self._agree is not None and is_joint(change.plan) and not self._agree(not problem):
+            if plan is not None:
+                self.plans.release(plan)
+                plan = None
+            problem = problem or "another rank cannot run the plan"
+        request.change(PlacedVersion(change.number, change.position, plan))
+        self._slots.change(request)
+        if problem and not request.problem:
+            self._slots.fail(request, change.position, problem)
+
+    def _acquire(self, packed: bytes, slot: int) -> tuple[RankPlan, list[FunctionUse]]:
+        """Return a request's plan and functions, and give it the sums and states that it needs.
+        Pair with `_release`.
+        """
         found = self.plans.acquire(packed)
-        if self._reductions is not None:
-            reductions, widths = self._reductions
-            try:
+        functions: list[FunctionUse] = []
+        try:
+            if found.resolved.functions:
+                if self._load is None:
+                    raise LookupError("this worker calls no functions")
+                functions = self._load(found.resolved)
+            if self._gate_states is not None:
+                self._gate_states.acquire(slot, found.segments)
+            if self._reductions is not None:
+                reductions, widths = self._reductions
                 reductions.acquire(slot, found.segments, widths)
-            except NoRoomError:
-                self.plans.release(found)
-                raise
-        return found
+        except Exception:
+            self._release(found, slot)
+            raise
+        return found, functions
 
     def _release(self, plan: RankPlan, slot: int) -> None:
         self.plans.release(plan)
         if self._reductions is not None:
             self._reductions[0].release(slot)
+        if self._gate_states is not None:
+            self._gate_states.release(slot)
 
     def grow(self, request_id: str, uid: str, prompt: Sequence[int] | None) -> None:
         """Record the prompt of a known request that is scheduled as new once more: the prompt has
@@ -142,11 +211,15 @@ class RequestTable:
 
     def finish(self, request_id: str) -> None:
         """End a request, which has no more rows. Ids of requests without a plan are ignored."""
+        self._early.pop(request_id, None)
         request = self._slots.get(request_id)
         if request is None or any(request is finishing for _, finishing in self._finishing):
             return
         if request.shared is not None:
             self._release(request.shared, request.slot)
+        for later in request.later:
+            if later.plan is not None:
+                self.plans.release(later.plan)
         self._slots.retire(request)
         self._finishing.append((self._recorder.last_step_of([request]), request))
         self._remove_settled()
@@ -176,7 +249,7 @@ class RequestTable:
     def biases_of(self, request_id: str) -> Sequence[ResolvedBias]:
         """Return what a request adds to logits, by vLLM's id."""
         request = self._slots.get(request_id)
-        return () if request is None else request.plan.biases
+        return () if request is None else request.biases
 
     def of_uids(self, uids: Iterable[str]) -> list[RequestState]:
         """Return every request of some uids, settled or not."""

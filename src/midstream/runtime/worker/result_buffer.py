@@ -14,6 +14,7 @@ from torch import Tensor, uint8
 from midstream.codecs import RowEncoding
 from midstream.errors import FetchError
 from midstream.runtime.protocol.results import (
+    FunctionCount,
     Lease,
     LeasedSegment,
     PatternHeader,
@@ -49,13 +50,16 @@ class ResultBuffer:
         self._data: dict[str, bytes] = {}
         self._inlined: set[str] = set()  # of the latest `inline`
 
-    def put(self, name: str, requests: list[RequestState], mapped: bool) -> ResultHeader:
+    def put(
+        self, name: str, requests: list[RequestState], mapped: bool, resets: int = 0
+    ) -> ResultHeader:
         """Store the results of requests under a name and return their header.
 
         Args:
             name: name of the data for `inline`, `read` and `release`.
             requests: the requests with their rows, which are copied or leased here.
             mapped: whether the front end maps the arena.
+            resets: number of resets of the prefix cache by now.
         """
         parts: list[bytes] = []
         entries = []
@@ -93,10 +97,15 @@ class ResultBuffer:
                     states=int(request.done.size),
                     rows=blocks,
                     scores=scores,
+                    resets=request.resets,
+                    functions=[
+                        FunctionCount(one.index, one.calls, one.rows) for one in request.functions
+                    ],
+                    versions=[(one.number, one.position) for one in request.later],
                 )
             )
         self._data[name] = b"".join(parts)
-        return ResultHeader(name, entries, len(self._data[name]), lease)
+        return ResultHeader(name, entries, len(self._data[name]), lease, resets)
 
     def inline(self, names: list[str]) -> list[bytes | None]:
         """Remove and return the data that is small enough to be sent with its header; None for

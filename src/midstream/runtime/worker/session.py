@@ -6,8 +6,10 @@ import time
 
 from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.segments import RankShare
+from midstream.runtime.protocol.step_scores import StepScores
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.collection import Collection
+from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.logit_bias import LogitBias
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_check import RankChecksum
@@ -20,6 +22,7 @@ from midstream.runtime.worker.step_recorder import StepCounts, StepRecorder
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.tables.program_table import ProgramTable
+from midstream.runtime.worker.taps.local_calls import LocalCalls
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
 from midstream.transport.base import Transport
@@ -51,6 +54,7 @@ class WorkerSession:
         patterns: PatternReader | None = None,
         agree: Agree | None = None,
         reductions: Reductions | None = None,
+        calls_functions: bool = False,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -66,6 +70,7 @@ class WorkerSession:
         patterns: makes rows of attention and logits; None: no request asks for any.
         agree: see `RequestTable`.
         reductions: what requests reduce rows to; None: there is no room for any.
+        calls_functions: whether functions of requests are called.
         """
         if reductions is None:
             reductions = Reductions(0, 1, buffers.ring.device)
@@ -74,7 +79,10 @@ class WorkerSession:
         self._codecs = CodecTable(buffers)
         self._tables = ProgramTable(buffers)
         slots = SlotTable(max_model_len, on_nonfinite)
+        self._gate_states = GateStates(buffers)
         self._planner = StepPlanner(slots, self._tables)
+        self._local = LocalCalls(taps, buffers, slots) if calls_functions else None
+        buffers.before = self._local
         self._recorder = StepRecorder(
             buffers,
             transport,
@@ -85,11 +93,20 @@ class WorkerSession:
             only_armed=only_armed,
             patterns=patterns,
             reductions=self._reductions,
+            gate_states=self._gate_states,
         )
         plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
         widths = tuple(map(buffers.width, taps.values()))
+        load = None if self._local is None else self._local.load
         self.requests = RequestTable(
-            slots, plans, self._recorder, checksum, agree, (self._reductions, widths)
+            slots,
+            plans,
+            self._recorder,
+            checksum,
+            agree,
+            (self._reductions, widths),
+            self._gate_states,
+            load,
         )
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
@@ -98,6 +115,15 @@ class WorkerSession:
     def counts(self) -> StepCounts:
         """Totals over all steps."""
         return self._recorder.counts
+
+    @property
+    def reported_scores(self) -> StepScores | None:
+        """Scores of the last step that leave with its output; None: no request reports any."""
+        return self._recorder.reported
+
+    def clear_reported_scores(self) -> None:
+        """Clear the scores, which have left."""
+        self._recorder.reported = None
 
     def encoding(self, number: int) -> RowEncoding:
         """Return the encoding with a number, as `RowBlock.codec` has it."""
@@ -116,6 +142,8 @@ class WorkerSession:
         recorder.counts.planner_ns += time.perf_counter_ns() - began
         if self._checksum is not None:
             self._checksum.add_step(batch, plan, self._tables)
+        if self._local is not None:
+            self._local.prepare(plan, batch)
         if self.bias is not None:
             self.bias.drop()
         if plan is None:
@@ -130,6 +158,8 @@ class WorkerSession:
         """Record the step whose forward pass was queued, and settle steps whose results are on the
         host.
         """
+        if self._local is not None:
+            self._local.finish()
         if self._recorder.prepared is not None:
             self._recorder.record()
             self.requests.settle()
@@ -143,8 +173,10 @@ class WorkerSession:
         self._recorder.check_integrity()
         self._tables.check_integrity()
         self._reductions.check_integrity()
+        self._gate_states.check_integrity()
         if self.requests.is_empty:
             assert not len(self.requests.plans)
             assert not len(self._reductions)
+            assert not len(self._gate_states)
             assert not len(self._recorder.rows)
             assert not len(self._recorder.scores)

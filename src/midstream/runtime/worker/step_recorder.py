@@ -10,10 +10,13 @@ import numpy as np
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.runtime.protocol.step_scores import StepScores
 from midstream.runtime.worker.attention.logits import StepLogits
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.attention.step_patterns import StepPatterns
+from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.reductions import Reductions
+from midstream.runtime.worker.reported_scores import reported_scores
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
@@ -72,6 +75,8 @@ class StepRecorder:
         rows: index of captured rows.
         scores: index of probe scores; a record is one row with a column for each score.
         prepared: the step whose forward pass is queued next; None if it has no program.
+        reported: scores of the last step, which leave with its output; None: no request reports
+            any, or they have left.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class StepRecorder:
         only_armed: bool = False,
         patterns: PatternReader | None = None,
         reductions: Reductions,
+        gate_states: GateStates,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -97,11 +103,13 @@ class StepRecorder:
         only_armed: every forward pass that fires the taps is armed. Nothing is disarmed then.
         patterns: makes rows of attention; None: no request asks for any.
         reductions: what rows are reduced to.
+        gate_states: what gates remember.
         """
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
         self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()
         self.prepared: PreparedStep | None = None
+        self.reported: StepScores | None = None
         self._buffers = buffers
         self._transport = transport
         self._arena = arena
@@ -111,6 +119,7 @@ class StepRecorder:
         self._signature = TapSignature(taps)
         self._score_kind = self.scores.kind((0,))
         self._armed = ArmedBuffers(buffers, only_armed)
+        self._gate_states = gate_states
         self._expected: ExpectedCounts | None = None
         self._no_scores = buffers.scores[:0]
         self._in_flight: deque[InFlightStep] = deque()
@@ -122,6 +131,7 @@ class StepRecorder:
         self.counts.add_active(plan.num_units)
         first = self._transport.reserve(plan.num_units)
         self._armed.arm(plan.tokens, first)
+        self._gate_states.arm(plan.runs)
         if plan.by_id:
             ids = batch.token_ids()
             self._buffers.ids[: ids.shape[0]].copy_(ids)
@@ -149,6 +159,7 @@ class StepRecorder:
         """
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
+        self._gate_states.disarm()
         plan = prepared.plan
         batches: Sequence[CodecBatch] = plan.batches
         logits: StepLogits = {}
@@ -175,6 +186,9 @@ class StepRecorder:
                 self._slots.drop(plan.runs, lost.runs)
         if plan.scored:
             self._record_scores(prepared, shipment)
+        self.reported = None
+        if self._slots.num_reporting:
+            self.reported = reported_scores(prepared, shipment, self._slots)
 
     def _row_bytes(self, codec: int) -> int:
         return self._codecs.encoding(codec).row_bytes(self._buffers.ring.dtype)

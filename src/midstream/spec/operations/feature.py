@@ -147,11 +147,12 @@ class Feature(Operation):
             if index is not None:
                 raise SpecError("index", "only with `sae`, the name of a registered SAE")
             self._read_rows(encoder, decoder)
-            self._set(sae=None, index=(), value=self._values(value, len(self.encoder)))
+            count = len(self.encoder)
+            self._set(sae=None, index=(), value=_read_values(self.mode, value, count))
             self._read_biases(bias, threshold, decoder_bias)
         else:
             with at("sae"):
-                self._set(sae=_read_sae(sae))
+                self._set(sae=read_sae(sae))
             for name, given in (
                 ("encoder", encoder), ("decoder", decoder), ("bias", bias),
                 ("threshold", threshold), ("decoder_bias", decoder_bias), ("head", head),
@@ -159,19 +160,19 @@ class Feature(Operation):
                 if given is not None:
                     raise SpecError(name, "unsupported with `sae`, which determines it")
             self._set(encoder=(), decoder=(), bias=(), threshold=())
-            self._read_index(index, value)
+            self._set(**read_changes(index, mode, value))
         self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"mode": self.mode, "value": _short(self.value)}
+        found: dict[str, Any] = {"mode": self.mode, "value": short(self.value)}
         if self.sae is None:
             rows = {"encoder": self.encoder, "decoder": self.decoder}
             found = {
                 **rows,
                 **found,
-                "bias": _short(self.bias),
-                "threshold": _short(self.threshold),
+                "bias": short(self.bias),
+                "threshold": short(self.threshold),
             }
         else:
             found = {"sae": self.sae, "index": list(self.index), **found}
@@ -266,31 +267,6 @@ class Feature(Operation):
                 raise SpecError("", f"expected at least 0, got {min(found)!r}")
             self._set(threshold=found)
 
-    def _read_index(self, index: object, value: object) -> None:
-        with at("index"):
-            ids, values = read_index(index)
-        if values is not None:
-            if self.mode == "ablate":
-                raise SpecError("index", _ABLATE)
-            if value is not None:
-                raise SpecError("value", "`index` has the values")
-        else:
-            values = self._values(value, len(ids))
-        order = sorted(range(len(ids)), key=ids.__getitem__)
-        self._set(index=tuple(ids[nth] for nth in order))
-        self._set(value=tuple(values[nth] for nth in order) if values else ())
-
-    def _values(self, value: object, count: int) -> tuple[float, ...]:
-        with at("value"):
-            if self.mode == "ablate":
-                if value is not None:
-                    raise SpecError("", _ABLATE)
-                return ()
-            if value is None:
-                others = listed(mode for mode in MODES if mode != "ablate")
-                raise SpecError("", f"missing: modes {others} require a value")
-            return _read_numbers(value, count)
-
     def _fold_bias(self, decoder_bias: Vector) -> tuple[float, ...]:
         if decoder_bias.size != self.encoder[0].size:
             raise SpecError(
@@ -301,6 +277,47 @@ class Feature(Operation):
         *rows, shift = wide([*self.encoder, decoder_bias])
         pairs = zip(self.bias, rows, strict=True)
         return tuple(read_scalar(bias - float(row @ shift)) for bias, row in pairs)
+
+
+def read_changes(index: object, mode: object, value: object) -> dict[str, Any]:
+    """Read which features of an SAE are changed, and how: index, mode and value of a `Feature`.
+
+    Args:
+        index: an id, several, or {id: value}.
+        mode: one of `MODES`.
+        value: one number for all, or one for each; None where `index` or the mode has them.
+
+    Raises:
+        SpecError: a field is malformed; its path starts with the field's name.
+    """
+    with at("mode"):
+        word = read_word(mode, MODES)
+    with at("index"):
+        ids, values = read_index(index)
+    if values is None:
+        values = _read_values(word, value, len(ids))
+    elif word == "ablate":
+        raise SpecError("index", _ABLATE)
+    elif value is not None:
+        raise SpecError("value", "`index` has the values")
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    return {
+        "mode": word,
+        "index": tuple(ids[nth] for nth in order),
+        "value": tuple(values[nth] for nth in order) if values else (),
+    }
+
+
+def _read_values(mode: str, value: object, count: int) -> tuple[float, ...]:
+    with at("value"):
+        if mode == "ablate":
+            if value is not None:
+                raise SpecError("", _ABLATE)
+            return ()
+        if value is None:
+            others = listed(mode for mode in MODES if mode != "ablate")
+            raise SpecError("", f"missing: modes {others} require a value")
+        return _read_numbers(value, count)
 
 
 def read_index(value: object) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
@@ -337,7 +354,12 @@ def read_index(value: object) -> tuple[tuple[int, ...], tuple[float, ...] | None
     return tuple(found), tuple(found.values()) if has_values else None
 
 
-def _read_sae(value: object) -> str:
+def read_sae(value: object) -> str:
+    """Read the name of a registered SAE.
+
+    Raises:
+        SpecError: another form.
+    """
     if not isinstance(value, str):
         problem = f"expected the name of a registered SAE, `str`, got {kind(value)}"
         if hasattr(value, "features"):
@@ -356,7 +378,7 @@ def _read_numbers(value: object, count: int) -> tuple[float, ...]:
     return (read_scalar(value),) * count
 
 
-def _short(values: tuple[float, ...]) -> Any:
+def short(values: tuple[float, ...]) -> Any:
     """Return the JSON form of numbers: equal ones are one number; None: there is none."""
     if not values:
         return None

@@ -26,6 +26,7 @@ from midstream.spec.named_lookup import (
 )
 from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import SITE, by_value, read_scalar
+from midstream.spec.operations.gate_memory import Hold, Memory
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
 from midstream.spec.operations.route import Route
 from midstream.spec.positions.positions import Positions
@@ -176,6 +177,15 @@ class Gate:
             in the forward pass; this is checked when the plan is resolved.
         threshold: in units of the score.
         sharpness: not 0; None: a step function.
+        hold: once open, for how many more tokens after the last that kept it open, or "rest": for
+            all that follow in the request. None: it closes with that token.
+        smooth: weight of the newest score in the moving average that is compared, between 0 and 1:
+            s ← s + smooth · (score − s), from the first score on. None: each score as it is.
+        release: an open gate stays open as long as the score exceeds this, at most the threshold.
+            None: the threshold.
+
+    With `hold`, `smooth` or `release` a gate has memory: it goes over the tokens that the edit
+    selects in their order, and reads what enters its tap, before all edits there.
     """
 
     op: ClassVar[str] = "gate"
@@ -184,6 +194,9 @@ class Gate:
     probe: Reading
     threshold: float
     sharpness: float | None
+    hold: Hold | None
+    smooth: float | None
+    release: float | None
 
     @accept_spellings
     def __init__(
@@ -192,6 +205,9 @@ class Gate:
         probe: Reading | Probe | VectorOrName,
         threshold: NumberLike = 0.0,
         sharpness: NumberLike | None = None,
+        hold: Hold | None = None,
+        smooth: NumberLike | None = None,
+        release: NumberLike | None = None,
     ) -> None:
         """Create a gate; each field accepts any of its forms.
 
@@ -201,6 +217,9 @@ class Gate:
                 `site` and `head`, or a Probe.
             threshold: a number.
             sharpness: a number, or None.
+            hold: "rest", or a number of tokens from 1.
+            smooth: a number between 0 and 1.
+            release: a number, at most `threshold`.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -222,6 +241,15 @@ class Gate:
                     "", "an expert is chosen or not: omit `sharpness`, or give a Route of `bias`"
                 )
             object.__setattr__(self, "sharpness", found)
+        memory = Memory.read(hold, smooth, release, self.threshold, self.sharpness)
+        object.__setattr__(self, "hold", memory.hold)
+        object.__setattr__(self, "smooth", memory.smooth)
+        object.__setattr__(self, "release", memory.release)
+
+    @property
+    def memory(self) -> Memory:
+        """What it remembers from one token to the next."""
+        return Memory(self.hold, self.smooth, self.release)
 
     @property
     def layers(self) -> Layers:
@@ -253,20 +281,23 @@ class Gate:
         if isinstance(value, Gate):
             return value
         given = read_fields(
-            value, required=("edit", "probe"), optional=("threshold", "sharpness", "op")
+            value,
+            required=("edit", "probe"),
+            optional=("threshold", "sharpness", "hold", "smooth", "release", "op"),
         )
         with at("op"):
             read_word(given.pop("op", Gate.op), (Gate.op,))
         return Gate(**given)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the JSON form, with every field, which `parse` reads."""
+        """Return the JSON form, which `parse` reads; `hold`, `smooth` and `release` if given."""
         return {
             "op": self.op,
             "edit": self.edit.to_dict(),
             "probe": self.probe.to_dict(),
             "threshold": self.threshold,
             "sharpness": self.sharpness,
+            **self.memory.emit(),
         }
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
@@ -371,7 +402,7 @@ class Gate:
         ]
 
     def _wrap(self, edit: PlainEdit, probe: Reading) -> Gate:
-        return Gate(edit, probe, self.threshold, self.sharpness)
+        return replace(self, edit=edit, probe=probe)
 
 
 def _read_inner(value: object) -> PlainEdit:

@@ -8,19 +8,33 @@ from midstream.spec.operations.affine import Affine, LoReFT
 from midstream.spec.operations.bias import Bias
 from midstream.spec.operations.clamp import Clamp
 from midstream.spec.operations.feature import Feature
+from midstream.spec.operations.reconstruct import Reconstruct
 from midstream.spec.operations.replace import Replace
 from midstream.spec.operations.route import Route
 from midstream.spec.operations.scale import Scale
 from midstream.spec.operations.steer import Steer
 from midstream.validation import kind, listed
 
-PlainEdit = Steer | Ablate | Clamp | Feature | Affine | LoReFT | Replace | Scale | Route | Bias
+PlainEdit = (
+    Steer
+    | Ablate
+    | Clamp
+    | Feature
+    | Reconstruct
+    | Affine
+    | LoReFT
+    | Replace
+    | Scale
+    | Route
+    | Bias
+)
 
 KINDS: tuple[type[PlainEdit], ...] = (
     Steer,
     Ablate,
     Clamp,
     Feature,
+    Reconstruct,
     Affine,
     LoReFT,
     Replace,
@@ -35,7 +49,7 @@ def bad_edit(value: object, known: tuple[str, ...]) -> SpecError:
     """Return the error for a value that is no edit."""
     problem = f"expected an edit, or a dict with `op`, got {kind(value)}"
     if callable(value):
-        problem += "; Python code cannot run in the forward pass"
+        problem += "; a function is called by Local(fn, layer=14), in engines that allow it"
     return SpecError("", f"{problem}; write for example Steer(vector, layer=14); {_ops(known)}")
 
 

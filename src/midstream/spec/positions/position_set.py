@@ -6,7 +6,7 @@ again by the front end when the request has ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from midstream.errors import SpecError
@@ -84,6 +84,22 @@ class Where:
                 'without the word "last", and token ids in the prompt alone',
             )
         return Where(tuple(found))
+
+    def within(self, start: int, stop: int, token: Callable[[int], int]) -> list[int]:
+        """Return the selected positions of [start, stop), ascending, without the final row.
+
+        Args:
+            token: returns the token id of a position; asked for generated tokens of `matches` only.
+        """
+        found: list[int] = []
+        for first, end in self.ranges:
+            found += range(max(first, start), stop if end is None else min(end, stop))
+        for match in self.matches:
+            for first, end in match.ranges:
+                for position in range(max(first, start), stop if end is None else min(end, stop)):
+                    if (token(position) in match.ids) != match.others:
+                        found.append(position)
+        return sorted(found)
 
     def final(self, length: int, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Return the selected positions of a request that has ended.

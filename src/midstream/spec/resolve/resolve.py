@@ -18,7 +18,8 @@ from midstream.spec.instructions import Instruction
 from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.operation import refreshed
-from midstream.spec.operations import Edit, Gate, Route, Steer
+from midstream.spec.operations import Edit, Gate, Local, Reconstruct, Route, Steer
+from midstream.spec.operations.gate_memory import scanned
 from midstream.spec.plan import Plan
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
@@ -39,6 +40,7 @@ from midstream.spec.resolve.resolved import (
     ResolvedBias,
     ResolvedCapture,
     ResolvedEdit,
+    ResolvedFunction,
     ResolvedPlan,
     ResolvedProbe,
     Steps,
@@ -112,6 +114,7 @@ class _Resolver:
         self._selected: dict[Positions, Where] = {}
         self._probes: list[ResolvedProbe] = []
         self._biases: list[ResolvedBias] = []
+        self._functions: list[ResolvedFunction] = []
         self._slots = 0
         # Score slots read by gates; gates that read the same score share its slot.
         self._gate_slots: dict[tuple[Tap, Instruction, Where], int] = {}
@@ -132,7 +135,7 @@ class _Resolver:
                 captures += self._resolve_capture(capture, index)
         for index, probe in enumerate(plan.probes):
             with at(f"probes[{index}]"):
-                self._probes.append(self._resolve_probe(probe))
+                self._probes.append(replace(self._resolve_probe(probe), act=probe.act))
         edits: list[ResolvedEdit] = []
         for index, edit in enumerate(before):
             with at(f"steering[{index}]"), suppress(NothingSelectedError):
@@ -148,6 +151,7 @@ class _Resolver:
             tuple(captures),
             tuple(self._probes),
             biases=tuple(self._biases),
+            functions=tuple(self._functions),
         )
 
     def _select(self, positions: Positions) -> Where:
@@ -202,6 +206,8 @@ class _Resolver:
         with at("edit") if isinstance(edit, Gate) else nullcontext():
             taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
             where = where or self._select(edit.positions)
+        if isinstance(edit, Local):
+            self._functions += _functions_of(edit, taps, where, source)
         bias = bias_of(edit)
         if bias is not None:
             check_sampled(where, self._prompt.length)
@@ -218,10 +224,14 @@ class _Resolver:
             self._check_reach(edit, instructions)
             with at("edit") if isinstance(edit, Gate) else nullcontext():
                 parts = self._place_rows(instructions, where)
-            if read is not None and not placed:
+            if isinstance(edit, Gate) and edit.memory:
+                _check_order(taps, read)
+            elif read is not None and not placed:
                 slot, placed = self._gate_slot(read, taps, instructions[0], where), True
             for steps, part in parts:
-                if read is None:
+                if isinstance(edit, Gate) and edit.memory:
+                    shared = self._scanned_steps(edit, steps, mine, read, where)
+                elif read is None:
                     shared = [Steps(steps)] * len(mine)
                 else:
                     shared = self._gated_steps(steps, mine, read, slot)
@@ -229,7 +239,7 @@ class _Resolver:
                     ResolvedEdit(*tap, own, part, source)
                     for tap, own in zip(mine, shared, strict=True)
                 ]
-        return found
+        return [*_reads_elsewhere(edit, taps, where, source, self._shape), *found]
 
     def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
         """Group taps by the size of their vectors, and what these are of."""
@@ -273,21 +283,18 @@ class _Resolver:
         """Return the slot of a gate's score, which is read at `tap`; None if the gate applies at
         that tap only.
         """
-        late = [each for each in taps if order(each) < order(tap)]
-        if late:
-            raise SpecError(
-                "probe.layer",
-                f"the gate reads {tap[0]} of layer {tap[1]}, which is computed after "
-                f"{late[0][0]} of layer {late[0][1]}, where its edit applies; read an earlier "
-                "site, or the site of the edit",
-            )
+        _check_order(taps, tap)
         if taps == (tap,):
             return None
         if tap in taps:
             # The edit stores the score itself, before it changes the vector.
             return self._new_slot()
         probe = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH | Flags.COUNTED)
-        # Gates that differ in threshold or sharpness alone share a score.
+        return self._shared_slot(tap, probe, where)
+
+    def _shared_slot(self, tap: Tap, probe: Instruction, where: Where) -> int:
+        """Return the slot of what gates read at a tap, a PROBE or a SCAN without one."""
+        # Gates that differ in threshold or sharpness alone share the score of a PROBE.
         key = (tap, probe, where)
         slot = self._gate_slots.get(key)
         if slot is None:
@@ -308,6 +315,21 @@ class _Resolver:
         # This gate does not read the stream, so the first instruction that does needs FRESH.
         later = Steps((by_slot, *refreshed(list(steps[1:]))))
         return [here if each == tap else later for each in taps]
+
+    def _scanned_steps(
+        self,
+        edit: Gate,
+        steps: tuple[Instruction, ...],
+        taps: tuple[Tap, ...],
+        read: Tap | None,
+        where: Where,
+    ) -> list[Steps]:
+        """Return the instructions of the edit of a gate with memory at each tap; the gate reads a
+        SCAN at the tap `read`; None: at each tap.
+        """
+        scan, rest = edit.memory.scan(steps[0]), refreshed(list(steps[1:]))
+        slots = [self._shared_slot(read or tap, scan, where) for tap in taps]
+        return [Steps((scanned(steps[0], slot), *rest)) for slot in slots]
 
     def _new_slot(self) -> int:
         self._slots += 1
@@ -345,6 +367,51 @@ class _Resolver:
             placed = tuple(_with_rows(step, chosen, start) for step in steps)
             parts.append((placed, Where(((start, stop),))))
         return parts
+
+
+def _functions_of(
+    edit: Local, taps: tuple[Tap, ...], where: Where, source: int
+) -> list[ResolvedFunction]:
+    if where.matches:
+        raise SpecError(
+            "positions",
+            "a function cannot be called by the ids of generated tokens: select all, and read "
+            "info.token_ids in it",
+        )
+    one = edit.function
+    return [
+        ResolvedFunction(*tap, one.key, one.path, one.name, where, source)
+        for tap in sorted(taps, key=order)
+    ]
+
+
+def _reads_elsewhere(
+    edit: Edit, taps: tuple[Tap, ...], where: Where, source: int, shape: ModelShape
+) -> list[ResolvedEdit]:
+    """Return what a transcoder does at the sites that it reads."""
+    inner = edit.edit if isinstance(edit, Gate) else edit
+    if not isinstance(inner, Reconstruct):
+        return []
+    reading = inner.reads_elsewhere(shape.hidden_size)
+    if reading is None:
+        return []
+    site, step = reading
+    for _, layer in taps:
+        check_tapped((site, layer), shape, "site", "layer")
+    steps = Steps((step,))
+    return [ResolvedEdit(site, layer, steps, where, source) for _, layer in taps]
+
+
+def _check_order(taps: tuple[Tap, ...], read: Tap | None) -> None:
+    """Check that a gate reads no tap that comes after one of its edit; None: it reads those."""
+    late = [] if read is None else [each for each in taps if order(each) < order(read)]
+    if late and read is not None:
+        raise SpecError(
+            "probe.layer",
+            f"the gate reads {read[0]} of layer {read[1]}, which is computed after "
+            f"{late[0][0]} of layer {late[0][1]}, where its edit applies; read an earlier "
+            "site, or the site of the edit",
+        )
 
 
 def _with_rows(step: Instruction, chosen: slice, first: int) -> Instruction:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from midstream.ops.layout import Op
 from midstream.sites import BY_NAME, Tap
+from midstream.spec.act import Act
 from midstream.spec.instructions import Instruction
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.ranges import Ranges, clip, merge
@@ -36,6 +38,7 @@ def digest_steps(steps: tuple[Instruction, ...]) -> str:
             step.slot,
             step.first,
             *([] if step.mask is None else [step.mask.digest]),
+            *([step.hold] if step.hold else []),
         ]
         for step in steps
     ]
@@ -193,9 +196,11 @@ class ResolvedProbe:
     Attributes:
         name: key of the score in the output; empty: only gates read the score.
         site, layer: the tap; of attention the site "attention", which is no tap of the engine.
-        steps: one PROBE instruction, with a slot that is unique in the plan; none for attention.
+        steps: one PROBE instruction, or for gates with memory a SCAN, with a slot that is unique in
+            the plan; none for attention.
         where: the positions.
         attention: what is read after the forward pass; None: see `steps`.
+        act: what is done when the scores meet a condition. Workers do not have it.
     """
 
     name: str
@@ -204,6 +209,7 @@ class ResolvedProbe:
     steps: Steps
     where: Where
     attention: SlottedPattern | None = None
+    act: Act | None = field(default=None, compare=False)
 
     @property
     def slot(self) -> int:
@@ -213,6 +219,11 @@ class ResolvedProbe:
         slot = self.steps.instructions[0].slot
         assert slot is not None
         return slot
+
+    @property
+    def is_scan(self) -> bool:
+        """Whether the score of a token depends on the tokens before it."""
+        return any(step.op is Op.SCAN for step in self.steps.instructions)
 
     @property
     def tap(self) -> Tap:
@@ -291,6 +302,27 @@ class ResolvedBias:
     values: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedFunction:
+    """One `Local` at one tap, which the plan has as an edit too: that counts the tokens.
+
+    Attributes:
+        site, layer: the tap.
+        key, path: the function, see `midstream.spec.local_functions`.
+        name: what receipts call it.
+        where: the positions; none depends on what is generated.
+        source: index of the plan's edit.
+    """
+
+    site: str
+    layer: int
+    key: str
+    path: str
+    name: str
+    where: Where
+    source: int
+
+
 class Alike(NamedTuple):
     """Taps that are selected by the same captures.
 
@@ -319,6 +351,7 @@ class ResolvedPlan:
         sharded: whether all ranks of a tensor-parallel group transfer captured vectors; otherwise
             the first rank transfers all.
         biases: what the biases among the edits add to logits.
+        functions: Python functions that the worker calls, before the edits at the same tap.
         taps: all captured taps, in the order of a forward pass.
         pattern_widths: numbers of a row of each tap of an `Attention`.
         reduced: taps whose row is made of all selected rows.
@@ -333,6 +366,7 @@ class ResolvedPlan:
     codec: str = "raw"
     sharded: bool = False
     biases: tuple[ResolvedBias, ...] = ()
+    functions: tuple[ResolvedFunction, ...] = ()
     # Computed once, because many requests share a plan.
     taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
     pattern_widths: dict[Tap, int] = field(init=False, compare=False, repr=False)

@@ -45,6 +45,12 @@ def check_growing(plan: Plan | None, before: Sequence[Edit], also: Sequence[Capt
         with at(f"probes[{index}]"):
             for positions in probe.selections:
                 _check(positions)
+            if probe.act is not None:
+                raise SpecError(
+                    "act",
+                    "unsupported in a streaming-input session, which goes on after a completion; "
+                    "omit `act`",
+                )
     for index, edit in enumerate(plan.edits):
         with at(f"edits[{plan.origin(index)}]"):
             _check(edit.positions)

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from midstream.errors import SpecError
-from midstream.ops.layout import Flags, Op
+from midstream.ops.layout import HELD, Flags, Op
 from midstream.sites import NAMES
 from midstream.spec.instructions import Instruction
 from midstream.spec.positions.position_set import Match, Where
@@ -27,6 +27,7 @@ from midstream.spec.resolve.resolved import (
     ResolvedBias,
     ResolvedCapture,
     ResolvedEdit,
+    ResolvedFunction,
     ResolvedPlan,
     ResolvedProbe,
     SaeEncoder,
@@ -70,6 +71,7 @@ class InstructionMessage(_Message, frozen=True, array_like=True):
     slot: _Natural | None
     first: _Natural
     mask: _Natural | None
+    hold: Annotated[int, Meta(ge=0, le=HELD)]
 
 
 class EditMessage(_Message, frozen=True):
@@ -96,7 +98,7 @@ class ProbeMessage(_Message, frozen=True):
 class PlanMessage(_Message, frozen=True):
     """A `ResolvedPlan` and what its parts share."""
 
-    format: Literal["midstream plan 8"]
+    format: Literal["midstream plan 9"]
     prompt_len: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
     codec: str
     sharded: bool
@@ -106,6 +108,7 @@ class PlanMessage(_Message, frozen=True):
     captures: tuple[ResolvedCapture, ...]
     probes: tuple[ProbeMessage, ...]
     biases: tuple[ResolvedBias, ...]
+    functions: tuple[ResolvedFunction, ...] = ()
 
 
 _ENCODER = Encoder()
@@ -141,7 +144,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         ]
     )
     message = PlanMessage(
-        format="midstream plan 8",
+        format="midstream plan 9",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,
@@ -156,6 +159,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         captures=plan.captures,
         probes=probes,
         biases=plan.biases,
+        functions=plan.functions,
     )
     return _ENCODER.encode(message)
 
@@ -188,6 +192,7 @@ class _Shared:
             slot=step.slot,
             first=step.first,
             mask=None if step.mask is None else self._vector(step.mask),
+            hold=step.hold,
         )
 
     def _vector(self, vector: Vector) -> int:
@@ -230,6 +235,9 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
     for nth, bias in enumerate(message.biases):
         with at(f"biases[{nth}]"):
             _check_bias(bias)
+    for nth, function in enumerate(message.functions):
+        with at(f"functions[{nth}]"):
+            _check_function(function)
     return ResolvedPlan(
         message.prompt_len,
         tuple(edits),
@@ -238,6 +246,7 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
         message.codec,
         message.sharded,
         message.biases,
+        message.functions,
     )
 
 
@@ -263,6 +272,7 @@ def _read_instruction(given: InstructionMessage, vectors: Sequence[Vector]) -> I
         slot=given.slot,
         first=given.first,
         mask=None if given.mask is None else _choose("vector", given.mask, vectors),
+        hold=given.hold,
     )
 
 
@@ -284,10 +294,12 @@ def _read_probe(given: ProbeMessage, steps: Sequence[Steps]) -> ResolvedProbe:
     if given.steps is None:
         raise SpecError("steps", "missing")
     found = _choose("steps", given.steps, steps)
-    if len(found.instructions) != 1 or found.instructions[0].op is not Op.PROBE:
-        raise SpecError("steps", "expected one PROBE")
+    if len(found.instructions) != 1 or found.instructions[0].op not in (Op.PROBE, Op.SCAN):
+        raise SpecError("steps", "expected one PROBE or SCAN")
     if found.instructions[0].slot is None:
-        raise SpecError("steps", "expected a PROBE with a slot")
+        raise SpecError("steps", "expected a PROBE or SCAN with a slot")
+    if found.instructions[0].op is Op.SCAN and given.name:
+        raise SpecError("name", "expected none: a SCAN is read by gates only")
     return ResolvedProbe(given.name, given.site, given.layer, found, given.where)
 
 
@@ -358,6 +370,15 @@ def _check_bias(bias: ResolvedBias) -> None:
     _check_int("tokens", max(bias.tokens))
     if not all(abs(value) <= FLOAT32_MAX for value in bias.values):
         raise SpecError("values", "expected float32 numbers")
+
+
+def _check_function(function: ResolvedFunction) -> None:
+    _check_tap(function.site, function.layer)
+    _check_where(function.where)
+    if function.where.matches or function.where.last_from is not None:
+        raise SpecError("where", "expected positions that do not depend on what is generated")
+    if not function.key:
+        raise SpecError("key", "missing")
 
 
 def _check_tap(site: str, layer: int) -> None:

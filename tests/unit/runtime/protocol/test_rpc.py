@@ -12,7 +12,9 @@ from unit.spec.strategies import spoilt
 
 from midstream.errors import MessageError
 from midstream.runtime.protocol import rpc
+from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.codec import pack
+from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
 from midstream.runtime.protocol.results import (
     Lease,
     LeasedSegment,
@@ -42,6 +44,17 @@ USAGE = rpc.WorkerUsage(0, 1, {"leases": 2}, 64, {"steps": 3})
 CALLS = [
     (rpc.DescribeWorker(), worker_info(lacking=(MissingTap("mlp_in", 1, "no MLP"),))),
     (rpc.UpdateVectors([VectorUpdate(("ab",), (bytes(4),))]), rpc.Acknowledged()),
+    (rpc.CountResets(3), rpc.Acknowledged()),
+    (
+        rpc.UpdatePlan(
+            "u",
+            ["0_x", "1_x"],
+            PlanVersion(1, b"plan", CacheKeys((0, 4), ("", "ab"), None)),
+            VectorUpdate((), (bytes(4),)),
+        ),
+        rpc.UpdatedPlan({"0_x": 7}),
+    ),
+    (rpc.ChangePlans([PlanChange("0_x", "u", 1, 7, b"plan")]), rpc.Acknowledged()),
     (rpc.CollectResults(["u", "v"], RANKS), RESULTS),
     (rpc.CollectPartialRows({"u": {"0_x": 3}}, []), RESULTS),
     (rpc.ReadScores({"u": (0, 4)}), rpc.RunningScores([RequestScores("u", 2, [(0, 4)])], b"abc")),

@@ -20,6 +20,7 @@ from midstream.spec import (
     Positions,
     Probe,
     Reading,
+    Reconstruct,
     Replace,
     Scale,
     Steer,
@@ -189,6 +190,29 @@ def test_a_features_bias_has_that_of_the_decoder_in_it():
     assert "decoder_bias" not in folded.to_dict()
 
 
+def test_a_reconstruction_has_its_fields_in_canonical_form():
+    edit = Reconstruct("a", {33: 0.0, 7: 8.0}, error=True, positions=[1])
+    assert edit == Reconstruct("a", [33, 7], value=[0, 8], error=True, positions=[1])
+    assert edit.to_dict() == {
+        "op": "reconstruct",
+        "sae": "a",
+        "index": [7, 33],
+        "mode": "set",
+        "value": [8.0, 0.0],
+        "error": True,
+        "positions": [1],
+        "phase": "all",
+    }
+    given = {"sae": "a", "index": {"7": 8, "33": 0}, "error": True, "positions": [1]}
+    assert Reconstruct.parse(given) == Reconstruct.parse(edit.to_dict()) == edit
+    plain = Reconstruct("a", layer=3, site="mlp_out", norm="keep")
+    assert Reconstruct.parse(plain.to_dict()) == plain
+    assert {"index", "mode", "value"}.isdisjoint(plain.to_dict())
+    assert edit.names() == ("a",)
+    with pytest.raises(SpecError, match="the SAE `a` is not registered"):
+        edit.instructions(4)
+
+
 def test_features_of_a_name_have_one_form_whatever_their_order():
     edit = Feature(sae="a", index={33: 0.0, 7: 8.0})
     assert edit == Feature(sae="a", index=[33, 7], value=[0, 8])
@@ -294,6 +318,14 @@ NEARLY = [[1.0, 0.01], [0.0, 1.0]]
             "direction.scale",
             "expected 1, because only the direction",
         ),
+        (lambda: Reconstruct(3), "sae", "the name of a registered SAE"),
+        (lambda: Reconstruct("a", error=True), "error", "without `index` nothing would change"),
+        (lambda: Reconstruct("a", [1], value=1, error=1), "error", "expected `bool`, got `int`"),
+        (lambda: Reconstruct("a", mode="ablate"), "mode", "only with `index`"),
+        (lambda: Reconstruct("a", value=1), "value", "only with `index`"),
+        (lambda: Reconstruct("a", [1]), "value", "missing: modes .* require a value"),
+        (lambda: Reconstruct("a", [1, 1], "ablate"), "index[1]", "given twice"),
+        (lambda: Reconstruct("a", site="router"), "site", "expected one of `resid_pre`"),
         (lambda: Feature("a", [1], 0, value=1), "encoder", "got `str`"),
         (lambda: Feature([1], [1], 0, "pin", 1), "mode", "expected one of `set`"),
         (

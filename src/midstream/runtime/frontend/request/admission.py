@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from midstream.errors import BusyError
 from midstream.runtime.frontend.request.budget import Budget, Need
 
 Send = Callable[[], object]
@@ -22,10 +23,12 @@ class _Admitted:
     Attributes:
         need: capacity that it takes.
         replica: number of its engine.
+        more: capacity that later versions of its plan take.
     """
 
     need: Need
     replica: int
+    more: tuple[Need, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,29 @@ class Admission:
         one = self._admitted.get(uid) or self._ended[uid]
         return one.replica
 
+    def extend(self, uid: str, need: Need) -> None:
+        """Take more capacity for a running request, until it ends. It does not wait for that.
+
+        Args:
+            uid: midstream's id.
+            need: what a later version of its plan takes, without rows.
+
+        Raises:
+            BusyError: there is no capacity for it now, or the request has ended.
+        """
+        one = self._admitted.get(uid)
+        if one is None:
+            raise BusyError("the request has ended, or waits for capacity", 1)
+        if not self._budgets[one.replica].fits(need):
+            raise BusyError(
+                "there is no capacity now for another version of the request's plan, which takes "
+                "room until the request ends: use edits that requests have already, update less "
+                "often, or raise midstream's settings programs, max_edits and bank_rows",
+                1,
+            )
+        self._budgets[one.replica].take(need)
+        self._admitted[uid] = replace(one, more=(*one.more, need))
+
     def end(self, uids: list[str]) -> None:
         """Release the capacity of ended requests, except for their rows."""
         self._end(uids)
@@ -128,7 +154,8 @@ class Admission:
             one = self._admitted.pop(uid, None)
             if one is not None:
                 self._counts[one.replica] -= 1
-                self._budgets[one.replica].release_tables(one.need)
+                for need in (one.need, *one.more):
+                    self._budgets[one.replica].release_tables(need)
                 self._ended[uid] = one
 
     def is_waiting(self, uid: str) -> bool:

@@ -36,6 +36,10 @@ _KINDS = {
 }
 
 
+# Sites of a layer that a forward pass may reach between the input and the output of its MLP.
+_WITHIN = ("attn_in", "attn_out", "resid_mid", "mlp_out")
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """Capacity that one plan takes.
@@ -48,6 +52,7 @@ class Need:
         readout_rows: rows, positions times layers, that lenses and SAEs read in a step at most.
         weights: (kind, name) of the registered weights that it reads.
         sums: vectors of sums that its reductions need.
+        states: states that its gates with memory need.
     """
 
     kinds: dict[str, dict[Hashable, int]]
@@ -56,6 +61,7 @@ class Need:
     readout_rows: int = 0
     weights: tuple[tuple[str, str], ...] = ()
     sums: int = 0
+    states: int = 0
 
     def times(self, count: int) -> Need:
         """Return the need of a request of so many completions."""
@@ -64,6 +70,7 @@ class Need:
             rows=self.rows * count,
             readout_rows=self.readout_rows * count,
             sums=self.sums * count,
+            states=self.states * count,
         )
 
     def total(self, kind: str) -> int:
@@ -81,12 +88,14 @@ class RowLimit:
         readout_rows: rows that lenses and SAEs may read in a step; None: requests do not wait for
             these.
         sums: vectors of sums that there is room for; None: requests do not wait for these.
+        states: states of gates that there is room for; None: requests do not wait for these.
     """
 
     limit: int | None
     held: Callable[[], int]
     readout_rows: int | None = None
     sums: int | None = None
+    states: int | None = None
 
 
 NO_LIMIT = RowLimit(None, lambda: 0)
@@ -114,6 +123,7 @@ def need_of(
     for piece in pieces:
         _check_sites(piece, list(taps), edits_per_site)
         _check_maps(piece, list(taps), hidden_size)
+        _check_codes(piece, list(taps))
         if piece.edits:
             kinds["programs"][piece.edits] = 1
             length = sum(len(edit.steps) for edit in piece.edits)
@@ -154,7 +164,7 @@ class Budget:
     def __init__(self, room: Room, rows: RowLimit = NO_LIMIT) -> None:
         self._limits = _limits(room)
         self._row_limit = rows
-        self._rows = self._readout_rows = self._sums = 0
+        self._rows = self._readout_rows = self._sums = self._states = 0
         self._used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
         # Requests of one plan share `Need.kinds`, which is counted once for all of them: the number
@@ -173,6 +183,9 @@ class Budget:
         most = self._row_limit.sums
         if need.sums and most is not None and self._sums + need.sums > most:
             return False
+        most = self._row_limit.states
+        if need.states and most is not None and self._states + need.states > most:
+            return False
         return id(need.kinds) in self._requests or all(
             self._used[kind] + self._new(kind, things) <= self._limits[kind]
             for kind, things in need.kinds.items()
@@ -183,6 +196,7 @@ class Budget:
         self._rows += need.rows
         self._readout_rows += need.readout_rows
         self._sums += need.sums
+        self._states += need.states
         self._requests[id(need.kinds)] += 1
         if self._requests[id(need.kinds)] > 1:
             return
@@ -194,6 +208,7 @@ class Budget:
         """Release the capacity of a plan, except for its rows."""
         self._readout_rows -= need.readout_rows
         self._sums -= need.sums
+        self._states -= need.states
         self._requests[id(need.kinds)] -= 1
         if self._requests[id(need.kinds)]:
             return
@@ -274,6 +289,35 @@ def _check_maps(piece: PlanSegment, taps: list[Tap], hidden_size: int) -> None:
             )
 
 
+def _check_codes(piece: PlanSegment, taps: list[Tap]) -> None:
+    """Check that one SAE at a time reconstructs a token, of what enters its site."""
+    ops: dict[int, list[Op]] = {}
+    for edit in piece.edits:
+        ops.setdefault(edit.tap, []).extend(step.op for step in edit.steps)
+    reads = {taps[tap] for tap, of_tap in ops.items() if Op.CODE in of_tap}
+    for tap, of_tap in ops.items():
+        site, layer = taps[tap]
+        if Op.CODE in of_tap or Op.RECONSTRUCT in of_tap:
+            try:
+                layout.kind_of(of_tap, plain=False)
+            except ValueError:
+                raise SpecError(
+                    "edits",
+                    "a Reconstruct must be the first edit of a token at the site that it reads, "
+                    "and the only Reconstruct or Affine with a matrix there and at the site that "
+                    f"it writes; another is at {site} of layer {layer} (server-wide edits come "
+                    "before those of a request)",
+                ) from None
+        is_transcoder = Op.CODE in of_tap and Op.RECONSTRUCT not in of_tap
+        others = {one for one in reads if one[1] == layer and one[0] in _WITHIN} - {(site, layer)}
+        if is_transcoder and others:
+            raise SpecError(
+                "edits",
+                f"beside a transcoder of layer {layer}, no other SAE can reconstruct the same "
+                f"token within that layer; another is at {min(others)[0]}",
+            )
+
+
 def all_taps(taps: Iterable[Tap]) -> dict[Tap, int]:
     """Return the index of each tap of an engine."""
     return {tap: index for index, tap in enumerate(taps)}
@@ -286,12 +330,13 @@ def row_limit(workers: Sequence[RemoteWorker], config: Config) -> RowLimit:
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
     if config.overflow != "block":
-        return RowLimit(None, lambda: 0, config.readout_rows, config.reductions)
+        return RowLimit(None, lambda: 0, config.readout_rows, config.reductions, config.gate_states)
     return RowLimit(
         sum(worker.info.arena_bytes for worker in capturing),
         lambda: sum(worker.held for worker in capturing),
         config.readout_rows,
         config.reductions,
+        config.gate_states,
     )
 
 
@@ -371,6 +416,13 @@ def check_rows(need: Need, room: RowLimit) -> None:
             "capture",
             f"the reductions need {need.sums} vectors of sums (of all completions), and there is "
             f"room for {room.sums}; choose fewer layers, or raise midstream's setting reductions",
+        )
+    if room.states is not None and need.states > room.states:
+        raise SpecError(
+            "edits",
+            f"gates with hold, smooth or release need {need.states} states (one for each tap that "
+            f"is read, of all completions), and there is room for {room.states}; raise midstream's "
+            "setting gate_states, or name one layer that the gate reads",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,17 @@ from midstream.runtime.frontend.request.readouts import (
     readout_rows,
     with_weights,
 )
+from midstream.runtime.frontend.request.reconstructions import read_saes
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
+from midstream.runtime.protocol.acting_probes import ActingProbe, acting_probes
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
 from midstream.runtime.protocol.rank_parts import check_parts
-from midstream.sites import order
+from midstream.runtime.protocol.worker_info import this_process
+from midstream.sites import Tap, order
 from midstream.spec import (
     Attention,
     Capture,
+    Flag,
     ModelShape,
     Plan,
     Positions,
@@ -68,12 +72,14 @@ class PreparedPlan:
         need: capacity that one completion takes.
         packed: the resolved plan as bytes.
         keys: its prefix-cache keys.
+        acts: its probes that end the request.
     """
 
     plan: ResolvedPlan
     need: Need
     packed: bytes
     keys: CacheKeys
+    acts: tuple[ActingProbe, ...]
     _returned: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
 
     def returned_bytes(self, own: Plan, shape: ModelShape) -> int:
@@ -253,6 +259,7 @@ class PlanResolver:
             )
             _check_heads(own, resolved.codec)
             check_codec(resolved)
+        edited = read_saes(plan, before, resolved, self.registries.saes)
         resolved, read = with_weights(resolved, plan, self.registries)
         resolved = self._with_parts(with_vocabulary(resolved, self._engine.vllm_config))
         workers, config = self._info.workers, self._engine.vllm_config
@@ -261,18 +268,25 @@ class PlanResolver:
         need = need_of(resolved, self._taps, self._info.room, edits, width)
         named = named_vectors(resolved)
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
-        sums = num_sums(resolved, self._info.shape)
         need = replace(
-            need, rows=rows, vectors=named, readout_rows=at_once, weights=read, sums=sums
+            need,
+            rows=rows,
+            vectors=named,
+            readout_rows=at_once,
+            weights=read + edited,
+            sums=num_sums(resolved, self._info.shape),
+            states=sum(probe.is_scan for probe in resolved.probes),
         )
         check_biases(resolved, config)
         self._check_ring(resolved)
         check_parts(resolved, self._parts)
+        _check_functions(resolved, workers)
         _check_gates(resolved, workers)
+        _check_acts(resolved, workers, self._parts)
         # Workers do not read the prompt's length: without it, prompts of any length have one plan,
         # which a worker reads once.
         packed = to_bytes(replace(resolved, prompt_len=1), frozenset(named))
-        return PreparedPlan(resolved, need, packed, cache_keys(resolved))
+        return PreparedPlan(resolved, need, packed, cache_keys(resolved), acting_probes(resolved))
 
     def _max_row_bytes(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:
         length = self._max_length
@@ -354,6 +368,23 @@ class PlanResolver:
                 )
 
 
+def _check_functions(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
+    """Check that the workers call functions, and have these or can import them."""
+    for one in plan.functions:
+        with at(f"edits[{one.source}]"):
+            if not all(worker.functions for worker in workers):
+                problem = 'this engine calls no functions: start it with midstream={"hooks": '
+                raise SpecError("", problem + '"local"}')
+            here = all(worker.functions == this_process() for worker in workers)
+            if not here and not one.path:
+                raise SpecError(
+                    "fn",
+                    f"the workers are other processes, which cannot import {one.name}: define it "
+                    "at the top of a module that they can import, or set "
+                    "VLLM_ENABLE_V1_MULTIPROCESSING=0",
+                )
+
+
 def _check_gates(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
     """Check that each gate is on the pipeline stage of its probe, where the score stays."""
     stages = {tap: worker.stage for worker in workers for tap in worker.taps}
@@ -375,6 +406,31 @@ def _check_gates(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
                     f"the gate reads {site} of layer {layer}, which is on another pipeline "
                     f"stage than layer {edit.layer}; read a layer of the same stage",
                 )
+
+
+def _check_acts(
+    plan: ResolvedPlan, workers: Sequence[WorkerInfo], parts: Mapping[Tap, int]
+) -> None:
+    """Check that the scores of each probe that ends its request are on the worker whose output the
+    engine core reads: the first rank of the last pipeline stage.
+    """
+    last = max(worker.stage for worker in workers)
+    on_last = {tap for worker in workers if worker.stage == last for tap in worker.taps}
+    for nth, probe in enumerate(plan.probes):
+        if probe.act is None or isinstance(probe.act, Flag):
+            continue
+        if probe.tap not in on_last:
+            raise SpecError(
+                f"probes[{nth}].act",
+                f"layer {probe.layer} is on an earlier pipeline stage; a probe that stops reads a "
+                "layer of the last one",
+            )
+        if parts.get(probe.tap, 1) > 1:
+            raise SpecError(
+                f"probes[{nth}].act",
+                f"{probe.site} is split over tensor-parallel ranks; a probe that stops reads a "
+                "site of the residual stream",
+            )
 
 
 def _common(name: str, values: Sequence[str]) -> str:

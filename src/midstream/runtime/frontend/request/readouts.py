@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.lenses import check_decodable, with_maps, with_token_ids
+from midstream.runtime.frontend.request.reconstructions import reading
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import Features, Plan, ResolvedPlan
 from midstream.spec.positions.ranges import count
@@ -95,8 +96,8 @@ def with_weights(
 def readout_rows(
     plan: ResolvedPlan, vllm_config: Any, workers: Sequence[WorkerInfo], grows: bool
 ) -> int:
-    """Return the most rows, positions times layers, that lenses and SAEs of one completion read in
-    a step. Generated tokens that are computed again after a preemption do not count.
+    """Return the most rows, positions times layers, that lenses and SAEs of one completion read or
+    reconstruct in a step. Generated tokens that are computed again after a preemption do not count.
 
     Args:
         plan: the resolved plan of the completion.
@@ -113,16 +114,18 @@ def readout_rows(
     reads = lenses + [
         one for one in plan.captures if one.pattern is not None and one.pattern.kind == "features"
     ]
-    if not reads:
+    taken = [(one.where, len(one.taps)) for one in reads]
+    taken += [(edit.where, 1) for edit in reading(plan)]
+    if not taken:
         return 0
     step_tokens = workers[0].step_tokens
     speculative = vllm_config.speculative_config
     at_once = 1 if speculative is None else 1 + speculative.num_speculative_tokens
     found = 0
-    for one in reads:
-        prompt = count(one.where.possible, plan.prompt_len)
+    for where, layers in taken:
+        prompt = count(where.possible, plan.prompt_len)
         positions = step_tokens if grows else min(step_tokens, max(prompt, at_once))
-        found += positions * len(one.taps)
+        found += positions * layers
     return found
 
 

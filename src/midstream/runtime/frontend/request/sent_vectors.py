@@ -79,18 +79,23 @@ class SentVectors:
         assert self._unused_bytes == sum(self._unused.values())
 
     def take(self, uid: str, vectors: Sequence[Vector]) -> VectorUpdate | None:
-        """Record that a request is sent now.
+        """Record that a request, or another version of its plan, is sent now.
 
         Args:
             uid: midstream's id. Further vLLM requests of it need nothing.
-            vectors: what its plan names.
+            vectors: what the plan names.
 
         Returns:
             What the workers must do first, to be sent with the request; None: nothing.
         """
-        if uid in self._taken or not vectors:
+        if not vectors:
             return None
-        self._taken[uid] = tuple([vector.digest for vector in vectors])
+        known = self._taken.get(uid, ())
+        if known:
+            vectors = [vector for vector in vectors if vector.digest not in known]
+            if not vectors:
+                return None
+        self._taken[uid] = (*known, *[vector.digest for vector in vectors])
         added = []
         for vector in vectors:
             self._users[vector.digest] += 1

@@ -18,12 +18,14 @@ from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
+from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.results.actions import Sent, tokens_of_rows
 from midstream.runtime.frontend.results.receipts import make_receipt
+from midstream.runtime.frontend.row_reuse import ReusedRows
 from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
 from midstream.runtime.protocol.results import (
     ResultBlock,
     WorkerAnswers,
-    WorkerResult,
     split,
 )
 from midstream.runtime.protocol.runs import Ints, expand
@@ -45,12 +47,14 @@ class CompletionResults:
         probes: scores of the named probes; None: there are none.
         receipt: what was done for the completion.
         blocks: captured rows that arrived at the end.
+        tokens: token id of each row.
     """
 
     activations: Activations | None
     probes: Probes | None
     receipt: Receipt
     blocks: Sequence[ResultBlock]
+    tokens: list[int]
 
 
 def assemble(
@@ -60,6 +64,8 @@ def assemble(
     shape: ModelShape,
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
     own: Plan | None = None,
+    reused: ReusedRows | None = None,
+    later: Mapping[int, LaterPlan] = MappingProxyType({}),
 ) -> dict[int, CompletionResults]:
     """Assemble the workers' results of a finished request.
 
@@ -70,6 +76,8 @@ def assemble(
         shape: the model.
         before: per completion, rows that arrived while it ran; without their data if not kept.
         own: the request's own plan, as given; None: it has none.
+        reused: rows that it may have from earlier requests; None: every row was computed.
+        later: later versions of the plan, by number.
 
     Returns:
         The results of each completion, by its index.
@@ -79,9 +87,12 @@ def assemble(
     coming_from = () if own is None else own.coming_from
     found = {}
     for completion in output.outputs:
-        tokens = tokens_of(output, completion, plan)
         parts = children.get(completion.index, [])
-        blocks = joined_blocks(parts) if plan.captures else []
+        sent = [(part.worker, *entry) for part in parts for entry in part.scores()]
+        tokens = tokens_of_rows(output, completion, plan, sent)
+        computed = joined_blocks(parts) if plan.captures else []
+        kept = [] if reused is None else reused.missing(computed, tokens)
+        blocks = [*computed, *kept]
         earlier = before.get(completion.index, ())
         every = _activations(plan, [*earlier, *blocks], tokens, nothing)
         is_bare = any(block.is_bare for block in earlier)
@@ -89,11 +100,25 @@ def assemble(
         for rows in (every, activations):
             if rows is not None:
                 rows.num_layers = shape.num_layers
-        probes = _probes(plan, parts, tokens)
+        probes = _probes(plan, sent, tokens)
         receipt = make_receipt(
-            output.request_id, plan, parts, completion, tokens, every, probes, coming_from
+            output.request_id, plan, parts, completion, tokens, every, probes, coming_from, later
         )
-        found[completion.index] = CompletionResults(activations, probes, receipt, blocks)
+        if reused is not None:
+            receipt = receipt.with_reused(_count_by_tap(kept))
+            resets = max(answer.header.resets for answer in answers)
+            same = not later and all(part.resets == resets for part in parts)
+            if receipt.status == "ok" and same:
+                reused.keep(computed, tokens, resets)
+        found[completion.index] = CompletionResults(activations, probes, receipt, blocks, tokens)
+    return found
+
+
+def _count_by_tap(blocks: Sequence[ResultBlock]) -> dict[Tap, int]:
+    found: dict[Tap, int] = {}
+    for block in blocks:
+        for tap in block.taps:
+            found[tap] = found.get(tap, 0) + block.positions.size
     return found
 
 
@@ -124,19 +149,6 @@ def _of_one_form(taps: Sequence[Tap], nothing: Mapping[Tap, Rows]) -> list[list[
     for tap in taps:
         found.setdefault(id(nothing[tap]), []).append(tap)
     return list(found.values())
-
-
-def tokens_of(output: Any, completion: Any, plan: ResolvedPlan) -> list[int]:
-    """Return the token id of each row, prompt first; 0 for a prompt of embeddings.
-
-    Args:
-        output: vLLM's RequestOutput.
-        completion: one of its CompletionOutputs.
-        plan: the resolved plan.
-    """
-    tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
-    # The last sampled token is never computed on.
-    return tokens[: max(0, len(tokens) - 1)]
 
 
 def _activations(
@@ -203,11 +215,10 @@ def activations_of(
     return Activations(rows, rows.positions(), tokens)
 
 
-def _probes(plan: ResolvedPlan, parts: list[WorkerResult], tokens: Sequence[int]) -> Probes | None:
+def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | None:
     """Return the scores of the named probes; each pipeline stage has those of its layers."""
     scores: dict[str, Tensor] = {}
     positions: dict[str, Tensor] = {}
-    sent = [(part.worker, *entry) for part in parts for entry in part.scores()]
     for probe in plan.probes:
         if not probe.name:
             continue

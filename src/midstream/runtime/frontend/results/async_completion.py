@@ -156,7 +156,9 @@ class AsyncCompletion:
             generated, inputs = call.stream.generated, call.session.inputs
             whole, plan = as_one_request(output, generated, inputs, plan, answers)
         before = {} if call.partial_rows is None else call.partial_rows.received()
-        given = (whole, plan, answers, self._shape, before, call.admitted.own)
+        asked = call.admitted
+        own, reused, later = asked.own, asked.reused, asked.later
+        given = (whole, plan, answers, self._shape, before, own, reused, later)
         if sum(len(answer.data) for answer in answers) > _THREAD_BYTES:
             results = await asyncio.to_thread(assemble, *given)
         else:

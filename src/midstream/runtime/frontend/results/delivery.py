@@ -21,7 +21,6 @@ from midstream.runtime.frontend.results.assembly import (
     CompletionResults,
     no_rows,
     select_final,
-    tokens_of,
 )
 from midstream.runtime.frontend.results.attention import parted
 from midstream.runtime.frontend.results.partial_rows import PartialRows
@@ -178,15 +177,14 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
         for route in admitted.routes:
             earlier: tuple[Future[CaptureResult], ...] = ()
             if partial is not None and route in partial.routes:
-                tokens = tokens_of(output, completion, admitted.plan)
-                rows, size = partial.last_rows(route, index, mine.blocks, tokens)
+                rows, size = partial.last_rows(route, index, mine.blocks, mine.tokens)
                 earlier = partial.results(route, index)
             else:
                 assert mine.activations is not None, "there is a route only for captured rows"
                 rows = mine.activations
                 if not route.is_all:
-                    tokens = tokens_of(output, completion, admitted.plan)
-                    rows = _rows_of(rows, admitted.plan.only(route.captures), tokens, shape)
+                    chosen = admitted.plan.only(route.captures)
+                    rows = _rows_of(rows, chosen, mine.tokens, shape)
                 if route.sink == MEMORY:
                     shown = with_heads(rows, admitted.heads(route.captures, shape))
                     shares.append(SinkShare(index, route, None, shown))

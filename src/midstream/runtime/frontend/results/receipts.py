@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from midstream.config.config import Config
 from midstream.errors import ReceiptError, ReceiptWarning
 from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
-from midstream.results.receipt import Captured, Edited, Nonfinite, Probed, Receipt, Selected
+from midstream.results.receipt import (
+    Called,
+    Captured,
+    Edited,
+    Nonfinite,
+    Probed,
+    Receipt,
+    Selected,
+    Version,
+)
+from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.results.actions import actions_of
+from midstream.runtime.frontend.results.held_plans import HeldPlan, held_plans
 from midstream.runtime.frontend.results.reduced import num_reduced
 from midstream.runtime.protocol.results import WorkerResult
 from midstream.runtime.protocol.runs import Ints
@@ -20,6 +36,7 @@ from midstream.runtime.protocol.segments import APPLIED_0, CACHED, MOST_APPLIED,
 from midstream.runtime.protocol.worker_info import place_of
 from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
+from midstream.spec.positions.range_set import intersect
 from midstream.spec.positions.ranges import clip, merge
 from midstream.spec.resolve.resolved import ResolvedCapture
 
@@ -35,6 +52,7 @@ def make_receipt(
     activations: Activations | None,
     probes: Probes | None,
     coming_from: tuple[tuple[str, str], ...] = (),
+    later: Mapping[int, LaterPlan] = MappingProxyType({}),
 ) -> Receipt:
     """Return the receipt of one completion.
 
@@ -47,6 +65,7 @@ def make_receipt(
         activations: captured rows of the completion; None: the plan has no captures.
         probes: scores of the completion; None: the plan has no named probes.
         coming_from: fields of other tools that the plan was made of, see Plan.
+        later: later versions of the plan, by number.
     """
     length = len(tokens)
     problems = []
@@ -86,11 +105,17 @@ def make_receipt(
             probed.append(Probed(probe.name, probe.site, probe.layer, expected, actual))
             if actual != expected:
                 problems.append(f"probe {probe.name}: {actual} scores came, expected {expected}")
+    held, wrong = held_plans(plan, later, parts, length)
+    problems += wrong
     edited = None
-    if plan.edits or plan.probes:
-        counts, wrong = _edited(plan, parts, length, tokens)
-        edited = counts if plan.edits else None
+    versions: tuple[Version, ...] = ()
+    if any(one.plan.edits or one.plan.probes for one in held):
+        counts, versions, wrong = _edited(held, parts, length, tokens)
+        edited = counts if any(one.plan.edits for one in held) else None
         problems += wrong
+    selected = plan.remember("receipt", length, lambda: _selected(plan, length, tokens))
+    if len(held) > 1:
+        selected = tuple(_selected_by_version(held, selected, length, tokens))
     return Receipt(
         request_id=request_id,
         prompt_tokens=plan.prompt_len,
@@ -98,11 +123,14 @@ def make_receipt(
         captured=captured,
         edited=edited,
         probed=tuple(probed),
-        selected=plan.remember("receipt", length, lambda: _selected(plan, length, tokens)),
+        selected=selected,
         dropped=min(lost, dropped),
         problems=tuple(problems),
         nonfinite=_nonfinite(parts, length),
         coming_from=coming_from,
+        called=_called(plan, parts, length, tokens),
+        versions=versions,
+        actions=actions_of(plan, completion, length, probes),
     )
 
 
@@ -129,10 +157,12 @@ def _captured(expected: Mapping[Tap, int], actual: Mapping[Tap, int]) -> tuple[C
 
 
 def _edited(
-    plan: ResolvedPlan, parts: list[WorkerResult], length: int, tokens: Sequence[int]
-) -> tuple[Edited, list[str]]:
-    """Count edits per position, over all pipeline stages; return the counts and the problems."""
-    edits, reads = plan.remember("edits", length, lambda: _expected(plan, length, tokens))
+    held: Sequence[HeldPlan], parts: list[WorkerResult], length: int, tokens: Sequence[int]
+) -> tuple[Edited, tuple[Version, ...], list[str]]:
+    """Count edits per position, over all pipeline stages; return the counts, those of each version
+    of the plan if there are several, and the problems.
+    """
+    edits, reads = _expected_of_versions(held, length, tokens)
     expected = edits + reads
     done = np.zeros(length, np.int64)
     # Rows that the cache served were computed for another request with the same edits: their
@@ -166,6 +196,7 @@ def _edited(
             f"{wrong.size} positions were not edited as asked: position {first} got "
             f"{done[first]} edits and probes, expected {expected[first]}"
         )
+    problems += _unread(held, cached, length, tokens)
     applied = np.maximum(done - reads, 0)
     counts = Edited(
         expected=int(edits.sum()),
@@ -173,7 +204,56 @@ def _edited(
         tokens=int((edits > 0).sum()),
         cached=int(edits[cached].sum()),
     )
-    return counts, problems
+    versions = [
+        Version(
+            number=one.number,
+            source="request" if one.later is None else one.later.source,
+            positions=(one.start, one.stop),
+            scale=1.0 if one.later is None else one.later.scale,
+            expected=int(edits[one.start : one.stop].sum()),
+            applied=int(applied[one.start : one.stop].sum()),
+            cached=int((edits * cached)[one.start : one.stop].sum()),
+        )
+        for one in held
+    ]
+    return counts, tuple(versions) if len(held) > 1 else (), problems
+
+
+def _expected_of_versions(
+    held: Sequence[HeldPlan], length: int, tokens: Sequence[int]
+) -> tuple[Ints, Ints]:
+    """Return the number of edits and of probes at each position, by the version that held there."""
+    found = [
+        one.plan.remember("edits", length, partial(_expected, one.plan, length, tokens))
+        for one in held
+    ]
+    if len(found) == 1:
+        return found[0]
+    edits, reads = np.zeros((2, length), np.int64)
+    for one, (mine, read) in zip(held, found, strict=True):
+        edits[one.start : one.stop] = mine[one.start : one.stop]
+        reads[one.start : one.stop] = read[one.start : one.stop]
+    return edits, reads
+
+
+def _called(
+    plan: ResolvedPlan, parts: list[WorkerResult], length: int, tokens: Sequence[int]
+) -> tuple[Called, ...]:
+    """Return the calls of each function, on the first rank of its stage."""
+    counts: dict[int, tuple[int, int]] = {}
+    for part in sorted(parts, key=lambda part: part.worker.tensor_rank):
+        for one in part.functions:
+            counts.setdefault(one.index, (one.rows, one.calls))
+    return tuple(
+        Called(
+            one.name,
+            one.site,
+            one.layer,
+            _count(one.where.final(length, tokens)),
+            *counts.get(nth, (0, 0)),
+        )
+        for nth, one in enumerate(plan.functions)
+    )
 
 
 def _expected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[Ints, Ints]:
@@ -182,8 +262,27 @@ def _expected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[I
     edits = _add_up((finals[edit.where] for edit in plan.edits), length)
     # The device counts a probe like an edit, and runs it wherever its score may be selected.
     counted = [probe for probe in plan.probes if probe.attention is None]
-    reads = _add_up((clip(probe.where.possible, length) for probe in counted), length)
+    # Those of gates with memory read the tokens of their edits alone.
+    read = [
+        probe.where.final(length, tokens) if probe.is_scan else clip(probe.where.possible, length)
+        for probe in counted
+    ]
+    reads = _add_up(read, length)
     return edits, reads
+
+
+def _unread(
+    held: Sequence[HeldPlan], cached: NDArray[np.bool_], length: int, tokens: Sequence[int]
+) -> list[str]:
+    """Return a problem if a gate with memory did not read a token that the cache served."""
+    read = np.zeros(length, np.int64)
+    for one in held:
+        scans = [probe.where.final(length, tokens) for probe in one.plan.probes if probe.is_scan]
+        read[one.start : one.stop] = _add_up(scans, length)[one.start : one.stop]
+    missed = np.flatnonzero((read > 0) & cached)
+    if not missed.size:
+        return []
+    return [f"{missed.size} positions were not read by a gate with memory; the first: {missed[0]}"]
 
 
 def _missing(parts: list[WorkerResult]) -> list[str]:
@@ -239,6 +338,20 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
         for nth, probe in enumerate(named)
     ]
     return tuple(found)
+
+
+def _selected_by_version(
+    held: Sequence[HeldPlan], every: Sequence[Selected], length: int, tokens: Sequence[int]
+) -> Iterator[Selected]:
+    """Yield the selections of captures and probes, and those of the edits of each version where it
+    held.
+    """
+    yield from (one for one in every if not one.what.startswith(("edits[", "steering[")))
+    for one in held:
+        prefix = f"versions[{one.number}]."
+        for found in _selected(replace(one.plan, captures=(), probes=()), length, tokens):
+            within = intersect(found.positions, ((one.start, one.stop),))
+            yield Selected(prefix + found.what, clip(within, length))
 
 
 def _left_out(capture: ResolvedCapture, length: int, tokens: Sequence[int]) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.worker.model_runner.model_switch import PLAIN, ModelSwitch
-from midstream.runtime.worker.model_runner.step_output import attach_failures
+from midstream.runtime.worker.model_runner.step_output import attach
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
 
@@ -58,7 +58,8 @@ class Hooks:
             if payload is not None:
                 self._switch.prepare()
                 requests.grow(new.req_id, payload.uid, new.prompt_token_ids)
-                requests.add(new.req_id, payload.uid, payload.plan, new.num_computed_tokens)
+                computed, reports = new.num_computed_tokens, bool(payload.acts)
+                requests.add(new.req_id, payload.uid, payload.plan, computed, reports)
         return nonfinite
 
     def unknown_positions(
@@ -100,29 +101,31 @@ class Hooks:
         self._session.after_forward()
 
     def on_output(self, output: Any) -> Any:
-        """Return a step's output with the failures of single requests attached. An output that
-        does not reach the scheduler, for example from an earlier stage of a pipeline, is returned
-        unchanged; the receipts of those requests have the failures.
+        """Return a step's output with the failures of single requests attached, and the scores that
+        requests report. An output that does not reach the scheduler, for example from an earlier
+        stage of a pipeline, is returned unchanged; the receipts of those requests have the
+        failures.
         """
         requests = self._session.requests
-        failures = requests.failures
-        if failures:
-            attached = attach_failures(output, failures)
+        failures, scores = requests.failures, self._session.reported_scores
+        if failures or scores is not None:
+            attached = attach(output, failures, scores)
             if attached is not None:
                 requests.clear_failures()
+                self._session.clear_reported_scores()
                 return attached
         return output
 
 
-def report_failures(runner: Any, hooks: Hooks) -> None:
+def report_results(runner: Any, hooks: Hooks) -> None:
     """Wrap both methods by which a runner returns the output of a step, so that the output has the
-    failures of single requests.
+    failures of single requests, and reported scores.
     """
     for name in ("execute_model", "sample_tokens"):
-        setattr(runner, name, _with_failures(getattr(runner, name), hooks))
+        setattr(runner, name, _with_results(getattr(runner, name), hooks))
 
 
-def _with_failures(original: Callable[..., Any], hooks: Hooks) -> Callable[..., Any]:
+def _with_results(original: Callable[..., Any], hooks: Hooks) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         return hooks.on_output(original(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""Attaching failures of single requests to the output of a step."""
+"""Attaching failures of single requests, and reported scores, to the output of a step."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import copy
 from typing import Any
 
 from midstream.runtime.protocol.failures import Failure
-from midstream.runtime.vllm.attributes import FAILURES
+from midstream.runtime.protocol.step_scores import StepScores
+from midstream.runtime.vllm.attributes import FAILURES, STEP_SCORES
 
 
-def attach_failures(output: Any, failures: dict[str, Failure]) -> Any:
-    """Attach failures to what a model runner returned.
+def attach(output: Any, failures: dict[str, Failure], scores: StepScores | None = None) -> Any:
+    """Attach failures and scores to what a model runner returned.
 
     Args:
         output: a ModelRunnerOutput, an asynchronous output that holds one, or another value, which
             does not reach the scheduler.
-        failures: at least one, by vLLM's request id.
+        failures: by vLLM's request id.
+        scores: the scores that requests of the step report; None: there are none.
 
     Returns:
         The output to return instead; None if this one does not reach the scheduler.
@@ -25,11 +27,18 @@ def attach_failures(output: Any, failures: dict[str, Failure]) -> Any:
     if isinstance(output, ModelRunnerOutput):
         # Steps share vLLM's one empty output.
         output = copy.copy(output)
-        FAILURES.set(output, failures)
+        _set(output, failures, scores)
         return output
     for name in ("model_runner_output", "_model_runner_output"):
         inner = getattr(output, name, None)
         if isinstance(inner, ModelRunnerOutput):
-            FAILURES.set(inner, failures)
+            _set(inner, failures, scores)
             return output
     return None
+
+
+def _set(output: Any, failures: dict[str, Failure], scores: StepScores | None) -> None:
+    if failures:
+        FAILURES.set(output, failures)
+    if scores is not None:
+        STEP_SCORES.set(output, scores)

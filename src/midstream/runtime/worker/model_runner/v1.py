@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.runtime.worker.model_runner.hooks import Hooks, report_failures
+from midstream.runtime.worker.model_runner.hooks import Hooks, report_results
 from midstream.runtime.worker.step.step_batch import StepBatch
 
 
@@ -35,7 +35,7 @@ def attach(runner: Any, hooks: Hooks) -> None:
 
     runner._update_states = update_states_hooked
     runner._model_forward = model_forward_hooked
-    report_failures(runner, hooks)
+    report_results(runner, hooks)
 
 
 def block_size(runner: Any, group: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from midstream.runtime.worker.model_runner.hooks import Hooks, report_failures
+from midstream.runtime.worker.model_runner.hooks import Hooks, report_results
 from midstream.runtime.worker.step.step_batch import StepBatch
 
 
@@ -37,7 +37,7 @@ def attach(runner: Any, hooks: Hooks) -> None:
     namespace = {"__module__": cls.__module__, "preprocess_state": preprocess_state}
     state.__class__ = type(f"Armed{cls.__name__}", (cls,), namespace)
     runner.execute_model = execute_model_hooked
-    report_failures(runner, hooks)
+    report_results(runner, hooks)
 
 
 def block_size(runner: Any, group: int) -> int:

@@ -33,6 +33,8 @@ class SlotTable:
         failures: failures of running requests that are not reported yet, by vLLM's request id.
         incomplete: bool [slots], whether rows of the request were dropped.
         last_step: int64 [slots], number of the last step with a row of the request; 0: none.
+        reports: bool [slots], whether the scores of the request leave with each step's output.
+        num_reporting: number of requests for which that is so.
         nonfinite: vLLM's ids of running requests that had a value that is not finite.
     """
 
@@ -46,6 +48,8 @@ class SlotTable:
         self.failures: dict[str, Failure] = {}
         self.incomplete = np.zeros(0, np.bool_)
         self.last_step = np.zeros(0, np.int64)
+        self.reports = np.zeros(0, np.bool_)
+        self.num_reporting = 0
         self.nonfinite: set[str] = set()
         self._requests: dict[str, RequestState] = {}
         self._slot_of: dict[str, int] = {}
@@ -72,6 +76,11 @@ class SlotTable:
         """Return the request in a slot."""
         return self._by_slot[slot]
 
+    def ids_of(self, slots: Ints) -> list[str]:
+        """Return vLLM's ids of the requests in some slots."""
+        found = [self._by_slot[slot] for slot in slots.tolist()]
+        return [request.id for request in found if request is not None]
+
     def serials(self, slots: Ints) -> Ints:
         """Return the serial numbers of the requests in some slots."""
         return self._serials[slots]
@@ -84,6 +93,7 @@ class SlotTable:
             self.segments = _grow(self.segments, grown)
             self.incomplete = _grow(self.incomplete, grown)
             self.last_step = _grow(self.last_step, grown)
+            self.reports = _grow(self.reports, grown)
             self._reached = _grow(self._reached, grown)
             self._serials = _grow(self._serials, grown)
             self._states = _grow(self._states, grown)
@@ -101,6 +111,8 @@ class SlotTable:
         self.enter(slot, request.segments[0])
         self.incomplete[slot] = False
         self.last_step[slot] = 0
+        self.reports[slot] = request.reports
+        self.num_reporting += request.reports
         self._reached[slot] = 0
         self._serials[slot] = request.serial
 
@@ -127,6 +139,7 @@ class SlotTable:
         if self._requests.get(request.id) is request:
             del self._requests[request.id]
         self._by_slot[slot] = None
+        self.num_reporting -= request.reports
         self._free.append(slot)
 
     def fail(self, request: RequestState, position: int, problem: str) -> None:
@@ -166,6 +179,11 @@ class SlotTable:
     def enter(self, slot: int, segment: Segment) -> None:
         """Set the segment of a slot's latest rows."""
         self.segments[slot] = (segment.start, segment.stop, *segment.content)
+
+    def change(self, request: RequestState) -> None:
+        """Record that the segments of a request have changed: no step repeats an earlier one."""
+        self._latest = None
+        self.enter(request.slot, request.segments[0])
 
     def advance(self, slot: Ints, position: Ints, stop: Ints) -> None:
         """Record the positions that requests reach. Positions before a row that were never

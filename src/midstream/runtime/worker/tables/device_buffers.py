@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.sae.reference import SaeBuffers
+from midstream.ops.site import Before
 from midstream.runtime.protocol.segments import Room
 from midstream.sites import Tap
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Buffers:
     """Device buffers of one rank; see `midstream.ops.layout` for the columns.
 
@@ -34,12 +36,18 @@ class Buffers:
         ring: [R, U] in the model's dtype, captured vectors until they are copied to the host.
         mapped: float32 [T, hidden] on a GPU where there is room for maps, else without rows: what
             maps make of each row at a site.
+        scans: int32 [G, 3], which rows of the next forward pass gates with memory read, for each
+            state. G is the setting `gate_states`.
+        scan_states: int32 [G, n, 3], what they remember, after each of the last n positions.
+        sae: what reconstructions by SAEs need; None: no tap has any.
+        encoding: addresses of the tables of taps that have these.
         units: for each tap the number of units of its vectors. A unit has U numbers, so many that
             every width is a multiple; where all widths are the same, U is that width.
         widths: width of the vectors at each tap whose table is bound to the op; see
             `midstream.ops.site.bind`.
         switches: float32 [T, n], the switches of each row's biases; see `LogitBias`. No row where
             logits are not tapped.
+        before: what the op calls before its edits; see `midstream.ops.site`.
     """
 
     tokens: Tensor
@@ -56,6 +64,15 @@ class Buffers:
     widths: dict[int, int] = field(default_factory=dict)
     switches: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
     mapped: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
+    before: Before | None = None
+    scans: Tensor = field(
+        default_factory=lambda: torch.zeros(0, layout.SCAN_COLUMNS, dtype=torch.int32)
+    )
+    scan_states: Tensor = field(
+        default_factory=lambda: torch.zeros(0, 1, layout.STATE_COLUMNS, dtype=torch.int32)
+    )
+    sae: SaeBuffers | None = None
+    encoding: frozenset[int] = frozenset()
 
     @staticmethod
     def allocate(
@@ -67,6 +84,9 @@ class Buffers:
         ring_rows: int,
         dtype: torch.dtype,
         device: torch.device,
+        drafts: int = 0,
+        sae: SaeBuffers | None = None,
+        reconstructed: Collection[Tap] = (),
     ) -> Buffers:
         """Return zeroed buffers.
 
@@ -79,6 +99,9 @@ class Buffers:
             ring_rows: vectors of that width for which the ring has room.
             dtype: the model's dtype.
             device: the rank's device.
+            drafts: most draft tokens of a request in a step.
+            sae: what reconstructions by SAEs need.
+            reconstructed: the taps of these.
         """
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -107,6 +130,12 @@ class Buffers:
             units=tuple(width // unit for width in taps.values()),
             switches=zeros(float32, max_tokens if switches else 0, max(1, switches)),
             mapped=zeros(float32, max_tokens if is_mapping else 0, hidden_size),
+            scans=zeros(int32, room.gate_states, layout.SCAN_COLUMNS),
+            scan_states=zeros(int32, room.gate_states, _kept_states(drafts), layout.STATE_COLUMNS),
+            sae=sae,
+            encoding=frozenset(
+                table[nth].data_ptr() for nth, tap in enumerate(taps) if tap in reconstructed
+            ),
         )
 
     @property
@@ -122,7 +151,15 @@ class Buffers:
     def nbytes(self) -> int:
         """Bytes of device memory."""
         values = [getattr(self, each.name) for each in fields(self)]
-        return sum(int(value.nbytes) for value in values if isinstance(value, Tensor))
+        tensors = sum(int(value.nbytes) for value in values if isinstance(value, Tensor))
+        return tensors + (0 if self.sae is None else self.sae.nbytes)
+
+
+def _kept_states(drafts: int) -> int:
+    """Return how many states are kept for each gate with memory, a power of 2: a step adds one for
+    each draft token, and the next step may start from the state before all of them.
+    """
+    return 1 << (drafts + 2).bit_length()
 
 
 def upload(target: Tensor, values: Tensor) -> None:

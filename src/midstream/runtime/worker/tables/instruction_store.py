@@ -129,7 +129,7 @@ class InstructionStore:
                 for step in edit.steps:
                     flags = int(step.flags) | others
                     read = 0 if step.read is None else rows((step.read,))
-                    write = rows(step.write) if step.write else 0
+                    write = rows(step.write) if step.write else step.hold
                     if step.by_position:
                         write -= step.first * (step.write[0].size // unit)
                     slot = 0 if step.slot is None else 1 + step.slot

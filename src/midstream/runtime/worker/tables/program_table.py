@@ -18,6 +18,7 @@ import torch
 
 from midstream.errors import NoRoomError
 from midstream.ops import layout
+from midstream.ops.layout import Op
 from midstream.runtime.protocol.segments import Edits, TapProgramStep
 from midstream.runtime.worker.tables.device_buffers import Buffers, upload
 from midstream.runtime.worker.tables.instruction_store import InstructionStore
@@ -241,7 +242,9 @@ class ProgramTable:
         self.fewest[index] = sum(count for count, by_id in counted if not by_id)
         self.most[index] = sum(count for count, _ in counted)
         self.by_id[index] = any(by_id for _, by_id in counted)
-        self.by_position[index] = any(step.by_position for edit in edits for step in edit.steps)
+        self.by_position[index] = any(
+            step.by_position or step.op is Op.SCAN for edit in edits for step in edit.steps
+        )
 
     def _full(self, what: str) -> str:
         return f"the running requests use all {self._rows} {what}; raise the setting `programs`"

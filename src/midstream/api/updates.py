@@ -1,0 +1,75 @@
+"""Updates of running requests: base classes of the two engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midstream.api.arguments import EditArgument
+from midstream.results.plan_update import PlanUpdate
+from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.spec import Plan
+
+
+class Updates:
+    """Updates of an offline engine."""
+
+    _front_end: Any
+
+    def update(
+        self, request_id: str, *, edits: EditArgument = None, scale: float | None = None
+    ) -> PlanUpdate:
+        """Change the edits of a running request, between two steps of the engine; see
+        `AsyncLLM.update`. It is for callers that call `llm_engine.step()` themselves.
+
+        Args:
+            request_id: id of the request, as `enqueue` or `llm_engine.add_request` has it.
+            edits, scale: see `AsyncLLM.update`.
+
+        Raises:
+            SpecError, BusyError: see `AsyncLLM.update`.
+        """
+        found: PlanUpdate = self._front_end.changes.update(request_id, edits, scale)
+        return found
+
+
+class AsyncUpdates:
+    """Updates of an asynchronous engine."""
+
+    _front: Any
+
+    async def update(
+        self,
+        request_id: str | CallPlan,
+        *,
+        edits: EditArgument = None,
+        scale: float | None = None,
+    ) -> PlanUpdate:
+        """Change the edits of a running request, from the first position that is not scheduled yet.
+
+        Earlier positions keep what they had, also where they are computed again. Captures, probes
+        and server-wide edits stay as they are. The receipt lists the versions of the plan and where
+        each held.
+
+        Args:
+            request_id: the id that was given to `generate`, of a request with a plan; or the
+                CallPlan in its sampling parameters.
+            edits: the request's own edits from now on, in any form of `generate`; `[]`: none. Their
+                positions are those of the whole request. None: those given last.
+            scale: factor on the strength of the edits given last (with the request, or as `edits`
+                of an update): 0 turns them off, 1 restores them. None: 1.
+
+        Returns:
+            The number of the version, and where it begins in each completion that still runs.
+
+        Raises:
+            SpecError: the request is not running, or the edits are malformed or cannot be carried
+                out for it. Its plan is unchanged.
+            BusyError: the request waits for capacity, or there is none for another version.
+        """
+        front = self._front
+        is_empty = isinstance(edits, (list, tuple)) and not edits
+        keys = front.directions.needed(None if is_empty else Plan.make(edits=edits))
+        if keys:
+            await front.directions.fetch(keys)
+        found: PlanUpdate = await front.changes.update_later(request_id, edits, scale)
+        return found

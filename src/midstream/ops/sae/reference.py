@@ -1,0 +1,163 @@
+"""Reconstruction of vectors by a sparse autoencoder (SAE): the reference in PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from midstream.ops.sae import layout
+
+# Numbers of the activations that are computed at a time.
+CODE_NUMBERS = 1 << 26
+_LEAST_ROWS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class SaeBuffers:
+    """What the op needs for SAEs besides `SiteBuffers`.
+
+    Attributes:
+        weights: float32 [numbers], see `midstream.ops.sae.layout`.
+        decoded: float32 [rows, width], what SAEs make of each row.
+        codes: float32 [n, features], activations of rows, n at a time. Not used on a CPU.
+    """
+
+    weights: Tensor
+    decoded: Tensor
+    codes: Tensor
+
+    @staticmethod
+    def allocate(weights: Tensor, rows: int, width: int, features: int) -> SaeBuffers:
+        """Return zeroed buffers.
+
+        Args:
+            weights: the memory for registered weights, float32.
+            rows: most rows of a forward pass, padding included.
+            width: width of the residual stream.
+            features: most features of an SAE.
+        """
+        device = weights.device
+        at_once = min(-(-rows // _LEAST_ROWS) * _LEAST_ROWS, code_rows(features))
+        on_gpu = device.type == "cuda"
+        return SaeBuffers(
+            weights,
+            torch.zeros(rows, width, device=device),
+            torch.zeros(at_once if on_gpu else 0, features, device=device),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory besides the weights."""
+        return int(self.decoded.nbytes + self.codes.nbytes)
+
+
+def code_rows(features: int) -> int:
+    """Return of how many rows activations are computed at a time, a multiple of 64."""
+    return max(CODE_NUMBERS // features // _LEAST_ROWS, 1) * _LEAST_ROWS
+
+
+def reconstruct(h: Tensor, description: Tensor, weights: Tensor) -> Tensor:
+    """Return what an SAE makes of vectors, float32 [n, width].
+
+    With `ERROR` it is decode(changed code) − decode(code), without the bias; else decode(changed
+    code) in the place and scale of h.
+
+    Args:
+        h: float32 [n, width].
+        description: float32, which begins with the numbers of a `CODE` instruction.
+        weights: the memory for registered weights, float32.
+    """
+    sae = _Sae.at(int(_place(description)), h.shape[1], weights)
+    normed, mean, scale = sae.normalized(h)
+    code = sae.encode(normed)
+    is_error = bool(description[layout.ERROR])
+    count = int(description[layout.CHANGES])
+    stop = layout.DESCRIPTION + layout.CHANGE * count
+    ids, factors, shifts = description[layout.DESCRIPTION : stop].view(-1, layout.CHANGE).unbind(1)
+    chosen = ids.long()
+    changed = code[:, chosen] * factors + shifts
+    if is_error:
+        found = (changed - code[:, chosen]) @ sae.w_dec[chosen]
+        return found if sae.transcodes else found * scale
+    code[:, chosen] = changed
+    found = code @ sae.w_dec + sae.b_dec
+    if sae.w_skip is not None:
+        found += (h - mean if sae.centered else h) @ sae.w_skip
+    return found if sae.transcodes else found * scale + mean
+
+
+class _Sae(NamedTuple):
+    """An SAE in the memory; see `midstream.ops.sae.layout`."""
+
+    w_enc: Tensor
+    b_enc: Tensor
+    threshold: Tensor
+    w_dec: Tensor
+    b_dec: Tensor
+    w_skip: Tensor | None
+    top_k: int
+    normalize: int
+    centered: bool
+    transcodes: bool
+
+    @staticmethod
+    def at(place: int, width: int, weights: Tensor) -> _Sae:
+        """Return the SAE at a place."""
+        begin = place * layout.ALIGN
+        header = [int(one) for one in weights[begin : begin + layout.ALIGN].tolist()]
+        count = header[layout.FEATURES]
+        shapes = [(width, count), (count,), (count,), (count, width), (width,)]
+        if header[layout.SKIPS]:
+            shapes.append((width, width))
+        found: list[Tensor] = []
+        begin += layout.ALIGN
+        for shape in shapes:
+            numbers = shape[0] * (shape[1] if len(shape) > 1 else 1)
+            found.append(weights[begin : begin + numbers].view(shape))
+            begin += numbers
+        return _Sae(
+            found[0],
+            found[1],
+            found[2],
+            found[3],
+            found[4],
+            found[5] if header[layout.SKIPS] else None,
+            header[layout.TOP_K],
+            header[layout.NORMALIZE],
+            bool(header[layout.CENTERED]),
+            bool(header[layout.TRANSCODES]),
+        )
+
+    def normalized(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return vectors as the encoder takes them, and (mean, scale), [n, 1] each, with which what
+        is decoded is brought back: x · scale + mean.
+        """
+        mean, scale = torch.zeros(len(h), 1), torch.ones(len(h), 1)
+        if self.centered or self.normalize == layout.LAYER_NORM:
+            mean = h.mean(-1, keepdim=True)
+            h = h - mean
+        if self.normalize == layout.RESCALED:
+            scale = h.norm(dim=-1, keepdim=True) / h.shape[-1] ** 0.5
+            h = h / scale
+        elif self.normalize == layout.LAYER_NORM:
+            scale = h.std(-1, keepdim=True)
+            h = h / (scale + layout.EPSILON)
+        return h, mean, scale
+
+    def encode(self, normed: Tensor) -> Tensor:
+        """Return the activations of normalised vectors, [n, features]."""
+        found = normed @ self.w_enc
+        found += self.b_enc
+        # Thresholds are not negative: what passes is positive.
+        found = torch.where(found > self.threshold, found, 0.0)
+        if 0 < self.top_k < found.shape[1]:
+            values, ids = found.topk(self.top_k, -1)
+            found = torch.zeros_like(found).scatter_(1, ids, values)
+        return found
+
+
+def _place(description: Tensor) -> int:
+    return layout.place_of(float(description[layout.HIGH]), float(description[layout.LOW]))

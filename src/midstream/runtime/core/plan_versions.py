@@ -1,0 +1,115 @@
+"""Changes of running requests' plans, in the engine core.
+
+A version of a plan holds from the first position that is not scheduled yet. So positions that are
+computed again, after a preemption or since drafts were rejected, are computed under the version
+that held there, and steps that were scheduled ahead stay as they are. The executor carries out RPCs
+and steps in the order in which they were queued: all workers change before the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from midstream.runtime.core.prefix_cache import keys_of
+from midstream.runtime.protocol.codec import pack
+from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
+from midstream.runtime.protocol.request_payload import uid_of
+from midstream.runtime.protocol.rpc import (
+    RPC,
+    ChangePlans,
+    UpdatedPlan,
+    UpdatePlan,
+    UpdateVectors,
+    arguments_of,
+    read_request,
+)
+from midstream.runtime.vllm.attributes import CHANGED_KEYS, EXECUTOR
+
+
+def prepare(engine: Any) -> None:
+    """Let the scheduler of an engine core reach the workers. May be called more than once."""
+    EXECUTOR.set(engine.scheduler, engine.model_executor)
+
+
+def answer_rpc(engine: Any, method: object, args: Sequence[object]) -> list[Any] | None:
+    """Answer a call of the workers that is for the engine core itself.
+
+    Args:
+        engine: vLLM's EngineCore.
+        method, args: what vLLM's `collective_rpc` is to call, and with which arguments.
+
+    Returns:
+        The one answer, as plain values; None: the call is for the workers.
+    """
+    if method != RPC or len(args) != 1 or not isinstance(args[0], dict):
+        return None
+    if args[0].get("op") != UpdatePlan.__name__:
+        return None
+    request = read_request(args[0])
+    assert isinstance(request, UpdatePlan)
+    return [pack(_update(engine, request))]
+
+
+def _update(engine: Any, update: UpdatePlan) -> UpdatedPlan:
+    if update.vectors is not None:
+        message = UpdateVectors([update.vectors])
+        engine.model_executor.collective_rpc(RPC, args=arguments_of(message), non_block=True)
+    prepare(engine)
+    scheduler = engine.scheduler
+    running = [scheduler.requests.get(name) for name in update.request_ids]
+    changes = [
+        (request, update.version)
+        for request in running
+        if request is not None and uid_of(request.sampling_params) == update.uid
+    ]
+    return UpdatedPlan(change_plans(scheduler, changes))
+
+
+def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion]]) -> dict[str, int]:
+    """Let running requests have other versions of their plans. Call on the thread of the engine's
+    steps, between two steps.
+
+    Args:
+        scheduler: vLLM's Scheduler.
+        changes: vLLM's Requests with a plan, each with its version. The workers must have the
+            vectors that its plan names.
+
+    Returns:
+        By vLLM's request id, the first position at which the version holds.
+    """
+    messages = []
+    for request, version in changes:
+        position = next_position(request)
+        _set_keys(request, position, version, scheduler.hash_block_size)
+        uid = uid_of(request.sampling_params)
+        assert uid is not None
+        messages.append(PlanChange(request.request_id, uid, version.number, position, version.plan))
+    if messages:
+        executor: Any = EXECUTOR.get(scheduler)
+        executor.collective_rpc(RPC, args=arguments_of(ChangePlans(messages)), non_block=True)
+    return {one.request_id: one.position for one in messages}
+
+
+def next_position(request: Any) -> int:
+    """Return the first position of a request that no step was scheduled with.
+
+    Draft tokens of scheduled steps count as accepted: positions of rejected ones are computed again
+    later, under the version that held when they were scheduled first.
+    """
+    position: int = request.num_computed_tokens
+    if request.num_preemptions:
+        # It is computed anew, from the first position on. Each token but the last was computed
+        # before, and tokens of steps that were in flight then are still to come.
+        late = getattr(request, "num_stale_output_tokens", request.num_in_flight_tokens)
+        position = max(position, request.num_tokens - 1 + late)
+    return position
+
+
+def _set_keys(request: Any, position: int, version: PlanVersion, block_size: int) -> None:
+    """Set a request's cache keys from a position on, and hash its blocks from there on again."""
+    before = keys_of(request)
+    assert before is not None
+    CHANGED_KEYS.set(request, before.then(position, version.keys))
+    del request.block_hashes[position // block_size :]
+    request.update_block_hashes()

@@ -1,0 +1,179 @@
+"""Probes that end their request: their conditions are evaluated in the order of the tokens, on the
+scores that arrive with each step, and the tokens that the step sampled are cut there. So no output
+has a token beyond the one whose score met the condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.runtime.core.ended_requests import add_end
+from midstream.runtime.protocol.acting_probes import ActingProbe, stop_reason
+from midstream.runtime.protocol.request_payload import payload_of
+from midstream.runtime.protocol.step_scores import ScoreRun, scores_of
+from midstream.runtime.vllm.attributes import PROBE_PROGRESS
+from midstream.spec.act import Progress, follow
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeProgress:
+    """How far the conditions of a request's probes are.
+
+    Attributes:
+        reached: number of positions that were evaluated. A position is evaluated once, also if it
+            is computed again after a preemption.
+        each: of each probe.
+    """
+
+    reached: int
+    each: tuple[Progress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Firing:
+    """A condition that was met.
+
+    Attributes:
+        name: name of the probe.
+        position: position of the token whose score met it.
+    """
+
+    name: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluated:
+    """A request whose scores were evaluated before vLLM takes the step's tokens.
+
+    Attributes:
+        request: vLLM's Request.
+        known: number of its tokens before the step.
+        stop: position up to which its scores were evaluated.
+        progress: how far its probes are then.
+        firing: the condition that was met; None: none was.
+    """
+
+    request: Any
+    known: int
+    stop: int
+    progress: ProbeProgress
+    firing: Firing | None
+
+
+def update_from_output(
+    original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any
+) -> Any:
+    """Cut the tokens of requests whose probes stop them, call vLLM's
+    `Scheduler.update_from_output`, and end these requests.
+    """
+    scores = scores_of(output)
+    if scores is None:
+        return original(scheduler, scheduled, output)
+    found = []
+    for name, runs in scores.values().items():
+        request = scheduler.requests.get(name)
+        if request is not None and not request.is_finished():
+            found.append(_evaluate(request, runs, _sampled(output, name)))
+    ended = []
+    for one in found:
+        if one.firing is not None and not _cut(output, one, one.firing):
+            # Nothing is left: vLLM would look for a token where there are prompt logprobs.
+            logprobs = output.prompt_logprobs_dict.get(one.request.request_id)
+            ended += [(one, one.firing, logprobs) for _ in _finish(scheduler, one.request)]
+    outputs = original(scheduler, scheduled, output)
+    for one in found:
+        # vLLM drops the tokens of some steps that a preemption overtook. Draft tokens of these
+        # were evaluated in vain.
+        if one.request.num_tokens == one.known < one.stop:
+            continue
+        PROBE_PROGRESS.set(one.request, one.progress)
+        if one.firing is not None and not one.request.is_finished():
+            ended += [(one, one.firing, None) for _ in _finish(scheduler, one.request)]
+    for one, firing, logprobs in ended:
+        add_end(outputs, one.request, stop_reason(firing.name), logprobs)
+    return outputs
+
+
+def _finish(scheduler: Any, request: Any) -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_STOPPED)
+
+
+def _sampled(output: Any, name: str) -> Sequence[int]:
+    """Return the tokens that a step sampled for a request."""
+    found: Sequence[Sequence[int]] = output.sampled_token_ids
+    return found[output.req_id_to_index[name]] if found else ()
+
+
+def _evaluate(request: Any, runs: list[ScoreRun], sampled: Sequence[int]) -> _Evaluated:
+    payload = payload_of(request.sampling_params)
+    probes = () if payload is None else payload.acts
+    before = PROBE_PROGRESS.get(request)
+    if before is None:
+        before = ProbeProgress(0, (Progress(),) * len(probes))
+    known = request.num_tokens
+    # The last sampled token has no score yet; those before it are drafts, which were accepted.
+    stop = known + max(len(sampled) - 1, 0)
+
+    def token(position: int) -> int:
+        found = request.all_token_ids[position] if position < known else sampled[position - known]
+        return int(found)
+
+    progress, firing = advance(probes, before, runs, stop, token)
+    return _Evaluated(request, known, stop, progress, firing)
+
+
+def advance(
+    probes: Sequence[ActingProbe],
+    before: ProbeProgress,
+    runs: Sequence[ScoreRun],
+    stop: int,
+    token: Callable[[int], int],
+) -> tuple[ProbeProgress, Firing | None]:
+    """Evaluate the conditions of a request's probes on the scores of a step.
+
+    Args:
+        probes: the probes.
+        before: how far they were before the step.
+        runs: the scores of the step, ascending.
+        stop: position up to which the tokens of the rows are those of the request.
+        token: returns the token of a position.
+
+    Returns:
+        (how far they are then, the condition that is met at the earliest position, by the first of
+        the probes; None: none is met).
+    """
+    each = list(before.each)
+    reached = before.reached
+    firing = None
+    for run in runs:
+        start, end = max(run.first, reached), min(run.first + run.values.shape[0], stop)
+        for nth, probe in enumerate(probes):
+            positions = probe.where.within(start, end, token)
+            rows = [position - run.first for position in positions]
+            scores = run.values[rows, probe.slot].tolist()
+            each[nth], met = follow(probe.condition, each[nth], scores)
+            if met is not None and (firing is None or positions[met.nth] < firing.position):
+                firing = Firing(probe.name, positions[met.nth])
+        reached = max(reached, end)
+        if firing is not None:
+            break
+    return ProbeProgress(reached, tuple(each)), firing
+
+
+def _cut(output: Any, one: _Evaluated, firing: Firing) -> bool:
+    """Drop what was sampled for a request after the token of a position; return whether anything is
+    left.
+    """
+    kept = max(firing.position + 1 - one.known, 0)
+    if not kept:
+        return False
+    index = output.req_id_to_index[one.request.request_id]
+    # The lists may be the model runner's own.
+    output.sampled_token_ids = list(output.sampled_token_ids)
+    output.sampled_token_ids[index] = output.sampled_token_ids[index][:kept]
+    return True

@@ -1,0 +1,91 @@
+"""Reconstructions of a request by registered SAEs: where they may be, and which SAEs they use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from midstream.errors import SpecError
+from midstream.ops.layout import Op
+from midstream.ops.sae import layout
+from midstream.spec import Plan, ResolvedPlan
+from midstream.spec.operations import Edit, Gate, Reconstruct
+from midstream.spec.resolve.resolved import ResolvedEdit
+from midstream.validation import at, show
+
+if TYPE_CHECKING:
+    from midstream.runtime.frontend.sae_registry import SaeRegistry
+
+
+def read_saes(
+    plan: Plan | None, before: Sequence[Edit], resolved: ResolvedPlan, saes: SaeRegistry | None
+) -> tuple[tuple[str, str], ...]:
+    """Return the SAEs that the edits of a request reconstruct with: ("sae", name), each once.
+
+    Args:
+        plan: the request's own plan, bound.
+        before: server-wide edits, bound when they were set.
+        resolved: all of them.
+        saes: the registered SAEs.
+
+    Raises:
+        SpecError: an SAE was replaced or removed since the edit was bound, or the setting
+            `reconstruct` does not name the place of an edit.
+    """
+    found: dict[tuple[str, str], None] = {}
+    own = () if plan is None else plan.edits
+    for path, edit in _named(plan, own, before):
+        inner = edit.edit if isinstance(edit, Gate) else edit
+        if not isinstance(inner, Reconstruct):
+            continue
+        assert saes is not None
+        with at(path):
+            if saes.source(inner.sae).reconstructs() != inner.code:
+                raise SpecError(
+                    "sae",
+                    f"the SAE {show(inner.sae)} was registered again since this edit was; give "
+                    "the edit again",
+                )
+        found["sae", inner.sae] = None
+    for nth_edit in reading(resolved):
+        assert saes is not None
+        _check_place(nth_edit, saes)
+    return tuple(found)
+
+
+def reading(plan: ResolvedPlan) -> list[ResolvedEdit]:
+    """Return the edits of a plan that encode vectors, at the tap where they do."""
+    return [
+        edit for edit in plan.edits if any(step.op is Op.CODE for step in edit.steps.instructions)
+    ]
+
+
+def _named(
+    plan: Plan | None, own: Sequence[Edit], before: Sequence[Edit]
+) -> Iterator[tuple[str, Edit]]:
+    for nth, edit in enumerate(before):
+        yield f"steering[{nth - len(before)}]", edit
+    for nth, edit in enumerate(own):
+        assert plan is not None
+        yield f"edits[{plan.origin(nth)}]", edit
+
+
+def _check_place(edit: ResolvedEdit, saes: SaeRegistry) -> None:
+    path = f"edits[{edit.source}]" if edit.source >= 0 else f"steering[{edit.source}]"
+    (code,) = [step for step in edit.steps.instructions if step.op is Op.CODE]
+    assert code.read is not None
+    most = saes.reconstructed.get((edit.site, edit.layer))
+    here = f"{edit.site}:{edit.layer}"
+    if most is None:
+        raise SpecError(
+            f"{path}.layer",
+            f"midstream's setting `reconstruct` does not name {here}; it names "
+            f"{', '.join(f'{site}:{layer}' for site, layer in saes.reconstructed)}",
+        )
+    features = int(code.read.numpy()[layout.WIDEST])
+    if features > most:
+        raise SpecError(
+            f"{path}.sae",
+            f"it has {features} features, and midstream's setting `reconstruct` allows {most} at "
+            f"{here}",
+        )

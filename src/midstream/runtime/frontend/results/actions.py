@@ -1,0 +1,93 @@
+"""Acts of a completion's probes, from the scores that the workers returned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from midstream.results.probe_scores import Probes
+from midstream.results.receipt import Action
+from midstream.runtime.protocol.acting_probes import stop_reason
+from midstream.runtime.protocol.rank_parts import scores_of
+from midstream.runtime.protocol.runs import Ints
+from midstream.runtime.protocol.worker_info import WorkerInfo
+from midstream.spec import ResolvedPlan, ResolvedProbe, Stop
+from midstream.spec.act import Progress, follow
+
+# The positions and scores, float32 [positions, slots], that a worker sent.
+Sent = Sequence[tuple[WorkerInfo, Ints, torch.Tensor]]
+
+
+def probe_that_stopped(plan: ResolvedPlan, completion: Any) -> ResolvedProbe | None:
+    """Return the probe that ended a completion; None: none did."""
+    if completion.finish_reason != "stop" or not isinstance(completion.stop_reason, str):
+        return None
+    for probe in plan.probes:
+        if isinstance(probe.act, Stop) and completion.stop_reason == stop_reason(probe.name):
+            return probe
+    return None
+
+
+def tokens_of_rows(output: Any, completion: Any, plan: ResolvedPlan, sent: Sent = ()) -> list[int]:
+    """Return the token id of each row of an ended completion, prompt first; 0 for a prompt of
+    embeddings.
+
+    The last sampled token is never computed on, unless a probe ended the completion there: its
+    score was read. After a stop in the prompt there are rows up to that position.
+
+    Args:
+        output: vLLM's RequestOutput.
+        completion: one of its CompletionOutputs.
+        plan: the resolved plan.
+        sent: the scores of the completion.
+    """
+    tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
+    probe = probe_that_stopped(plan, completion)
+    if probe is None:
+        return tokens[: max(0, len(tokens) - 1)]
+    if completion.token_ids:
+        return tokens
+    found = scores_of(probe, sent)
+    if not found:
+        return tokens
+    order = np.argsort(np.concatenate([positions for positions, _ in found]), kind="stable")
+    positions = np.concatenate([positions for positions, _ in found])[order]
+    scores = torch.cat([values for _, values in found])[torch.from_numpy(order)]
+    chosen = np.isin(positions, probe.where.within(0, len(tokens), tokens.__getitem__))
+    positions, scores = positions[chosen], scores[torch.from_numpy(chosen)]
+    assert probe.act is not None
+    _, met = follow(probe.act, Progress(), scores.tolist())
+    if met is not None:
+        return tokens[: int(positions[met.nth]) + 1]
+    return tokens[: int(positions[-1]) + 1] if positions.size else tokens
+
+
+def actions_of(
+    plan: ResolvedPlan, completion: Any, num_rows: int, probes: Probes | None
+) -> tuple[Action, ...]:
+    """Return what the probes of a completion did, in the order of the plan.
+
+    Args:
+        plan: the resolved plan.
+        completion: vLLM's CompletionOutput.
+        num_rows: number of its rows.
+        probes: its scores.
+    """
+    stopped = probe_that_stopped(plan, completion)
+    found = []
+    for probe in plan.probes:
+        if probe.act is None or probes is None:
+            continue
+        if isinstance(probe.act, Stop) and probe is not stopped:
+            continue
+        positions, scores = probes.positions_of(probe.name).tolist(), probes[probe.name].tolist()
+        _, met = follow(probe.act, Progress(), scores)
+        if probe is stopped and positions and (met is None or positions[met.nth] != num_rows - 1):
+            # Scores that were computed again, after a preemption, may differ in the last bits.
+            found.append(Action(probe.name, probe.act.word, num_rows - 1, scores[-1]))
+        elif met is not None:
+            found.append(Action(probe.name, probe.act.word, positions[met.nth], met.pooled))
+    return tuple(found)

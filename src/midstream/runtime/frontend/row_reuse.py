@@ -1,0 +1,281 @@
+"""Rows of a request that are taken from earlier requests in place of computing them.
+
+The front end decides before it sends a request which rows it has, and keeps them until the request
+has ended. The engine core limits hits in the prefix cache to positions whose rows are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from midstream.codecs import parse_codec
+from midstream.results.encoded_rows import Chunk, Scattered
+from midstream.runtime.frontend.row_store import CHUNK, RowSet, RowStore
+from midstream.runtime.protocol.cache_keys import CacheKeys, probed
+from midstream.runtime.protocol.request_payload import KeptRows
+from midstream.runtime.protocol.results import ResultBlock
+from midstream.runtime.protocol.runs import Ints, expand
+from midstream.sites import Tap
+from midstream.spec import Capture, Plan, ResolvedPlan
+from midstream.spec.positions.ranges import Ranges, clip
+
+
+class ReusedRows:
+    """The rows of one request that may come from earlier ones, and its own for later ones."""
+
+    def __init__(
+        self,
+        store: RowStore,
+        plan: ResolvedPlan,
+        captures: frozenset[int],
+        keys: CacheKeys,
+        origin: bytes,
+        prompt: Sequence[int],
+    ) -> None:
+        """Args:
+        store: the rows of earlier requests.
+        plan: the request's plan.
+        captures: indices of its captures with `reuse`, at least one.
+        keys: its prefix-cache keys, for the edits of each chunk of tokens.
+        origin: what else its rows depend on, see `origin_of`.
+        prompt: its tokens.
+        """
+        self._store = store
+        self._plan = plan
+        self._captures = captures
+        self._keys = keys
+        self._origin = origin
+        self._chain = self._chained([], prompt)
+        self._taps = frozenset(tap for nth in captures for tap in plan.captures[nth].taps)
+        # By taps and rank: the first position of each chunk, and the rows of these taps in it.
+        self._found: dict[tuple[tuple[Tap, ...], int], list[tuple[int, RowSet]]] = {}
+        self._kept: KeptRows | None = None
+
+    def find(self) -> KeptRows:
+        """Take the rows that the store has by now, once; return what the engine core must know."""
+        if self._kept is not None:
+            return self._kept
+        resets = self._store.resets
+        plan = self._plan
+        prompt = len(self._chain) * CHUNK
+        wanted = [
+            (taps, _selected(plan, captures, prompt))
+            for captures, taps in plan.alike
+            if self._is_reused(captures)
+        ]
+        end = 0
+        for key, start in zip(self._chain, range(0, prompt, CHUNK), strict=True):
+            rows = self._rows_of(key, start, wanted)
+            if rows is None:
+                break
+            for one, taps in rows:
+                self._found.setdefault((taps, one.rank), []).append((start, one))
+            end = start + CHUNK
+        self._store.use(self._chain)
+        firsts = [
+            _first(plan.captures[nth].where.possible, end if self._is_reused(captures) else 0)
+            for captures, _ in plan.alike
+            for nth in captures
+        ]
+        firsts += [_first(ranges, 0) for ranges in probed(plan)]
+        known = [first for first in firsts if first is not None]
+        self._kept = KeptRows(resets, min(known, default=None))
+        return self._kept
+
+    def _is_reused(self, captures: Sequence[int]) -> bool:
+        """Return whether rows of taps that are selected by these captures may be reused."""
+        return self._captures.issuperset(captures)
+
+    def _rows_of(
+        self, key: bytes, start: int, wanted: Sequence[tuple[Sequence[Tap], Ints]]
+    ) -> list[tuple[RowSet, tuple[Tap, ...]]] | None:
+        """Return the rows of a chunk, with the taps to read from them; None if one is missing."""
+        found = []
+        for taps, positions in wanted:
+            offsets = _bits(positions, start)
+            if offsets:
+                mine = self._store.find(key, taps, offsets, self._plan.codec)
+                if mine is None:
+                    return None
+                found += mine
+        return found
+
+    def missing(self, blocks: Sequence[ResultBlock], tokens: Sequence[int]) -> list[ResultBlock]:
+        """Return the rows that a completion has from earlier requests.
+
+        Args:
+            blocks: the rows that the workers computed for it.
+            tokens: token ids of all rows, prompt first.
+        """
+        found = []
+        for captures, taps in self._plan.alike:
+            if not self._is_reused(captures):
+                continue
+            selected = expand(self._plan.ranges_of(captures, len(tokens), tokens))
+            together: dict[tuple[int, ...], list[Tap]] = {}
+            for tap in taps:
+                there = tuple([nth for nth, block in enumerate(blocks) if tap in block.taps])
+                together.setdefault(there, []).append(tap)
+            for there, mine in together.items():
+                computed = [np.zeros(0, np.int64), *(blocks[nth].positions for nth in there)]
+                found += self._blocks(mine, np.setdiff1d(selected, np.concatenate(computed)))
+        return found
+
+    def _blocks(self, taps: Sequence[Tap], positions: Ints) -> list[ResultBlock]:
+        """Return the rows of some taps at some positions that were found."""
+        blocks = []
+        for (there, rank), sets in self._found.items():
+            mine = [tap for tap in taps if tap in there]
+            known: list[Ints] = []
+            chunks: list[Chunk] = []
+            for start, one in sets if mine else ():
+                at = _positions(one.offsets, start)
+                chosen = np.flatnonzero(np.isin(at, positions))
+                if chosen.size:
+                    known.append(at[chosen])
+                    rows = one.rows[torch.from_numpy(chosen)]
+                    places = [one.taps.index(tap) for tap in mine]
+                    chunks.append(rows if tuple(mine) == one.taps else rows[:, places])
+            if known:
+                codec = parse_codec(self._plan.codec)
+                blocks.append(ResultBlock(mine, codec, np.concatenate(known), chunks, rank))
+        return blocks
+
+    def keep(self, blocks: Sequence[ResultBlock], tokens: Sequence[int], resets: int) -> None:
+        """Keep the rows of a completion for later requests.
+
+        Args:
+            blocks: the rows that the workers computed for it; its receipt has no problem.
+            tokens: token ids of all rows, prompt first.
+            resets: number of resets of the prefix cache, which was the same for all of its rows:
+                the model may have changed at each.
+        """
+        self._store.see(resets)
+        chain = self._chained(self._chain, tokens)
+        mine = [_BlockRows(block, self._taps, len(chain)) for block in blocks]
+        # Where room is short, the first tokens stay: without them later ones are of no use.
+        for nth, key in reversed(list(enumerate(chain))):
+            for one in mine:
+                offsets = one.offsets(nth)
+                if offsets and not self._store.has(key, one.taps, offsets, self._plan.codec):
+                    rows = one.rows(nth)
+                    found = RowSet(one.taps, self._plan.codec, offsets, rows, one.rank)
+                    self._store.add(key, found, resets)
+        self._store.use(chain)
+
+    def _chained(self, known: Sequence[bytes], tokens: Sequence[int]) -> list[bytes]:
+        """Return the keys of the full chunks of tokens, of which the first ones are known."""
+        chain = list(known)
+        for start in range(len(chain) * CHUNK, len(tokens) - CHUNK + 1, CHUNK):
+            before = chain[-1] if chain else self._origin
+            ids = np.array(tokens[start : start + CHUNK], np.int64).tobytes()
+            mark = self._keys.of_block(start, start + CHUNK) or ""
+            chain.append(hashlib.sha256(before + ids + mark.encode()).digest())
+        return chain
+
+
+class _BlockRows:
+    """The rows of a block at some taps, by chunk of tokens.
+
+    Attributes:
+        taps: those of the block among the wanted ones.
+        rank: rank that transferred the rows.
+    """
+
+    def __init__(self, block: ResultBlock, wanted: frozenset[Tap], chunks: int) -> None:
+        """Args:
+        block: the block.
+        wanted: the wanted taps.
+        chunks: number of chunks.
+        """
+        self.taps = tuple(tap for tap in block.taps if tap in wanted)
+        self.rank = block.rank
+        self._positions = block.positions
+        is_all = len(self.taps) == len(block.taps)
+        places = [block.taps.index(tap) for tap in self.taps]
+        self._chosen = slice(None) if is_all else torch.tensor(places)
+        pieces = block.chunks if self.taps else []
+        self._pieces = [one.records() if isinstance(one, Scattered) else one for one in pieces]
+        self._bounds = np.cumsum([0, *(len(one) for one in self._pieces)])
+        cuts = np.searchsorted(block.positions, np.arange(chunks + 1) * CHUNK)
+        self._spans = list(pairwise(cuts.tolist()))
+
+    def offsets(self, nth: int) -> int:
+        """Return at which offsets of a chunk there are rows, as a bit for each."""
+        begin, end = self._spans[nth]
+        return _bits(self._positions[begin:end], nth * CHUNK) if self._pieces else 0
+
+    def rows(self, nth: int) -> Tensor:
+        """Return a copy of the rows of a chunk, uint8 [positions, taps, bytes of a row]."""
+        begin, end = self._spans[nth]
+        first = int(np.searchsorted(self._bounds, begin, side="right")) - 1
+        found = []
+        for piece, start in zip(self._pieces[first:], self._bounds[first:].tolist(), strict=False):
+            if start >= end:
+                break
+            found.append(piece[max(0, begin - start) : end - start][:, self._chosen])
+        return torch.cat(found)
+
+
+def origin_of(request: Any) -> bytes | None:
+    """Return what the rows of a request depend on besides its tokens and edits, as a hash; None if
+    its tokens do not tell its prompt: it has embeddings or multimodal inputs.
+
+    Requests with different cache salts share no rows, as they share no KV.
+
+    Args:
+        request: vLLM's EngineCoreRequest.
+    """
+    if not request.prompt_token_ids or request.prompt_embeds is not None or request.mm_features:
+        return None
+    adapter = request.lora_request
+    names = ("lora_name", "lora_int_id", "lora_path")
+    given = None if adapter is None else [getattr(adapter, name, None) for name in names]
+    return hashlib.sha256(json.dumps([given, request.cache_salt]).encode()).digest()
+
+
+def reusing(plan: ResolvedPlan, own: Plan | None, also: Sequence[Capture]) -> frozenset[int]:
+    """Return the indices of a resolved plan's captures that have `reuse`.
+
+    Args:
+        plan: the resolved plan.
+        own: the request's own plan; None: it has none.
+        also: captures of every request.
+    """
+    given = () if own is None else own.captures
+    return frozenset(
+        nth
+        for nth, one in enumerate(plan.captures)
+        if (also[one.source] if one.source < 0 else given[one.source]).reuse
+    )
+
+
+def _selected(plan: ResolvedPlan, captures: Sequence[int], length: int) -> Ints:
+    """Return the positions below `length` that any of some captures may select."""
+    found = [expand(clip(plan.captures[nth].where.possible, length)) for nth in captures]
+    return np.unique(np.concatenate(found))
+
+
+def _first(ranges: Ranges, least: int) -> int | None:
+    """Return the first position from `least` on; None if there is none."""
+    stops = (max(start, least) for start, stop in ranges if stop is None or stop > least)
+    return next(stops, None)
+
+
+def _bits(positions: Ints, start: int) -> int:
+    """Return which positions of the chunk at `start` are among some, as a bit for each."""
+    mine = positions[(positions >= start) & (positions < start + CHUNK)] - start
+    return int(np.bitwise_or.reduce(np.int64(1) << mine)) if mine.size else 0
+
+
+def _positions(offsets: int, start: int) -> Ints:
+    """Return the positions of a chunk whose bits are set, ascending."""
+    return np.array([start + nth for nth in range(CHUNK) if offsets >> nth & 1], np.int64)

@@ -1,0 +1,151 @@
+"""Captured rows of ended requests, by the tokens and edits that they were computed from."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from midstream.sites import Tap
+
+# Tokens whose rows are kept under one key: vLLM's smallest usual block. It need not be vLLM's.
+CHUNK = 16
+# Sets of rows of one chunk, of captures with different layers, sites or positions.
+_MOST_SETS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSet:
+    """Rows of some taps at the same positions of one chunk. Nobody may change them.
+
+    Attributes:
+        taps: in the order within a record.
+        codec: spec of the encoding.
+        offsets: bit n: there is a row of the chunk's nth position.
+        rows: uint8 [positions, taps, bytes of a row], ascending by position.
+        rank: tensor-parallel rank that transferred them.
+    """
+
+    taps: tuple[Tap, ...]
+    codec: str
+    offsets: int
+    rows: Tensor
+    rank: int = 0
+
+    def has(self, offsets: int, codec: str) -> bool:
+        """Return whether there is a row at each of these offsets, in this encoding."""
+        return self.codec == codec and not offsets & ~self.offsets
+
+    def includes(self, other: RowSet) -> bool:
+        """Return whether every row of another set is in this one."""
+        return self.has(other.offsets, other.codec) and set(other.taps) <= set(self.taps)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    sets: list[RowSet] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.rows.nbytes for one in self.sets)
+
+
+class RowStore:
+    """Rows by chunk of tokens, of which the least recently used are dropped. Thread-safe.
+
+    The key of a chunk is a hash of its tokens and edits and of the chunk before it, so that equal
+    keys mean equal rows.
+
+    Attributes:
+        budget: most bytes of rows.
+        used: bytes of rows.
+        resets: number of resets of the prefix cache; rows of before the last one are dropped.
+    """
+
+    def __init__(self, budget: int) -> None:
+        """Args:
+        budget: most bytes of rows.
+        """
+        self.budget = budget
+        self.used = 0
+        self.resets = 0
+        self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return the number of chunks with rows."""
+        return len(self._chunks)
+
+    def find(
+        self, key: bytes, taps: Sequence[Tap], offsets: int, codec: str
+    ) -> list[tuple[RowSet, tuple[Tap, ...]]] | None:
+        """Return sets that have the rows of all of some taps, each with those of the taps that are
+        to be read from it; None if a row is missing.
+
+        Args:
+            key: key of the chunk.
+            taps: the taps.
+            offsets: bit n: the row of the chunk's nth position is wanted.
+            codec: spec of the encoding.
+        """
+        with self._lock:
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                return None
+            found = []
+            left = list(taps)
+            for one in chunk.sets:
+                mine = set(one.taps).intersection(left) if one.has(offsets, codec) else ()
+                if mine:
+                    found.append((one, tuple(tap for tap in left if tap in mine)))
+                    left = [tap for tap in left if tap not in mine]
+            return None if left else found
+
+    def has(self, key: bytes, taps: Sequence[Tap], offsets: int, codec: str) -> bool:
+        """Return whether there are the rows of all of some taps; see `find`."""
+        return self.find(key, taps, offsets, codec) is not None
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Count the chunks of a request as used now, its first tokens as used last: without them
+        the others are of no use.
+        """
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._chunks:
+                    self._chunks.move_to_end(key)
+
+    def add(self, key: bytes, rows: RowSet, resets: int) -> None:
+        """Add rows of a chunk, and drop others beyond the budget.
+
+        Args:
+            key: key of the chunk.
+            rows: the rows, in memory of their own.
+            resets: number of resets of the prefix cache while they were computed.
+        """
+        with self._lock:
+            if resets != self.resets or rows.rows.nbytes > self.budget:
+                return
+            chunk = self._chunks.setdefault(key, _Chunk())
+            self.used -= chunk.nbytes
+            kept = [one for one in chunk.sets if not rows.includes(one)]
+            chunk.sets = [*kept, rows][-_MOST_SETS:]
+            self.used += chunk.nbytes
+            self._chunks.move_to_end(key)
+            while self.used > self.budget:
+                _, oldest = self._chunks.popitem(last=False)
+                self.used -= oldest.nbytes
+
+    def see(self, resets: int) -> None:
+        """Drop all rows if the prefix cache was reset since they were computed.
+
+        Args:
+            resets: number of resets that a worker reports.
+        """
+        with self._lock:
+            if resets > self.resets:
+                self.resets = resets
+                self._chunks.clear()
+                self.used = 0

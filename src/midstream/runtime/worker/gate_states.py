@@ -1,0 +1,105 @@
+"""States of gates with memory: which request has which, and its rows in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from midstream.errors import NoRoomError
+from midstream.ops import layout
+from midstream.ops.layout import Op
+from midstream.runtime.worker.request_state import Segment
+from midstream.runtime.worker.step.step_plan import TokenRuns
+from midstream.runtime.worker.tables.device_buffers import Buffers, on_device, upload
+
+_FREE = -1
+
+
+class GateStates:
+    """Owner of `Buffers.scans` and `Buffers.scan_states`: one state for each gate with memory of
+    each running request and tap that it reads.
+
+    States follow the positions of a request, so nothing is to be done when it is preempted: it
+    computes its tokens again from before the first that such a gate reads, which caps its hits in
+    the prefix cache.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        """Args:
+        buffers: the rank's buffers.
+        """
+        count = buffers.scans.shape[0]
+        self._buffers = buffers
+        self._slots = np.full(count, _FREE, np.int64)  # slot of the request that has each state
+        self._armed = np.zeros((count, layout.SCAN_COLUMNS), np.int32)
+
+    def acquire(self, slot: int, segments: Iterable[Segment]) -> None:
+        """Give a request the states that its plan needs, if any. Pair with `release`.
+
+        Args:
+            slot: slot of the request.
+            segments: of its plan.
+
+        Raises:
+            NoRoomError: there are not enough.
+        """
+        scores = {
+            step.slot
+            for segment in segments
+            for edit in segment.edits
+            for step in edit.steps
+            if step.op is Op.SCAN and step.slot is not None
+        }
+        if not scores:
+            return
+        free = np.flatnonzero(self._slots == _FREE)[: len(scores)]
+        if free.size < len(scores):
+            raise NoRoomError("", f"no room for {len(scores)} states of gates")
+        self._slots[free] = slot
+        self._armed[free] = 0
+        self._armed[free, layout.SCAN_SLOT] = [1 + score for score in sorted(scores)]
+        states = self._buffers.scan_states
+        states.index_fill_(0, on_device(torch.from_numpy(free), states.device), 0)
+
+    def release(self, slot: int) -> None:
+        """Take back the states of a request that has ended, if it has any."""
+        self._slots[self._slots == slot] = _FREE
+
+    def __len__(self) -> int:
+        """Return the number of states that requests have."""
+        return int((self._slots != _FREE).sum())
+
+    def arm(self, runs: TokenRuns) -> None:
+        """Set which rows of the step that is queued next each state's request has.
+
+        Args:
+            runs: the step's runs.
+        """
+        if not len(self):
+            return
+        size = 1 + max(int(runs.slot.max()), int(self._slots.max()))
+        first, stop = np.full(size, np.iinfo(np.int64).max), np.zeros(size, np.int64)
+        np.minimum.at(first, runs.slot, runs.row)
+        np.maximum.at(stop, runs.slot, runs.row + runs.length)
+        # Of a state that is free, `_FREE` reads some row, and none is counted.
+        is_here = (self._slots != _FREE) & (stop[self._slots] > 0)
+        self._armed[:, layout.SCAN_ROW] = np.where(is_here, first[self._slots], 0)
+        rows = np.where(is_here, stop[self._slots] - first[self._slots], 0)
+        self._armed[:, layout.SCAN_COUNT] = rows
+        upload(self._buffers.scans, torch.from_numpy(self._armed.copy()))
+
+    def disarm(self) -> None:
+        """Let no forward pass change a state before the next step is armed."""
+        if self._armed[:, layout.SCAN_COUNT].any():
+            self._armed[:, layout.SCAN_COUNT] = 0
+            self._buffers.scans.zero_()
+
+    def check_integrity(self) -> None:
+        """Check that no state is armed between steps.
+
+        Raises:
+            AssertionError: one is.
+        """
+        assert not bool(self._buffers.scans[:, layout.SCAN_COUNT].any())

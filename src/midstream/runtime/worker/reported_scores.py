@@ -1,0 +1,39 @@
+"""Scores of a step that leave with its output, for the engine core."""
+
+from __future__ import annotations
+
+from midstream.runtime.protocol.step_scores import ScoreRun, ScoresOfStep, StepScores
+from midstream.runtime.worker.row_index import PendingPositions
+from midstream.runtime.worker.step.in_flight import PreparedStep, positions_of
+from midstream.runtime.worker.step.slot_table import SlotTable
+from midstream.transport.base import Shipment
+
+
+def reported_scores(
+    prepared: PreparedStep, shipment: Shipment, slots: SlotTable
+) -> StepScores | None:
+    """Return the scores of the requests of a step that report them; None: there are none.
+
+    Args:
+        prepared: the step, whose forward pass is queued.
+        shipment: its results.
+        slots: the requests.
+    """
+    runs = prepared.plan.runs
+    chosen = (runs.scored > 0) & slots.reports[runs.slot]
+    if not chosen.any():
+        return None
+    ids = slots.ids_of(runs.slot[chosen])
+    first, length = runs.row[chosen], runs.length[chosen]
+    position = positions_of(prepared, chosen)
+
+    def read() -> ScoresOfStep:
+        values = shipment.scores().numpy()
+        known = position.values() if isinstance(position, PendingPositions) else position
+        found: ScoresOfStep = {}
+        rows = zip(ids, known.tolist(), first.tolist(), length.tolist(), strict=True)
+        for name, start, row, count in rows:
+            found.setdefault(name, []).append(ScoreRun(start, values[row : row + count]))
+        return {name: sorted(each, key=lambda run: run.first) for name, each in found.items()}
+
+    return StepScores(read)

@@ -1,0 +1,65 @@
+"""Requests of clients that run now, by their ids, so that each client can change its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from midstream.runtime.frontend.request.call_plan import CallPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningCall:
+    """A call of the engine for a client's request; a request with several prompts makes several.
+
+    Attributes:
+        request_id: the engine's id of the call: the request's, with a suffix if there are several.
+        client: id of the client; see `Server.client_of`.
+        call_plan: the call's plan, which no other call has.
+        first: index of the call's first choice in the response.
+    """
+
+    request_id: str
+    client: str
+    call_plan: CallPlan
+    first: int
+
+
+class RunningRequests:
+    """The calls with a plan that run. Not thread-safe: call on the event loop."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, RunningCall] = {}
+
+    @contextmanager
+    def running(self, call: RunningCall) -> Iterator[None]:
+        """Have a call among these for the duration of the context."""
+        self._calls[id(call)] = call
+        try:
+            yield
+        finally:
+            del self._calls[id(call)]
+
+    def find(self, request_id: str, client: str) -> list[RunningCall]:
+        """Return the calls of a client's request, in the order of their choices; empty: it has no
+        such request that runs and has a plan.
+
+        Args:
+            request_id: the id in the response of the request.
+            client: id of the client.
+        """
+        found = [
+            call
+            for call in self._calls.values()
+            if call.client == client and _is_of(call.request_id, request_id)
+        ]
+        return sorted(found, key=lambda call: call.first)
+
+
+def _is_of(call_id: str, request_id: str) -> bool:
+    """Return whether an engine's id is that of a request, or has a number after it."""
+    rest = call_id.removeprefix(request_id)
+    if rest == call_id:
+        return False
+    return not rest or (rest[0] in "-_" and rest[1:].isdigit())

@@ -1,0 +1,222 @@
+"""What a probe does when its scores meet a condition: `Stop` and `Flag`, and the rule."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from midstream.errors import SpecError
+from midstream.spec.argument_names import read_named
+from midstream.validation import at, kind, listed, read_float32, read_int, show
+
+MOST_TOKENS = 4096  # of `for_`, and of the window of a mean
+_POOL = re.compile(r"none|max|mean:([1-9][0-9]{0,3})|ema:(0?\.[0-9]{1,9})")
+_POOLS = '"none", "max", "mean:8" (of the last 8 scores) or "ema:0.9"'
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Condition:
+    """A condition on the scores of a probe, in the order of the tokens that it selects.
+
+    It is met at a token if the pooled score there, and at the `for_` − 1 selected tokens before it,
+    is above or below the threshold. The pooled score of a token is, by `pool`:
+
+    - "none": its score;
+    - "max": the largest score so far;
+    - "mean:n": the mean of the last n scores, or of all while there are fewer;
+    - "ema:d": m ← d · m + (1 − d) · score, where m is the first score at first.
+
+    A score that is not finite meets no condition.
+
+    Attributes:
+        above: the pooled score must be greater; None: see `below`.
+        below: the pooled score must be less; None: see `above`.
+        for_: how many tokens in a row, 1 to 4096.
+        pool: how scores are pooled.
+    """
+
+    above: float | None
+    below: float | None
+    for_: int
+    pool: str
+    word: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        *,
+        above: float | None = None,
+        below: float | None = None,
+        for_: int = 1,
+        pool: str = "none",
+    ) -> None:
+        """Create it; either `above` or `below` is given.
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        if (above is None) == (below is None):
+            raise SpecError(
+                "above" if above is None else "below",
+                "missing: give `above` or `below`" if above is None else "give `above` or `below`",
+            )
+        for name, value in (("above", above), ("below", below)):
+            with at(name):
+                found = None if value is None else read_float32(value) + 0.0
+            object.__setattr__(self, name, found)
+        with at("for"):
+            count = read_int(for_)
+            if not 1 <= count <= MOST_TOKENS:
+                raise SpecError("", f"expected 1 to {MOST_TOKENS} tokens, got {count}")
+        object.__setattr__(self, "for_", count)
+        with at("pool"):
+            _read_pool(pool)
+        object.__setattr__(self, "pool", str(pool))
+
+    def emit(self) -> dict[str, Any]:
+        """Return the JSON form, such as `{"stop": {"above": 2.0, "for": 3}}`."""
+        found: dict[str, Any] = {}
+        if self.above is not None:
+            found["above"] = self.above
+        if self.below is not None:
+            found["below"] = self.below
+        if self.for_ != 1:
+            found["for"] = self.for_
+        if self.pool != "none":
+            found["pool"] = self.pool
+        return {self.word: found}
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Stop(Condition):
+    """End the completion at the token whose score meets the condition: that is its last token.
+
+    The finish reason is "stop", the stop reason "probe:" and the probe's name. See `Condition` for
+    the arguments. A token's score is known when the next one is sampled; that one is dropped, and
+    no output shows it. A stop in the prompt leaves no generated token. `min_tokens` does not
+    prevent it; a stop token, stop string or `max_tokens` at the same token comes first.
+    """
+
+    word: ClassVar[str] = "stop"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Flag(Condition):
+    """State in the receipt at which token the scores met the condition first. See `Condition`."""
+
+    word: ClassVar[str] = "flag"
+
+
+Act = Stop | Flag
+_ACTS: dict[str, type[Act]] = {each.word: each for each in (Stop, Flag)}
+_FIELDS = ("above", "below", "for", "pool")
+
+
+def read_act(value: object) -> Act:
+    """Read an act or its JSON form.
+
+    Raises:
+        SpecError: it is malformed.
+    """
+    if isinstance(value, Act):
+        return value
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise SpecError("", 'expected Stop(…), Flag(…) or {"stop": {…}}, got ' + kind(value))
+    ((word, fields),) = value.items()
+    if word not in _ACTS:
+        raise SpecError("", f"unknown act {show(str(word))}; known: {listed(_ACTS)}")
+    with at(word):
+        if not isinstance(fields, Mapping):
+            raise SpecError("", f"expected a dict of {listed(_FIELDS)}, got {kind(fields)}")
+        given = read_named(fields, (), _FIELDS)
+        if "for" in given:
+            given["for_"] = given.pop("for")
+        return _ACTS[word](**given)
+
+
+class Progress(NamedTuple):
+    """How far a condition is after some scores.
+
+    Attributes:
+        run: number of tokens in a row, up to the last, whose pooled score is beyond the threshold.
+        pooled: of "max" and "ema" the last pooled score; None: there is none.
+        window: of "mean" the last scores.
+    """
+
+    run: int = 0
+    pooled: float | None = None
+    window: tuple[float, ...] = ()
+
+
+class Met(NamedTuple):
+    """Where a condition is met.
+
+    Attributes:
+        nth: index of the score.
+        pooled: the pooled score there.
+    """
+
+    nth: int
+    pooled: float
+
+
+def follow(
+    condition: Condition, progress: Progress, scores: Iterable[float]
+) -> tuple[Progress, Met | None]:
+    """Evaluate a condition on the next scores of a probe.
+
+    Args:
+        condition: the condition.
+        progress: how far it was before them.
+        scores: the scores, in the order of the tokens.
+
+    Returns:
+        (how far it is after the scores, or after the one that met it; where it is met first, None:
+        nowhere).
+    """
+    size, decay = _read_pool(condition.pool)
+    run, pooled, window = progress
+    for nth, score in enumerate(scores):
+        if size:
+            window = (*window, score)[-size:]
+            value = math.fsum(window) / len(window) if _finite(window) else math.nan
+        elif condition.pool == "max":
+            value = score if pooled is None or score > pooled else pooled
+        elif decay and pooled is not None:
+            value = decay * pooled + (1 - decay) * score
+        else:
+            value = score
+        if condition.pool == "max" or decay:
+            # One that is not finite would hold for ever.
+            pooled = value if math.isfinite(value) else pooled
+        run = run + 1 if _beyond(condition, value) else 0
+        if run == condition.for_:
+            return Progress(run, pooled, window), Met(nth, value)
+    return Progress(run, pooled, window), None
+
+
+def _beyond(condition: Condition, value: float) -> bool:
+    if not math.isfinite(value):
+        return False
+    if condition.above is not None:
+        return value > condition.above
+    assert condition.below is not None
+    return value < condition.below
+
+
+def _finite(values: Sequence[float]) -> bool:
+    return all(map(math.isfinite, values))
+
+
+def _read_pool(pool: object) -> tuple[int, float]:
+    """Return (size of the window of a mean or 0, decay of an average or 0)."""
+    found = _POOL.fullmatch(pool) if isinstance(pool, str) else None
+    if found is None:
+        shown = show(pool) if isinstance(pool, str) else kind(pool)
+        raise SpecError("", f"expected {_POOLS}, got {shown}")
+    size, decay = found.groups()
+    if size and int(size) > MOST_TOKENS:
+        raise SpecError("", f"expected a mean of at most {MOST_TOKENS} scores, got {size}")
+    return int(size or 0), float(decay or 0.0)

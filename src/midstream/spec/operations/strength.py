@@ -1,0 +1,69 @@
+"""Edits with a multiple of their strength."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from midstream.errors import SpecError
+from midstream.spec.operations.ablate import Ablate
+from midstream.spec.operations.affine import Affine
+from midstream.spec.operations.bias import Bias
+from midstream.spec.operations.clamp import Clamp
+from midstream.spec.operations.gate import Gate
+from midstream.spec.operations.local import Local
+from midstream.spec.operations.plain import PlainEdit
+from midstream.spec.operations.replace import Replace
+from midstream.spec.operations.steer import Steer
+from midstream.validation import at
+
+# The field that a factor multiplies, where 0 changes nothing.
+_FIELDS: dict[type, str] = {
+    Ablate: "strength",
+    Affine: "scale",
+    Clamp: "strength",
+    Replace: "alpha",
+    Steer: "scale",
+}
+
+
+def with_strength(
+    edits: Sequence[PlainEdit | Gate | Local], factor: float
+) -> tuple[PlainEdit | Gate | Local, ...]:
+    """Return edits with a multiple of their strength: none of them if the factor is 0, unless one
+    is a Gate with memory, which goes on to read its tokens.
+
+    The strength of an edit is its `scale`, `strength` or `alpha`, or the values of a Bias; that of
+    a Gate is that of its edit.
+
+    Args:
+        edits: the edits.
+        factor: the factor.
+
+    Raises:
+        SpecError: an edit has no strength: a Feature, LoReFT, Route or Scale; unless the factor is
+            0 or 1.
+    """
+    if factor == 0 and not any(isinstance(edit, Gate) and edit.memory.emit() for edit in edits):
+        return ()
+    if factor == 1:
+        return tuple(edits)
+    return tuple(_scaled(edit, factor, nth) for nth, edit in enumerate(edits))
+
+
+def _scaled(edit: PlainEdit | Gate | Local, factor: float, nth: int) -> PlainEdit | Gate | Local:
+    if isinstance(edit, Gate):
+        inner = _scaled(edit.edit, factor, nth)
+        assert not isinstance(inner, Gate | Local)
+        return dataclasses.replace(edit, edit=inner)
+    with at("scale"):
+        if isinstance(edit, Bias):
+            return edit.replace(tokens={token: factor * value for token, value in edit.tokens})
+        name = _FIELDS.get(type(edit))
+        if name is None:
+            raise SpecError(
+                "",
+                f"edits[{nth}] is a {type(edit).__name__}, which has no strength to multiply; use "
+                "0, 1, or give other `edits`",
+            )
+        return edit.replace(**{name: factor * getattr(edit, name)})

@@ -1,0 +1,248 @@
+"""Gates with memory, compared with a loop over the tokens in transformers, however they are cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.edit_cases import Case, Maker, all_problems, problems
+from support.engines import generated, greedy, tokens
+from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
+from support.scheduling import chunks
+from support.updating import Stepped
+
+from midstream import Capture, Gate, Reading, SamplingParams, SpecError, Steer, TokenIds
+
+TOLERANCE, TIE = 1e-4, 1e-3
+COUNT = 8
+LONG = [
+    5, 17, 33, 101, 8, 77, 54, 23, 9, 150, 44, 12, 13, 99, 180, 64, 3, 70, 71, 120, 66, 14, 190,
+    31, 57, 88, 142, 6, 25, 111, 39, 160, 81, 17, 5, 33, 101,
+]  # fmt: skip
+SHORT = [44, 8, 150, 9, 3]
+MEMORIES: dict[str, dict[str, Any]] = {
+    "rest": {"hold": "rest"},
+    "hold": {"hold": 2},
+    "release": {"release": -1.0},
+    "smooth": {"smooth": 0.3},
+    "smooth by degrees": {"smooth": 0.4, "sharpness": 2.0},
+    "all": {"hold": 1, "smooth": 0.5, "release": -0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_llama: Path) -> EditOracle:
+    return EditOracle(tiny_llama, PLACES["llama"])
+
+
+def gates(oracle: EditOracle, prompt: list[int], where: dict[str, Any]) -> dict[str, Gate]:
+    """Each kind of memory, at the edit's own tap and at earlier ones, closed at first."""
+    plain = oracle.run([*prompt, *SHORT])
+    draw = torch.Generator().manual_seed(len(prompt))
+    found = {}
+    for nth, (name, memory) in enumerate(MEMORIES.items()):
+        own = (EVERY_SITE[2 + nth % 5], 1 + nth % 2)
+        maker = Maker(own, plain, draw)
+        read = None if nth % 2 else (EVERY_SITE[nth % 3], nth % 2)
+        direction = maker.direction(read)
+        scores = maker.scores(direction, read)
+        spread = float(scores[len(scores) * 3 // 4] - scores[len(scores) // 4])
+        threshold = float(scores[len(scores) * 3 // 5] + scores[len(scores) * 3 // 5 + 1]) / 2
+        given = dict(memory)
+        if "release" in given:
+            given["release"] = threshold + given["release"] * spread
+        if "sharpness" in given:
+            given["sharpness"] /= spread
+        edit = Steer(maker.vector(), scale=0.8, **maker.place, **where)
+        place = {} if read is None else {"site": read[0], "layer": read[1]}
+        found[name] = Gate(edit, Reading(direction, 0.0, **place), threshold, **given)
+    return found
+
+
+def remembers(oracle: EditOracle, case: Case) -> bool:
+    """Whether the gate of a case does something else without its memory, in the prompt."""
+    if not case.edits or not case.edits[0].edit.memory:
+        return False
+    gate, where = case.edits[0].edit, case.edits[0].where
+    alone = replace(gate, hold=None, smooth=None, release=None)
+    one, other = (oracle.run(case.prompt, [At(each, where)]) for each in (gate, alone))
+    return not torch.equal(one.logits, other.logits)
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_gates_remember_earlier_tokens_as_a_loop_does(
+    wide: Any, oracle: EditOracle, size: int
+) -> None:
+    """All in one batch with gates without memory and plain requests, prompts cut anywhere."""
+    given = []
+    for prompt in (LONG, SHORT):
+        end = len(prompt)
+        for where, chosen in (
+            ({}, lambda p: True),
+            ({"phase": "generated"}, lambda p, end=end: p >= end),
+            ({"exclude": slice(2, 4)}, lambda p: p not in (2, 3)),
+        ):
+            for name, gate in gates(oracle, prompt, where).items():
+                given.append(Case(f"{name} {where} {end}", prompt, [At(gate, chosen)]))
+    plain = Gate(given[0].edits[0].edit.edit, torch.ones(tiny.HIDDEN))
+    given += [Case("no memory", LONG, [At(plain)]), Case("plain", LONG, [])]
+    with chunks(wide, size) as seen:
+        found = all_problems(wide, oracle, given, TOLERANCE, TIE, count=COUNT)
+    assert max(seen) == min(size, len(LONG))
+    differ = sum(remembers(oracle, case) for case in given)
+    assert differ > 12, f"{differ} cases of {len(given)} show what memory is"
+    assert not found, "\n".join(found[:30])
+
+
+def late_gate(oracle: EditOracle, prompt: list[int], nth: int, **memory: Any) -> Gate:
+    """A gate that opens at the nth generated token that is computed, and at no token before."""
+    ids = [*prompt, *oracle.generate(prompt, nth + 1)]
+    plain = oracle.run(ids)
+    rows = plain.values["resid_mid", 1].double()
+    at = len(prompt) + nth
+    direction = rows[at] - rows[:at].mean(0)
+    scores = rows @ direction
+    before = float(scores[:at].max())
+    assert before < scores[at], "the case does not show it"
+    maker = Maker(("resid_post", 1), plain, torch.Generator().manual_seed(nth))
+    reading = Reading(direction.float(), layer=1, site="resid_mid")
+    return Gate(maker.steer(), reading, (before + float(scores[at])) / 2, **memory)
+
+
+def test_a_request_that_is_preempted_right_after_its_gate_opened_opens_it_there_again(
+    wide: Any, oracle: EditOracle
+) -> None:
+    by_hand = wide.llm_engine
+    given = [
+        Case("rest", LONG, [At(late_gate(oracle, LONG, 1, hold="rest"))], tap=("resid_post", 1)),
+        Case("two more", LONG, [At(late_gate(oracle, LONG, 1, hold=2))], tap=("resid_post", 1)),
+        Case("later", LONG, [At(late_gate(oracle, LONG, 4, hold="rest"))], tap=("resid_post", 1)),
+    ]
+    for nth, case in enumerate(given):
+        plan = {
+            "capture": Capture("all", EVERY_SITE).to_dict(),
+            "edits": [at.edit.to_dict() for at in case.edits],
+        }
+        params = greedy(COUNT, logprobs=3, extra_args={"midstream": plan}, detokenize=False)
+        by_hand.add_request(f"held-{nth}", tokens(case.prompt), params)
+    outputs: dict[str, Any] = {}
+
+    def step() -> None:
+        for output in by_hand.step():
+            outputs[output.request_id] = output
+
+    for _ in range(3):  # the prompt, and two generated tokens: the second opens two of the gates
+        step()
+    assert by_hand.reset_prefix_cache(reset_running_requests=True)
+    with chunks(wide, 16) as seen:
+        while by_hand.has_unfinished_requests():
+            step()
+    assert sum(seen) > len(given) * (len(LONG) + 2), "nothing was computed anew"
+    for nth, case in enumerate(given):
+        output = outputs[f"held-{nth}"]
+        ids = [*LONG, *generated(output)][:-1]
+        opened = len(LONG) + (4 if nth == 2 else 1)
+        seen_by = oracle.run(ids, case.edits)
+        changed = seen_by.values["resid_post", 1] != seen_by.before["resid_post", 1]
+        wanted = range(opened, opened + 3 if nth == 1 else len(ids))
+        assert changed.any(1).nonzero().flatten().tolist() == list(wanted), case.name
+        assert not problems(oracle, case, output, TOLERANCE, TIE)
+
+
+def test_cached_prompts_are_used_up_to_the_first_token_that_is_read(
+    wide: Any, oracle: EditOracle
+) -> None:
+    generate = {"detokenize": False, "logprobs": 3}
+    wide.generate(tokens(LONG), greedy(1, detokenize=False), use_tqdm=False)
+    for where, hit in (({"phase": "generated"}, 32), ({"positions": slice(20, None)}, 0)):
+        gate = late_gate(oracle, LONG, 2, hold="rest")
+        gate = Gate(gate.edit.replace(**where), gate.probe, gate.threshold, hold="rest")
+        first = where.get("positions", slice(len(LONG), None)).start
+        case = Case(f"{where}", LONG, [At(gate, lambda p, first=first: p >= first)])
+        for _ in range(2):
+            output = wide.generate(
+                tokens(LONG), greedy(COUNT, **generate), edits=gate, use_tqdm=False,
+                capture=Capture("all", EVERY_SITE, phase="generated"),
+            )[0]  # fmt: skip
+            assert output.num_cached_tokens == hit
+            assert output.receipt.status == "ok"
+            seen = oracle.run([*LONG, *generated(output)][:-1], case.edits)
+            for tap, rows in output.activations.items():
+                torch.testing.assert_close(
+                    rows, seen.values[tap][len(LONG) :], rtol=1e-3, atol=1e-4
+                )
+
+
+def test_each_completion_of_a_prompt_has_a_gate_of_its_own(wide: Any, oracle: EditOracle) -> None:
+    """The gate is in the server-wide edits."""
+    gate = gates(oracle, SHORT, {})["all"]
+    wide.steering.set(base=gate)
+    params = SamplingParams(
+        n=3, temperature=1.0, seed=3, max_tokens=COUNT, ignore_eos=True, detokenize=False
+    )
+    output = wide.generate(
+        tokens(SHORT), params, capture=Capture("all", EVERY_SITE), use_tqdm=False
+    )[0]
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 3
+    for one in output.outputs:
+        assert one.receipt.status == "ok"
+        seen = oracle.run([*SHORT, *one.token_ids][:-1], [At(gate)])
+        for tap, rows in one.activations.items():
+            torch.testing.assert_close(rows, seen.values[tap], rtol=1e-3, atol=1e-4)
+
+
+def test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is(
+    wide: Any, oracle: EditOracle
+) -> None:
+    even = list(range(0, tiny.VOCAB, 2))
+    given = gates(oracle, LONG, {"positions": TokenIds(even)})
+    for name in ("hold", "all"):
+        output = wide.generate(
+            tokens(LONG), greedy(COUNT, logprobs=3, detokenize=False), edits=given[name],
+            capture=Capture("all", EVERY_SITE), use_tqdm=False,
+        )[0]  # fmt: skip
+        ids = [*LONG, *generated(output)][:-1]
+        places = frozenset(p for p, token in enumerate(ids) if token in even)
+        case = Case(name, LONG, [At(given[name], places.__contains__)])
+        assert not problems(oracle, case, output, TOLERANCE, TIE)
+
+
+def test_more_gates_than_there_is_room_for_wait_and_what_never_fits_is_rejected(wide: Any) -> None:
+    gate = Gate(Steer(torch.ones(tiny.HIDDEN), "all"), torch.ones(tiny.HIDDEN), hold=3)
+    params = greedy(3, detokenize=False)
+    outputs = wide.generate([tokens(SHORT)] * 9, params, edits=gate, use_tqdm=False)
+    assert [one.receipt.status for one in outputs] == ["ok"] * 9
+    with pytest.raises(SpecError, match="need 15 states .* room for 12; raise .* gate_states"):
+        wide.generate(
+            tokens(SHORT), SamplingParams(n=5, max_tokens=2, detokenize=False), edits=gate,
+            use_tqdm=False,
+        )  # fmt: skip
+
+
+def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(
+    wide: Any, oracle: EditOracle
+) -> None:
+    gate = late_gate(oracle, LONG, 1, hold="rest")
+    run, opened = Stepped(wide), len(LONG) + 1
+    run.add("a", LONG, greedy(COUNT, logprobs=3), edits=[gate], capture=Capture("all", EVERY_SITE))
+    run.step(4)
+    for wrong in (
+        {"scale": 0}, {"edits": [replace(gate, hold=2)]}, {"edits": [gate, replace(gate, hold=2)]},
+    ):  # fmt: skip
+        with pytest.raises(
+            SpecError, match="gates with memory .hold, smooth, release. are those"
+        ):
+            wide.update("a", **wrong)
+    (position,) = wide.update("a", scale=0.5).positions.values()
+    assert position > opened
+    (completion,) = run.finish()["a"].outputs
+    half = gate.edit.replace(scale=0.5 * gate.edit.scale)
+    edits = [At(gate.edit, lambda p: opened <= p < position), At(half, lambda p: p >= position)]
+    seen = oracle.run([*LONG, *completion.token_ids][:-1], edits)
+    assert completion.receipt.status == "ok"
+    for tap, rows in completion.activations.items():
+        torch.testing.assert_close(rows, seen.values[tap], rtol=1e-3, atol=1e-4)

@@ -1,0 +1,254 @@
+"""Edits of running requests that change: against transformers with the edits switched where the
+receipt says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import engine, greedy
+from support.oracle import HookEdit, Oracle
+from support.updating import Stepped, check_replay, everything, held, steer
+
+from midstream import Gate, Steer
+from midstream.errors import SpecError
+
+WIDTH = 64
+PROMPT = [5, 17, 33, 101, 8, 77, 54, 23, 9]
+
+
+def vector(seed: int) -> torch.Tensor:
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_llama: Path) -> Oracle:
+    return Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
+
+
+def test_other_edits_hold_from_the_next_position_on(llm: Any, oracle: Oracle) -> None:
+    run = Stepped(llm)
+    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
+    run.add("a", PROMPT, greedy(20), edits=[first], capture=everything())
+    run.step(5)
+    found = llm.update("a", edits=[second])
+    assert found.version == 1
+    (position,) = found.positions.values()
+    assert position == len(PROMPT) + 4
+    output = run.finish()["a"]
+    completion = output.outputs[0]
+    assert held(completion.receipt) == [(0, position), (position, len(PROMPT) + 19)]
+    check_replay(oracle, PROMPT, completion, {0: [hook], 1: [later]})
+
+
+def test_scale_multiplies_the_edits_given_last(llm: Any, oracle: Oracle) -> None:
+    """Two updates without a step between them: the first holds nowhere. A neighbour with the same
+    plan keeps it.
+    """
+    run = Stepped(llm)
+    one, hook = steer(vector(1), 1, 2.0)
+    for name in ("a", "b"):
+        run.add(name, PROMPT, greedy(24), edits=[one], capture=everything())
+    run.step(4)
+    llm.update("a", scale=0)
+    run.step(3)
+    llm.update("a", scale=7)
+    llm.update("a", scale=0.5)
+    run.step(3)
+    llm.update("a", edits=[Steer(vector(2), 0, 3.0)], scale=2)
+    run.step(3)
+    llm.update("a", scale=1)
+    outputs = run.finish()
+    completion = outputs["a"].outputs[0]
+    versions = completion.receipt.versions
+    assert [one.scale for one in versions] == [1, 0, 7, 0.5, 2, 1]
+    assert [one.positions[1] - one.positions[0] for one in versions] == [12, 3, 0, 3, 3, 11]
+    assert [one.applied for one in versions] == [12, 0, 0, 3, 3, 11]
+    second = steer(vector(2), 0, 6.0)[1], steer(vector(2), 0, 3.0)[1]
+    hooks = {0: [hook], 3: [steer(vector(1), 1, 1.0)[1]], 4: [second[0]], 5: [second[1]]}
+    check_replay(oracle, PROMPT, completion, hooks)
+    assert outputs["b"].outputs[0].receipt.versions == ()
+    check_replay(oracle, PROMPT, outputs["b"].outputs[0], {0: [hook]})
+    assert completion.token_ids != outputs["b"].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("order", ["after", "before"])
+def test_what_is_computed_again_after_a_preemption_is_as_it_was(
+    llm: Any, oracle: Oracle, order: str
+) -> None:
+    """Preempted right after a change, or changed while it waits to be computed again."""
+    run = Stepped(llm)
+    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
+    run.add("a", PROMPT, greedy(20), edits=[first], capture=everything())
+    run.step(6)
+    if order == "after":
+        llm.update("a", edits=[second])
+    assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    if order == "before":
+        llm.update("a", edits=[second])
+    (request,) = run.scheduler.requests.values()
+    assert request.num_preemptions == 1
+    assert request.num_computed_tokens == 0
+    completion = run.finish()["a"].outputs[0]
+    position = len(PROMPT) + 5
+    assert held(completion.receipt) == [(0, position), (position, len(PROMPT) + 19)]
+    check_replay(oracle, PROMPT, completion, {0: [hook], 1: [later]})
+
+
+def test_a_prompt_changes_between_its_chunks_or_before_the_first(llm: Any, oracle: Oracle) -> None:
+    run = Stepped(llm)
+    prompt = [(7 * n) % 190 + 3 for n in range(150)]
+    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
+    run.add("chunk", prompt, greedy(4), edits=[first], capture=everything())
+    run.step()
+    assert list(llm.update("chunk", edits=[second]).positions.values()) == [64]
+    run.finish()
+    run.add("waiting", PROMPT, greedy(4), edits=[first], capture=everything())
+    assert list(llm.update("waiting", edits=[second]).positions.values()) == [0]
+    outputs = run.finish()
+    check_replay(oracle, prompt, outputs["chunk"].outputs[0], {0: [hook], 1: [later]})
+    check_replay(oracle, PROMPT, outputs["waiting"].outputs[0], {0: [hook], 1: [later]})
+
+
+def test_a_continuation_reuses_blocks_of_the_same_versions_only(llm: Any, oracle: Oracle) -> None:
+    run = Stepped(llm)
+    prompt = [(5 * n) % 180 + 4 for n in range(40)]
+    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
+    run.add("a", prompt, greedy(100), edits=[first], capture=everything())
+    run.step(40)
+    (p,) = llm.update("a", edits=[second]).positions.values()
+    assert p == 79
+    completion = run.finish()["a"].outputs[0]
+    check_replay(oracle, prompt, completion, {0: [hook], 1: [later]})
+    whole = [*prompt, *completion.token_ids]  # 140 tokens, 4 blocks of 32
+    switched = [Steer(vector(1), 1, 2.0, positions=slice(0, p))]
+    switched += [Steer(vector(2), 0, 3.0, positions=slice(p, None))]
+    late = [Steer(vector(1), 1, 2.0, positions=slice(0, p + 1))]
+    late += [Steer(vector(2), 0, 3.0, positions=slice(p + 1, None))]
+    for name, edits, cached in (
+        ("late", late, 64), ("first", [first], 64), ("second", [second], 0),
+        ("plain", [Steer(vector(3), 2, positions=[139])], 0), ("same", switched, 128),
+    ):  # fmt: skip
+        run.add(name, whole, greedy(3), edits=edits)
+        output = run.finish()[name]
+        assert output.num_cached_tokens == cached, name
+        assert output.outputs[0].receipt.status == "ok"
+    hooks = [
+        type(hook)(one.site, one.layer, one.vector, one.scale, where)
+        for one, where in ((hook, lambda at: at < p), (later, lambda at: at >= p))
+    ]
+    assert list(run.outputs["same"].outputs[0].token_ids) == oracle.generate(whole, 3, hooks)
+
+
+def test_every_completion_changes_from_a_position_of_its_own(llm: Any, oracle: Oracle) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    run = Stepped(llm)
+    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
+    whole = RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(
+        temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, n=3, output_kind=whole
+    )
+    run.add("a", PROMPT, params, edits=[first], capture=everything())
+    run.step(5)
+    found = llm.update("a", edits=[second])
+    assert set(found.positions) == {0, 1, 2}
+    output = run.finish()["a"]
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 3
+    for one in output.outputs:
+        assert held(one.receipt)[1][0] == found.positions[one.index]
+        check_replay(oracle, PROMPT, one, {0: [hook], 1: [later]}, is_greedy=False)
+
+
+def test_what_cannot_change_says_so_and_changes_nothing(llm: Any, oracle: Oracle) -> None:
+    run = Stepped(llm)
+    first, hook = steer(vector(1), 1, 2.0)
+    run.add("a", PROMPT, greedy(8), edits=[first], capture=everything())
+    run.add("bare", PROMPT, greedy(8), capture=everything())
+    run.step(3)
+    for name, given, path, problem in (
+        ("b", {"scale": 1}, "request_id", "request 'b' is not running"),
+        ("a", {}, "", "give `edits`, `scale` or both"),
+        ("a", {"scale": float("nan")}, "scale", "finite"),
+        ("a", {"edits": [Steer(vector(1), 99)]}, "edits[0].layer", "99"),
+        ("a", {"edits": [{"op": "steer"}]}, "edits[0]", "vector"),
+        ("a", {"edits": [Steer("unknown")]}, "edits[0]", "unknown"),
+        ("bare", {"scale": 2}, "scale", "no edits of its own"),
+    ):
+        with pytest.raises(SpecError, match=problem) as caught:
+            llm.update(name, **given)
+        assert caught.value.path.startswith(path)
+    llm.update("bare", edits=[first])
+    outputs = run.finish()
+    assert outputs["a"].outputs[0].receipt.versions == ()
+    check_replay(oracle, PROMPT, outputs["a"].outputs[0], {0: [hook]})
+    check_replay(oracle, PROMPT, outputs["bare"].outputs[0], {1: [hook]})
+    with pytest.raises(SpecError, match="request 'a' is not running: it has ended"):
+        llm.update("a", scale=2)
+
+
+def test_a_gate_with_memory_remembers_across_a_change_of_its_strength(
+    llm: Any, oracle: Oracle
+) -> None:
+    """Once open it stays so, whatever its strength is meanwhile; it can neither come nor go."""
+    run = Stepped(llm)
+    push = vector(2)
+    _, plain = oracle.run(PROMPT)
+    read = plain["resid_post", 0][4]  # the fifth token opens it
+    others = max(float(plain["resid_post", 0][at] @ read) for at in range(4))
+    gate = Gate(
+        Steer(push, 1, 2.0),
+        {"direction": read, "layer": 0},
+        threshold=(others + float(read @ read)) / 2,
+        hold="rest",
+    )
+    run.add("a", PROMPT, greedy(16), edits=[gate], capture=everything())
+    run.add("b", PROMPT, greedy(16), edits=[Steer(push, 1)], capture=everything())
+    run.step(4)
+    off = llm.update("a", scale=0).positions[0]
+    run.step(4)
+    half = llm.update("a", scale=0.5).positions[0]
+    for name, edits in (("a", [Steer(push, 1)]), ("a", []), ("b", [gate])):
+        with pytest.raises(SpecError, match="with memory") as caught:
+            llm.update(name, edits=edits)
+        assert caught.value.path == "edits"
+    outputs = run.finish()
+    hooks = {
+        0: [HookEdit("resid_post", 1, push, 2.0, lambda at: at >= 4)],
+        2: [HookEdit("resid_post", 1, push, 1.0, lambda _: True)],
+    }
+    found = outputs["a"].outputs[0]
+    assert [each[0] for each in held(found.receipt)] == [0, off, half]
+    check_replay(oracle, PROMPT, found, hooks)
+
+
+def test_with_drafts_a_position_has_the_version_that_held_when_it_was_scheduled(
+    tiny_llama: Path, oracle: Oracle
+) -> None:
+    """Rejected drafts are computed again, under the version that their positions had."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
+    prompt = [5, 17, 33, 5, 17, 33, 5, 17]
+    settings = {"speculative_config": {**drafts, "prompt_lookup_min": 1}}
+    with engine(tiny_llama, disable_log_stats=False, **settings) as llm:
+        run = Stepped(llm)
+        for nth in range(4):
+            run.add(f"r{nth}", prompt[nth:], greedy(60), edits=[first], capture=everything())
+        for step in range(12):
+            run.step()
+            for nth in range(4):
+                if step % 4 == nth:
+                    llm.update(f"r{nth}", edits=[[second], [first]][step // 4 % 2])
+        outputs = run.finish()
+        for nth in range(4):
+            found = outputs[f"r{nth}"].outputs[0]
+            assert len(found.receipt.versions) == 4
+            hooks = {0: [hook], 1: [later], 2: [hook], 3: [later]}
+            check_replay(oracle, prompt[nth:], found, hooks)
+        counts = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
+        drafted = counts["vllm:spec_decode_num_draft_tokens"]
+        assert drafted > counts["vllm:spec_decode_num_accepted_tokens"] > 0

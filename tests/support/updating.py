@@ -1,0 +1,118 @@
+"""Requests whose edits change while they run: an engine stepped by hand, and a replay by hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from midstream import Capture, Steer
+from midstream.results.receipt import Receipt
+from support.oracle import HookEdit, Oracle, relative_error
+
+TOLERANCE = 1e-4
+TIE = 1e-3
+
+
+@dataclass
+class Stepped:
+    """Requests that the caller steps.
+
+    Attributes:
+        llm: the engine.
+        outputs: finished outputs, by request id.
+    """
+
+    llm: Any
+    outputs: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, prompt: Sequence[int], params: Any, **asked: Any) -> None:
+        """Add a request with a plan."""
+        from midstream.runtime.frontend.request.call_plan import with_plan
+        from midstream.spec import Plan
+
+        plan = Plan.make(**asked)
+        self.llm.llm_engine.add_request(
+            name, {"prompt_token_ids": list(prompt)}, with_plan(params, plan)
+        )
+
+    def step(self, count: int = 1) -> None:
+        """Run some steps."""
+        for _ in range(count):
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    self.outputs[output.request_id] = output
+
+    def finish(self) -> dict[str, Any]:
+        """Run until all requests have ended, and return their outputs."""
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.step()
+        return self.outputs
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's scheduler, of an engine core in this process."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def held(receipt: Receipt) -> list[tuple[int, int]]:
+    """The positions at which each version held."""
+    return [one.positions for one in receipt.versions]
+
+
+def check_replay(
+    oracle: Oracle,
+    prompt: Sequence[int],
+    completion: Any,
+    versions: Mapping[int, Sequence[HookEdit]],
+    is_greedy: bool = True,
+) -> None:
+    """Compare a completion with transformers, where each version's edits hold at the positions
+    that the receipt lists.
+
+    Args:
+        oracle: the reference.
+        prompt: its prompt.
+        completion: with `activations` of every layer, `receipt`, and greedy tokens.
+        versions: the edits of each version, by its number.
+        is_greedy: whether the tokens are the likeliest ones.
+    """
+    receipt = completion.receipt
+    assert receipt.status == "ok", receipt
+    where = {one.number: one.positions for one in receipt.versions} or {0: (0, 1 << 30)}
+    edits = [
+        HookEdit(edit.site, edit.layer, edit.vector, edit.scale, _both(edit.where, *where[number]))
+        for number, each in versions.items()
+        for edit in each
+    ]
+    whole = [*prompt, *completion.token_ids][:-1]
+    logits, seen = oracle.run(whole, edits)
+    if is_greedy:
+        mine = logits[len(prompt) - 1 :]
+        best = mine.max(-1).values
+        chosen = mine.gather(1, torch.tensor(list(completion.token_ids))[:, None])[:, 0]
+        assert (best - chosen < TIE).all(), "a token is not the likeliest of the replay"
+    for tap in completion.activations:
+        rows = completion.activations[tap]
+        positions = completion.activations.positions_of(*tap)
+        assert relative_error(rows.float(), seen[tap][positions]) < TOLERANCE, tap
+
+
+def _both(where: Callable[[int], bool], start: int, stop: int) -> Callable[[int], bool]:
+    return lambda position: start <= position < stop and where(position)
+
+
+def steer(vector: Tensor, layer: int, scale: float = 1.0, **more: Any) -> tuple[Steer, HookEdit]:
+    """An edit of every token, and the hook that does the same."""
+    return (
+        Steer(vector, layer, scale, **more),
+        HookEdit("resid_post", layer, vector, scale, lambda _: True),
+    )
+
+
+def everything() -> Capture:
+    """Every row of every layer."""
+    return Capture("all")
