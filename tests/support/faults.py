@@ -14,6 +14,7 @@ from support.faults_live import LIVE
 from support.faults_operations import OPERATIONS
 from support.faults_reuse import REUSE
 from support.faults_sae import SAES
+from support.faults_studio import STUDIO
 from support.faults_sweep import SWEEPS
 from support.faults_tools import TOOLS
 from support.faults_viz import VIZ
@@ -502,6 +503,7 @@ FAULTS: tuple[Fault, ...] = (
     *FIT,
     *SAES,
     *VIZ,
+    *STUDIO,
     *OPERATIONS,
     *TOOLS,
 )
