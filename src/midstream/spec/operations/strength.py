@@ -37,8 +37,8 @@ def with_strength(edits: Sequence[PlainEdit | Gate], factor: float) -> tuple[Pla
         factor: the factor.
 
     Raises:
-        SpecError: an edit has no strength: a Feature, LoReFT, Route or Scale; unless the factor is
-            0 or 1.
+        SpecError: an edit has no strength: a Feature, Reconstruct, LoReFT, Route or Scale; unless
+            the factor is 0 or 1.
     """
     if factor == 0:
         return ()
