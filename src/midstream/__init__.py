@@ -29,6 +29,7 @@ from midstream.errors import (
     TapError,
     UnsupportedError,
 )
+from midstream.results.local_info import LocalInfo
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.spec import (
@@ -45,6 +46,7 @@ from midstream.spec import (
     Flag,
     Gate,
     Lens,
+    Local,
     Logits,
     LoReFT,
     Mass,
@@ -113,6 +115,8 @@ __all__ = [
     "FetchError",
     "Gate",
     "LoReFT",
+    "Local",
+    "LocalInfo",
     "JacobianLens",
     "Lens",
     "LogProb",

@@ -10,8 +10,12 @@ from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_gates import GATES
 from support.faults_kept import KEPT
+from support.faults_live import LIVE
+from support.faults_operations import OPERATIONS
+from support.faults_reuse import REUSE
 from support.faults_sae import SAES
 from support.faults_sweep import SWEEPS
+from support.faults_tools import TOOLS
 from support.faults_viz import VIZ
 
 ENGINE = "tests/engine/"
@@ -64,7 +68,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A prefix-cache hit removes rows from a capture",
         "runtime/core/prefix_cache.py",
-        "    cap = keys.first_read\n",
+        "    cap = None if payload is None else payload.first_read(RESETS.get(manager) or 0)\n",
         "    cap = 1 << 60\n",
         ENGINE
         + "test_poisoning.py::test_a_hit_ends_at_the_block_below_the_first_position_that_is_read",
@@ -491,9 +495,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *GATES,
     *KEPT,
+    *REUSE,
+    *LIVE,
     *SWEEPS,
     *ATTENTION,
     *FIT,
     *SAES,
     *VIZ,
+    *OPERATIONS,
+    *TOOLS,
 )

@@ -26,6 +26,7 @@ COMMANDS = (
     "verify",
     "merge",
     "prune",
+    "docs",
 )
 
 

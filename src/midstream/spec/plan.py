@@ -246,7 +246,7 @@ def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[
         with at(name):
             return (read(value),)
     if not value:
-        raise SpecError(name, "the list is empty; omit the field instead")
+        raise SpecError(name, "the list is empty; use None, or omit the field")
     if len(value) > MAX_PARTS:
         raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(value)}")
     found = []

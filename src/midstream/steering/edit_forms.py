@@ -13,7 +13,7 @@ from midstream.errors import SpecError
 from midstream.spec.forms import PhaseLike
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.named_vector import Named
-from midstream.spec.operations import Edit, Gate, Steer, bind_edit, parse_edit
+from midstream.spec.operations import Edit, Gate, Local, Steer, bind_edit, parse_edit
 from midstream.spec.plan import Plan
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.resolve.resolve import resolve
@@ -111,7 +111,7 @@ def read_named_edits(value: Mapping[object, object]) -> tuple[Part, ...]:
         for index, one in enumerate(several):
             path = f"{_EDITS}[{index}]"
             with at(path):
-                found.append(Part(path, parse_edit(one)))
+                found.append(Part(path, _not_local(parse_edit(one))))
     if not found:
         raise SpecError("", "there is no edit")
     if len(found) > MAX_PARTS:
@@ -215,9 +215,15 @@ def _is_pair(value: object) -> bool:
     )
 
 
+def _not_local(edit: Edit) -> Edit:
+    if isinstance(edit, Local):
+        raise SpecError("", "a function is given with each request, as edits=Local(fn, layer=14)")
+    return edit
+
+
 def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
     if isinstance(value, Edit):
-        return (Part("", narrowed(value, phase)),)
+        return (Part("", narrowed(_not_local(value), phase)),)
     if isinstance(value, (str, Named)) or _is_pair(value):
         return (Part("", Steer(read_reference(value), phase=phase)),)
     if not isinstance(value, Mapping):

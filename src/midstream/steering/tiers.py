@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from midstream.errors import SpecError
 from midstream.spec.operations import Edit, Gate
 from midstream.spec.positions.positions import Positions
+from midstream.steering.changes import Changes, OwnProcess
 from midstream.steering.edit_forms import TIERS, bind_part, read_tier
 from midstream.steering.listing import html_table, text_table
 from midstream.steering.registry import VectorRegistry
@@ -73,7 +74,9 @@ class Steering:
             registry: named vectors, and the model that the edits must fit.
         """
         self._registry = registry
-        self._state = SteeringState()
+        # Where changes hold; `shared_folder` replaces it, and the state.
+        self.changes: Changes = OwnProcess()
+        self.state = SteeringState()
         self._lock = threading.Lock()
 
     def set(
@@ -120,7 +123,8 @@ class Steering:
 
     def show(self) -> SteeringState:
         """Return the active edits; prints as a table."""
-        return self._state
+        self.changes.refresh()
+        return self.state
 
     def plan_edits(self, max_tokens: int | None = None) -> tuple[Edit, ...]:
         """Return the edits that a request admitted now gets before its own.
@@ -129,7 +133,7 @@ class Steering:
             max_tokens: the request's limit of generated tokens. With 1, edits of generated tokens
                 are omitted: the last token is never fed back, so there is none to edit.
         """
-        edits = self._state.edits
+        edits = self.show().edits
         if max_tokens == 1:
             edits = tuple(edit for edit in edits if not _only_generated(edit))
         return edits
@@ -137,31 +141,32 @@ class Steering:
     @property
     def epoch(self) -> int:
         """How often the tiers were changed."""
-        return self._state.epoch
+        return self.show().epoch
 
     @property
     def digest(self) -> str:
         """SHA-256 of the active edits, in hex."""
-        return self._state.digest
+        return self.show().digest
 
     def __bool__(self) -> bool:
-        return bool(self._state.edits)
+        return bool(self.show().edits)
 
     def __str__(self) -> str:
-        return str(self._state)
+        return str(self.show())
 
     def __repr__(self) -> str:
-        return f"Steering({len(self._state.edits)} edits)"
+        return f"Steering({len(self.show().edits)} edits)"
 
     def _repr_html_(self) -> str:
-        return self._state._repr_html_()
+        return self.show()._repr_html_()
 
     def _change(self, tiers: Mapping[str, tuple[Edit, ...]]) -> SteeringState:
-        with self._lock:
-            before = self._state
+        with self._lock, self.changes.changing():
+            before = self.state
             new = {tier: getattr(before, tier) for tier in TIERS} | dict(tiers)
-            self._state = SteeringState(**new, epoch=before.epoch + 1, digest=_digest(new))
-            return self._state
+            state = SteeringState(**new, epoch=before.epoch + 1, digest=_digest(new))
+            self.state = state
+        return state
 
 
 def _only_generated(edit: Edit) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from midstream.errors import NoRoomError
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.plan_version import PlanChange
 from midstream.runtime.worker.gate_states import GateStates
@@ -14,6 +13,7 @@ from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import (
+    FunctionUse,
     PlacedVersion,
     RankPlan,
     RequestState,
@@ -27,6 +27,8 @@ from midstream.spec.resolve.resolved import ResolvedBias
 _LOGGER = logging.getLogger(__name__)
 # Returns whether all ranks that run the same requests say yes.
 Agree = Callable[[bool], bool]
+# Returns the functions of a plan at this rank's taps.
+Load = Callable[[ResolvedPlan], list[FunctionUse]]
 _NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read
 
 
@@ -47,6 +49,7 @@ class RequestTable:
         agree: Agree | None = None,
         reductions: tuple[Reductions, Sequence[int]] | None = None,
         gate_states: GateStates | None = None,
+        load: Load | None = None,
     ) -> None:
         """Args:
         slots: the running requests.
@@ -57,6 +60,7 @@ class RequestTable:
             if there are none.
         reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
             None: nothing is reduced.
+        load: returns the functions of a plan; None: this worker calls none.
         gate_states: states of gates with memory; None: there is no such gate.
         """
         self.plans = plans
@@ -66,6 +70,7 @@ class RequestTable:
         self._checksum = checksum
         self._agree = agree
         self._reductions = reductions
+        self._load = load
         self._gate_states = gate_states
         self._added = 0
         # Finished requests with the number of their last step, which is not settled.
@@ -100,9 +105,10 @@ class RequestTable:
             self.settle_requests([known])
         problem = ""
         own = None
+        functions: list[FunctionUse] = []
         slot = self._slots.new_slot()
         try:
-            own = self._acquire(plan, slot)
+            own, functions = self._acquire(plan, slot)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
@@ -123,6 +129,7 @@ class RequestTable:
             serial=self._added,
             oldest_step=self._recorder.rows.next_step,
             resets=self.resets,
+            functions=functions,
         )
         self._slots.add(request)
         if problem:
@@ -160,21 +167,26 @@ class RequestTable:
         if problem and not request.problem:
             self._slots.fail(request, change.position, problem)
 
-    def _acquire(self, packed: bytes, slot: int) -> RankPlan:
-        """Return a request's plan, and give it the sums and states that it needs. Pair with
-        `_release`.
+    def _acquire(self, packed: bytes, slot: int) -> tuple[RankPlan, list[FunctionUse]]:
+        """Return a request's plan and functions, and give it the sums and states that it needs.
+        Pair with `_release`.
         """
         found = self.plans.acquire(packed)
+        functions: list[FunctionUse] = []
         try:
+            if found.resolved.functions:
+                if self._load is None:
+                    raise LookupError("this worker calls no functions")
+                functions = self._load(found.resolved)
             if self._gate_states is not None:
                 self._gate_states.acquire(slot, found.segments)
             if self._reductions is not None:
                 reductions, widths = self._reductions
                 reductions.acquire(slot, found.segments, widths)
-        except NoRoomError:
+        except Exception:
             self._release(found, slot)
             raise
-        return found
+        return found, functions
 
     def _release(self, plan: RankPlan, slot: int) -> None:
         self.plans.release(plan)

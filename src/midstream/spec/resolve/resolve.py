@@ -18,7 +18,7 @@ from midstream.spec.instructions import Instruction
 from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.operation import refreshed
-from midstream.spec.operations import Edit, Gate, Reconstruct, Route, Steer
+from midstream.spec.operations import Edit, Gate, Local, Reconstruct, Route, Steer
 from midstream.spec.operations.gate_memory import scanned
 from midstream.spec.plan import Plan
 from midstream.spec.positions.position_set import Where
@@ -40,6 +40,7 @@ from midstream.spec.resolve.resolved import (
     ResolvedBias,
     ResolvedCapture,
     ResolvedEdit,
+    ResolvedFunction,
     ResolvedPlan,
     ResolvedProbe,
     Steps,
@@ -113,6 +114,7 @@ class _Resolver:
         self._selected: dict[Positions, Where] = {}
         self._probes: list[ResolvedProbe] = []
         self._biases: list[ResolvedBias] = []
+        self._functions: list[ResolvedFunction] = []
         self._slots = 0
         # Score slots read by gates; gates that read the same score share its slot.
         self._gate_slots: dict[tuple[Tap, Instruction, Where], int] = {}
@@ -149,6 +151,7 @@ class _Resolver:
             tuple(captures),
             tuple(self._probes),
             biases=tuple(self._biases),
+            functions=tuple(self._functions),
         )
 
     def _select(self, positions: Positions) -> Where:
@@ -203,6 +206,8 @@ class _Resolver:
         with at("edit") if isinstance(edit, Gate) else nullcontext():
             taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
             where = where or self._select(edit.positions)
+        if isinstance(edit, Local):
+            self._functions += _functions_of(edit, taps, where, source)
         bias = bias_of(edit)
         if bias is not None:
             check_sampled(where, self._prompt.length)
@@ -362,6 +367,22 @@ class _Resolver:
             placed = tuple(_with_rows(step, chosen, start) for step in steps)
             parts.append((placed, Where(((start, stop),))))
         return parts
+
+
+def _functions_of(
+    edit: Local, taps: tuple[Tap, ...], where: Where, source: int
+) -> list[ResolvedFunction]:
+    if where.matches:
+        raise SpecError(
+            "positions",
+            "a function cannot be called by the ids of generated tokens: select all, and read "
+            "info.token_ids in it",
+        )
+    one = edit.function
+    return [
+        ResolvedFunction(*tap, one.key, one.path, one.name, where, source)
+        for tap in sorted(taps, key=order)
+    ]
 
 
 def _reads_elsewhere(

@@ -233,3 +233,19 @@ def test_all_that_changes_what_is_computed_changes_the_key():
 def test_the_key_is_the_same_in_every_process():
     plan = resolve(Plan.make(None, Steer([1, 2, 3], 1), None), SHAPE, Prompt(10), 5)
     assert cache_keys(plan).of_block(0, 16) == DIGEST
+
+
+@given(st.integers(0, 10**9), st.integers(0, LENGTH), st.integers(0, LENGTH))
+@settings(max_examples=rounds(suite=100, nightly=800))
+def test_after_a_change_each_position_has_the_mark_of_the_plan_that_holds_there(seed, at, then):
+    draw = random.Random(seed)
+    plans = [cache_keys(random_plan(draw, LENGTH) or plan_of()) for _ in range(3)]
+    keys = plans[0].then(at, plans[1]).then(then, plans[2])
+
+    def mark(of, position):
+        return of.of_block(position, position + 1)
+
+    for position in range(LENGTH + 2):
+        nth = 2 if position >= then else 1 if position >= at else 0
+        assert mark(keys, position) == mark(plans[nth], position)
+    assert keys.first_read == plans[0].first_read

@@ -222,6 +222,11 @@ class PlanChanges:
         if edits is None and scale is None:
             raise SpecError("", "give `edits`, `scale` or both")
         uid, history = self._find(name)
+        own = history.call_plan.plan
+        if own is not None and any(getattr(one, "reuse", False) for one in own.captures):
+            raise SpecError(
+                "", "a request that reuses rows (Capture(reuse=True)) keeps the edits it began with"
+            )
         if not history.request_ids or self._admission.is_waiting(uid):
             raise BusyError(
                 f"request {history.name!r} waits for capacity; update it when it runs", 1
@@ -327,13 +332,17 @@ def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
     if scans[0] != scans[1]:
         raise SpecError(
             "edits",
-            "gates with hold, smooth or release are those of the request from its beginning to its "
+            "gates with memory (hold, smooth, release) are those of the request from beginning to "
             "end; an update may change the edits in them, and gives all of them in their order",
         )
 
 
 def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version captures and probes what the request did from its beginning."""
+    """Check that a version captures and probes what the request did from its beginning, and that
+    neither calls a function, as those of a request are found when it begins.
+    """
+    if first.functions or later.functions:
+        raise SpecError("edits", "a request with a Python function (Local) cannot be changed")
     named = [[probe for probe in plan.probes if probe.name] for plan in (first, later)]
     if first.captures != later.captures or named[0] != named[1]:
         raise SpecError(
