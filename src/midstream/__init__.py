@@ -13,6 +13,7 @@ from midstream.errors import (
     BusyError,
     CodecError,
     ConfigError,
+    ControllerError,
     EngineError,
     FetchError,
     MidstreamError,
@@ -74,6 +75,8 @@ from midstream.version import __version__
 
 if TYPE_CHECKING:
     from midstream.api.async_llm import AsyncLLM
+    from midstream.api.control_laws import Budget, Decay, Pid, Threshold
+    from midstream.api.controller import Controller
     from midstream.api.llm import LLM
     from midstream.api.sampling_params import SamplingParams
     from midstream.client import AsyncClient, Client, extra_body
@@ -97,6 +100,7 @@ __all__ = [
     "AsyncClient",
     "AsyncLLM",
     "Attention",
+    "Budget",
     "Capture",
     "CapturedRows",
     "Clamp",
@@ -105,6 +109,9 @@ __all__ = [
     "CodecError",
     "Config",
     "ConfigError",
+    "Controller",
+    "ControllerError",
+    "Decay",
     "Direction",
     "Directions",
     "EngineError",
@@ -128,6 +135,7 @@ __all__ = [
     "Named",
     "NoRoomError",
     "NothingSelectedError",
+    "Pid",
     "Plan",
     "Positions",
     "Probe",
@@ -155,6 +163,7 @@ __all__ = [
     "Sweep",
     "TapError",
     "Text",
+    "Threshold",
     "TokenIds",
     "TopKeys",
     "TunedLens",
@@ -176,6 +185,11 @@ _LAZY = {
     "Activations": "midstream.results.activations",
     "AsyncClient": "midstream.client",
     "AsyncLLM": "midstream.api.async_llm",
+    "Budget": "midstream.api.control_laws",
+    "Controller": "midstream.api.controller",
+    "Decay": "midstream.api.control_laws",
+    "Pid": "midstream.api.control_laws",
+    "Threshold": "midstream.api.control_laws",
     "Client": "midstream.client",
     "Direction": "midstream.fit",
     "Directions": "midstream.fit",

@@ -231,11 +231,9 @@ def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(
     run.add("a", LONG, greedy(COUNT, logprobs=3), edits=[gate], capture=Capture("all", EVERY_SITE))
     run.step(4)
     for wrong in (
-        {"scale": 0}, {"edits": [replace(gate, hold=2)]}, {"edits": [gate, replace(gate, hold=2)]},
+        {"edits": []}, {"edits": [replace(gate, hold=2)]}, {"edits": [gate, replace(gate, hold=2)]},
     ):  # fmt: skip
-        with pytest.raises(
-            SpecError, match="gates with memory .hold, smooth, release. are those"
-        ):
+        with pytest.raises(SpecError, match="gates with memory .hold, smooth, release. are those"):
             wide.update("a", **wrong)
     (position,) = wide.update("a", scale=0.5).positions.values()
     assert position > opened

@@ -4,6 +4,7 @@ receipt says.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +192,24 @@ def test_what_cannot_change_says_so_and_changes_nothing(llm: Any, oracle: Oracle
         llm.update("a", scale=2)
 
 
+@pytest.fixture(scope="module")
+def drafting(tiny_llama: Path) -> Iterator[Any]:
+    """An engine that drafts, and has room for gates with memory."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with engine(
+        tiny_llama,
+        disable_log_stats=False,
+        speculative_config={**drafts, "prompt_lookup_min": 1},
+        midstream={"gate_states": 4},
+    ) as found:
+        yield found
+
+
 def test_a_gate_with_memory_remembers_across_a_change_of_its_strength(
-    llm: Any, oracle: Oracle
+    drafting: Any, oracle: Oracle
 ) -> None:
     """Once open it stays so, whatever its strength is meanwhile; it can neither come nor go."""
+    llm = drafting
     run = Stepped(llm)
     push = vector(2)
     _, plain = oracle.run(PROMPT)
@@ -213,7 +228,7 @@ def test_a_gate_with_memory_remembers_across_a_change_of_its_strength(
     run.step(4)
     half = llm.update("a", scale=0.5).positions[0]
     for name, edits in (("a", [Steer(push, 1)]), ("a", []), ("b", [gate])):
-        with pytest.raises(SpecError, match="with memory") as caught:
+        with pytest.raises(SpecError, match="gates with memory") as caught:
             llm.update(name, edits=edits)
         assert caught.value.path == "edits"
     outputs = run.finish()
@@ -227,28 +242,26 @@ def test_a_gate_with_memory_remembers_across_a_change_of_its_strength(
 
 
 def test_with_drafts_a_position_has_the_version_that_held_when_it_was_scheduled(
-    tiny_llama: Path, oracle: Oracle
+    drafting: Any, oracle: Oracle
 ) -> None:
     """Rejected drafts are computed again, under the version that their positions had."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
     prompt = [5, 17, 33, 5, 17, 33, 5, 17]
-    settings = {"speculative_config": {**drafts, "prompt_lookup_min": 1}}
-    with engine(tiny_llama, disable_log_stats=False, **settings) as llm:
-        run = Stepped(llm)
+    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
+    llm = drafting
+    run = Stepped(llm)
+    for nth in range(4):
+        run.add(f"r{nth}", prompt[nth:], greedy(60), edits=[first], capture=everything())
+    for step in range(12):
+        run.step()
         for nth in range(4):
-            run.add(f"r{nth}", prompt[nth:], greedy(60), edits=[first], capture=everything())
-        for step in range(12):
-            run.step()
-            for nth in range(4):
-                if step % 4 == nth:
-                    llm.update(f"r{nth}", edits=[[second], [first]][step // 4 % 2])
-        outputs = run.finish()
-        for nth in range(4):
-            found = outputs[f"r{nth}"].outputs[0]
-            assert len(found.receipt.versions) == 4
-            hooks = {0: [hook], 1: [later], 2: [hook], 3: [later]}
-            check_replay(oracle, prompt[nth:], found, hooks)
-        counts = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
-        drafted = counts["vllm:spec_decode_num_draft_tokens"]
-        assert drafted > counts["vllm:spec_decode_num_accepted_tokens"] > 0
+            if step % 4 == nth:
+                llm.update(f"r{nth}", edits=[[second], [first]][step // 4 % 2])
+    outputs = run.finish()
+    for nth in range(4):
+        found = outputs[f"r{nth}"].outputs[0]
+        assert len(found.receipt.versions) == 4
+        hooks = {0: [hook], 1: [later], 2: [hook], 3: [later]}
+        check_replay(oracle, prompt[nth:], found, hooks)
+    counts = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
+    drafted = counts["vllm:spec_decode_num_draft_tokens"]
+    assert drafted > counts["vllm:spec_decode_num_accepted_tokens"] > 0

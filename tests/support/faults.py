@@ -14,6 +14,7 @@ from support.faults_live import LIVE
 from support.faults_operations import OPERATIONS
 from support.faults_reuse import REUSE
 from support.faults_sae import SAES
+from support.faults_studio import STUDIO
 from support.faults_sweep import SWEEPS
 from support.faults_tools import TOOLS
 from support.faults_viz import VIZ
@@ -210,10 +211,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A name that is registered again still has its old vector",
         "steering/registry.py",
-        "        entry = self._entries.get(name)\n        if entry is None:\n"
+        "        entry = self._current().get(name)\n        if entry is None:\n"
         "            raise self._unknown(name)\n        return entry.description, entry.found\n",
         "        entry = self.__dict__.setdefault('_old', {}).setdefault(\n"
-        "            name, self._entries.get(name)\n        )\n"
+        "            name, self.entries.get(name)\n        )\n"
         "        if entry is None:\n            raise self._unknown(name)\n"
         "        return entry.description, entry.found\n",
         ENGINE + "test_poisoning.py::test_a_name_that_is_registered_anew_stands_for_its_new_vector",
@@ -221,8 +222,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A name of whole edits that is registered again still stands for its old edits",
         "steering/registry.py",
-        "            self._entries[name] = entry\n",
-        "            self._entries.setdefault(name, entry)\n",
+        "            self.entries = {**self.entries, name: entry}\n",
+        "            self.entries = {name: entry, **self.entries}\n",
         ENGINE + "test_poisoning.py::test_whole_edits_of_a_name_share_kv_by_their_content",
     ),
     Fault(
@@ -477,22 +478,6 @@ FAULTS: tuple[Fault, ...] = (
         ENGINE + "test_parity.py::test_every_site_of_every_layer_reads_and_edits_as_hooks_in_"
         "transformers",
     ),
-    Fault(
-        "Each rank's rows of a parameter are placed at the beginning of what was requested",
-        "runtime/frontend/rpc/parameters.py",
-        "slice(one.first - first, one.first - first + rows.shape[0])",
-        "slice(0, rows.shape[0])",
-        "tests/unit/runtime/frontend/rpc/test_parameters.py"
-        "::test_a_parameter_is_put_together_from_any_split_over_ranks_and_parts",
-    ),
-    Fault(
-        "The first request of a plan that ends releases the capacity of the others",
-        "runtime/frontend/request/budget.py",
-        "        if self._requests[id(need.kinds)]:\n            return\n",
-        "",
-        "tests/unit/runtime/frontend/request/test_budget.py"
-        "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
-    ),
     *GATES,
     *KEPT,
     *REUSE,
@@ -502,6 +487,7 @@ FAULTS: tuple[Fault, ...] = (
     *FIT,
     *SAES,
     *VIZ,
+    *STUDIO,
     *OPERATIONS,
     *TOOLS,
 )

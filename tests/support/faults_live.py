@@ -45,6 +45,21 @@ LIVE: tuple[Fault, ...] = (
         ENGINE + "test_scale_multiplies_the_edits_given_last",
     ),
     Fault(
+        "A controller that failed is called again",
+        "api/controller.py",
+        "        self._failed = True\n        what =",
+        "        what =",
+        "tests/unit/api/test_controller.py"
+        "::test_a_failure_is_what_the_policy_says_and_it_is_not_called_again",
+    ),
+    Fault(
+        "Requests with one controller share its state",
+        "api/controller.py",
+        "        self._decide = copy.copy(controller.decide)\n",
+        "        self._decide = controller.decide\n",
+        "tests/unit/api/test_controller.py::test_each_request_has_a_state_of_its_own",
+    ),
+    Fault(
         "A client changes the running request of another",
         "server/running_requests.py",
         "            if call.client == client and _is_of",

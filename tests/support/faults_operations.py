@@ -51,4 +51,20 @@ OPERATIONS: tuple[Fault, ...] = (
         "",
         LOGGED + "test_numbers_and_mistakes_are_rejected_before_anything_is_sent",
     ),
+    Fault(
+        "The first request of a plan that ends releases the capacity of the others",
+        "runtime/frontend/request/budget.py",
+        "        if self._requests[id(need.kinds)]:\n            return\n",
+        "",
+        "tests/unit/runtime/frontend/request/test_budget.py"
+        "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
+    ),
+    Fault(
+        "Each rank's rows of a parameter are placed at the beginning of what was requested",
+        "runtime/frontend/rpc/parameters.py",
+        "slice(one.first - first, one.first - first + rows.shape[0])",
+        "slice(0, rows.shape[0])",
+        "tests/unit/runtime/frontend/rpc/test_parameters.py"
+        "::test_a_parameter_is_put_together_from_any_split_over_ranks_and_parts",
+    ),
 )

@@ -45,23 +45,23 @@ class RequestTable:
         slots: SlotTable,
         plans: PlanTable,
         recorder: StepRecorder,
+        gate_states: GateStates,
         checksum: RankChecksum | None = None,
         agree: Agree | None = None,
         reductions: tuple[Reductions, Sequence[int]] | None = None,
-        gate_states: GateStates | None = None,
         load: Load | None = None,
     ) -> None:
         """Args:
         slots: the running requests.
         plans: their plans.
         recorder: the steps in flight.
+        gate_states: what gates remember.
         checksum: receives every plan; None if ranks are not compared.
         agree: asks the other ranks whether they can run a plan with work that all do together; None
             if there are none.
         reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
             None: nothing is reduced.
         load: returns the functions of a plan; None: this worker calls none.
-        gate_states: states of gates with memory; None: there is no such gate.
         """
         self.plans = plans
         self.resets = 0
@@ -138,10 +138,8 @@ class RequestTable:
             self.change(change)
 
     def change(self, change: PlanChange) -> None:
-        """Let a request have another version of its plan, from a position on that no step has
-        reached. Steps in flight keep their programs, and so does whatever is computed again.
-
-        An exception in here fails this request alone, as in `add`.
+        """Let a request have another version of its plan from a position on that no step has
+        reached. An exception in here fails this request alone, as in `add`.
         """
         request = self._slots.get(change.request_id)
         if request is None or request.uid != change.uid or not self._slots.runs(request):
@@ -149,8 +147,7 @@ class RequestTable:
             return
         if self._checksum is not None:
             self._checksum.add_request(change.request_id, change.uid, change.plan, change.position)
-        problem = ""
-        plan = None
+        problem, plan = "", None
         try:
             # Sums of reduced rows are those of the captures, which are the same.
             plan = self.plans.acquire(change.plan)
@@ -160,8 +157,7 @@ class RequestTable:
         if self._agree is not None and is_joint(change.plan) and not self._agree(not problem):
             if plan is not None:
                 self.plans.release(plan)
-                plan = None
-            problem = problem or "another rank cannot run the plan"
+            problem, plan = problem or "another rank cannot run the plan", None
         request.change(PlacedVersion(change.number, change.position, plan))
         self._slots.change(request)
         if problem and not request.problem:
@@ -178,8 +174,7 @@ class RequestTable:
                 if self._load is None:
                     raise LookupError("this worker calls no functions")
                 functions = self._load(found.resolved)
-            if self._gate_states is not None:
-                self._gate_states.acquire(slot, found.segments)
+            self._gate_states.acquire(slot, found.segments)
             if self._reductions is not None:
                 reductions, widths = self._reductions
                 reductions.acquire(slot, found.segments, widths)
@@ -192,8 +187,7 @@ class RequestTable:
         self.plans.release(plan)
         if self._reductions is not None:
             self._reductions[0].release(slot)
-        if self._gate_states is not None:
-            self._gate_states.release(slot)
+        self._gate_states.release(slot)
 
     def grow(self, request_id: str, uid: str, prompt: Sequence[int] | None) -> None:
         """Record the prompt of a known request that is scheduled as new once more: the prompt has

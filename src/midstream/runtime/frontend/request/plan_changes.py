@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
+from midstream.runtime.frontend.request.reconstructions import check_same_saes
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
@@ -191,13 +193,17 @@ class PlanChanges:
             raise
         return _end(change, answers)
 
-    async def update_later(self, name: str | CallPlan, edits: object, scale: object) -> PlanUpdate:
+    async def update_later(
+        self, name: str | CallPlan, edits: object, scale: object, source: str = "update"
+    ) -> PlanUpdate:
         """Change the edits of a running request of an asynchronous engine; see `update`."""
         assert self.send_later is not None
-        change = self.begin(name, edits, scale)
+        change = self.begin(name, edits, scale, source)
+        sent = asyncio.ensure_future(self.send_later(change.replica, change.message))
         try:
-            answers = await self.send_later(change.replica, change.message)
-        except BaseException:
+            # A caller that gives up does not take back what was sent.
+            answers = await asyncio.shield(sent)
+        except Exception:
             self._lose(change)
             raise
         return _end(change, answers)
@@ -230,6 +236,8 @@ class PlanChanges:
             raise BusyError(
                 f"request {history.name!r} waits for capacity; update it when it runs", 1
             )
+        if not self._admission.is_running(uid):
+            raise _ended(history.name)
         with at("scale"):
             factor = 1.0 if scale is None else read_scalar(scale)
         given = (history.edits, history.origins) if edits is None else self._read(edits)
@@ -238,6 +246,7 @@ class PlanChanges:
         prepared = self._prepare(history, with_strength(given[0], factor), given[1])
         _check_same_rows(history.first, prepared.plan)
         _check_same_scans(history.first, prepared.plan)
+        check_same_saes(history.first, prepared.plan)
         need = replace(prepared.need, rows=0, readout_rows=0, sums=0, states=0)
         self._admission.extend(uid, need)
         number = 1 + len(history.later)
