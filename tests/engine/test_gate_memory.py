@@ -230,16 +230,16 @@ def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(
     run, opened = Stepped(wide), len(LONG) + 1
     run.add("a", LONG, greedy(COUNT, logprobs=3), edits=[gate], capture=Capture("all", EVERY_SITE))
     run.step(4)
-    for wrong in (
-        {"edits": []}, {"edits": [replace(gate, hold=2)]}, {"edits": [gate, replace(gate, hold=2)]},
-    ):  # fmt: skip
+    for wrong in ([replace(gate, hold=2)], [gate, replace(gate, hold=2)]):
         with pytest.raises(SpecError, match="gates with memory .hold, smooth, release. are those"):
-            wide.update("a", **wrong)
-    (position,) = wide.update("a", scale=0.5).positions.values()
-    assert position > opened
+            wide.update("a", edits=wrong)
+    (off,) = wide.update("a", scale=0).positions.values()
+    run.step(2)
+    (on,) = wide.update("a", scale=0.5).positions.values()
+    assert opened < off < on < len(LONG) + COUNT - 1
     (completion,) = run.finish()["a"].outputs
     half = gate.edit.replace(scale=0.5 * gate.edit.scale)
-    edits = [At(gate.edit, lambda p: opened <= p < position), At(half, lambda p: p >= position)]
+    edits = [At(gate.edit, lambda p: opened <= p < off), At(half, lambda p: p >= on)]
     seen = oracle.run([*LONG, *completion.token_ids][:-1], edits)
     assert completion.receipt.status == "ok"
     for tap, rows in completion.activations.items():
