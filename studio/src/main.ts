@@ -27,7 +27,7 @@ const nav = h("nav", { "aria-label": "Views" });
 const dialog = h("dialog", { "aria-labelledby": "keys-title" });
 let server: Server | null = null;
 let view: View | null = null;
-let shown = "";
+let shown: string | null = null;
 let timer = 0;
 
 app.append(
@@ -66,7 +66,7 @@ async function start(): Promise<void> {
     server = await readServer();
     model.textContent = server.model;
     model.title = `${server.model} · midstream ${server.version}`;
-    shown = "";
+    shown = null;
     route();
   } catch (error) {
     const isKey = error instanceof ApiError && error.needsKey;
@@ -94,6 +94,7 @@ function route(): void {
   };
   document.title = `${title} · midstream studio`;
   nav.replaceChildren(...VIEWS.map(([each, label]) => h("a", { href: `#/${each}`, "aria-current": each === name ? "page" : null }, label)));
+  nav.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
   view = make(context, state);
   main.replaceChildren(view.element);
   if (main.dataset["was"]) window.scrollTo({ top: 0 });

@@ -57,6 +57,7 @@ export class TokenText {
     token.note = note ?? token.note;
     if (nth < this.#drawn) this.#color(nth);
     if (this.#scale && !this.#scale.has(score)) this.#repaint = true;
+    if (nth === this.#active) this.show(nth);
     this.#later();
   }
 

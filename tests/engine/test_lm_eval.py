@@ -98,13 +98,16 @@ def test_the_command_is_steered_by_the_environment(
     arguments = f"pretrained={talking_llama},dtype=float32,max_model_len=256,enforce_eager=True"
     code, out, error = own_process.run(
         *("-m", "lm_eval", "run", "--model", "vllm", "--model_args", arguments),
+        *("--metadata", json.dumps({"midstream": json.loads(steered[0])})),
         *("--tasks", "tiny", "--include_path", str(folder), "--output_path", str(tmp_path / "out")),
         timeout=500,
         env=environment,
     )
     assert code == 0, out + error
     [file] = (tmp_path / "out").rglob("results_*.json")
-    found = json.loads(file.read_text())["results"]["tiny"]
+    written = json.loads(file.read_text())
+    found = written["results"]["tiny"]
+    assert written["configs"]["tiny"]["metadata"]["midstream"] == json.loads(steered[0])
     theirs = SteeredModel(str(talking_llama), steered[1], device="cpu", dtype="float32")
     expected, _ = scores(theirs, folder)
     assert found["acc,none"] == expected["acc,none"]

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support import saelens, tiny
-from support.engines import engine, generated
+from support.engines import engine, generated, greedy
 from support.inner_served import PROMPTS, ROOM, TOLERANCE, Served, assert_rows
 from support.oracle_edits import At
 from support.sae_cases import bound, described, stored
 from support.saelens import CHANGED, KINDS, By, Oracle, as_saelens, is_transcoder
+from support.updating import Stepped
 from torch import Tensor
 from vllm import SamplingParams
 
@@ -31,8 +32,6 @@ from midstream import (
 )
 from midstream.ops.sae.layout import size
 from midstream.ops.sae.reference import reconstruct
-from midstream.runtime.frontend.request.call_plan import with_plan
-from midstream.spec import Plan
 
 WIDTH, FEATURES = 64, 120
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
@@ -447,13 +446,24 @@ def test_reconstructions_that_cannot_be_are_refused(
     assert caught.value.path.split("[")[0] == path.split("[")[0]
 
 
-def test_an_sae_that_a_request_reconstructs_with_is_not_removed(served: Served) -> None:
-    llm = served.llm
-    params = with_plan(SamplingParams(max_tokens=2), Plan.make(edits=Reconstruct("topk")))
-    llm.enqueue([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
-    try:
+def test_a_running_request_keeps_its_sae_and_may_change_what_is_done_with_it(
+    served: Served, folders: Path
+) -> None:
+    run, llm, prompt = Stepped(served.llm), served.llm, PROMPTS[0]
+    capture = Capture([1, 2], "resid_post")
+    run.add("a", prompt, greedy(6, logprobs=2, detokenize=False), edits=Reconstruct("topk"),
+            capture=capture)  # fmt: skip
+    run.step(2)
+    for call in (llm.saes.remove, lambda name: llm.saes.register(name, SAE.load(folders / name))):
         with pytest.raises(BusyError, match="running requests use the SAE 'topk'"):
-            llm.saes.remove("topk")
-    finally:
-        llm.wait_for_completion()
-    assert "topk" in llm.saes.names
+            call("topk")
+    with pytest.raises(SpecError, match="not which SAE reconstructs where"):
+        llm.update("a", edits=Reconstruct("topk-norms"))
+    changed = Reconstruct("topk", CHANGED, error=True)
+    (start,) = llm.update("a", edits=changed).positions.values()
+    output = run.finish()["a"]
+    first = At(as_saelens(folders, "topk"), lambda position: position < start)
+    later = as_saelens(folders, "topk", index=CHANGED, error=True)
+    served.assert_is(prompt, output, first, At(later, lambda position: position >= start))
+    assert len(prompt) < start < len(prompt) + 5
+    llm.saes.register("topk", SAE.load(folders / "topk"))

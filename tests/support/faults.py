@@ -14,6 +14,7 @@ from support.faults_live import LIVE
 from support.faults_operations import OPERATIONS
 from support.faults_reuse import REUSE
 from support.faults_sae import SAES
+from support.faults_studio import STUDIO
 from support.faults_sweep import SWEEPS
 from support.faults_tools import TOOLS
 from support.faults_viz import VIZ
@@ -210,10 +211,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A name that is registered again still has its old vector",
         "steering/registry.py",
-        "        entry = self._entries.get(name)\n        if entry is None:\n"
+        "        entry = self._current().get(name)\n        if entry is None:\n"
         "            raise self._unknown(name)\n        return entry.description, entry.found\n",
         "        entry = self.__dict__.setdefault('_old', {}).setdefault(\n"
-        "            name, self._entries.get(name)\n        )\n"
+        "            name, self.entries.get(name)\n        )\n"
         "        if entry is None:\n            raise self._unknown(name)\n"
         "        return entry.description, entry.found\n",
         ENGINE + "test_poisoning.py::test_a_name_that_is_registered_anew_stands_for_its_new_vector",
@@ -221,8 +222,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A name of whole edits that is registered again still stands for its old edits",
         "steering/registry.py",
-        "            self._entries[name] = entry\n",
-        "            self._entries.setdefault(name, entry)\n",
+        "            self.entries = {**self.entries, name: entry}\n",
+        "            self.entries = {name: entry, **self.entries}\n",
         ENGINE + "test_poisoning.py::test_whole_edits_of_a_name_share_kv_by_their_content",
     ),
     Fault(
@@ -502,6 +503,7 @@ FAULTS: tuple[Fault, ...] = (
     *FIT,
     *SAES,
     *VIZ,
+    *STUDIO,
     *OPERATIONS,
     *TOOLS,
 )

@@ -142,6 +142,24 @@ def test_a_plan_that_the_server_rejects_fails_the_evaluation_with_its_words(
     assert "layer 99 is out of range" in log.error.message
 
 
+def test_a_server_without_midstream_fails_the_evaluation(tmp_path: Path, monkeypatch) -> None:
+    from inspect_ai.model import ModelOutput
+    from inspect_ai.model._model_call import ModelCall
+    from inspect_ai.model._providers.vllm import VLLMAPI
+
+    async def generate(*_: Any) -> Any:
+        answer = {"choices": [{"index": 0, "message": {"content": "unsteered"}}]}
+        return ModelOutput.from_content("x", "unsteered"), ModelCall.create({}, answer)
+
+    monkeypatch.setattr(VLLMAPI, "generate", generate)
+    model = get_model("midstream/x", base_url="http://127.0.0.1:9/v1", memoize=False, edits=[EDIT])
+    [log] = eval(Task(dataset=[Sample(input="x")]), model=model, log_dir=str(tmp_path),
+                 display="none")  # fmt: skip
+    assert log.status == "error"
+    assert log.error is not None
+    assert "the server has ignored the plan" in log.error.message
+
+
 @pytest.mark.nightly
 def test_a_model_without_a_server_starts_its_own(talking_llama: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file

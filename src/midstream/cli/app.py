@@ -18,6 +18,7 @@ COMMANDS = (
     "report",
     "doctor",
     "serve",
+    "studio",
     "plan",
     "capture",
     "sweep",

@@ -123,4 +123,9 @@ def admin_key() -> str | None:
     return os.environ.get(ADMIN_KEY_VARIABLE) or None
 
 
+def url_of_environment() -> str | None:
+    """Return the server in `MIDSTREAM_BASE_URL`; None if it is unset or empty."""
+    return os.environ.get("MIDSTREAM_BASE_URL") or None
+
+
 ADMIN_HEADER = "x-midstream-admin-key"

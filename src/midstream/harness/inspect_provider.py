@@ -17,6 +17,7 @@ from inspect_ai.model._providers.vllm import VLLMAPI
 
 from midstream.client.protocol import FIELDS
 from midstream.config.config import KEY, Config
+from midstream.config.http import url_of_environment
 from midstream.errors import MidstreamError
 from midstream.harness.logged import joined_field, logged_results
 
@@ -48,7 +49,7 @@ class MidstreamAPI(VLLMAPI):
             model_name: the name under which a running server serves it; without one, a folder or
                 name as for `vllm serve`.
             base_url: of a running server, ending in `/v1`. Default: the environment's
-                MIDSTREAM_BASE_URL.
+                MIDSTREAM_BASE_URL or VLLM_BASE_URL.
             port: of a running server on this machine.
             api_key: the server's.
             config: Inspect's. Its `extra_body["midstream"]` replaces arguments of the plan for one
@@ -62,7 +63,7 @@ class MidstreamAPI(VLLMAPI):
             PrerequisiteError: an argument is malformed, or has no effect on a running server.
         """
         plan = {name: given.pop(name) for name in FIELDS if name in given}
-        url = base_url or (None if port else os.environ.get("MIDSTREAM_BASE_URL"))
+        url = base_url or (None if port else _url_of_environment())
         options = {name: value for name, value in given.items() if name not in _OWN}
         try:
             joined_field(plan, None)
@@ -103,21 +104,31 @@ class MidstreamAPI(VLLMAPI):
 
     def auto_streamable(self, config: GenerateConfig) -> bool:
         """Return whether a request may be streamed for its display alone: it has no plan."""
-        has_plan = bool(self._plan) or KEY in (config.extra_body or {})
-        return not has_plan and super().auto_streamable(config)
+        return not self._has_plan(config) and super().auto_streamable(config)
 
-    async def generate(self, *args: Any, **named: Any) -> Any:
-        """Return Inspect's output, whose metadata has the results as `midstream`."""
-        found = await super().generate(*args, **named)
+    async def generate(
+        self, input: Any, tools: Any, tool_choice: Any, config: GenerateConfig
+    ) -> Any:
+        """Return Inspect's output, whose metadata has the results as `midstream`.
+
+        Raises:
+            PrerequisiteError: the server has ignored the plan: midstream is not enabled there.
+        """
+        found = await super().generate(input, tools, tool_choice, config)
         if not isinstance(found, tuple):
             return found
         output, call = found
         answer = call.response or {}
         results = logged_results(answer)
+        if results is None and self._has_plan(config) and answer.get("choices"):
+            raise _wrong("the server has ignored the plan; start it with `midstream serve`")
         if results is not None and isinstance(output, ModelOutput):
             output.metadata = {**(output.metadata or {}), KEY: results}
             call.response = _without_results(answer)
         return output, call
+
+    def _has_plan(self, config: GenerateConfig) -> bool:
+        return bool(self._plan) or KEY in (config.extra_body or {})
 
     def should_retry(self, ex: BaseException) -> Any:
         """Return whether a request is repeated: not if its receipt had problems, which is 500."""
@@ -157,7 +168,11 @@ _OWN = frozenset({"is_mistral", "retry_delay", "client_timeout"})
 _LAZY = {"lazy_init": True}
 
 
-def _wrong(error: Exception) -> PrerequisiteError:
+def _url_of_environment() -> str | None:
+    return url_of_environment() or os.environ.get("VLLM_BASE_URL")
+
+
+def _wrong(error: Exception | str) -> PrerequisiteError:
     return PrerequisiteError(f"midstream: {error}")
 
 

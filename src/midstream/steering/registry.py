@@ -40,7 +40,7 @@ _FILES = (".safetensors", ".gguf", ".json", ".npy", ".npz", ".pt", ".pth", ".bin
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class NamedEntry:
     """What one name stands for. Immutable; registration replaces the whole entry."""
 
     found: Registered | NamedEdits
@@ -69,7 +69,7 @@ class VectorRegistry:
         self._shape = shape
         # Where changes hold; `shared_folder` replaces it, and what all names stand for.
         self.changes: Changes = OwnProcess()
-        self.entries: Mapping[str, Entry] = {}
+        self.entries: Mapping[str, NamedEntry] = {}
         self._lock = threading.Lock()
         # Returns the registered SAE of a name; the front end sets it.
         self.saes: Callable[[str], FeatureSource] = _no_sae
@@ -114,13 +114,13 @@ class VectorRegistry:
                     "name", f"the limit of {MAX_NAMES} names is reached; remove one first"
                 )
             count = 1 if before is None else before.description.registered + 1
-            entry = Entry(found, _describe(name, found, self._shape, count))
+            entry = NamedEntry(found, _describe(name, found, self._shape, count))
             if room is not None:
                 self._check_limit(name, entry, room)
             self.entries = {**self.entries, name: entry}
         return entry.description
 
-    def entry(self, name: str, form: object, registered: int) -> Entry:
+    def entry(self, name: str, form: object, registered: int) -> NamedEntry:
         """Return what a name stands for, read from its JSON form; see `form`.
 
         Args:
@@ -132,7 +132,7 @@ class VectorRegistry:
             SpecError: it does not fit the model.
         """
         found = self._read(form)
-        return Entry(found, _describe(name, found, self._shape, registered))
+        return NamedEntry(found, _describe(name, found, self._shape, registered))
 
     def list(self) -> Listing:
         """Return the registered names and their descriptions, sorted; prints as a table."""
@@ -214,12 +214,12 @@ class VectorRegistry:
     def _repr_html_(self) -> str:
         return self.list()._repr_html_()
 
-    def _current(self) -> Mapping[str, Entry]:
+    def _current(self) -> Mapping[str, NamedEntry]:
         """Return what the names stand for now."""
         self.changes.refresh()
         return self.entries
 
-    def _check_limit(self, name: str, entry: Entry, limit: int) -> None:
+    def _check_limit(self, name: str, entry: NamedEntry, limit: int) -> None:
         others = sum(one.nbytes for other, one in self.entries.items() if other != name)
         if others + entry.nbytes > limit:
             raise NoRoomError(

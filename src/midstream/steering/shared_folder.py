@@ -28,7 +28,7 @@ from midstream.errors import BusyError, ConfigError, StoreError
 from midstream.spec.operations import parse_edit
 from midstream.spec.shape import ModelShape
 from midstream.steering.edit_forms import TIERS
-from midstream.steering.registry import Entry, VectorRegistry
+from midstream.steering.registry import NamedEntry, VectorRegistry
 from midstream.steering.tiers import Steering, SteeringState
 
 LOCK_SECONDS = 20.0
@@ -245,7 +245,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _file_of(entry: Entry) -> str:
+def _file_of(entry: NamedEntry) -> str:
     """Return the name of an entry's file, which has the digest of its content."""
     return f"vectors-{entry.description.digest}.json"
 

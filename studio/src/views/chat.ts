@@ -15,6 +15,7 @@ export function chat(context: Context, state: State): View {
   const messages: Message[] = readMessages(state["m"]);
   let running: AbortController | null = null;
   let partial = "";
+  let isLeaving = false;
 
   const log = h("div", { class: "log" });
   const prompt = h("textarea", { rows: 3, placeholder: "Say something. Enter sends, Shift+Enter makes a line.", keydown: onKey });
@@ -106,6 +107,7 @@ export function chat(context: Context, state: State): View {
       }
       await coloring.end(tokens).catch(() => {});
     } catch (error) {
+      if (isLeaving) return;
       const again = button("Answer again", () => (article.remove(), drop(), void answer()));
       if (isAbort(error)) article.append(h("p", { class: "hint" }, "Stopped."));
       else article.append(notice("error", told(error), again));
@@ -189,8 +191,11 @@ export function chat(context: Context, state: State): View {
   }
 
   const onHide = () => {
+    isLeaving = true;
     if (running) sessionStorage.setItem(PARTIAL, JSON.stringify({ hash: location.hash, text: partial }));
   };
+  // The browser cuts the stream between these two.
+  window.addEventListener("beforeunload", onHide);
   window.addEventListener("pagehide", onHide);
   restore();
   setBusy(false);
@@ -199,6 +204,7 @@ export function chat(context: Context, state: State): View {
   return {
     element: page("Chat", "Answers whose tokens show what the model computes.", aside, main),
     stop: () => {
+      window.removeEventListener("beforeunload", onHide);
       window.removeEventListener("pagehide", onHide);
       running?.abort();
     },

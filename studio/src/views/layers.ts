@@ -11,6 +11,9 @@ import { percent, short } from "../scale";
 import { keep, text, type State } from "../state";
 import { visible } from "../tokens";
 
+/** A token's text in a cell: white space alone is shown as such. */
+const word = (text: string) => (text.trim() ? text : text.replaceAll(" ", "␣")).replaceAll("\n", "⏎");
+
 const TOP = 5;
 const PROBES = 16; // scores of one token that a server allows by default
 
@@ -88,7 +91,7 @@ export function layers(context: Context, state: State): View {
         const words = Array.from({ length: rows.top }, (__, one) => `${visible(texts.get(rows.ids[at + one]!) ?? "")} ${percent(Math.exp(rows.logprobs[at + one]!))}`);
         grid.set(rows.layers.length - 1 - nth, place, {
           score: Math.exp(rows.logprobs[at]!),
-          text: (texts.get(rows.ids[at]!) ?? "").replaceAll("\n", "⏎"),
+          text: word(texts.get(rows.ids[at]!) ?? ""),
           told: `next: ${words.join(", ")}`,
         });
       }),

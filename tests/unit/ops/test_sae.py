@@ -130,7 +130,7 @@ def test_what_may_be_at_one_site() -> None:
     assert kind_of([code, made], False) == -1
     assert kind_of([Op.PROBE, gate, code, made, add], False) == -3
     assert kind_of([gate, mapped, made], False) == WITH_MAP + 1
-    for wrong in ([code, made, code, made], [mapped, code], [add, code, made], [made, code, made]):
+    for wrong in ([code, made, code, made], [mapped, code], [add, code, made], [code, made, made]):
         with pytest.raises(ValueError, match=r"two|before the CODE"):
             kind_of(wrong, False)
 

@@ -45,23 +45,23 @@ class RequestTable:
         slots: SlotTable,
         plans: PlanTable,
         recorder: StepRecorder,
+        gate_states: GateStates,
         checksum: RankChecksum | None = None,
         agree: Agree | None = None,
         reductions: tuple[Reductions, Sequence[int]] | None = None,
-        gate_states: GateStates | None = None,
         load: Load | None = None,
     ) -> None:
         """Args:
         slots: the running requests.
         plans: their plans.
         recorder: the steps in flight.
+        gate_states: what gates remember.
         checksum: receives every plan; None if ranks are not compared.
         agree: asks the other ranks whether they can run a plan with work that all do together; None
             if there are none.
         reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
             None: nothing is reduced.
         load: returns the functions of a plan; None: this worker calls none.
-        gate_states: states of gates with memory; None: there is no such gate.
         """
         self.plans = plans
         self.resets = 0
@@ -174,8 +174,7 @@ class RequestTable:
                 if self._load is None:
                     raise LookupError("this worker calls no functions")
                 functions = self._load(found.resolved)
-            if self._gate_states is not None:
-                self._gate_states.acquire(slot, found.segments)
+            self._gate_states.acquire(slot, found.segments)
             if self._reductions is not None:
                 reductions, widths = self._reductions
                 reductions.acquire(slot, found.segments, widths)
@@ -188,8 +187,7 @@ class RequestTable:
         self.plans.release(plan)
         if self._reductions is not None:
             self._reductions[0].release(slot)
-        if self._gate_states is not None:
-            self._gate_states.release(slot)
+        self._gate_states.release(slot)
 
     def grow(self, request_id: str, uid: str, prompt: Sequence[int] | None) -> None:
         """Record the prompt of a known request that is scheduled as new once more: the prompt has

@@ -102,10 +102,10 @@ class WorkerSession:
             slots,
             plans,
             self._recorder,
+            self._gate_states,
             checksum,
             agree,
             (self._reductions, widths),
-            self._gate_states,
             load,
         )
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None

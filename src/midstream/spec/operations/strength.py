@@ -41,8 +41,8 @@ def with_strength(
         factor: the factor.
 
     Raises:
-        SpecError: an edit has no strength: a Feature, LoReFT, Route or Scale; unless the factor is
-            0 or 1.
+        SpecError: an edit has no strength: a Feature, Reconstruct, LoReFT, Route or Scale; unless
+            the factor is 0 or 1.
     """
     if factor == 0 and not any(isinstance(edit, Gate) and edit.memory.emit() for edit in edits):
         return ()

@@ -223,7 +223,7 @@ class _Resolver:
                 self._biases.append(ResolvedBias(*map(tuple, zip(*bias.tokens, strict=True))))
             self._check_reach(edit, instructions)
             with at("edit") if isinstance(edit, Gate) else nullcontext():
-                parts = self._place_rows(instructions, where)
+                parts = _place_rows(instructions, where)
             if isinstance(edit, Gate) and edit.memory:
                 _check_order(taps, read)
             elif read is not None and not placed:
@@ -234,7 +234,7 @@ class _Resolver:
                 elif read is None:
                     shared = [Steps(steps)] * len(mine)
                 else:
-                    shared = self._gated_steps(steps, mine, read, slot)
+                    shared = _gated_steps(steps, mine, read, slot)
                 found += [
                     ResolvedEdit(*tap, own, part, source)
                     for tap, own in zip(mine, shared, strict=True)
@@ -302,20 +302,6 @@ class _Resolver:
             self._probes.append(ResolvedProbe("", *tap, Steps((replace(probe, slot=slot),)), where))
         return slot
 
-    def _gated_steps(
-        self, steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None
-    ) -> list[Steps]:
-        """Return the edit's instructions at each tap; the gate reads the score in the slot."""
-        if slot is None:
-            return [Steps(steps)] * len(taps)
-        gate = steps[0]
-        score = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH, slot=slot)
-        here = Steps((score, *steps))
-        by_slot = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
-        # This gate does not read the stream, so the first instruction that does needs FRESH.
-        later = Steps((by_slot, *refreshed(list(steps[1:]))))
-        return [here if each == tap else later for each in taps]
-
     def _scanned_steps(
         self,
         edit: Gate,
@@ -334,39 +320,6 @@ class _Resolver:
     def _new_slot(self) -> int:
         self._slots += 1
         return self._slots - 1
-
-    def _place_rows(
-        self, steps: tuple[Instruction, ...], where: Where
-    ) -> list[tuple[tuple[Instruction, ...], Where]]:
-        """Return one (instructions, positions) pair, or one per run of positions.
-
-        One per run if the edit has several rows, where the k-th position gets the k-th row.
-        """
-        several = [len(step.write) for step in steps if len(step.write) > 1]
-        if not several:
-            return [(steps, where)]
-        rows = several[0]
-        if where.matches or where.ranges[-1][1] is None:
-            raise SpecError(
-                "positions",
-                f"with {rows} rows, one per position, the positions must be fixed and "
-                "bounded; give a single row, or positions like slice(3, 9)",
-            )
-        runs = [(start, stop) for start, stop in where.ranges if stop is not None]
-        count = sum(stop - start for start, stop in runs)
-        if count != rows:
-            raise SpecError(
-                "rows",
-                f"got {rows} rows for {count} positions; give one row, or one per position",
-            )
-        parts = []
-        used = 0
-        for start, stop in runs:
-            chosen = slice(used, used + stop - start)
-            used += stop - start
-            placed = tuple(_with_rows(step, chosen, start) for step in steps)
-            parts.append((placed, Where(((start, stop),))))
-        return parts
 
 
 def _functions_of(
@@ -420,3 +373,52 @@ def _with_rows(step: Instruction, chosen: slice, first: int) -> Instruction:
         return step
     flags = step.flags | Flags.ROW_BY_POSITION
     return replace(step, write=step.write[chosen], first=first, flags=flags)
+
+
+def _gated_steps(
+    steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None
+) -> list[Steps]:
+    """Return the edit's instructions at each tap; the gate reads the score in the slot."""
+    if slot is None:
+        return [Steps(steps)] * len(taps)
+    gate = steps[0]
+    score = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH, slot=slot)
+    here = Steps((score, *steps))
+    by_slot = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
+    # This gate does not read the stream, so the first instruction that does needs FRESH.
+    later = Steps((by_slot, *refreshed(list(steps[1:]))))
+    return [here if each == tap else later for each in taps]
+
+
+def _place_rows(
+    steps: tuple[Instruction, ...], where: Where
+) -> list[tuple[tuple[Instruction, ...], Where]]:
+    """Return one (instructions, positions) pair, or one per run of positions.
+
+    One per run if the edit has several rows, where the k-th position gets the k-th row.
+    """
+    several = [len(step.write) for step in steps if len(step.write) > 1]
+    if not several:
+        return [(steps, where)]
+    rows = several[0]
+    if where.matches or where.ranges[-1][1] is None:
+        raise SpecError(
+            "positions",
+            f"with {rows} rows, one per position, the positions must be fixed and "
+            "bounded; give a single row, or positions like slice(3, 9)",
+        )
+    runs = [(start, stop) for start, stop in where.ranges if stop is not None]
+    count = sum(stop - start for start, stop in runs)
+    if count != rows:
+        raise SpecError(
+            "rows",
+            f"got {rows} rows for {count} positions; give one row, or one per position",
+        )
+    parts = []
+    used = 0
+    for start, stop in runs:
+        chosen = slice(used, used + stop - start)
+        used += stop - start
+        placed = tuple(_with_rows(step, chosen, start) for step in steps)
+        parts.append((placed, Where(((start, stop),))))
+    return parts

@@ -73,7 +73,7 @@ def test_a_malformed_argument_is_rejected_by_its_name(given, path, problem):
 
 
 def test_a_gate_reads_a_scan_at_its_tap_for_the_tokens_of_its_edit():
-    where = {"positions": [2, 3, TokenIds([5])]}
+    where = {"positions": TokenIds([5]), "phase": "generated"}
     reading = Reading(V, 0.5, layer=1, site="resid_pre")
     gate = Gate(Steer(W, [3, 4], **where), reading, 2.0, hold=7, smooth=0.25, release=1.5)
     plan = resolved(gate)

@@ -13,6 +13,7 @@ from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
+from midstream.runtime.frontend.request.reconstructions import check_same_saes
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
@@ -245,6 +246,7 @@ class PlanChanges:
         prepared = self._prepare(history, with_strength(given[0], factor), given[1])
         _check_same_rows(history.first, prepared.plan)
         _check_same_scans(history.first, prepared.plan)
+        check_same_saes(history.first, prepared.plan)
         need = replace(prepared.need, rows=0, readout_rows=0, sums=0, states=0)
         self._admission.extend(uid, need)
         number = 1 + len(history.later)
