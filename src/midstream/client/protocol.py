@@ -231,7 +231,8 @@ def update(request_id: str, edits: Any, scale: float | None) -> Exchange[PlanUpd
     """Change the edits of a running request; return where the version begins in each choice."""
     given: dict[str, Any] = {}
     if edits is not None:
-        given["edits"] = extra_body(edits=edits)[KEY].get("edits", [])
+        is_empty = isinstance(edits, (list, tuple)) and not edits
+        given["edits"] = [] if is_empty else extra_body(edits=edits)[KEY]["edits"]
     if scale is not None:
         given["scale"] = scale
     path = f"{REQUESTS}/{quote(request_id, safe='')}/update"
