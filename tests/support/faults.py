@@ -6,6 +6,7 @@ Most are what another tool does, or did: an edit or a capture that is silently w
 from __future__ import annotations
 
 from support.fault import Fault
+from support.faults_acts import ACTS
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_kept import KEPT
@@ -489,6 +490,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *KEPT,
     *SWEEPS,
+    *ACTS,
     *ATTENTION,
     *FIT,
     *VIZ,

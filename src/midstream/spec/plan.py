@@ -20,6 +20,9 @@ from midstream.validation import MAX_PARTS, at, kind, read_fields, read_json
 
 T = TypeVar("T")
 
+# What applies to every request of an engine, before what it asks for itself.
+ServerWide = Edit | Probe
+
 _EMPTY = "the plan is empty: give `capture`, `edits` or `probes`"
 
 
@@ -254,3 +257,8 @@ def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[
         with at(f"{name}[{index}]"):
             found.append(read(part))
     return tuple(found)
+
+
+def emit_server_wide(part: ServerWide) -> dict[str, object]:
+    """Return the JSON form of an edit, or of a probe among edits: with the `op` "probe"."""
+    return {"op": "probe", **part.to_dict()} if isinstance(part, Probe) else part.to_dict()
