@@ -71,27 +71,34 @@ def main() -> None:
             llm.reset_prefix_cache()
             sys.stdout.write(f"round {nth}, {kind}: {sum(turn[0] for turn in turns):.2f} s\n")
             sys.stdout.flush()
+        report = report_of(args, llm, found)
+        if args.json is not None:
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_table(report)
+
+
+def report_of(
+    args: argparse.Namespace, llm: Any, found: dict[str, list[list[Any]]]
+) -> dict[str, Any]:
+    """Return the results so far as JSON values."""
     cache = llm.llm_engine.vllm_config.cache_config
-    report = {
+    return {
         "benchmark": "reuse_chat",
         "model": Path(args.model).name,
         "turns": args.turns,
         "question": args.question,
         "answer": args.answer,
         "layers": args.layers,
-        "rounds": args.rounds,
+        "rounds": len(found[KINDS[-1]]),
         "eager": args.eager,
         "block_size": cache.block_size,
-        **machine.describe(),
+        "machine": machine.describe(),
         "kinds": {kind: summary(rounds) for kind, rounds in found.items()},
     }
-    write_table(report)
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def chat(llm: Any, capture: Any, turns: int, args: argparse.Namespace, seed: int) -> list[Any]:
-    """Return (seconds, tokens of the prompt, tokens that the cache served, reused rows) per turn."""
+    """Return (seconds, tokens of the prompt, of these from the cache, reused rows) per turn."""
     from midstream import SamplingParams
 
     params = SamplingParams(

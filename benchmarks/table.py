@@ -2,8 +2,8 @@
 
     python benchmarks/table.py [--check]
 
-The README has the latest result of some benchmarks on each GPU, of the 8B shape where there is one;
-the page has every result.
+The README has three figures of the latest results of the 8B shape on a GPU; the page has every
+result.
 """
 
 from __future__ import annotations
@@ -19,32 +19,84 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import markers
 
 RESULTS = markers.ROOT / "benchmarks" / "results"
-# Others were measured with an older kernel: they are on the page only.
-IN_README = ("overhead", "stream", "against")
 
 
 def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, str]]:
     """Return every block, by page and name. Default: of the committed results."""
     found = read() if results is None else results
-    # The host limits smaller shapes, whose figures vary with it.
-    by_shape = sorted(found, key=lambda one: "8b" in one.get("shapes", ()))
-    latest = {(one["benchmark"], one["machine"]["device"]): one for one in by_shape}
-    # Results on a CPU are on the page only.
-    shown = [
-        one
-        for name in IN_README
-        for (what, device), one in latest.items()
-        if what == name and device != "cpu"
-    ]
     return {
-        "README.md": {"benchmarks": "\n\n".join(render(one) for one in shown)},
+        "README.md": {"figures": figures(found)},
         "docs/benchmarks.md": {"benchmarks": "\n\n".join(render(one) for one in found)},
     }
 
 
+def figures(results: list[dict[str, Any]]) -> str:
+    """Return figures that make a point, of the latest results of the 8B shape on a GPU, each with
+    its script, result and machine.
+    """
+    latest = {
+        one["benchmark"]: one
+        for one in results
+        if one["machine"]["device"] != "cpu" and "8b" in one.get("shapes", ())
+    }
+    rows = []
+    for name, read_figures in (("overhead", _overhead_figures), ("stream", _stream_figures)):
+        if name in latest:
+            source = _source(latest[name])
+            rows += [[*row, source] for row in read_figures(latest[name]["shapes"]["8b"])]
+    return markers.table(["", "measured", "script, result, machine"], rows) if rows else ""
+
+
+def _overhead_figures(measured: dict[str, Any]) -> list[list[str]]:
+    works = {name: one for name, one in measured.items() if name.startswith("decode")}
+    idle, again = (
+        max((_added(one, name) for one in works.values() if name in one), default=1.0)
+        for name in ("idle", "plain again")
+    )
+    name, largest = list(works.items())[-1]
+    one, many = (_added(largest, f"add at every layer, K = {k}") for k in (1, 256))
+    return [
+        [
+            "Overhead while nobody asks",
+            f"a decode step of an 8B model: at most {_percent(idle)}; plain vLLM against itself: up"
+            f" to {_percent(again)}",
+        ],
+        [
+            "256 steering vectors cost what one costs",
+            f"{name}, a vector added at every layer: {_percent(one)} with one vector for all,"
+            f" {_percent(many)} with 256 different ones",
+        ],
+    ]
+
+
+def _stream_figures(measured: dict[str, Any]) -> list[list[str]]:
+    variants = next(one for one in measured.values() if "plain" in one)
+    every = variants["every token, every layer"]
+    return [
+        [
+            "Throughput while everything is captured",
+            f"every layer of every prompt token of an 8B model: {_percent(1 / every['of_plain'])}"
+            f" time, {every['gb_s']:.1f} GB/s to the caller",
+        ]
+    ]
+
+
+def _added(variants: dict[str, dict[str, float]], name: str) -> float:
+    return variants[name]["median_s"] / variants["plain"]["median_s"]
+
+
+def _source(result: dict[str, Any]) -> str:
+    machine, script = result["machine"], f"benchmarks/{result['benchmark']}.py"
+    links = f"[script]({script}), [result](benchmarks/results/{result.get('file', '')})"
+    return f"{links}; {machine['device']}, vLLM {machine['vllm']}, {machine['commit']}"
+
+
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """Return the results in a folder, oldest first."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    found = [
+        {**json.loads(path.read_text(encoding="utf-8")), "file": path.name}
+        for path in sorted(folder.glob("*.json"))
+    ]
     return sorted(found, key=lambda result: str(result["machine"]["date"]))
 
 
@@ -341,6 +393,28 @@ def parity(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def reuse_chat(result: dict[str, Any]) -> str:
+    """Render a result of reuse_chat.py: seconds of a chat, by what is captured."""
+    rows = [
+        [
+            kind,
+            f"{one['seconds']:.1f} s",
+            f"{one['last_turn_seconds']:.2f} s",
+            f"{one['cached_tokens']:,} of {one['prompt_tokens']:,}",
+            f"{one['reused_rows']:,}",
+        ]
+        for kind, one in result["kinds"].items()
+    ]
+    head = [
+        f"{result['model']}, {result['turns']} turns, every token at layers: {result['layers']}",
+        "chat",
+        "last turn",
+        "prompt tokens from the cache",
+        "rows reused",
+    ]
+    return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
+
+
 def attribution(result: dict[str, Any]) -> str:
     """Render a result of attribution.py: agreement of estimates with patches, by pair."""
     pairs = result["pairs"]
@@ -371,6 +445,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "serving": serving,
     "transport": transport,
     "step_cost": step_cost,
+    "reuse_chat": reuse_chat,
     # These have the same form: medians of variants by workload.
     "overhead": overhead,
     "attention_cost": overhead,

@@ -44,9 +44,7 @@ def pages() -> dict[str, dict[str, str]]:
         "docs/models.md": {
             **survey_tables.blocks(),
             "counts": counts(),
-            "all sites": all_sites(),
             "lacking": lacking(),
-            "choices": choices(),
             "refused": refused(),
             "more": conditions(),
         }
@@ -65,15 +63,6 @@ def counts() -> str:
     sums = [len(entries) for entries in SOURCES.values()]
     rows.append(["total", *map(str, sums), str(sum(sums))])
     return markers.table(["decoder-layer classes", *SOURCES, "total"], rows, numbers=True)
-
-
-def all_sites() -> str:
-    """Return the table of classes that have every site."""
-    rows = []
-    for source, entries in SOURCES.items():
-        names = [f"`{name}`" for name, entry in entries.items() if outcome(entry) == OUTCOMES[0]]
-        rows.append([source, ", ".join(sorted(names, key=str.lower))])
-    return markers.table(["", "classes"], rows)
 
 
 def lacking() -> str:
@@ -95,16 +84,6 @@ def refused() -> str:
             found[entry.reason].append(_label(source, name))
     rows = [[reason, ", ".join(sorted(names))] for reason, names in sorted(found.items())]
     return markers.table(["reason", "classes"], rows)
-
-
-def choices() -> str:
-    """Return the table of settings that decide the convention of a class's layers."""
-    rows = [
-        [_label(source, name), *_choice(entry)]
-        for source, name, entry in _all()
-        if isinstance(entry, Choice)
-    ]
-    return markers.table(["class", "setting of the layer", "if true", "if false"], rows)
 
 
 def conditions() -> str:
@@ -142,26 +121,6 @@ def _lacking(entry: LayerConvention) -> dict[str, list[str]]:
         if reason is not None:
             found[reason].append(site)
     return found
-
-
-def _choice(entry: Choice) -> list[str]:
-    setting = f"`{entry.attribute.removesuffix('?')}`"
-    if entry.equals is not None:
-        setting += f" is `{entry.equals}`"
-    return [setting, _say(entry.true), _say(entry.false)]
-
-
-def _say(entry: Entry) -> str:
-    if isinstance(entry, Choice):
-        setting, true, false = _choice(entry)
-        return f"{setting}: if true [{true}], if false [{false}]"
-    if isinstance(entry, Refusal):
-        return f"rejected: {entry.reason}"
-    parts = [
-        f"no {', '.join(f'`{site}`' for site in sites)}: {reason}"
-        for reason, sites in _lacking(entry).items()
-    ]
-    return "; ".join(parts) or OUTCOMES[0]
 
 
 def _leaves(entry: Entry) -> Iterator[LayerConvention]:

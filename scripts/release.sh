@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheel and the sdist into dist/, checks both, and tags the commit.
+# Builds the site, and with it the wheel and the sdist into dist/, checks both, and tags the commit.
 #   scripts/release.sh          build and check
 #   scripts/release.sh --tag    the same, then create the tag vVERSION; nothing is uploaded
 set -euo pipefail
@@ -23,6 +23,7 @@ elif [ $# -gt 0 ]; then
 fi
 
 rm -rf dist
+PYTHON=$python scripts/site.sh
 "$python" -m build
 "$python" -m twine check --strict dist/*
 "$python" -m pytest -q tests/unit/test_distribution.py

@@ -29,20 +29,12 @@ from midstream.tools.capacity.rates import (
 from midstream.tools.capacity.shape import NAMED, read_model
 
 # By the name of the block.
-PLANS = {
-    "70b": "--model llama-70b --tp 8 --tokens 1000000000",
-    "70b fast writer": "--model llama-70b --tp 8 --tokens 1000000000 --writer 60 --network 100",
-    "405b": "--model llama-405b --tp 8 --pp 2 --tokens 1000000000",
-    "64 nodes": "--model llama-70b --tp 8 --nodes 64 --tokens 10000000000",
-    "64 nodes, three layers": "--model llama-70b --layers 20,40,60 --tp 8 --nodes 64 "
-    "--tokens 10000000000",
-}
+PLANS = {"70b": "--model llama-70b --tp 8 --tokens 1000000000"}
 
 
 def pages() -> dict[str, dict[str, str]]:
     """Return every block, by page and name."""
-    # The rates are nearly the same in all plans, so only the first plan shows them.
-    shown = {name: plan(text, nth == 0) for nth, (name, text) in enumerate(PLANS.items())}
+    shown = {name: plan(text) for name, text in PLANS.items()}
     made = {"row costs": row_costs(), "rates": rates(), "named shapes": named_shapes()}
     return {"docs/scaling.md": made | shown}
 
@@ -120,13 +112,12 @@ def named_shapes() -> str:
     return markers.table(head, rows, numbers=True)
 
 
-def plan(arguments: str, is_whole: bool) -> str:
-    """Return a `midstream plan` command and its output, with or without the rates."""
+def plan(arguments: str) -> str:
+    """Return a `midstream plan` command and its output."""
     done = CliRunner().invoke(app, ["plan", *shlex.split(arguments)])
     if done.exit_code:
         raise RuntimeError(f"midstream plan {arguments}: {done.output}")
-    text = done.output if is_whole else done.output.partition("estimated from:")[0]
-    return f"```bash\nmidstream plan {arguments}\n```\n\n```text\n{text.rstrip()}\n```"
+    return f"```bash\nmidstream plan {arguments}\n```\n\n```text\n{done.output.rstrip()}\n```"
 
 
 def _cost(row_bytes: int, codec: str, work: Workload) -> str:

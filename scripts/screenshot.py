@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Render a report, or a picture that was saved, in headless Chromium as a PNG.
+"""Render a report, a saved picture, or a page of the site in headless Chromium as a PNG.
 
     scripts/screenshot.py report.html [docs/images/demo-report.png] [--section answers] [--dark]
     scripts/screenshot.py report.html --all pictures/   # 1280 and 390 pixels wide, light and dark
@@ -67,14 +67,16 @@ def take(browser: str, options: argparse.Namespace, image: Path, width: int, is_
         command.append(f"--window-size={width},{options.height}")
         command.append(f"--force-device-scale-factor={options.scale}")
         command.append(f"--blink-settings=preferredColorScheme={0 if is_dark else 1}")
-        page = Path(scratch) / "page.html"
-        page.write_text(only(options.report.read_text(encoding="utf-8"), options.section))
+        page = options.report.resolve()
+        if options.section is not None:
+            page = Path(scratch) / "page.html"
+            page.write_text(only(options.report.read_text(encoding="utf-8"), options.section))
         # A window is at least 500 pixels wide; a frame may be narrower.
         frame = Path(scratch) / "frame.html"
         frame.write_text(
             f'<!DOCTYPE html><meta name="color-scheme" content="light dark">'
             f"<style>body {{ margin: 0 }} iframe {{ border: 0; width: {width}px;"
-            f' height: {options.height}px }}</style><iframe src="page.html"></iframe>'
+            f' height: {options.height}px }}</style><iframe src="{page.as_uri()}"></iframe>'
         )
         command.append(frame.as_uri())
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -87,10 +89,8 @@ def take(browser: str, options: argparse.Namespace, image: Path, width: int, is_
     return 0
 
 
-def only(page: str, section: str | None) -> str:
+def only(page: str, section: str) -> str:
     """Return a page with one section alone: a headless browser does not scroll."""
-    if section is None:
-        return page
     # The page's policy forbids style sheets besides its own.
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
     hidden = (

@@ -13,6 +13,7 @@ from midstream.errors import (
     BusyError,
     CodecError,
     ConfigError,
+    ControllerError,
     EngineError,
     FetchError,
     MidstreamError,
@@ -29,6 +30,7 @@ from midstream.errors import (
     TapError,
     UnsupportedError,
 )
+from midstream.results.local_info import LocalInfo
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.spec import (
@@ -45,6 +47,7 @@ from midstream.spec import (
     Flag,
     Gate,
     Lens,
+    Local,
     Logits,
     LoReFT,
     Mass,
@@ -72,6 +75,8 @@ from midstream.version import __version__
 
 if TYPE_CHECKING:
     from midstream.api.async_llm import AsyncLLM
+    from midstream.api.control_laws import Budget, Decay, Pid, Threshold
+    from midstream.api.controller import Controller
     from midstream.api.llm import LLM
     from midstream.api.sampling_params import SamplingParams
     from midstream.client import AsyncClient, Client, extra_body
@@ -95,6 +100,7 @@ __all__ = [
     "AsyncClient",
     "AsyncLLM",
     "Attention",
+    "Budget",
     "Capture",
     "CapturedRows",
     "Clamp",
@@ -103,6 +109,9 @@ __all__ = [
     "CodecError",
     "Config",
     "ConfigError",
+    "Controller",
+    "ControllerError",
+    "Decay",
     "Direction",
     "Directions",
     "EngineError",
@@ -113,6 +122,8 @@ __all__ = [
     "FetchError",
     "Gate",
     "LoReFT",
+    "Local",
+    "LocalInfo",
     "JacobianLens",
     "Lens",
     "LogProb",
@@ -124,6 +135,7 @@ __all__ = [
     "Named",
     "NoRoomError",
     "NothingSelectedError",
+    "Pid",
     "Plan",
     "Positions",
     "Probe",
@@ -151,6 +163,7 @@ __all__ = [
     "Sweep",
     "TapError",
     "Text",
+    "Threshold",
     "TokenIds",
     "TopKeys",
     "TunedLens",
@@ -172,6 +185,11 @@ _LAZY = {
     "Activations": "midstream.results.activations",
     "AsyncClient": "midstream.client",
     "AsyncLLM": "midstream.api.async_llm",
+    "Budget": "midstream.api.control_laws",
+    "Controller": "midstream.api.controller",
+    "Decay": "midstream.api.control_laws",
+    "Pid": "midstream.api.control_laws",
+    "Threshold": "midstream.api.control_laws",
     "Client": "midstream.client",
     "Direction": "midstream.fit",
     "Directions": "midstream.fit",

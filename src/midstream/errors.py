@@ -13,6 +13,7 @@ MidstreamError
 ├── ReceiptError (RuntimeError)     a request's results differ from its plan
 ├── RankError (RuntimeError)        two workers received or did different things
 ├── BusyError (RuntimeError)        the engine has no capacity for a request now
+├── ControllerError (RuntimeError)  a controller of a request failed, and ends it
 ├── FetchError (RuntimeError)       the workers do not have a request's captured rows
 ├── MessageError (RuntimeError)     a message between midstream's processes is malformed
 ├── ServerError (ValueError)        a server rejected a client's request, or failed to serve it
@@ -137,6 +138,10 @@ class ReceiptWarning(UserWarning):
 
 class ScaleWarning(UserWarning):
     """An edit adds a vector that is far larger than the residual stream of most models."""
+
+
+class ControllerError(MidstreamError, RuntimeError):
+    """A controller failed, and its requests are to end then; see `Controller`."""
 
 
 class FetchError(MidstreamError, RuntimeError):

@@ -111,6 +111,7 @@ class LLMView(EngineView):
             "requests waiting": self.waiting(),
             "requests unreported": self.unreported(),
             "requests streaming": self.streaming(),
+            "plans that can change": len(front.changes),
             "vectors in use": self._front._sent_vectors[0].in_use,
             **{f"capacity used: {name}": count for name, count in self.capacity_used().items()},
         }
@@ -122,6 +123,7 @@ class LLMView(EngineView):
             found |= {
                 "requests on the worker": len(session.requests),
                 "programs in use": session._tables.in_use,
+                "changed plans of no request": len(session.requests._early),
                 "requests to be collected": len(session.requests._finished),
                 "results to be read": len(endpoint._results._data),
             }

@@ -18,17 +18,19 @@ from support.tokenizers import byte_level
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
-    "README.md",
     "docs/attention.md",
     "docs/attribution.md",
     "docs/coming-from.md",
     "docs/dataset-capture.md",
+    "docs/dynamic.md",
     "docs/fitting.md",
     "docs/guide.md",
     "docs/lens.md",
     "docs/operations.md",
     "docs/patching.md",
     "docs/pictures.md",
+    "docs/probing.md",
+    "docs/quickstart.md",
     "docs/selecting.md",
     "docs/sinks.md",
     "docs/steering.md",
@@ -49,11 +51,13 @@ QUICK = {
 
 
 def snippets(page: str) -> list[tuple[int, str]]:
-    """(line, text) of each block of Python that is more than values, for which there is a test
-    without an engine.
+    """(line, text) of each block of Python that needs an engine in its process: not of values, for
+    which there is a test without an engine, nor of clients, which need a server.
     """
     found = [(line, text) for line, _, text in blocks(page, ["python"])]
-    return [each for each in found if not each[1].startswith("# needs no engine")]
+    return [
+        each for each in found if not each[1].startswith(("# needs no engine", "# needs a server"))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +125,28 @@ def test_the_snippets_of_a_page_run_one_after_the_other(
 ) -> None:
     monkeypatch.chdir(folder)
     # The guide's program for AsyncLLM starts an engine process of its own: it is only defined.
-    namespace = {"__name__": "__main__" if page == "README.md" else "docs"}
+    namespace = {"__name__": "__main__" if page == "docs/quickstart.md" else "docs"}
     blocks = snippets(page)
     assert blocks
     for line, text in blocks:
         exec(compile("\n" * line + text, str(ROOT / page), "exec"), namespace)
     namespace.clear()
     gc.collect()
+
+
+@pytest.mark.model
+def test_the_readme_s_snippet_prints_what_the_readme_shows(
+    smollm2: Path, quick_engines: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the real model, with every word of the answers and of the receipt."""
+    [(line, code)] = snippets("README.md")
+    [shown] = [text for _, _, text in blocks("README.md", ["text"])]
+    # vLLM keeps tokenizers by the model's name, and other pages give a tiny model this one.
+    assert code.count(f'"{MODEL}"') == 1
+    code = code.replace(f'"{MODEL}"', repr(str(smollm2)))
+    engines.prepare_vllm()
+    capsys.readouterr()
+    exec(compile("\n" * line + code, str(ROOT / "README.md"), "exec"), {"__name__": "__main__"})
+    gc.collect()
+    printed = capsys.readouterr().out
+    assert shown in printed, printed

@@ -13,6 +13,7 @@ from support.edit_cases import Case, Maker, all_problems, problems
 from support.engines import generated, greedy, tokens
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
 from support.scheduling import chunks
+from support.updating import Stepped
 
 from midstream import Capture, Gate, Reading, SamplingParams, SpecError, Steer, TokenIds
 
@@ -220,3 +221,26 @@ def test_more_gates_than_there_is_room_for_wait_and_what_never_fits_is_rejected(
             tokens(SHORT), SamplingParams(n=5, max_tokens=2, detokenize=False), edits=gate,
             use_tqdm=False,
         )  # fmt: skip
+
+
+def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(
+    wide: Any, oracle: EditOracle
+) -> None:
+    gate = late_gate(oracle, LONG, 1, hold="rest")
+    run, opened = Stepped(wide), len(LONG) + 1
+    run.add("a", LONG, greedy(COUNT, logprobs=3), edits=[gate], capture=Capture("all", EVERY_SITE))
+    run.step(4)
+    for wrong in (
+        {"edits": []}, {"edits": [replace(gate, hold=2)]}, {"edits": [gate, replace(gate, hold=2)]},
+    ):  # fmt: skip
+        with pytest.raises(SpecError, match="gates with memory .hold, smooth, release. are those"):
+            wide.update("a", **wrong)
+    (position,) = wide.update("a", scale=0.5).positions.values()
+    assert position > opened
+    (completion,) = run.finish()["a"].outputs
+    half = gate.edit.replace(scale=0.5 * gate.edit.scale)
+    edits = [At(gate.edit, lambda p: opened <= p < position), At(half, lambda p: p >= position)]
+    seen = oracle.run([*LONG, *completion.token_ids][:-1], edits)
+    assert completion.receipt.status == "ok"
+    for tap, rows in completion.activations.items():
+        torch.testing.assert_close(rows, seen.values[tap], rtol=1e-3, atol=1e-4)

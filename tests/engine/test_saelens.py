@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support import saelens, tiny
-from support.engines import engine, generated
+from support.engines import engine, generated, greedy
 from support.inner_served import PROMPTS, ROOM, TOLERANCE, Served, assert_rows
 from support.oracle_edits import At
 from support.sae_cases import bound, described, stored
-from support.saelens import KINDS, By, Oracle
+from support.saelens import CHANGED, KINDS, By, Oracle, as_saelens, is_transcoder
+from support.updating import Stepped
 from torch import Tensor
 from vllm import SamplingParams
 
@@ -29,10 +30,8 @@ from midstream import (
     Steer,
     TokenIds,
 )
-from midstream.ops import sae_ref
-from midstream.ops.sae_layout import size
-from midstream.runtime.frontend.request.call_plan import with_plan
-from midstream.spec import Plan
+from midstream.ops.sae.layout import size
+from midstream.ops.sae.reference import reconstruct
 
 WIDTH, FEATURES = 64, 120
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
@@ -267,29 +266,6 @@ def test_a_single_feature_that_depends_on_others_is_refused(folders: Path, name:
         SAE.load(folders / name).feature(0, value=1.0)
 
 
-MLP_TAPS = ("mlp_in", 2), ("mlp_out", 2)
-CHANGED = {3: 4.0, 8: 0.0, 77: -1.5}
-
-
-def is_transcoder(name: str) -> bool:
-    return "hook_name_out" in KINDS.get(name, ("", {}))[1]
-
-
-def as_saelens(folders: Path, name: str, **asked: Any) -> By:
-    """The reference of `Reconstruct(name, …)`."""
-    sae = saelens.read(folders / name)
-    index, mode = asked.get("index") or {}, asked.get("mode", "set")
-    values = index if isinstance(index, dict) else dict.fromkeys(index, asked.get("value", 0.0))
-    error = asked.get("error", False)
-
-    def change(h: Tensor, x: Tensor | None = None) -> Tensor:
-        return saelens.reconstructed(sae, h if x is None else x, h, values, mode, error)
-
-    if is_transcoder(name):
-        return By(change, MLP_TAPS[1:], MLP_TAPS[0])
-    return By(change)
-
-
 @pytest.mark.parametrize("name", [*KINDS, *TRAINED])
 def test_a_reconstruction_is_that_of_sae_lens(folders: Path, name: str) -> None:
     """Within 1e-5 of a row's length, of the op on the CPU, without an engine."""
@@ -306,7 +282,7 @@ def test_a_reconstruction_is_that_of_sae_lens(folders: Path, name: str) -> None:
         {"index": list(range(100)), "mode": "scale", "value": 0.5, "error": True},
     ):
         edit = bound(registry, name, **asked)
-        found = sae_ref.reconstruct(x, described(edit, WIDTH), memory)
+        found = reconstruct(x, described(edit, WIDTH), memory)
         by = as_saelens(folders, name, **asked)
         if is_transcoder(name):
             wanted = by.change(torch.zeros(len(x), WIDTH), x)
@@ -393,10 +369,10 @@ def test_reconstructions_in_gates_tiers_names_and_several_completions(
         where = At(as_saelens(folders, "topk-norms"), lambda position: position >= size)
         seen = served.oracle.run([*PROMPTS[0], *one.token_ids][:-1], [where])
         assert_rows(one.activations, seen)
-    llm.vectors.register("edit", {"edits": [Reconstruct("jumprelu", CHANGED)]})
+    llm.vectors.register("edit", {"prompt": [Reconstruct("jumprelu", CHANGED)]})
     llm.steering.set(generated=Reconstruct("gated"))
     try:
-        (output,) = served.ask(PROMPTS[:1], 3, edits=[[Steer("edit", positions="prompt")]],
+        (output,) = served.ask(PROMPTS[:1], 3, edits=[[Steer("edit")]],
                                capture=capture)  # fmt: skip
         served.assert_is(
             PROMPTS[0], output, At(jumps, lambda position: position < size),
@@ -404,7 +380,7 @@ def test_reconstructions_in_gates_tiers_names_and_several_completions(
         )  # fmt: skip
         llm.saes.register("jumprelu", SAE.load(folders / "topk"))
         with pytest.raises(SpecError, match="was registered again since this edit was"):
-            served.ask(PROMPTS[:1], 3, edits=[[Steer("edit")]])
+            served.ask(PROMPTS[:1], 3, edits=[[Steer("edit")]], capture=capture)
     finally:
         llm.steering.clear()
         llm.vectors.remove("edit")
@@ -470,13 +446,24 @@ def test_reconstructions_that_cannot_be_are_refused(
     assert caught.value.path.split("[")[0] == path.split("[")[0]
 
 
-def test_an_sae_that_a_request_reconstructs_with_is_not_removed(served: Served) -> None:
-    llm = served.llm
-    params = with_plan(SamplingParams(max_tokens=2), Plan.make(edits=Reconstruct("topk")))
-    llm.enqueue([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
-    try:
+def test_a_running_request_keeps_its_sae_and_may_change_what_is_done_with_it(
+    served: Served, folders: Path
+) -> None:
+    run, llm, prompt = Stepped(served.llm), served.llm, PROMPTS[0]
+    capture = Capture([1, 2], "resid_post")
+    run.add("a", prompt, greedy(6, logprobs=2, detokenize=False), edits=Reconstruct("topk"),
+            capture=capture)  # fmt: skip
+    run.step(2)
+    for call in (llm.saes.remove, lambda name: llm.saes.register(name, SAE.load(folders / name))):
         with pytest.raises(BusyError, match="running requests use the SAE 'topk'"):
-            llm.saes.remove("topk")
-    finally:
-        llm.wait_for_completion()
-    assert "topk" in llm.saes.names
+            call("topk")
+    with pytest.raises(SpecError, match="not which SAE reconstructs where"):
+        llm.update("a", edits=Reconstruct("topk-norms"))
+    changed = Reconstruct("topk", CHANGED, error=True)
+    (start,) = llm.update("a", edits=changed).positions.values()
+    output = run.finish()["a"]
+    first = At(as_saelens(folders, "topk"), lambda position: position < start)
+    later = as_saelens(folders, "topk", index=CHANGED, error=True)
+    served.assert_is(prompt, output, first, At(later, lambda position: position >= start))
+    assert len(prompt) < start < len(prompt) + 5
+    llm.saes.register("topk", SAE.load(folders / "topk"))

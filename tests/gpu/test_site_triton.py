@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.sae_cases import assert_decoded, sae_case
 from support.site_cases import (
     Step,
     assert_same,
@@ -188,3 +189,17 @@ def test_rows_that_do_not_fit_a_programs_registers_are_refused():
     made = case([[]], rows=1, width=32769, captures=False).copy("cuda")
     with pytest.raises(ValueError, match="at most 32768 wide"):
         made.run()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("rows", "at_once"), [(7, 64), (70, 64), (33, 12)])
+def test_saes_reconstruct_on_the_device_as_in_the_reference(seed, rows, at_once):
+    made = sae_case(
+        rows=rows, width=(24, 72, 576)[seed % 3], dtype=DTYPES[seed % 3], residual=seed % 2 == 0,
+        seed=seed, at_once=at_once,
+    )  # fmt: skip
+    found = made.copy("cuda")
+    found.run()
+    site_ref(*made.arguments())
+    assert_same(found, made, exact=False)
+    assert_decoded(found, made)

@@ -378,6 +378,47 @@ async def waiting(llm: Any, found: dict[str, Any]) -> None:
     await inspect(llm).check_integrity()
 
 
+async def controllers(llm: Any) -> dict[str, Any]:
+    """Requests with controllers that answer, fail and hang, beside one without."""
+    from midstream import Capture, Controller, Probe, Steer
+
+    asked = {
+        "steer": Steer(vector(4), 1, 2.0),
+        "capture": Capture("all"),
+        "probes": Probe(vector(4), 2, name="p"),
+    }
+
+    def each_third(observed: Any) -> float:
+        return float(observed.tokens // 3 % 2)
+
+    def fails(observed: Any) -> float:
+        raise KeyError(observed.tokens)
+
+    def hangs(observed: Any) -> float:
+        threading.Event().wait(60)
+        return 0.0
+
+    sampling = params(0, max_tokens=60, kind="CUMULATIVE")
+    names = ("switches", "fails", "hangs", "ends", "alone")
+    given = (
+        Controller(each_third, name="third", seconds=60),
+        Controller(fails, on_error="keep"),
+        Controller(hangs, seconds=0.02, on_error="off"),
+        Controller(fails, on_error="end"),
+        None,
+    )
+    made = await asyncio.gather(
+        *(
+            ask(llm, f"c{name}", prompt(2), sampling, **asked, controller=one)
+            for name, one in zip(names, given, strict=True)
+        ),
+        return_exceptions=True,
+    )
+    found = dict(zip(names, made, strict=True))
+    found["ends"] = type(found["ends"]).__name__, str(found["ends"])
+    return found
+
+
 async def updates(llm: Any, found: dict[str, Any]) -> None:
     """Edits of two running requests change, among others; what cannot change says so."""
     from midstream import Capture, Steer
@@ -407,7 +448,9 @@ async def updates(llm: Any, found: dict[str, Any]) -> None:
         await asyncio.sleep(0)
     await asyncio.sleep(0.05)
     twice = await llm.update("u3", scale=0.5)
+    controlled = await controllers(llm)
     found["updates"] = {
+        "controlled": controlled,
         "mine": mine,
         "other": other,
         "alone": alone,

@@ -85,6 +85,22 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
         torch._dynamo.reset()
 
 
+@contextmanager
+def closing() -> Iterator[list[Any]]:
+    """A list of engines that other code makes in this block; they are gone afterwards."""
+    prepare_vllm()
+    entry, made = object(), []
+    _live.append(entry)
+    try:
+        yield made
+    finally:
+        _live.remove(entry)
+        for llm in made:
+            llm.llm_engine.engine_core.shutdown()
+        made.clear()
+        gc.collect()
+
+
 @functools.cache
 def prepare_vllm() -> None:
     """Have vLLM leave the process groups, which all engines of a process share, as long as there is

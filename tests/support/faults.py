@@ -9,8 +9,15 @@ from support.fault import Fault
 from support.faults_acts import ACTS
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
+from support.faults_gates import GATES
 from support.faults_kept import KEPT
+from support.faults_live import LIVE
+from support.faults_operations import OPERATIONS
+from support.faults_reuse import REUSE
+from support.faults_sae import SAES
+from support.faults_studio import STUDIO
 from support.faults_sweep import SWEEPS
+from support.faults_tools import TOOLS
 from support.faults_viz import VIZ
 
 ENGINE = "tests/engine/"
@@ -63,7 +70,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A prefix-cache hit removes rows from a capture",
         "runtime/core/prefix_cache.py",
-        "    cap = keys.first_read\n",
+        "    cap = None if payload is None else payload.first_read(RESETS.get(manager) or 0)\n",
         "    cap = 1 << 60\n",
         ENGINE
         + "test_poisoning.py::test_a_hit_ends_at_the_block_below_the_first_position_that_is_read",
@@ -205,10 +212,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A name that is registered again still has its old vector",
         "steering/registry.py",
-        "        entry = self._entries.get(name)\n        if entry is None:\n"
+        "        entry = self._current().get(name)\n        if entry is None:\n"
         "            raise self._unknown(name)\n        return entry.description, entry.found\n",
         "        entry = self.__dict__.setdefault('_old', {}).setdefault(\n"
-        "            name, self._entries.get(name)\n        )\n"
+        "            name, self.entries.get(name)\n        )\n"
         "        if entry is None:\n            raise self._unknown(name)\n"
         "        return entry.description, entry.found\n",
         ENGINE + "test_poisoning.py::test_a_name_that_is_registered_anew_stands_for_its_new_vector",
@@ -216,8 +223,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A name of whole edits that is registered again still stands for its old edits",
         "steering/registry.py",
-        "            self._entries[name] = entry\n",
-        "            self._entries.setdefault(name, entry)\n",
+        "            self.entries = {**self.entries, name: entry}\n",
+        "            self.entries = {name: entry, **self.entries}\n",
         ENGINE + "test_poisoning.py::test_whole_edits_of_a_name_share_kv_by_their_content",
     ),
     Fault(
@@ -488,10 +495,17 @@ FAULTS: tuple[Fault, ...] = (
         "tests/unit/runtime/frontend/request/test_budget.py"
         "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
     ),
+    *GATES,
     *KEPT,
+    *REUSE,
+    *LIVE,
     *SWEEPS,
     *ACTS,
     *ATTENTION,
     *FIT,
+    *SAES,
     *VIZ,
+    *STUDIO,
+    *OPERATIONS,
+    *TOOLS,
 )

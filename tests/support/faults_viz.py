@@ -31,8 +31,8 @@ VIZ: tuple[Fault, ...] = (
     Fault(
         "The file of a report has another direction than the one that was steered with",
         "report/run.py",
-        "        fitted.save(path)\n",
-        "        fitted.at(fitted.layers[1:]).save(path)\n",
+        "vectors=_file_of(fitted.save,",
+        "vectors=_file_of(fitted.at(fitted.layers[1:]).save,",
         "tests/unit/report/test_run.py"
         "::test_the_file_to_download_has_the_direction_that_was_steered_with",
     ),

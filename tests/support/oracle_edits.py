@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from midstream import Gate
+from midstream import Gate, Local, LocalInfo
 from midstream.sites import Tap
 from support.formulas import apply, read_score
 from support.gate_memory import amounts
@@ -95,6 +95,7 @@ class EditOracle:
         self.num_layers = len(layers)
         self.width = int(self.model.config.hidden_size)
         self._edits: Sequence[At] = ()
+        self._tokens: list[int] = []
         self._seen = Seen(torch.empty(0), {}, {})
         for index, layer in enumerate(layers):
             for site in EVERY_SITE:
@@ -104,6 +105,7 @@ class EditOracle:
     def run(self, tokens: Sequence[int], edits: Sequence[At] = ()) -> Seen:
         """One forward over all the tokens, the edits of one tap in the order given."""
         self._edits = edits
+        self._tokens = list(tokens)
         self._seen = Seen(torch.empty(0), {}, {})
         ids = torch.tensor([list(tokens)], device=self.model.device)
         logits = self.model(ids, use_cache=False).logits[0]
@@ -149,6 +151,14 @@ class EditOracle:
         if not chosen:
             return h
         edit = one.edit
+        if isinstance(edit, Local):
+            out = h.copy()
+            given = torch.from_numpy(h[chosen]).float()
+            ids = torch.tensor([self._tokens[position] for position in chosen])
+            info = LocalInfo("oracle", *tap, torch.tensor(chosen), ids)
+            made = edit.function.fn(given, info)
+            out[chosen] = h[chosen] if made is None else made.double().numpy()
+            return out
         score = None
         if isinstance(edit, Gate) and edit.probe.tap is not None:
             site, layer = edit.probe.tap

@@ -85,8 +85,8 @@ flags = st.sampled_from(
 
 @st.composite
 def instructions(draw: st.DrawFn) -> Instruction:
-    """An instruction of any kind but MAP, CODE and RECONSTRUCT, with what that kind needs."""
-    rare = (Op.MAP, Op.CODE, Op.RECONSTRUCT)
+    """An instruction of any kind but MAP, CODE, RECONSTRUCT and SCAN, with what it needs."""
+    rare = (Op.MAP, Op.CODE, Op.RECONSTRUCT, Op.SCAN)
     op = draw(st.sampled_from([each for each in Op if each not in rare]))
     found = {name: draw(scalars) for name in "abcd"}
     modifiers = draw(flags)

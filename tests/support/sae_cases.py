@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from midstream import SAE, Reconstruct
-from midstream.ops import layout, sae_layout
+from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
-from midstream.ops.sae_ref import SaeBuffers
+from midstream.ops.sae import layout as sae_layout
+from midstream.ops.sae.reference import SaeBuffers
 from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.weight_memory import WeightMemory
 from midstream.sites import Tap

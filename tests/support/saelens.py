@@ -197,3 +197,26 @@ class Oracle(EndOracle):
             given.append(self._seen.values[one.edit.reads][chosen].double())
         out[chosen] = one.edit.change(*given).numpy()
         return out
+
+
+MLP_TAPS = ("mlp_in", 2), ("mlp_out", 2)
+CHANGED = {3: 4.0, 8: 0.0, 77: -1.5}
+
+
+def is_transcoder(name: str) -> bool:
+    return "hook_name_out" in KINDS.get(name, ("", {}))[1]
+
+
+def as_saelens(folders: Path, name: str, **asked: Any) -> By:
+    """The reference of `Reconstruct(name, …)`."""
+    sae = read(folders / name)
+    index, mode = asked.get("index") or {}, asked.get("mode", "set")
+    values = index if isinstance(index, dict) else dict.fromkeys(index, asked.get("value", 0.0))
+    error = asked.get("error", False)
+
+    def change(h: Tensor, x: Tensor | None = None) -> Tensor:
+        return reconstructed(sae, h if x is None else x, h, values, mode, error)
+
+    if is_transcoder(name):
+        return By(change, MLP_TAPS[1:], MLP_TAPS[0])
+    return By(change)

@@ -20,6 +20,7 @@ from starlette import exceptions
 
 from midstream.errors import SpecError
 from midstream.results.activations import Activations
+from midstream.results.plan_update import PlanUpdate
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Captured, Receipt
 from midstream.results.site_table import SiteTable
@@ -52,6 +53,12 @@ class Params:
         return replace(self)
 
 
+CHARACTERS = SimpleNamespace(
+    encode=lambda text, **_: list(map(ord, text)),
+    decode=lambda ids, **_: "".join(map(chr, ids)),
+)
+
+
 def rows(layers: tuple[int, ...], count: int, first: int = 0) -> Activations:
     """Rows `first` … `count` − 1; row p of layer l is 10·p + l in each place."""
     at = torch.arange(first, count)
@@ -78,6 +85,8 @@ class FakeEngine(FakeSweeps):
         states: the calls under way, by request id; True: one has an output.
         log: "call" or "output" and the request id, in this order.
         seats: how many calls run at the same time; others wait in the order in which they came.
+        updates: (plan, edits, scale) of each change of a running request.
+        refuses: is raised in place of a change.
         script: gives a call's outputs in place of those that a plan asks for.
         parameters: the model's, by name.
         pause: is awaited before each output.
@@ -92,10 +101,16 @@ class FakeEngine(FakeSweeps):
             shape=SHAPE, dtype="float32", codec="raw", workers=(SimpleNamespace(runner="fake"),)
         )
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(model="fake", revision=None),
+            model_config=SimpleNamespace(
+                model="fake",
+                revision=None,
+                hf_config=SimpleNamespace(model_type="fake"),
+                get_vocab_size=lambda: 0x110000,
+            ),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=8192),
         )
+        self.lenses = self.saes = SimpleNamespace(names=())
         self.errored = False
         self.intake = Intake()
         self.calls: list[tuple[Any, Params, str]] = []
@@ -104,6 +119,8 @@ class FakeEngine(FakeSweeps):
         self.seats = 64
         self._seats = asyncio.Semaphore(self.seats)
         self.parameters: dict[str, torch.Tensor] = {}
+        self.updates: list[tuple[Plan | None, Any, float | None]] = []
+        self.refuses: Exception | None = None
         self.script: Callable[..., list[Any]] | None = None
         self.pause: Callable[[], Any] = lambda: asyncio.sleep(0)
 
@@ -128,13 +145,30 @@ class FakeEngine(FakeSweeps):
     def sites(self) -> SiteTable:
         return SiteTable.of(SHAPE)
 
+    async def update(
+        self, request_id: CallPlan, *, edits: Any = None, scale: float | None = None
+    ) -> PlanUpdate:
+        """Record a change; `refuses` is raised in place of it."""
+        if self.refuses is not None:
+            raise self.refuses
+        self.updates.append((request_id.plan, edits, scale))
+        return PlanUpdate(len(self.updates), {0: 10 * len(self.updates)})
+
     async def usage(self, timeout: float | None = None) -> dict[str, Any]:
         found = {"requests": self.running, "waiting": 0, "workers": []}
         return {**found, "workers_age_seconds": 0.0}
 
+    def get_tokenizer(self) -> Any:
+        """Its tokens are characters."""
+        return CHARACTERS
+
     async def generate(
-        self, prompt: str, params: Params, request_id: str
+        self, prompt: Any, params: Any, request_id: str, *, capture: Any = None, **given: Any
     ) -> AsyncGenerator[Any, None]:
+        if capture is not None:
+            params = SimpleNamespace(n=1, extra_args={"midstream": Plan(captures=(capture,))})
+            prompt = "".join(map(chr, prompt["prompt_token_ids"]))
+            self.vllm_args = {name: each for name, each in given.items() if each is not None}
         self.calls.append((prompt, params, request_id))
         self.log.append(("call", request_id))
         own = f"{request_id}-{len(self.calls)}"

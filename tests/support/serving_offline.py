@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from midstream import Ablate, Capture, Client, LogitDiff, Probe, Steer
+from midstream import Ablate, Capture, Client, Gate, LogitDiff, Probe, Reading, Steer
 from midstream.client import ServedOutput
 from support.serving import ENGINE, NAME
 
@@ -48,6 +48,13 @@ CASES = {
     ),
     "edits": Case(
         "One, two, three,", {"edits": Ablate(VECTOR, layer=12), "capture": Capture([12, 29])}
+    ),
+    "remembered": Case(
+        "One, two, three,",
+        {
+            "edits": Gate(Steer(VECTOR, 12, 0.2), Reading(VECTOR, layer=5), hold=2, smooth=0.5),
+            "capture": Capture([12]),
+        },
     ),
     "reduced": Case("Water boils at", {"capture": Capture([4], codec="full8")}),
     "last": Case("Water boils at", {"capture": Capture("all", positions="last_prompt")}),
@@ -117,7 +124,7 @@ def assert_equal(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 def main(model: str, out: str) -> None:
     from midstream import LLM, SamplingParams
 
-    llm = LLM(model, **ENGINE, midstream={"sites": ["resid_post"]})
+    llm = LLM(model, **ENGINE, midstream={"sites": ["resid_post"], "gate_states": 2})
     params = SamplingParams(max_tokens=TOKENS, temperature=0)
     found = {}
     for name, case in CASES.items():

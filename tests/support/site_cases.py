@@ -12,7 +12,7 @@ from torch import Tensor
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
-from midstream.ops.sae_ref import SaeBuffers
+from midstream.ops.sae.reference import SaeBuffers
 from midstream.ops.site import bind
 
 SLOTS = 6

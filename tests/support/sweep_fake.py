@@ -16,12 +16,10 @@ from midstream.results.activations import Activations
 from midstream.results.receipt import Edited, Receipt
 from midstream.spec.positions.prompt import Prompt
 from midstream.sweep import Sweep
-from midstream.sweep.async_run import run_job
+from midstream.sweep.async_run import RUN_ID, run_job
 from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
 from midstream.sweep.source import PromptSource
 from midstream.validation import at
-
-RUN_ID = "sweep-"
 
 
 @dataclass(frozen=True)

@@ -328,6 +328,34 @@ def test_edits_of_running_requests_change_where_their_receipts_say(
         assert each["receipt"]["versions"][1]["positions"][0] == positions[nth]
 
 
+def test_controllers_change_their_requests_and_leave_the_others(
+    found: dict[str, Any], tiny_llama: Path
+) -> None:
+    """One that fails or hangs gets its policy; its neighbours are those of transformers."""
+    oracle = Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
+    known = found["updates"]["controlled"]
+    edit = (vector(4), 1, 2.0)
+    switches = known["switches"]["receipt"]["versions"]
+    assert len(switches) > 3
+    assert {each["source"] for each in switches[1:]} == {"controller:third"}
+    _replay(
+        oracle,
+        known["switches"],
+        [(*edit, nth) for nth, each in enumerate(switches) if each["scale"] == 1],
+    )
+    for name in ("fails", "alone"):
+        assert known[name]["receipt"]["versions"] == []
+        _replay(oracle, known[name], [(*edit, 0)])
+    assert [each["source"] for each in known["hangs"]["receipt"]["versions"]] == [
+        "request",
+        "controller:local",
+    ]
+    _replay(oracle, known["hangs"], [(*edit, 0)])
+    kind, problem = known["ends"]
+    assert kind == "ControllerError"
+    assert problem.startswith("controller 'local' of request 'cends' failed: RuntimeError")
+
+
 def _replay(oracle: Oracle, one: dict[str, Any], edits: list[tuple[Any, int, float, int]]) -> None:
     """Compare rows and tokens with transformers, where each edit (vector, layer, scale, number of
     the version) holds where its version did.

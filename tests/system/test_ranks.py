@@ -141,8 +141,8 @@ def run_the_mix(model: Model, llm: Any, folder: Path) -> None:
     stages = {layer: w.stage for w in llm.info.workers for _, layer in w.taps}
     mix = model.mix(stages, SPLIT if parallel else set())
     drawn = {edit.op for edit in mix.catalogue.edits}
-    # The model has no router, and the reference model's hooks see no logits.
-    assert drawn == set(KINDS_BY_OP) - {"route", "bias"}, f"the mix has {drawn}"
+    # The model has no router and no SAE, and the reference model's hooks see no logits.
+    assert drawn == set(KINDS_BY_OP) - {"route", "bias", "reconstruct"}, f"the mix has {drawn}"
     totals = Totals()
     Bench(llm, model.single, model.hooks, MEASURE, CHUNK, folder, HOOKED).run(mix, totals)
     assert totals.requests == REQUESTS

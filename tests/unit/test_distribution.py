@@ -28,8 +28,9 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = {
-    "src", "tests", "docs", "examples", "benchmarks", "scripts", "CHANGELOG.md", "CONTRIBUTING.md",
-    "LICENSE", "README.md", "pyproject.toml", "PKG-INFO", ".gitignore",
+    "src", "tests", "docs", "examples", "benchmarks", "scripts", "mkdocs.yml", "CHANGELOG.md",
+    "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md",
+    "pyproject.toml", "PKG-INFO", ".gitignore",
 }  # fmt: skip
 
 SCRIPT = """
@@ -265,8 +266,18 @@ def test_the_sdist_has_files_that_git_tracks_and_no_others(built):
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
+    built_site = {name for name in names if name.startswith("src/midstream/site/")}
     if listed.returncode == 0:  # an unpacked sdist is no repository
-        assert names - {"PKG-INFO"} <= set(listed.stdout.splitlines())
+        assert names - built_site - {"PKG-INFO"} <= set(listed.stdout.splitlines())
+
+
+def test_a_site_that_is_built_is_in_the_sdist_and_in_the_wheel(built):
+    site = ROOT / "src/midstream/site"
+    there = {path.relative_to(ROOT).as_posix() for path in site.rglob("*.html")}
+    with tarfile.open(built[0]) as archive:
+        assert there <= {name.partition("/")[2] for name in archive.getnames()}
+    with zipfile.ZipFile(built[1]) as archive:
+        assert there <= {f"src/{name}" for name in archive.namelist()}
 
 
 # ---------------------------------------------------------------- requirements

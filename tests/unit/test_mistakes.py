@@ -194,7 +194,7 @@ REJECTED: list[Row] = [
     (25, "edits=v", lambda: ask(edits=V), SpecError, ["write for example Steer(vector, layer=14)"]),
     (25, "edits=(v, 14)", lambda: ask(edits=(V, 14)), SpecError, ["Steer(vector, layer=14)"]),
     (25, "edits=lambda", lambda: ask(edits=lambda h: h), SpecError,
-     ["Python code cannot run in the forward pass", "Steer(vector, layer=14)"]),
+     ["a function is called by Local(fn, layer=14)", "Steer(vector, layer=14)"]),
     (26, "hooks=", lambda: to_vllm("generate", hooks=[]), SpecError,
      ["edits=… to change activations, capture=… to read them"]),
     (26, "AsyncLLM, hooks=", lambda: to_async(hooks=[]), SpecError, ["capture=… to read them"]),

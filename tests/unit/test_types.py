@@ -22,6 +22,8 @@ PAGES = (
     "docs/steering.md",
     "docs/coming-from.md",
     "docs/export.md",
+    "docs/probing.md",
+    "docs/quickstart.md",
 )
 RIGHT = """
 import numpy as np

@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 
 from midstream.api.arguments import CallArguments
+from midstream.api.controller import ControlledRequest, Controller, check_controlled
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.last_token import (
     LastTokenRequest,
@@ -37,6 +38,7 @@ class AsyncEngineCall:
         front: AsyncFrontEnd,
         default: DefaultCapture | None,
         arguments: CallArguments,
+        controller: Controller | None = None,
     ) -> None:
         """Create it.
 
@@ -45,7 +47,9 @@ class AsyncEngineCall:
             front: its front end.
             default: the capture of every request; None: there is none.
             arguments: arguments of the call.
+            controller: changes its edits while it runs; None: nothing does.
         """
+        self._controller = controller
         self._llm = llm
         self._front = front
         self._default = default
@@ -62,8 +66,14 @@ class AsyncEngineCall:
         front, epoch = self._front, self._front.steering.epoch
         call: GenerateCall | None = None
         stream: Any = None
+        controlled: ControlledRequest | None = None
         try:
             call, params = self._begin(prompt, sampling_params)
+            if self._controller is not None:
+                check_controlled(call.plan, params)
+                controlled = ControlledRequest(
+                    self._controller, front.changes, call.call_plan, request_id
+                )
             keys = front.directions.needed(call.plan)
             if keys:
                 await front.directions.fetch(keys)
@@ -72,6 +82,8 @@ class AsyncEngineCall:
             stream = VllmAsyncLLM.generate(self._llm, prompt, params, request_id, **vllm_args)
             async for output in stream:
                 await front.completion.complete(call, output)
+                if controlled is not None and call.stream is not None:
+                    controlled.observe(output, len(call.stream.generated))
                 if self._default is not None:
                     await self._attach_default(call, output, prompt, params, epoch)
                 yield output
@@ -87,6 +99,8 @@ class AsyncEngineCall:
                 raise found from None
             raise
         finally:
+            if controlled is not None:
+                controlled.close()
             # If the caller closed this generator early, vLLM aborts the request.
             try:
                 if stream is not None:

@@ -29,6 +29,7 @@ from midstream.api.arguments import (
 )
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.async_registries import AsyncRegistries
+from midstream.api.controller import Controller
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.evaluations import AsyncEvaluations
 from midstream.api.outputs import GenerateOutput
@@ -209,6 +210,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
         steer: EditArgument = None,
         edits: EditArgument = None,
         probes: ProbeArgument = None,
+        controller: Controller | None = None,
         **vllm_args: Any,
     ) -> AsyncGenerator[GenerateOutput, None]:
         """Generate, with captures, edits and probes.
@@ -225,6 +227,8 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
             edits: an operation or its dict with `op`, or a list of them; applied in order, after
                 those of `steer`.
             probes: a `Probe` or its dict, or a list of them.
+            controller: changes the edits by the scores of the probes; needs n = 1 and outputs
+                before the last.
             **vllm_args: other arguments of vLLM's `generate`.
 
         Yields:
@@ -249,9 +253,8 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
         check_names("generate", vllm_args, VllmAsyncLLM.generate)
         if self._front_end is None:
             await self.ready()
-        call = AsyncEngineCall(
-            self, self._front, self._default_capture, CallArguments(capture, steer, edits, probes)
-        )
+        arguments = CallArguments(capture, steer, edits, probes)
+        call = AsyncEngineCall(self, self._front, self._default_capture, arguments, controller)
         if request_id is None:
             request_id = uuid.uuid4().hex
         outputs = call.outputs(prompt, sampling_params, request_id, vllm_args)

@@ -28,7 +28,7 @@ from midstream.runtime.frontend.request.prompt.tokenized import (
 from midstream.runtime.vllm.seam_functions import TEMPLATE_ARGUMENTS
 from midstream.spec.captured_rows import OpenRows
 from midstream.sweep import Metric, Sweep, SweepRequest
-from midstream.sweep.async_run import OnCell, OnStart, Turn, run_job
+from midstream.sweep.async_run import RUN_ID, OnCell, OnStart, Turn, run_job
 from midstream.sweep.cells import MAX_CELLS
 from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
 from midstream.sweep.source import PromptSource
@@ -37,8 +37,6 @@ from midstream.validation import at
 # Bytes of logits that are on outputs at the same time.
 _LOGIT_BYTES = 256 << 20
 _NOTHING = CallArguments()
-# The ids of a sweep's requests begin with this.
-RUN_ID = "sweep-"
 
 
 @dataclass(frozen=True)

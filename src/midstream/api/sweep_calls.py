@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from midstream.spec.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
 from midstream.sweep import Metric, Sweep, SweepRequest
+from midstream.sweep.async_run import RUN_ID
 from midstream.sweep.metrics import MetricFunction
 
 if TYPE_CHECKING:
@@ -103,10 +104,10 @@ class OfflineSweeps:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What an engine does besides the runs of sweeps.
+    """What an engine does besides the runs of sweeps and fits.
 
     Attributes:
-        requests: number of unfinished requests that are no runs of sweeps.
+        requests: number of unfinished requests that are no runs of sweeps or fits.
         starting: of these, the number that have no token yet.
         waiting: number of all requests, also of sweeps, that wait for capacity for their plans.
         seats: number of requests that the engine computes at the same time.
@@ -133,8 +134,6 @@ class AsyncSweeps:
         """Return what the engine does besides the runs of sweeps. Raises RuntimeError before
         `ready()`.
         """
-        from midstream.api.sweep import RUN_ID
-
         llm: Any = self
         states = llm.output_processor.request_states
         others = [each for name, each in states.items() if not name.startswith(RUN_ID)]

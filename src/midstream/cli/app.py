@@ -18,6 +18,7 @@ COMMANDS = (
     "report",
     "doctor",
     "serve",
+    "studio",
     "plan",
     "capture",
     "sweep",
@@ -26,6 +27,7 @@ COMMANDS = (
     "verify",
     "merge",
     "prune",
+    "docs",
 )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from midstream.tools.doctor.report import Report
 
@@ -28,8 +28,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def doctor(
     model: Annotated[
-        str, typer.Argument(help="Folder or name; for a small copy, config.json is enough.")
-    ],
+        str | None,
+        typer.Argument(help="Folder or name; for a small copy, config.json is enough."),
+    ] = None,
+    env: Annotated[
+        bool,
+        typer.Option("--env", help="Check the installation instead of a model, and start none."),
+    ] = False,
     full: Annotated[
         bool,
         typer.Option(
@@ -56,12 +61,17 @@ def doctor(
     ] = None,
     verbose: Annotated[bool, typer.Option(help="Show vLLM's log.")] = False,
 ) -> None:
-    """Check midstream's reads and edits of a model against transformers.
+    """Check midstream's reads and edits of a model against transformers, or the installation.
 
     Compares every site of every layer with transformers in float32, and tries each operation. Exit
     status: 0 everything matches; 1 something differs; 2 the check was rejected, or the model is
-    unsupported or cannot be compared.
+    unsupported or cannot be compared. With --env: versions, GPUs, extras, vLLM's seams and what is
+    odd; 0 no problems, 1 some.
+
+    Example: midstream doctor --env
     """
+    if env == (model is not None):
+        raise typer.BadParameter("expected either a MODEL or --env")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if hidden % 64:
@@ -69,6 +79,14 @@ def doctor(
     _check_writable(output)
     from midstream.console import defaults, quiet
 
+    if model is None:
+        from midstream.tools.doctor.environment import inspect_environment
+        from midstream.tools.doctor.table import render_environment
+
+        with defaults(ENVIRONMENT), quiet(verbose=verbose) as console:
+            found = inspect_environment()
+            _write(found.to_dict(), render_environment(found), console, output)
+        raise typer.Exit(1 if found.problems else 0)
     with defaults(ENVIRONMENT), quiet(verbose=verbose) as console:
         from midstream.tools.doctor.examine import Options, examine
         from midstream.tools.doctor.small_config import Size
@@ -92,10 +110,16 @@ def _check_writable(output: str | None) -> None:
 def _show(report: Report, console: Console, output: str | None) -> None:
     from midstream.tools.doctor.table import render
 
-    text = json.dumps(report.to_dict(), indent=2) + "\n"
+    _write(report.to_dict(), render(report), console, output)
+
+
+def _write(
+    data: dict[str, Any], shown: RenderableType, console: Console, output: str | None
+) -> None:
+    text = json.dumps(data, indent=2) + "\n"
     if output == "-":
         console.file.write(text)
         return
-    console.print(render(report))
+    console.print(shown)
     if output is not None:
         Path(output).expanduser().write_text(text, encoding="utf-8")

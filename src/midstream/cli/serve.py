@@ -71,10 +71,29 @@ def serve(
     if layers is not None:
         given["layers"] = layers if layers == "all" else _indices(layers)
     if vectors:
-        given["vectors"] = dict(_named_file(word) for word in vectors)
+        given["vectors"] = dict(named_file(word) for word in vectors)
     if steering is not None:
         given["steering"] = read_json_option("--steering", steering)
-    words, in_file = _read_config_file(context.args)
+    # Replace this process, so that signals and the exit status are the server's.
+    os.execv(sys.executable, server_command(model, given, context.args, sinks))
+
+
+def server_command(
+    model: str, given: dict[str, Any], words: list[str], sinks: list[str] | None = None
+) -> list[str]:
+    """Return the command that starts vLLM's server with midstream.
+
+    Args:
+        model: folder or name.
+        given: midstream's settings.
+        words: arguments for `vllm serve`.
+        sinks: sinks as words, besides those of the settings.
+
+    Raises:
+        typer.BadParameter, typer.Exit: an argument or setting is invalid, or midstream is not
+            installed.
+    """
+    words, in_file = _read_config_file(words)
     words, additional = _take_additional_config(words, in_file)
     in_additional = additional.pop(KEY, {})
     if not isinstance(in_additional, dict):
@@ -98,8 +117,7 @@ def serve(
     words += [ADDITIONAL, json.dumps({**additional, KEY: given})]
     rest = [*words, *_one_front_end([*words, *(f"--{name}" for name in in_file)])]
     _enable_plugin()
-    # Replace this process, so that signals and the exit status are the server's.
-    os.execv(sys.executable, [sys.executable, "-m", *_server(model), *rest])
+    return [sys.executable, "-m", *_server(model), *rest]
 
 
 def _enable_plugin() -> None:
@@ -233,7 +251,7 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _named_file(word: str) -> tuple[str, str]:
+def named_file(word: str) -> tuple[str, str]:
     name, equals, file = word.partition("=")
     if not equals or not name or not file:
         raise typer.BadParameter(f"--vectors: expected NAME=FILE, got {word!r}")

@@ -10,8 +10,10 @@ from midstream.client import protocol
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
+from midstream.fit import Directions
 from midstream.results.plan_update import PlanUpdate
 from midstream.spec.captured_rows import CapturedRows
+from midstream.spec.forms import LayersLike, PositionsLike
 from midstream.sweep import Sweep
 from midstream.sweep.async_run import OnCell
 
@@ -94,6 +96,40 @@ class AsyncClient:
             async for data in response.aiter_bytes():
                 stream.feed(data)
         return stream.end()
+
+    async def fit(
+        self,
+        positive: Any,
+        negative: Any,
+        method: str = "mean",
+        layers: LayersLike = "all",
+        positions: PositionsLike = "last_prompt",
+        site: str = "resid_post",
+        *,
+        name: str | None = None,
+        reduce: str = "",
+        folds: int = 5,
+        groups: Any = None,
+        seed: int = 0,
+        model: str | None = None,
+    ) -> Directions:
+        """Fit a direction at each layer, on the server; see `Client.fit`."""
+        return await self._run(
+            protocol.fit(
+                positive,
+                negative,
+                name,
+                model,
+                method=method,
+                layers=layers,
+                positions=positions,
+                site=site,
+                reduce=reduce,
+                folds=folds,
+                groups=groups,
+                seed=seed,
+            )
+        )
 
     async def read(self, answer: Any) -> ServedOutput:
         """Convert a response of another client to a ServedOutput; see `Client.read`."""

@@ -10,8 +10,10 @@ from midstream.client import protocol
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
+from midstream.fit import Directions
 from midstream.results.plan_update import PlanUpdate
 from midstream.spec.captured_rows import CapturedRows
+from midstream.spec.forms import LayersLike, PositionsLike
 from midstream.sweep import Sweep
 from midstream.sweep.async_run import OnCell
 
@@ -136,6 +138,59 @@ class Client:
             for data in response.iter_bytes():
                 stream.feed(data)
         return stream.end()
+
+    def fit(
+        self,
+        positive: Any,
+        negative: Any,
+        method: str = "mean",
+        layers: LayersLike = "all",
+        positions: PositionsLike = "last_prompt",
+        site: str = "resid_post",
+        *,
+        name: str | None = None,
+        reduce: str = "",
+        folds: int = 5,
+        groups: Any = None,
+        seed: int = 0,
+        model: str | None = None,
+    ) -> Directions:
+        """Fit a direction between two classes of prompts at each layer, on the server.
+
+        The server computes ordinary requests first.
+
+        Args:
+            positive, negative, method, layers, positions, site, reduce, folds, groups, seed: as for
+                `midstream.Directions.fit`; `method` is a name. Positions that select messages, as
+                `Role`, are rejected.
+            name: name to register the vectors of all fitted layers under; needs what changes of
+                vectors need. None: they are not registered.
+            model: name of the model, or of an adapter; None: the model.
+
+        Returns:
+            The directions, with scores on held-out rows.
+
+        Raises:
+            SpecError: an argument is malformed.
+            ServerError: the server rejected the request.
+            httpx.HTTPError: the server is unreachable, or the connection failed.
+        """
+        return self._run(
+            protocol.fit(
+                positive,
+                negative,
+                name,
+                model,
+                method=method,
+                layers=layers,
+                positions=positions,
+                site=site,
+                reduce=reduce,
+                folds=folds,
+                groups=groups,
+                seed=seed,
+            )
+        )
 
     def read(self, answer: Any) -> ServedOutput:
         """Convert a response of another client, such as `openai`'s, to a ServedOutput.

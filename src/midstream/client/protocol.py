@@ -15,7 +15,9 @@ from midstream.client.outputs import Reader, ServedOutput
 from midstream.client.request_body import extra_body
 from midstream.config.config import KEY
 from midstream.config.http import ADMIN_HEADER
-from midstream.errors import ConfigError, ServerError
+from midstream.errors import ConfigError, ServerError, SpecError
+from midstream.fit import Directions
+from midstream.fit.prompts import naming_fields, read_capture, read_prompts
 from midstream.http.sse import DONE, Event, Events
 from midstream.results.arrays import load_tensors
 from midstream.results.plan_update import PlanUpdate
@@ -28,6 +30,7 @@ from midstream.validation import at
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
 PARAMETERS, ROWS = "/v1/midstream/parameters", "/v1/midstream/activations"
+FIT = "/v1/midstream/fit"
 SITES, STATUS = "/v1/midstream/sites", "/v1/midstream/status"
 REQUESTS = "/v1/midstream/requests"
 PLAN = ("capture", "steer", "edits", "probes")
@@ -176,6 +179,49 @@ class OutputStream:
 
     def _output(self, value: dict[str, Any]) -> Exchange[ServedOutput]:
         return self._reader.read(value, (yield from _fetch_rows(self._reader, value, self._keeps)))
+
+
+def fit(
+    positive: Any, negative: Any, name: str | None, model: str | None, **options: Any
+) -> Exchange[Directions]:
+    """Return the directions that a server fits; see `Client.fit`."""
+    body = {
+        "positive": read_prompts("positive", positive),
+        "negative": read_prompts("negative", negative),
+        **_fit_options(**options),
+    }
+    if name is not None:
+        with at("name"):
+            body["name"] = read_name(name)
+    if model is not None:
+        body["model"] = model
+    value = yield from call("POST", FIT, body)
+    try:
+        return Directions.from_json(value["directions"])
+    except (KeyError, TypeError, SpecError) as error:
+        raise ServerError(500, f"the server sent invalid directions: {error}") from None
+
+
+def _fit_options(
+    method: Any,
+    layers: Any,
+    positions: Any,
+    site: Any,
+    reduce: str,
+    folds: int,
+    groups: Any,
+    seed: int,
+) -> dict[str, Any]:
+    if not isinstance(method, str):
+        raise SpecError("method", 'a server fits by the name of a method, such as "mean"')
+    with naming_fields():
+        capture = read_capture(layers, site, positions, reduce).to_dict()
+    found = {"method": method, "site": site, "reduce": reduce, "folds": folds, "seed": seed}
+    found |= {name: capture[name] for name in ("layers", "positions") if name in capture}
+    if groups is not None:
+        is_two = isinstance(groups, tuple) and len(groups) == 2
+        found["groups"] = [list(one) for one in groups] if is_two else list(groups)
+    return found
 
 
 def delete(captured: CapturedRows) -> Exchange[None]:

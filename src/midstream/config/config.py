@@ -28,7 +28,7 @@ from midstream.version import __version__
 KEY = "midstream"
 ENVIRONMENT_VARIABLE = "MIDSTREAM"
 # Increase when the op's arguments or buffers change meaning: it separates cached compiled graphs.
-OP_SCHEMA = 7
+OP_SCHEMA = 8
 # Capacity settings and their minimum values.
 _LEAST = {
     "bank_rows": 1,
@@ -50,6 +50,7 @@ _CHOICES = {
     "on_mismatch": ("raise", "warn"),
     "on_nonfinite": ("raise", "report"),
     "tapped_model": ("startup", "lazy", "always"),
+    "hooks": ("off", "local"),
 }
 STAMP = {"version": __version__, "op_schema": OP_SCHEMA}
 
@@ -128,6 +129,9 @@ class Config:
             request needs it; all requests wait for that. "always": every step runs the tapped
             model, and vLLM's own is not compiled; a request's rounding is then the same whatever
             other requests ask for.
+        hooks: "local": requests from Python may have edits by Python functions, see `Local`. The
+            engine then runs eagerly, without compilation and CUDA graphs, as if `enforce_eager`
+            were set. "off": such edits are rejected.
         sinks: sinks for captured rows besides the request's output: settings by name, such as
             `{"store": {"root": "acts"}}`, or one string `"filesystem:root=acts"`.
         vectors: named vectors from the start: paths of `.safetensors`, `.npz`, `.gguf` or `.json`
@@ -167,6 +171,7 @@ class Config:
     return_: str = SHARDED
     check_ranks: bool = False
     tapped_model: str = "startup"
+    hooks: str = "off"
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     vectors: Mapping[str, str] = field(default_factory=dict)
     lenses: Mapping[str, str] = field(default_factory=dict)

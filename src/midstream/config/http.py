@@ -11,6 +11,7 @@ from midstream.errors import ConfigError
 
 ADMIN_KEY_VARIABLE = "MIDSTREAM_ADMIN_KEY"
 _PATH = "midstream.http"
+_LOGS = ("text", "json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,15 @@ class HttpSettings:
         stall_seconds: longest time in seconds that a stream of a request with a plan, or of a
             sweep, waits for a client that reads nothing of it; then the request ends.
         sweep_cells: maximum number of cells of a sweep.
-        running_sweeps: maximum number of sweeps at the same time.
+        running_sweeps: maximum number of sweeps and fits at the same time.
+        fit_prompts: maximum number of prompts of a fit, of both classes together.
         parameters: names of the model's parameters that clients may read, such as
             `lm_head.weight`. Embeddings, norms and the head are possible, the decoder layers are
             not.
+        log: "text" or "json": form of midstream's own lines in the log.
+        shared_folder: folder on this machine by which several servers have the same named vectors
+            and server-wide steering; None: a server has its own.
+        studio: whether the server has Studio, a page for browsers, at `/midstream`.
     """
 
     admin: bool | None = None
@@ -54,7 +60,11 @@ class HttpSettings:
     stall_seconds: int = 30
     sweep_cells: int = 1 << 16
     running_sweeps: int = 4
+    fit_prompts: int = 4096
     parameters: tuple[str, ...] = ()
+    log: str = "text"
+    shared_folder: str | None = None
+    studio: bool = False
 
 
 def read_http(value: object) -> HttpSettings | None:
@@ -75,10 +85,16 @@ def read_http(value: object) -> HttpSettings | None:
     for name, given in settings.items():
         if name == "parameters":
             _check_parameters(given)
-        elif name != "admin":
+        elif name == "shared_folder":
+            _check_folder(given)
+        elif name == "log":
+            if given not in _LOGS:
+                raise ConfigError(f"{_PATH}.log: expected one of {', '.join(_LOGS)}, got {given!r}")
+        elif name in ("admin", "studio"):
+            if name == "studio" or given is not None:
+                read_bool(f"{_PATH}.{name}", given)
+        else:
             read_count(f"{_PATH}.{name}", given)
-        elif given is not None:
-            read_bool(f"{_PATH}.admin", given)
     found = HttpSettings(**settings)
     return replace(found, parameters=tuple(found.parameters))
 
@@ -88,6 +104,11 @@ def _check_parameters(value: object) -> None:
         raise ConfigError(
             f"{_PATH}.parameters: expected a list of names such as lm_head.weight, got {value!r}"
         )
+
+
+def _check_folder(value: object) -> None:
+    if value is not None and (not isinstance(value, str) or not os.path.isabs(value)):
+        raise ConfigError(f"{_PATH}.shared_folder: expected an absolute path, got {value!r}")
 
 
 def plain_http(settings: HttpSettings | None) -> bool | dict[str, Any]:
@@ -100,6 +121,11 @@ def plain_http(settings: HttpSettings | None) -> bool | dict[str, Any]:
 def admin_key() -> str | None:
     """Return the key in `MIDSTREAM_ADMIN_KEY`; None if it is unset or empty."""
     return os.environ.get(ADMIN_KEY_VARIABLE) or None
+
+
+def url_of_environment() -> str | None:
+    """Return the server in `MIDSTREAM_BASE_URL`; None if it is unset or empty."""
+    return os.environ.get("MIDSTREAM_BASE_URL") or None
 
 
 ADMIN_HEADER = "x-midstream-admin-key"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from midstream.fit import files
+from midstream.fit import files, json_form
 from midstream.fit.batches import capture_rows_async
 from midstream.fit.direction_set import DirectionSet
 from midstream.fit.estimate import Estimate
@@ -113,7 +114,8 @@ class Directions(DirectionSet):
         classes = await capture_rows_async(
             llm, positive, negative, layers, positions, read.site, reduce
         )
-        return Directions._of(*read.fit(llm, classes))
+        # A classifier of all layers and folds may take seconds.
+        return Directions._of(*await asyncio.to_thread(read.fit, llm, classes))
 
     @staticmethod
     def from_rows(
@@ -209,6 +211,19 @@ class Directions(DirectionSet):
             SpecError: the file is missing, damaged, malicious or of another format.
         """
         return Directions(*files.load(path))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values, which `from_json` reads: the form in which a server sends a fit."""
+        return json_form.to_json(self)
+
+    @staticmethod
+    def from_json(value: object) -> Directions:
+        """Read what `to_json` returned.
+
+        Raises:
+            SpecError: a field is unknown, missing or malformed.
+        """
+        return Directions(*json_form.from_json(value))
 
     def to_gguf(self, path: str | os.PathLike[str], model_type: str | None = None) -> None:
         """Write a control vector of llama.cpp and repeng: tensors `direction.N`, float32.

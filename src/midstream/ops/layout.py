@@ -31,7 +31,7 @@ the mask is one: in its row of the table, h and v are zero elsewhere. m is that 
 
 A program has at most one `MAP` or `CODE` at a site, and nothing before it changes h. So what it
 computes is of the stream on entry, and kernels of their own do so for all rows before the programs
-run. `midstream.ops.sae_layout` has the descriptions of SAEs. `CODE` and `RECONSTRUCT` may be at
+run. `midstream.ops.sae.layout` has the descriptions of SAEs. `CODE` and `RECONSTRUCT` may be at
 different sites: that of a transcoder's input, and that of its output.
 
 A `SCAN` is a score with state, for gates with memory. It is computed before the programs run, for

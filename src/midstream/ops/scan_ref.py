@@ -44,12 +44,15 @@ def scan_ref(
         scans: int32 [n, 3], see `midstream.ops.layout`.
         states: int32 [n, kept, 3]. Mutated.
     """
+    armed: Ints = scans.numpy()
+    here = armed[:, layout.SCAN_COUNT].nonzero()[0]
+    if not here.size:
+        return
     words: Ints = tokens.numpy()
     site: Ints = table.numpy()
     every: Ints = instructions.numpy()
-    for nth, (first, count, slot) in enumerate(scans.tolist()):
-        if not count:
-            continue
+    for nth in here.tolist():
+        first, count, slot = armed[nth].tolist()
         rows = np.arange(first, first + count)
         which = _instruction_of_rows(words[rows, layout.PROGRAM], site, every, slot)
         rows, which = rows[which >= 0], which[which >= 0]

@@ -7,6 +7,7 @@ are those of the buffers that the table is bound to, see `bind`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from midstream.ops import layout
-from midstream.ops.sae_ref import SaeBuffers
+from midstream.ops.sae.reference import SaeBuffers
 from midstream.ops.scan_ref import scan_ref
 from midstream.ops.site_ref import site_ref
 
@@ -25,6 +26,9 @@ _SCHEMA = (
 
 
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
+Before = Callable[[int, Tensor, Tensor | None], None]
 
 
 class SiteBuffers(Protocol):
@@ -50,6 +54,8 @@ class SiteBuffers(Protocol):
         sae: what CODEs need; None: there is none.
         encoding: addresses of the tables of sites where there may be CODEs.
         widths: width of the vectors at each bound table, by the address of the table.
+        before: is called before the edits of each call with active tokens, with the address of the
+            table and both halves of the stream; None: nothing is. Only where no graph is replayed.
     """
 
     @property
@@ -82,6 +88,8 @@ class SiteBuffers(Protocol):
     def encoding(self) -> frozenset[int]: ...
     @property
     def widths(self) -> dict[int, int]: ...
+    @property
+    def before(self) -> Before | None: ...
 
 
 # By the address of a site's table. Buffers that nobody uses any more leave it.
@@ -177,6 +185,8 @@ def site(
             )
         hidden = hidden[:, start : start + width]
     _check_rows(hidden, residual, tokens.shape[0], width)
+    if buffers.before is not None:
+        buffers.before(address, hidden, residual)
     if tally.shape != buffers.tally.shape or tally.dtype != torch.int32:
         raise ValueError(
             f"tally must be that of the buffers, {_describe(buffers.tally)}, got {_describe(tally)}"

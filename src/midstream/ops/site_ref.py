@@ -17,7 +17,7 @@ from torch import Tensor
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
 from midstream.ops.row_views import Index, by_unit, index, spaced
-from midstream.ops.sae_ref import SaeBuffers, reconstruct
+from midstream.ops.sae.reference import SaeBuffers, reconstruct
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.int64]

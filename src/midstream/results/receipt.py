@@ -63,6 +63,27 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
+class Called:
+    """Calls of the function of a `Local`, at one site and layer.
+
+    Attributes:
+        name: the function.
+        site, layer: where.
+        expected: number of selected rows.
+        rows: number of rows that it was given; rows that are computed again after a preemption
+            count again, and rows of the prefix cache do not.
+        calls: number of calls, one for each step with such rows.
+    """
+
+    name: str
+    site: str
+    layer: int
+    expected: int
+    rows: int
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
 class Selected:
     """Positions that one selection of the plan resolved to.
 
@@ -192,7 +213,7 @@ class CaptureResult:
         return replace(joined, paths=paths, manifest=results[-1].manifest)
 
 
-def _plain(counts: Captured | Edited | Probed | Version | Action) -> dict[str, Any]:
+def _plain(counts: Captured | Edited | Probed | Called | Version | Action) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in counts.__slots__}
 
 
@@ -216,6 +237,7 @@ class Receipt:
         problems: all other differences from the plan; empty if there are none.
         kept: (sink, result) for every sink except `memory`.
         coming_from: (field, tool) of each field of another tool that the request was given in.
+        called: calls of Python functions, see `Local`.
         versions: the versions of its plan and where each held, in order; empty if it was never
             changed.
         actions: what probes with an `act` did; of those that did nothing there is none.
@@ -233,6 +255,7 @@ class Receipt:
     kept: tuple[tuple[str, CaptureResult], ...] = ()
     nonfinite: Nonfinite | None = None
     coming_from: tuple[tuple[str, str], ...] = ()
+    called: tuple[Called, ...] = ()
     versions: tuple[Version, ...] = ()
     actions: tuple[Action, ...] = ()
 
@@ -303,6 +326,7 @@ class Receipt:
                 for sink, one in self.kept
             ],
             "coming_from": dict(self.coming_from),
+            "called": [_plain(one) for one in self.called],
             "versions": [
                 {**_plain(one), "positions": list(one.positions)} for one in self.versions
             ],
@@ -336,6 +360,7 @@ class Receipt:
             ),
             # Servers of earlier versions do not send it.
             coming_from=tuple(plain.get("coming_from", {}).items()),
+            called=tuple(Called(**one) for one in plain.get("called", ())),
             versions=tuple(
                 Version(**{**one, "positions": tuple(one["positions"])})
                 for one in plain.get("versions", ())
@@ -372,6 +397,10 @@ class Receipt:
             )
         lines += [
             f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed
+        ]
+        lines += [
+            f"  {one.name} at {one.site} of layer {one.layer}: {one.rows} rows in {one.calls} calls"
+            for one in self.called
         ]
         lines += [f"  {one}" for one in self.versions]
         lines += [

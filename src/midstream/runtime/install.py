@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ from midstream.runtime.vllm.engine_rules import check_offline, check_settings
 
 # Modules that look up vLLM's function for the extra keys of a block.
 _KEY_MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool")
+_LOGGER = logging.getLogger(__name__)
 _LOCK = threading.Lock()
 _active = False
 
@@ -127,7 +129,7 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
     """
     found = settings_of(args)
     is_marked = is_capture_worker(args.worker_cls)
-    kept = args.additional_config, args.worker_cls
+    kept = args.additional_config, args.worker_cls, args.enforce_eager
     try:
         if is_marked:
             args.worker_cls = "auto"  # the platform's worker class
@@ -136,10 +138,13 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
             check_sinks(plain.sinks)
             check_steering(plain)
             args.additional_config = {**(args.additional_config or {}), KEY: plain}
+            if found.hooks == "local" and not args.enforce_eager:
+                _LOGGER.warning('midstream: the engine runs eagerly, as hooks is "local"')
+                args.enforce_eager = True
         config = original(args, *rest, **kwargs)
     finally:
         # The caller's arguments are unchanged, so a second config of them is equal.
-        args.additional_config, args.worker_cls = kept
+        args.additional_config, args.worker_cls, args.enforce_eager = kept
     if found is not None:
         # Workers check too, but only an error raised here reaches the caller unwrapped.
         check_settings(config)

@@ -59,10 +59,8 @@ class SAE:
         normalize: "none", "constant_norm_rescale" (x is brought to the norm √width), or
             "layer_norm" (to the mean 0 and the standard deviation 1), before b_dec is subtracted.
         is_transcoder: whether what it reconstructs is another vector than it reads.
-        hook_name_out: TransformerLens's name of the hook point that a transcoder writes; None if
-            unknown.
-        w_skip: [width of the output, width], of a transcoder with a skip connection: W_skip x is
-            added to what it decodes.
+        hook_name_out: likewise of what a transcoder writes.
+        w_skip: [width of the output, width]; W_skip x is added to what a transcoder decodes.
     """
 
     w_enc: Tensor
@@ -253,20 +251,6 @@ class SAE:
         """
         return None if self.hook_name is None else hook_tap(self.hook_name)
 
-    @property
-    def writes_mlp_out(self) -> bool:
-        """Whether a transcoder writes `mlp_out` of the layer whose `mlp_in` it reads, as far as it
-        says.
-        """
-        try:
-            tap = self.tap
-            out = None if self.hook_name_out is None else hook_tap(self.hook_name_out)
-        except SpecError:
-            return False
-        if out is None:
-            return tap is None or tap[0] == "mlp_in"
-        return out[0] == "mlp_out" and tap in (None, ("mlp_in", out[1]))
-
     def weights_of(self, ids: Sequence[int], mode: str) -> dict[str, Any]:
         """Return what a `Feature` takes of some features: encoder, decoder, bias and threshold.
 
@@ -294,17 +278,32 @@ class SAE:
             found["threshold"] = self.threshold[chosen].clamp(min=0).tolist()
         return found
 
-    def folded(self) -> tuple[Tensor, Tensor]:
-        """Return what is added to x W_enc, with b_dec folded in, and what an activation must
-        exceed, at least 0: float32 [features] each.
-        """
-        import torch
 
-        bias = self.b_enc.double()
-        if self.apply_b_dec_to_input:
-            bias = bias - self.b_dec.double() @ self.w_enc.double()
-        threshold = torch.zeros_like(self.b_enc) if self.threshold is None else self.threshold
-        return bias.float(), threshold.clamp(min=0)
+def folded(sae: SAE) -> tuple[Tensor, Tensor]:
+    """Return what is added to x W_enc, with b_dec folded in, and what an activation must
+    exceed, at least 0: float32 [features] each.
+    """
+    import torch
+
+    bias = sae.b_enc.double()
+    if sae.apply_b_dec_to_input:
+        bias = bias - sae.b_dec.double() @ sae.w_enc.double()
+    threshold = torch.zeros_like(sae.b_enc) if sae.threshold is None else sae.threshold
+    return bias.float(), threshold.clamp(min=0)
+
+
+def writes_mlp_out(sae: SAE) -> bool:
+    """Return whether a transcoder writes `mlp_out` of the layer whose `mlp_in` it reads, as far as
+    it says.
+    """
+    try:
+        tap = sae.tap
+        out = None if sae.hook_name_out is None else hook_tap(sae.hook_name_out)
+    except SpecError:
+        return False
+    if out is None:
+        return tap is None or tap[0] == "mlp_in"
+    return out[0] == "mlp_out" and tap in (None, ("mlp_in", out[1]))
 
 
 def _normalized(sae: SAE, h: Tensor) -> Tensor:

@@ -17,18 +17,21 @@ from midstream.server.routes import (
     activations,
     captures,
     compat_steering,
+    fit,
     parameters,
     requests,
     status,
     steering,
+    studio,
     sweep,
+    tokens,
     vectors,
 )
 from midstream.server.server import Server
 
 _ROUTERS = (
     activations, captures, vectors, steering, parameters, status, compat_steering, sweep,
-    requests,
+    fit, tokens, requests,
 )  # fmt: skip
 
 
@@ -69,6 +72,8 @@ class Endpoints:
         )
         for module in _ROUTERS:
             app.include_router(module.router)
+        if settings.studio:
+            app.include_router(studio.router)
         app.add_middleware(Middleware, server=self._server)
         add_fields(app)
 

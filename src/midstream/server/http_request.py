@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from types import AsyncGeneratorType
 from typing import Any
 
-from midstream.errors import BusyError, HttpError, SpecError
+from midstream.errors import BusyError, HttpError, ReceiptError, SpecError
+from midstream.server import audit_log
 from midstream.server.capture_cache import CaptureCache
 from midstream.server.request_field import MidstreamField
 from midstream.sites import Tap
 
+_SHOWN = 500  # characters of a problem in the log
 CURRENT: ContextVar[RequestContext | None] = ContextVar("midstream_request", default=None)
 
 
@@ -143,11 +145,15 @@ class RequestContext:
         except BusyError as error:
             self.refusal = HttpError.of(error)
             raise
+        except ReceiptError as error:
+            audit_log.log_event("receipt.problem", problem=str(error)[:_SHOWN])
+            raise
         finally:
             await stream.aclose()
 
     def _record(self, choice: int, output: Any, completion: Any) -> None:
         if completion.finish_reason == "abort" and self.request_field.plan is not None:
+            audit_log.log_event("request.ended", request_id=output.request_id[:_SHOWN])
             self.refusal = HttpError(503, "the server ended the request before its end")
             return
         update = self.updates.setdefault(choice, ChoiceUpdate())
@@ -155,6 +161,10 @@ class RequestContext:
         if completion.probes is not None:
             update.probes = completion.probes
         if completion.receipt is not None:
+            if completion.receipt.problems:
+                # With on_mismatch="raise" the engine raises instead.
+                problem = completion.receipt.complaint[:_SHOWN]
+                audit_log.log_event("receipt.problem", problem=problem)
             update.final = completion
             return
         if completion.activations is not None:

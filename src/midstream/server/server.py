@@ -31,6 +31,7 @@ from midstream.server.sweep_pace import SweepPace
 from midstream.spec import Plan
 from midstream.spec.operations import has_captured
 from midstream.steering.edit_forms import TIERS
+from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import SteeringState
 from midstream.version import __version__
 
@@ -43,7 +44,8 @@ _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt",
              "continue_final_message", "tools")  # fmt: skip
 # Time that the workers have to report their usage; else their last reports are shown.
 _USAGE_SECONDS = 2.0
-_PATH_SHOWN = 200  # characters of a path in the log
+# Characters of a path, and of a request's id, in the log.
+_PATH_SHOWN, _ID_SHOWN = 200, 128
 
 
 class Server:
@@ -74,6 +76,7 @@ class Server:
         self.parameter_lock = asyncio.Lock()  # held by the client that is sent a parameter
         self.started = time.time()
         self._llm: Any = None
+        self._shared: SharedFolder | None = None
         self._answers: ResultEncoder | None = None
         self._template: dict[str, Any] = {}
         self.running = RunningRequests()
@@ -92,9 +95,11 @@ class Server:
         self._answers = ResultEncoder(self.settings, self.captures, info.shape.hidden_size, dtype)
         self._template = {name: value for name, value in template.items() if value is not None}
         limits = self.settings
-        llm.intake.limit(limits.waiting_requests, limits.wait_seconds, self.metrics.observe_wait)
+        llm.intake.limit(limits.waiting_requests, limits.wait_seconds, self._observe_wait)
+        audit_log.attach_handlers(limits.log)
+        if limits.shared_folder is not None:
+            self._shared = SharedFolder(limits.shared_folder, llm.vectors, llm.steering)
         self._llm = llm
-        audit_log.attach_handlers()
         audit_log.log_event("ready", version=__version__, taps=len(info.shape.taps))
         # Override the method on this instance only: calls within an HTTP request get its plan.
         generate = llm.generate
@@ -110,6 +115,14 @@ class Server:
         if self._llm is None:
             raise HttpError(503, "the engine is not ready yet")
         return self._llm
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests with a plan are accepted: the engine runs, its taps were checked, the
+        vectors and edits of the settings are registered, and it does not shut down.
+        """
+        llm = self._llm
+        return llm is not None and not llm.errored and not llm.intake.is_closed
 
     @property
     def steering(self) -> str | None:
@@ -212,6 +225,9 @@ class Server:
             "steering": _count(llm.steering.show()),
             "vectors": len(llm.vectors),
             "vector_names": [one.name for one in llm.vectors.list()],
+            "shared_changes": None if self._shared is None else self._shared.version,
+            "lens_names": list(llm.lenses.names),
+            "sae_names": list(llm.saes.names),
             "held": {"captures": len(self.captures), "bytes": self.captures.nbytes},
             "limits": asdict(self.settings),
             **await llm.usage(_USAGE_SECONDS),
@@ -231,6 +247,7 @@ class Server:
             method=scope["method"],
             path=scope["path"][:_PATH_SHOWN],
             client=self.client_of(scope),
+            request_id=Headers(scope=scope).get("x-request-id", "")[:_ID_SHOWN] or None,
             param=param,
         )
 
@@ -242,6 +259,15 @@ class Server:
         """Free all cached captures. The engine closes its sinks itself."""
         audit_log.log_event("closing", held_captures=len(self.captures))
         self.captures.close()
+
+    def _observe_wait(self, request_id: str, seconds: float | None) -> None:
+        """Log that a request waits for capacity, or for how long it did."""
+        name = request_id[:_ID_SHOWN]
+        if seconds is None:
+            audit_log.log_event("request.waiting", request_id=name)
+            return
+        self.metrics.observe_wait(seconds)
+        audit_log.log_event("request.waited", request_id=name, seconds=round(seconds, 3))
 
     def _generate(
         self, generate: Any, prompt: Any, params: Any, request_id: str, **named: Any

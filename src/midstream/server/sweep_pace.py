@@ -19,10 +19,10 @@ _RETRY_SECONDS = 5
 
 
 class SweepPace:
-    """Limits the sweeps of one server, and the runs of all of them at a time. Not thread-safe.
+    """Limits the sweeps and fits of one server, and the runs of all at a time. Not thread-safe.
 
     Attributes:
-        sweeps: number of sweeps that have begun and not ended.
+        sweeps: number of sweeps and fits that have begun and not ended.
         running: number of runs that have had their turn and not ended.
     """
 
@@ -48,7 +48,7 @@ class SweepPace:
         if self.sweeps >= self._most:
             raise HttpError(
                 503,
-                f"{self.sweeps} sweeps are running, the most that this server allows "
+                f"{self.sweeps} sweeps and fits are running, the most that this server allows "
                 "(http.running_sweeps); try again later",
                 retry_after=_RETRY_SECONDS,
             )

@@ -41,7 +41,7 @@ class SaeCode(NamedTuple):
 
     Attributes:
         name: its name.
-        place: where it is in their memory; see `midstream.ops.sae_layout`.
+        place: where it is in their memory; see `midstream.ops.sae.layout`.
         digest: sha256 of its numbers, in hex.
         features: number of its features.
         transcodes: whether it reads one site and writes another.

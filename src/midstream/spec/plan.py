@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -249,7 +249,7 @@ def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[
         with at(name):
             return (read(value),)
     if not value:
-        raise SpecError(name, "the list is empty; omit the field instead")
+        raise SpecError(name, "the list is empty; use None, or omit the field")
     if len(value) > MAX_PARTS:
         raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(value)}")
     found = []
@@ -262,3 +262,14 @@ def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[
 def emit_server_wide(part: ServerWide) -> dict[str, object]:
     """Return the JSON form of an edit, or of a probe among edits: with the `op` "probe"."""
     return {"op": "probe", **part.to_dict()} if isinstance(part, Probe) else part.to_dict()
+
+
+def parse_server_wide(value: object) -> ServerWide:
+    """Read an edit, or a probe among edits, from the form of `emit_server_wide`.
+
+    Raises:
+        SpecError: a field is unknown, missing or malformed.
+    """
+    if isinstance(value, Mapping) and value.get("op") == "probe":
+        return Probe.parse({name: one for name, one in value.items() if name != "op"})
+    return parse_edit(value)

@@ -13,8 +13,8 @@ from midstream.errors import SpecError
 from midstream.spec.forms import PhaseLike
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.named_vector import Named
-from midstream.spec.operations import Edit, Gate, Steer, bind_edit, parse_edit
-from midstream.spec.plan import Plan, ServerWide
+from midstream.spec.operations import Edit, Gate, Local, Steer, bind_edit, parse_edit
+from midstream.spec.plan import Plan, ServerWide, parse_server_wide
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.probe import Probe
 from midstream.spec.resolve.resolve import resolve
@@ -128,7 +128,7 @@ def read_named_edits(value: Mapping[object, object]) -> tuple[Part, ...]:
         for index, one in enumerate(several):
             path = f"{_EDITS}[{index}]"
             with at(path):
-                found.append(Part(path, parse_edit(one)))
+                found.append(Part(path, _not_local(parse_edit(one))))
     if not found:
         raise SpecError("", "there is no edit")
     if len(found) > MAX_PARTS:
@@ -261,9 +261,15 @@ def _is_pair(value: object) -> bool:
     )
 
 
+def _not_local(edit: Edit) -> Edit:
+    if isinstance(edit, Local):
+        raise SpecError("", "a function is given with each request, as edits=Local(fn, layer=14)")
+    return edit
+
+
 def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart, ...]:
     if isinstance(value, Edit):
-        return (Part("", narrowed(value, phase)),)
+        return (Part("", narrowed(_not_local(value), phase)),)
     if isinstance(value, Probe):
         return (ProbePart("", _narrowed_probe(value, phase)),)
     if isinstance(value, (str, Named)) or _is_pair(value):
@@ -271,8 +277,9 @@ def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart,
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
     if value.get("op") == "probe":
-        own = {name: one for name, one in value.items() if name != "op"}
-        return (ProbePart("", _narrowed_probe(Probe.parse(own), phase)),)
+        probe = parse_server_wide(value)
+        assert isinstance(probe, Probe)
+        return (ProbePart("", _narrowed_probe(probe, phase)),)
     if "op" in value:
         return (Part("", narrowed(parse_edit(value), phase)),)
     if "vector" in value or "rows" in value:

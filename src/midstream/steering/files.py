@@ -275,11 +275,19 @@ def _read_npy(file: IO[bytes]) -> NDArray[Any]:
 
 
 def _read_control_vector(name: str) -> dict[str, Vector]:
+    with open(name, "rb") as file:
+        return read_control_vector(file.read(MAX_FILE_BYTES + 1))
+
+
+def read_control_vector(data: bytes) -> dict[str, Vector]:
+    """Read a GGUF control vector: vectors by `direction.N`.
+
+    Raises:
+        SpecError: it is no control vector, or damaged or malicious.
+    """
     from midstream.errors import ModelError
     from midstream.steering.gguf import read_gguf
 
-    with open(name, "rb") as file:
-        data = file.read(MAX_FILE_BYTES + 1)
     try:
         gguf = read_gguf(data, architecture="controlvector")
     except ModelError as error:

@@ -22,6 +22,7 @@ from midstream.spec.operations import Edit, Gate
 from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
 from midstream.spec.shape import ModelShape
 from midstream.spec.vector import Vector
+from midstream.steering.changes import Changes, OwnProcess
 from midstream.steering.edit_forms import bind_part, names_edits, read_named_edits
 from midstream.steering.files import is_json_file, read_file, read_json_file, write_json_file
 from midstream.steering.listing import Description, Listing
@@ -39,7 +40,7 @@ _FILES = (".safetensors", ".gguf", ".json", ".npy", ".npz", ".pt", ".pth", ".bin
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class NamedEntry:
     """What one name stands for. Immutable; registration replaces the whole entry."""
 
     found: Registered | NamedEdits
@@ -66,7 +67,9 @@ class VectorRegistry:
             shape: the model and its taps; vectors that do not fit are rejected at registration.
         """
         self._shape = shape
-        self._entries: dict[str, _Entry] = {}
+        # Where changes hold; `shared_folder` replaces it, and what all names stand for.
+        self.changes: Changes = OwnProcess()
+        self.entries: Mapping[str, NamedEntry] = {}
         self._lock = threading.Lock()
         # Returns the registered SAE of a name; the front end sets it.
         self.saes: Callable[[str], FeatureSource] = _no_sae
@@ -104,24 +107,36 @@ class VectorRegistry:
             read_name(name)
         with at("vectors"):
             found = self._read(vectors)
-        with self._lock:
-            before = self._entries.get(name)
-            if before is None and len(self._entries) >= MAX_NAMES:
+        with self._lock, self.changes.changing():
+            before = self.entries.get(name)
+            if before is None and len(self.entries) >= MAX_NAMES:
                 raise NoRoomError(
                     "name", f"the limit of {MAX_NAMES} names is reached; remove one first"
                 )
             count = 1 if before is None else before.description.registered + 1
-            entry = _Entry(found, _describe(name, found, self._shape, count))
+            entry = NamedEntry(found, _describe(name, found, self._shape, count))
             if room is not None:
                 self._check_limit(name, entry, room)
-            self._entries[name] = entry
+            self.entries = {**self.entries, name: entry}
         return entry.description
+
+    def entry(self, name: str, form: object, registered: int) -> NamedEntry:
+        """Return what a name stands for, read from its JSON form; see `form`.
+
+        Args:
+            name: the name.
+            form: the JSON form.
+            registered: how often the name was registered.
+
+        Raises:
+            SpecError: it does not fit the model.
+        """
+        found = self._read(form)
+        return NamedEntry(found, _describe(name, found, self._shape, registered))
 
     def list(self) -> Listing:
         """Return the registered names and their descriptions, sorted; prints as a table."""
-        with self._lock:
-            entries = tuple(self._entries.items())
-        return Listing(entry.description for _, entry in sorted(entries))
+        return Listing(entry.description for _, entry in sorted(self._current().items()))
 
     def remove(self, name: str) -> None:
         """Remove a name. Requests that were admitted before keep their vectors.
@@ -129,10 +144,10 @@ class VectorRegistry:
         Raises:
             SpecError: the name is not registered.
         """
-        with self._lock:
-            if name not in self._entries:
+        with self._lock, self.changes.changing():
+            if name not in self.entries:
                 raise self._unknown(name)
-            del self._entries[name]
+            self.entries = {key: one for key, one in self.entries.items() if key != name}
 
     @overload
     def lookup(self, name: str) -> Registered | NamedEdits: ...
@@ -155,7 +170,7 @@ class VectorRegistry:
         Raises:
             SpecError: the name is not registered; the path is empty.
         """
-        entry = self._entries.get(name)
+        entry = self._current().get(name)
         if entry is None:
             raise self._unknown(name)
         return entry.description, entry.found
@@ -185,10 +200,10 @@ class VectorRegistry:
         write_json_file(path, self.form(name))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._current()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._current())
 
     def __str__(self) -> str:
         return str(self.list())
@@ -199,8 +214,13 @@ class VectorRegistry:
     def _repr_html_(self) -> str:
         return self.list()._repr_html_()
 
-    def _check_limit(self, name: str, entry: _Entry, limit: int) -> None:
-        others = sum(one.nbytes for other, one in self._entries.items() if other != name)
+    def _current(self) -> Mapping[str, NamedEntry]:
+        """Return what the names stand for now."""
+        self.changes.refresh()
+        return self.entries
+
+    def _check_limit(self, name: str, entry: NamedEntry, limit: int) -> None:
+        others = sum(one.nbytes for other, one in self.entries.items() if other != name)
         if others + entry.nbytes > limit:
             raise NoRoomError(
                 "vectors",
@@ -211,7 +231,7 @@ class VectorRegistry:
     def _unknown(self, name: object) -> SpecError:
         if not isinstance(name, str):
             return SpecError("", f"expected a registered name, `str`, got {kind(name)}")
-        known = sorted(self._entries)
+        known = sorted(self.entries)
         near = [one for one in known if abs(len(one) - len(name)) <= _NEAR]
         close = difflib.get_close_matches(name[:128], near[:_COMPARED], 1)
         more = f" (did you mean `{close[0]}`?)" if close else ""

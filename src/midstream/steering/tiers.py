@@ -13,6 +13,7 @@ from midstream.spec.operations import Gate
 from midstream.spec.plan import ServerWide, emit_server_wide
 from midstream.spec.positions.positions import Positions
 from midstream.spec.probe import Probe
+from midstream.steering.changes import Changes, OwnProcess
 from midstream.steering.edit_forms import TIERS, bind_tier, read_tier
 from midstream.steering.listing import html_table, text_table
 from midstream.steering.registry import VectorRegistry
@@ -76,7 +77,9 @@ class Steering:
             registry: named vectors, and the model that the edits must fit.
         """
         self._registry = registry
-        self._state = SteeringState()
+        # Where changes hold; `shared_folder` replaces it, and the state.
+        self.changes: Changes = OwnProcess()
+        self.state = SteeringState()
         self._lock = threading.Lock()
 
     def set(
@@ -112,19 +115,16 @@ class Steering:
             with at(tier):
                 parts = read_tier(value, TIERS[tier])
                 read[tier] = tuple(bind_tier(parts, self._registry.lookup, self._registry.shape))
-        with self._lock:
-            new = {tier: read.get(tier, getattr(self._state, tier)) for tier in TIERS}
-            _check_names(new)
-            return self._change(new)
+        return self._change(read)
 
     def clear(self) -> SteeringState:
         """Clear all tiers; return the new state."""
-        with self._lock:
-            return self._change(dict.fromkeys(TIERS, ()))
+        return self._change(dict.fromkeys(TIERS, ()))
 
     def show(self) -> SteeringState:
         """Return the active edits; prints as a table."""
-        return self._state
+        self.changes.refresh()
+        return self.state
 
     def plan_edits(self, max_tokens: int | None = None) -> tuple[ServerWide, ...]:
         """Return the edits and probes that a request admitted now gets before its own.
@@ -133,7 +133,7 @@ class Steering:
             max_tokens: the request's limit of generated tokens. With 1, edits of generated tokens
                 are omitted: the last token is never fed back, so there is none to edit.
         """
-        edits = self._state.edits
+        edits = self.show().edits
         if max_tokens == 1:
             edits = tuple(edit for edit in edits if not _only_generated(edit))
         return edits
@@ -141,29 +141,33 @@ class Steering:
     @property
     def epoch(self) -> int:
         """How often the tiers were changed."""
-        return self._state.epoch
+        return self.show().epoch
 
     @property
     def digest(self) -> str:
         """SHA-256 of the active edits, in hex."""
-        return self._state.digest
+        return self.show().digest
 
     def __bool__(self) -> bool:
-        return bool(self._state.edits)
+        return bool(self.show().edits)
 
     def __str__(self) -> str:
-        return str(self._state)
+        return str(self.show())
 
     def __repr__(self) -> str:
-        return f"Steering({len(self._state.edits)} edits)"
+        return f"Steering({len(self.show().edits)} edits)"
 
     def _repr_html_(self) -> str:
-        return self._state._repr_html_()
+        return self.show()._repr_html_()
 
     def _change(self, tiers: Mapping[str, tuple[ServerWide, ...]]) -> SteeringState:
-        epoch = self._state.epoch + 1
-        self._state = SteeringState(**tiers, epoch=epoch, digest=_digest(tiers))
-        return self._state
+        with self._lock, self.changes.changing():
+            before = self.state
+            new = {tier: getattr(before, tier) for tier in TIERS} | dict(tiers)
+            _check_names(new)
+            state = SteeringState(**new, epoch=before.epoch + 1, digest=_digest(new))
+            self.state = state
+        return state
 
 
 def _check_names(tiers: Mapping[str, tuple[ServerWide, ...]]) -> None:

@@ -35,7 +35,7 @@ def heatmap(
     """Draw a matrix as coloured cells; each tells its value to mouse, touch and keyboard.
 
     Args:
-        values: numbers [rows][columns]: nested lists, an array or a tensor. NaN is an empty cell.
+        values: numbers [rows, columns]: nested lists, an array or a tensor. NaN is an empty cell.
         rows: labels of the rows, the first on top: texts, such as tokens, or numbers.
         columns: labels of the columns.
         title: title of the picture.
@@ -46,8 +46,8 @@ def heatmap(
             colours rise from the smallest value.
         fmt: format of the values, as for `format`.
         limits: the values at the ends of the colours; None: those of the data.
-        texts: texts [rows][columns] to write into the cells instead of the values.
-        details: texts [rows][columns] that a cell tells after its value.
+        texts: texts [rows, columns] to write into the cells instead of the values.
+        details: texts [rows, columns] that a cell tells after its value.
         marked: index of a row to outline.
 
     Raises:

@@ -37,7 +37,7 @@ class Both:
                 http=httpx.AsyncClient(transport=transport, base_url="http://localhost")
             )
 
-    def call(self, name: str, *args: Any, **given: Any) -> Any:
+    def call(self, name: str, /, *args: Any, **given: Any) -> Any:
         """What a method returns."""
         method: Any = self.client
         for part in name.split("."):

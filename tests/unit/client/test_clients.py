@@ -20,6 +20,7 @@ from midstream.client.outputs import Reader
 from midstream.errors import ConfigError, SpecError
 from midstream.results.activations import with_heads
 from midstream.results.arrays import Heads
+from midstream.results.plan_update import PlanUpdate
 from midstream.spec.vector import Vector
 
 V = [1.0, 2.0, 2.0]
@@ -384,3 +385,23 @@ def test_extra_body_is_what_the_server_reads():
     assert wishes.activations == "inline"
     assert wishes.plan.edits == (Steer(V, 1),)
     assert take_field(extra_body()).plan is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_is_sent_for_the_id_and_its_answer_is_read(kind):
+    seen = []
+
+    def answer(request):
+        seen.append((request.url.raw_path.decode(), json.loads(request.content)))
+        choices = [{"index": n, "version": 2, "position": 9 + n} for n in range(2)]
+        return httpx.Response(200, json={"id": "cmpl/1", "choices": choices})
+
+    client = over(kind, answer)
+    edit = Steer([1.0, 0.0], 1)
+    found = client.call("update", "cmpl/1", edits=edit, scale=0.5)
+    assert found == PlanUpdate(2, {0: 9, 1: 10})
+    client.call("update", "x", edits=[])
+    client.close()
+    place = "/v1/midstream/requests/cmpl%2F1/update"
+    assert seen[0] == (place, {"edits": [edit.to_dict()], "scale": 0.5})
+    assert seen[1][1] == {"edits": []}

@@ -13,9 +13,10 @@ from support.site_cases import same_bits
 from torch import Tensor
 
 from midstream import SAE
-from midstream.ops import layout, sae_layout
+from midstream.ops import layout
 from midstream.ops.layout import ANY, PLAIN, WITH_MAP, Op, kind_of
-from midstream.ops.sae_ref import SaeBuffers, code_rows, reconstruct
+from midstream.ops.sae import layout as sae_layout
+from midstream.ops.sae.reference import SaeBuffers, code_rows, reconstruct
 
 WIDTH = 24
 SAES = random_saes(WIDTH, 11)
@@ -129,7 +130,7 @@ def test_what_may_be_at_one_site() -> None:
     assert kind_of([code, made], False) == -1
     assert kind_of([Op.PROBE, gate, code, made, add], False) == -3
     assert kind_of([gate, mapped, made], False) == WITH_MAP + 1
-    for wrong in ([code, made, code, made], [mapped, code], [add, code, made], [made, code, made]):
+    for wrong in ([code, made, code, made], [mapped, code], [add, code, made], [code, made, made]):
         with pytest.raises(ValueError, match=r"two|before the CODE"):
             kind_of(wrong, False)
 

@@ -11,7 +11,7 @@ from unit.spec.strategies import json_values, plans, reads_or_refuses
 
 from midstream.errors import SpecError
 from midstream.server.request_field import RETURNS, read_field, take_field
-from midstream.spec import Bias, Capture, Plan, Steer
+from midstream.spec import Bias, Capture, Local, Plan, Steer
 
 CAPTURE = {"layers": [1]}
 
@@ -39,6 +39,22 @@ def test_a_bias_has_its_tokens_as_strings():
     assert found.plan.edits == (Bias({42: 2.0, 7: -1.0}, "last_prompt"),)
     with pytest.raises(SpecError, match="expected token ids from 0, got 'a'"):
         read_field({"edits": {**bias, "tokens": {"a": 1}}})
+
+
+def test_no_function_is_read_from_a_body():
+    """However it is named, and wherever it is."""
+    shown = Local(json.dumps, 1).to_dict()
+    assert shown["fn"] == "json:dumps"
+    steer = {"op": "steer", "vector": [1.0], "layer": 1}
+    for field, path in (
+        ({"edits": shown}, "edits"),
+        ({"edits": [steer, shown]}, r"edits\[1\]"),
+        ({"edits": {"op": "gate", "edit": shown, "probe": [1.0]}}, "edits.edit"),
+        ({"steer": {"fn": "json:dumps", "layer": 1}}, "steer"),
+        ({"edits": {"op": "local", "fn": "os:getpid", "layer": 1}}, "edits"),
+    ):
+        with pytest.raises(SpecError, match=path):
+            read_field(field)
 
 
 def test_steer_needs_no_op_and_goes_before_the_edits():

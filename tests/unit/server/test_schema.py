@@ -33,6 +33,8 @@ ENDPOINTS = {
     "GET /v1/midstream/status",
     "POST /v1/midstream/requests/{id}/update",
     "POST /v1/midstream/sweep",
+    "POST /v1/midstream/fit",
+    "POST /v1/midstream/tokens",
     "POST /v1/steering/set",
     "POST /v1/steering/clear",
     "GET /v1/steering",
@@ -68,7 +70,9 @@ CHECKED = (
 
 
 # What takes nothing can be given nothing wrong.
-TAKES = ("/activations/", "/vectors/", "PUT", "/set", "register", "/sweep")
+TAKES = (
+    "/activations/", "/vectors/", "PUT", "/set", "register", "/sweep", "/fit", "/tokens", "/update",
+)  # fmt: skip
 MODES = [
     (label, mode)
     for label in sorted(ENDPOINTS)
@@ -146,3 +150,9 @@ def _has_example(site: Site, content: dict[str, Any]) -> bool:
         return True
     fields = schema.get("properties", {})
     return bool(fields) and any("examples" in each for each in fields.values())
+
+
+def test_readiness_is_in_the_schema_and_needs_no_key(site):
+    answers = site.app.openapi()["paths"]["/midstream/ready"]["get"]["responses"]
+    assert {"200", "503"} <= set(answers)
+    assert "401" not in answers

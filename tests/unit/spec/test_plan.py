@@ -19,8 +19,8 @@ STEER = {"op": "steer", "vector": [1.0, 2.0], "layer": 1}
 PROBE = {"direction": [1.0, 2.0], "layer": 1}
 NOTHING = "the plan is empty: give `capture`, `edits` or `probes`"
 OPS = (
-    "`steer`, `ablate`, `clamp`, `feature`, `affine`, `loreft`, `replace`, `scale`, `route`, "
-    "`bias`, `gate`"
+    "`steer`, `ablate`, `clamp`, `feature`, `reconstruct`, `affine`, `loreft`, `replace`, `scale`, "
+    "`route`, `bias`, `gate`"
 )
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from midstream.runtime.core.ended_requests import add_end
 from midstream.runtime.core.prefix_cache import keys_of
+from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.failures import Failure, failures_of
+from midstream.runtime.vllm.attributes import CHANGED_KEYS
 
 
 def update_from_output(
@@ -66,8 +68,14 @@ def _stop_sharing(request: Any) -> None:
 
     vLLM chains the hashes of later blocks to the last one, so these are the request's own too.
     """
-    if request is not None:
-        request.block_hashes[:] = [os.urandom(32) for _ in request.block_hashes]
+    if request is None:
+        return
+    request.block_hashes[:] = [os.urandom(32) for _ in request.block_hashes]
+    keys = keys_of(request)
+    if keys is not None:
+        # Also for blocks that are hashed again when its plan changes.
+        own = CacheKeys((0,), (os.urandom(16).hex(),), keys.first_read)
+        CHANGED_KEYS.set(request, own)
 
 
 def _wrong_blocks(scheduler: Any, name: str, position: int) -> set[int]:

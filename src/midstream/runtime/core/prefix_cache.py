@@ -46,6 +46,8 @@ def computed_blocks(
     """Limit a prefix-cache hit to positions before the first whose row must be computed."""
     payload = payload_of(request.sampling_params)
     cap = None if payload is None else payload.first_read(RESETS.get(manager) or 0)
+    if payload is not None and CHANGED_KEYS.get(request) is not None:
+        cap = payload.keys.first_read  # kept rows are those of the plan that it began with
     if cap is None:
         return original(manager, request, *args, **kwargs)
     coordinator = manager.coordinator

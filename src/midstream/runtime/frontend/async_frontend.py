@@ -182,7 +182,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         if is_sent_here:
             await deliver(request)
         elif call is not None and call.wait is None:
-            call.wait = self.intake.begin_wait(partial(self._give_up, call))
+            call.wait = self.intake.begin_wait(call.ids[0], partial(self._give_up, call))
 
     def _give_up(self, call: GenerateCall, error: BusyError) -> None:
         """End a call that waited too long: `complete` raises the error for its reader."""
@@ -271,8 +271,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         await self._tasks.wait()
         for things in (self._calls, self._admitted, self._sessions, self._needs, self._reused):
             assert not things
-        assert not self._admission.waiting
-        assert not len(self.changes)
+        assert self._admission.waiting + len(self.changes) == 0
         self.check_vectors(await call_all(self._client, CheckIntegrity()))
         assert not any(sent.in_use for sent in self._sent_vectors)
 

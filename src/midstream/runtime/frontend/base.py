@@ -198,7 +198,7 @@ class BaseFrontEnd:
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused
-        return AdmittedRequest(uid, prepared.plan, own, routes, reused)
+        return AdmittedRequest(uid, prepared.plan, own, routes, reused=reused)
 
     def _reused_rows(
         self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]

@@ -19,7 +19,7 @@ from torch import Tensor
 from midstream.codecs import parse_codec
 from midstream.results.encoded_rows import Chunk, Scattered
 from midstream.runtime.frontend.row_store import CHUNK, RowSet, RowStore
-from midstream.runtime.protocol.cache_keys import CacheKeys
+from midstream.runtime.protocol.cache_keys import CacheKeys, probed
 from midstream.runtime.protocol.request_payload import KeptRows
 from midstream.runtime.protocol.results import ResultBlock
 from midstream.runtime.protocol.runs import Ints, expand
@@ -85,7 +85,7 @@ class ReusedRows:
             for captures, _ in plan.alike
             for nth in captures
         ]
-        firsts += [_first(probe.where.possible, 0) for probe in plan.probes if probe.name]
+        firsts += [_first(ranges, 0) for ranges in probed(plan)]
         known = [first for first in firsts if first is not None]
         self._kept = KeptRows(resets, min(known, default=None))
         return self._kept

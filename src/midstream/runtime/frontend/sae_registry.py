@@ -12,9 +12,9 @@ import torch
 
 from midstream.config.config import KEY
 from midstream.errors import ConfigError, SpecError
-from midstream.ops import sae_layout as layout
+from midstream.ops.sae import layout
 from midstream.runtime.frontend.weight_memory import NamedWeights, WeightMemory, WeightPart
-from midstream.sae.sae import SAE
+from midstream.sae.sae import SAE, folded, writes_mlp_out
 from midstream.sites import Tap
 from midstream.spec import ModelShape
 from midstream.spec.named_lookup import SaeCode
@@ -163,7 +163,7 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
             )
         if sae.w_dec.shape[1] != self._shape.hidden_size:
             return f"it writes vectors of {sae.w_dec.shape[1]} numbers"
-        if sae.is_transcoder and not sae.writes_mlp_out:
+        if sae.is_transcoder and not writes_mlp_out(sae):
             return (
                 "a transcoder writes mlp_out of the layer whose mlp_in it reads, and this one "
                 f"writes {sae.hook_name_out}"
@@ -172,7 +172,7 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
 
     def laid_out(self, first: int, weights: SAE) -> tuple[RegisteredSae, list[WeightPart]]:
         width, count = weights.width, weights.num_features
-        bias, threshold = weights.folded()
+        bias, threshold = folded(weights)
         reason = self._why_not(weights)
         tensors = [weights.w_enc, bias, threshold]
         matrix = first // 4

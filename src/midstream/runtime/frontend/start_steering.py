@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from midstream.config.config import KEY
@@ -9,6 +10,9 @@ from midstream.errors import ConfigError, SpecError
 from midstream.runtime.vllm.additional_config import Settings
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
+
+# Beneath vLLM's logger, which has handlers in every program that starts an engine.
+_LOGGER = logging.getLogger("vllm.midstream")
 
 
 def set_steering(vllm_config: Any, vectors: VectorRegistry, steering: Steering) -> None:
@@ -37,3 +41,9 @@ def set_steering(vllm_config: Any, vectors: VectorRegistry, steering: Steering) 
             steering.set(**settings.steering)
         except SpecError as error:
             raise ConfigError(f"{KEY}.{error.under('steering')}") from None
+        state = steering.show()
+        _LOGGER.info(
+            'midstream steering.started edits=%d digest="%s": every request is steered',
+            len(state.edits),
+            state.digest,
+        )

@@ -99,11 +99,15 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
         if not marks or made[here] != marks[-1]:
             starts.append(start)
             marks.append(made[here])
-    reads = [capture.where.possible for capture in plan.captures]
-    # A gate with memory starts from the state of the token before, which no cached block has.
-    reads += [probe.where.possible for probe in plan.probes if probe.name or probe.is_scan]
+    reads = [capture.where.possible for capture in plan.captures] + probed(plan)
     firsts = [ranges[0][0] for ranges in reads if ranges]
     return CacheKeys(tuple(starts), tuple(marks), min(firsts, default=None))
+
+
+def probed(plan: ResolvedPlan) -> list[Ranges]:
+    """Return the positions of each probe that must be computed for itself."""
+    # A gate with memory starts from the state of the token before, which no cached block has.
+    return [probe.where.possible for probe in plan.probes if probe.name or probe.is_scan]
 
 
 def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
@@ -117,6 +121,8 @@ def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
             parts.append((edit.where.ranges, content))
         for match in edit.where.matches:
             parts.append((match.ranges, [*content, list(match.ids), match.others]))
+    for one in plan.functions:
+        parts.append((one.where.ranges, [one.site, one.layer, one.key]))
     for probe in plan.probes:
         if not probe.name:
             # What gates read is part of what they do.

@@ -49,6 +49,9 @@ def check_parts(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> None:
         # Parts of scores that are returned are added up in the front end.
         if probe.attention is None and probe.tap in parts and not probe.name:
             raise _needs_all(probe.site, "a gate that reads it").under("edits")
+    for one in plan.functions:
+        if (one.site, one.layer) in parts:
+            raise _needs_all(one.site, "a function").under(f"edits[{one.source}]")
     for edit in plan.edits:
         count = parts.get((edit.site, edit.layer))
         if count is not None and any(step.op is Op.MAP for step in edit.steps.instructions):

@@ -77,6 +77,20 @@ class ScoresHeader(ProtocolMessage, frozen=True, array_like=True):
     nbytes: Natural
 
 
+class FunctionCount(ProtocolMessage, frozen=True, array_like=True):
+    """Calls of one function of a plan.
+
+    Attributes:
+        index: index of the function in the plan.
+        calls: number of calls.
+        rows: number of rows that it was given.
+    """
+
+    index: Natural
+    calls: Natural
+    rows: Natural
+
+
 class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """Results of one vLLM request.
 
@@ -90,6 +104,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         rows: blocks of captured rows.
         scores: blocks of probe scores.
         resets: number of resets of the prefix cache when it began, if the front end keeps rows.
+        functions: calls of its functions at this worker's taps.
         versions: (number, first position) of each later version of its plan, in order.
     """
 
@@ -102,6 +117,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     rows: list[RowsHeader]
     scores: list[ScoresHeader]
     resets: Natural = 0
+    functions: list[FunctionCount] = []
     versions: list[tuple[Natural, Natural]] = []
 
     @property
@@ -256,6 +272,7 @@ class WorkerResult:
         dropped: number of captured vectors that the arena had no space for.
         states: uint16, the state of each position; see `segments`.
         resets: number of resets of the prefix cache when it began.
+        functions: calls of its functions.
         versions: (number, first position) of each later version of the plan, in order.
     """
 
@@ -274,6 +291,7 @@ class WorkerResult:
         self.problem = header.problem
         self.dropped = header.dropped
         self.resets = header.resets
+        self.functions = header.functions
         self.versions = tuple(header.versions)
         self._leased = leased
         end = header.states * _STATE

@@ -172,6 +172,7 @@ class CountResets(RpcRequest[Acknowledged], frozen=True):
     """
 
     resets: Natural
+    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import uuid
 from typing import Any
 
 import msgspec
@@ -15,6 +18,11 @@ from midstream.transport.leases import Address
 def place_of(replica: int, stage: int, tensor_rank: int) -> str:
     """Return a worker's place, for messages and metrics."""
     return f"{replica}.{stage}.{tensor_rank}"
+
+
+def this_process() -> str:
+    """Return an identity of this process."""
+    return f"{socket.gethostname()} {uuid.getnode()} {os.getpid()}"
 
 
 class WorkerRank(ProtocolMessage, frozen=True, array_like=True):
@@ -72,6 +80,7 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True):
         arena_bytes: memory limit of the arena.
         device: device type, for example `cuda`.
         replica: number of the worker's engine among those of the front end, which sets it.
+        functions: identity of its process, if it calls functions of `Local`; empty: it does not.
     """
 
     stage: int
@@ -98,6 +107,7 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True):
     arena_bytes: int
     device: str
     replica: int = 0
+    functions: str = ""
 
     @property
     def rank(self) -> WorkerRank:

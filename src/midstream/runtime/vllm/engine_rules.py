@@ -105,6 +105,16 @@ RULES: tuple[Rule, ...] = (
         '"startup"',
     ),
     Rule(
+        'midstream.hooks = "local" with speculative_config',
+        lambda c: _calls_functions(c) and c.speculative_config is not None,
+        "the positions of rows are not known on the host when their function is called",
+    ),
+    Rule(
+        'midstream.hooks = "local" without enforce_eager',
+        lambda c: _calls_functions(c) and not c.model_config.enforce_eager,
+        "Python functions do not run in compiled graphs",
+    ),
+    Rule(
         "enable_elastic_ep",
         lambda c: bool(getattr(c.parallel_config, "enable_elastic_ep", False)),
         "workers and replicas start and stop while requests run",
@@ -188,6 +198,11 @@ def check_script() -> None:
             'it as a file, with its body under `if __name__ == "__main__":`, or set '
             "VLLM_ENABLE_V1_MULTIPROCESSING=0"
         )
+
+
+def _calls_functions(vllm_config: Any) -> bool:
+    found = from_additional_config(vllm_config.additional_config)
+    return found is not None and found.hooks == "local"
 
 
 def _is_other_executor(backend: object) -> bool:

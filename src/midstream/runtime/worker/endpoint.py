@@ -10,7 +10,7 @@ import torch
 
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
-from midstream.ops.sae_ref import SaeBuffers
+from midstream.ops.sae.reference import SaeBuffers
 from midstream.runtime.models.decoder import Decoder, find_decoder
 from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name
@@ -42,7 +42,7 @@ from midstream.runtime.protocol.rpc import (
 from midstream.runtime.protocol.runs import joined
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.segments import RankShare, Room
-from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank
+from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank, this_process
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
@@ -176,6 +176,7 @@ class WorkerEndpoint:
                 weights=self._weights,
             ),
             reductions=reductions,
+            calls_functions=config.hooks == "local",
         )
         if self._session.bias is not None:
             self._session.bias.attach(model)
@@ -194,6 +195,7 @@ class WorkerEndpoint:
             getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
         )
         self._runner_name = "v2" if is_v2 else "v1"
+        self._functions = this_process() if config.hooks == "local" else ""
 
     def __call__(self, request: object) -> Any:
         """Carry out an RPC request.
@@ -284,6 +286,7 @@ class WorkerEndpoint:
             arena=self._arena.leases.address,
             arena_bytes=self._arena.budget,
             device=str(self._buffers.ring.device.type),
+            functions=self._functions,
         )
 
     @property

@@ -7,7 +7,7 @@ and probes) and the same capture group.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, RowB
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.spec import ResolvedPlan
-from midstream.spec.resolve.resolved import ResolvedBias
+from midstream.spec.resolve.resolved import ResolvedBias, ResolvedFunction
 
 T = TypeVar("T")
 
@@ -63,6 +63,25 @@ class Segment:
         """What each token gets, as the columns `CONTENT` of segments and runs."""
         vectors = len(self.taps)
         return self.program, self.group, vectors, self.units, self.kind, self.scored, self.codec
+
+
+@dataclass(slots=True, eq=False)
+class FunctionUse:
+    """A function of one request at one tap.
+
+    Attributes:
+        index: index of the function in the plan.
+        function: the function's place.
+        call: the function.
+        calls: number of calls.
+        rows: number of rows that it was given.
+    """
+
+    index: int
+    function: ResolvedFunction
+    call: Callable[..., Any]
+    calls: int = 0
+    rows: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +141,7 @@ class RequestState:
         streamed: position up to which its rows were delivered while it ran.
         oldest_step: number of a step of the row index before which it has no rows.
         resets: number of resets of the prefix cache when it began.
+        functions: its functions at this rank's taps.
         done: uint16 [positions], state of each position; set when all of its steps are settled.
     """
 
@@ -144,6 +164,7 @@ class RequestState:
     streamed: int = 0
     oldest_step: int = 0
     resets: int = 0
+    functions: list[FunctionUse] = field(default_factory=list)
     done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
 
     def segments_within(self, start: int, stop: int) -> list[Segment]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from midstream.errors import NoRoomError
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.plan_version import PlanChange
 from midstream.runtime.worker.gate_states import GateStates
@@ -14,6 +13,7 @@ from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import (
+    FunctionUse,
     PlacedVersion,
     RankPlan,
     RequestState,
@@ -27,6 +27,8 @@ from midstream.spec.resolve.resolved import ResolvedBias
 _LOGGER = logging.getLogger(__name__)
 # Returns whether all ranks that run the same requests say yes.
 Agree = Callable[[bool], bool]
+# Returns the functions of a plan at this rank's taps.
+Load = Callable[[ResolvedPlan], list[FunctionUse]]
 _NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read
 
 
@@ -43,21 +45,23 @@ class RequestTable:
         slots: SlotTable,
         plans: PlanTable,
         recorder: StepRecorder,
+        gate_states: GateStates,
         checksum: RankChecksum | None = None,
         agree: Agree | None = None,
         reductions: tuple[Reductions, Sequence[int]] | None = None,
-        gate_states: GateStates | None = None,
+        load: Load | None = None,
     ) -> None:
         """Args:
         slots: the running requests.
         plans: their plans.
         recorder: the steps in flight.
+        gate_states: what gates remember.
         checksum: receives every plan; None if ranks are not compared.
         agree: asks the other ranks whether they can run a plan with work that all do together; None
             if there are none.
         reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
             None: nothing is reduced.
-        gate_states: states of gates with memory; None: there is no such gate.
+        load: returns the functions of a plan; None: this worker calls none.
         """
         self.plans = plans
         self.resets = 0
@@ -66,6 +70,7 @@ class RequestTable:
         self._checksum = checksum
         self._agree = agree
         self._reductions = reductions
+        self._load = load
         self._gate_states = gate_states
         self._added = 0
         # Finished requests with the number of their last step, which is not settled.
@@ -100,9 +105,10 @@ class RequestTable:
             self.settle_requests([known])
         problem = ""
         own = None
+        functions: list[FunctionUse] = []
         slot = self._slots.new_slot()
         try:
-            own = self._acquire(plan, slot)
+            own, functions = self._acquire(plan, slot)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
@@ -123,6 +129,7 @@ class RequestTable:
             serial=self._added,
             oldest_step=self._recorder.rows.next_step,
             resets=self.resets,
+            functions=functions,
         )
         self._slots.add(request)
         if problem:
@@ -131,10 +138,8 @@ class RequestTable:
             self.change(change)
 
     def change(self, change: PlanChange) -> None:
-        """Let a request have another version of its plan, from a position on that no step has
-        reached. Steps in flight keep their programs, and so does whatever is computed again.
-
-        An exception in here fails this request alone, as in `add`.
+        """Let a request have another version of its plan from a position on that no step has
+        reached. An exception in here fails this request alone, as in `add`.
         """
         request = self._slots.get(change.request_id)
         if request is None or request.uid != change.uid or not self._slots.runs(request):
@@ -142,8 +147,7 @@ class RequestTable:
             return
         if self._checksum is not None:
             self._checksum.add_request(change.request_id, change.uid, change.plan, change.position)
-        problem = ""
-        plan = None
+        problem, plan = "", None
         try:
             # Sums of reduced rows are those of the captures, which are the same.
             plan = self.plans.acquire(change.plan)
@@ -153,35 +157,37 @@ class RequestTable:
         if self._agree is not None and is_joint(change.plan) and not self._agree(not problem):
             if plan is not None:
                 self.plans.release(plan)
-                plan = None
-            problem = problem or "another rank cannot run the plan"
+            problem, plan = problem or "another rank cannot run the plan", None
         request.change(PlacedVersion(change.number, change.position, plan))
         self._slots.change(request)
         if problem and not request.problem:
             self._slots.fail(request, change.position, problem)
 
-    def _acquire(self, packed: bytes, slot: int) -> RankPlan:
-        """Return a request's plan, and give it the sums and states that it needs. Pair with
-        `_release`.
+    def _acquire(self, packed: bytes, slot: int) -> tuple[RankPlan, list[FunctionUse]]:
+        """Return a request's plan and functions, and give it the sums and states that it needs.
+        Pair with `_release`.
         """
         found = self.plans.acquire(packed)
+        functions: list[FunctionUse] = []
         try:
-            if self._gate_states is not None:
-                self._gate_states.acquire(slot, found.segments)
+            if found.resolved.functions:
+                if self._load is None:
+                    raise LookupError("this worker calls no functions")
+                functions = self._load(found.resolved)
+            self._gate_states.acquire(slot, found.segments)
             if self._reductions is not None:
                 reductions, widths = self._reductions
                 reductions.acquire(slot, found.segments, widths)
-        except NoRoomError:
+        except Exception:
             self._release(found, slot)
             raise
-        return found
+        return found, functions
 
     def _release(self, plan: RankPlan, slot: int) -> None:
         self.plans.release(plan)
         if self._reductions is not None:
             self._reductions[0].release(slot)
-        if self._gate_states is not None:
-            self._gate_states.release(slot)
+        self._gate_states.release(slot)
 
     def grow(self, request_id: str, uid: str, prompt: Sequence[int] | None) -> None:
         """Record the prompt of a known request that is scheduled as new once more: the prompt has

@@ -14,6 +14,7 @@ from torch import Tensor, uint8
 from midstream.codecs import RowEncoding
 from midstream.errors import FetchError
 from midstream.runtime.protocol.results import (
+    FunctionCount,
     Lease,
     LeasedSegment,
     PatternHeader,
@@ -97,6 +98,9 @@ class ResultBuffer:
                     rows=blocks,
                     scores=scores,
                     resets=request.resets,
+                    functions=[
+                        FunctionCount(one.index, one.calls, one.rows) for one in request.functions
+                    ],
                     versions=[(one.number, one.position) for one in request.later],
                 )
             )

@@ -22,6 +22,7 @@ from midstream.runtime.worker.step_recorder import StepCounts, StepRecorder
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.tables.program_table import ProgramTable
+from midstream.runtime.worker.taps.local_calls import LocalCalls
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
 from midstream.transport.base import Transport
@@ -53,6 +54,7 @@ class WorkerSession:
         patterns: PatternReader | None = None,
         agree: Agree | None = None,
         reductions: Reductions | None = None,
+        calls_functions: bool = False,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -68,6 +70,7 @@ class WorkerSession:
         patterns: makes rows of attention and logits; None: no request asks for any.
         agree: see `RequestTable`.
         reductions: what requests reduce rows to; None: there is no room for any.
+        calls_functions: whether functions of requests are called.
         """
         if reductions is None:
             reductions = Reductions(0, 1, buffers.ring.device)
@@ -78,6 +81,8 @@ class WorkerSession:
         slots = SlotTable(max_model_len, on_nonfinite)
         self._gate_states = GateStates(buffers)
         self._planner = StepPlanner(slots, self._tables)
+        self._local = LocalCalls(taps, buffers, slots) if calls_functions else None
+        buffers.before = self._local
         self._recorder = StepRecorder(
             buffers,
             transport,
@@ -92,14 +97,16 @@ class WorkerSession:
         )
         plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
         widths = tuple(map(buffers.width, taps.values()))
+        load = None if self._local is None else self._local.load
         self.requests = RequestTable(
             slots,
             plans,
             self._recorder,
+            self._gate_states,
             checksum,
             agree,
             (self._reductions, widths),
-            self._gate_states,
+            load,
         )
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
@@ -135,6 +142,8 @@ class WorkerSession:
         recorder.counts.planner_ns += time.perf_counter_ns() - began
         if self._checksum is not None:
             self._checksum.add_step(batch, plan, self._tables)
+        if self._local is not None:
+            self._local.prepare(plan, batch)
         if self.bias is not None:
             self.bias.drop()
         if plan is None:
@@ -149,6 +158,8 @@ class WorkerSession:
         """Record the step whose forward pass was queued, and settle steps whose results are on the
         host.
         """
+        if self._local is not None:
+            self._local.finish()
         if self._recorder.prepared is not None:
             self._recorder.record()
             self.requests.settle()

@@ -11,9 +11,10 @@ from fastapi import Depends, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Send
 
 from midstream.errors import HttpError, MidstreamError, SpecError
+from midstream.server.body_values import LONG, check_values
 from midstream.server.server import Server
 from midstream.validation import read_json
 
@@ -135,6 +136,50 @@ async def send_within(
 
     with suppress(asyncio.TimeoutError):  # uvicorn closes the connection
         await respond(timed)
+
+
+async def json_of(request: Request) -> Any:
+    """Return the JSON of a body, which a thread parses if it is long.
+
+    Raises:
+        HttpError: 415, the body is of another content type; 413, it has too many values.
+        SpecError: it is malformed.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HttpError(415, "expected content type application/json")
+    data = await request.body()
+    check_values(data)
+    if len(data) > LONG:
+        return await asyncio.to_thread(read_json, data)
+    return read_json(data)
+
+
+def adapter_of(request: Request, name: str | None) -> Any:
+    """Return the adapter of a name that vLLM serves; None: it is the model's.
+
+    Raises:
+        HttpError: 404, there is neither.
+    """
+    models = getattr(request.app.state, "openai_serving_models", None)
+    if name is None or models is None or models.is_base_model(name):
+        return None
+    found = models.lora_requests.get(name)
+    if found is None:
+        raise HttpError(404, f"there is no model {name[:100]!r}", "model")
+    return found
+
+
+async def client_gone(receive: Receive) -> None:
+    """Wait until the client of a request, whose body was read, disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def end_task(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, and wait until it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def server_of(request: Request) -> Server:

@@ -52,7 +52,7 @@ class UpdateBody(BaseModel):
 
 
 @router.post(
-    "/v1/midstream/requests/{id}/update",
+    "/v1/midstream/requests/{id:path}/update",
     summary="Change the edits of a running request of the same client",
     description="They hold from the first position that is not scheduled yet: `position` of each "
     "choice that still runs. The receipt lists the versions and where each held.",

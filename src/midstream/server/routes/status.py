@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
 from midstream.server.routes.common import MidstreamRoute, ServerDep, error_responses, ok_response
 
@@ -30,6 +30,9 @@ _STATUS = {
     },
     "vectors": 0,
     "vector_names": [],
+    "shared_changes": None,
+    "lens_names": [],
+    "sae_names": [],
     "held": {"captures": 0, "bytes": 0},
     "requests": 0,
     "waiting": 0,
@@ -53,6 +56,24 @@ def sites(server: ServerDep) -> dict[str, Any]:
         "hidden_size": shape.hidden_size,
         "sites": [asdict(one) for one in table.states],
     }
+
+
+@router.get(
+    "/midstream/ready",
+    summary="Say whether requests are accepted",
+    description="200 once the engine runs, its taps were checked, and the vectors and edits of the "
+    "settings are registered; 503 before, after a failure, and while the server shuts down. Needs "
+    "no key.",
+    responses={
+        **ok_response({"ready": True}),
+        503: {"content": {"application/json": {"example": {"ready": False}}},
+              "description": "Not ready."},
+        **{"default": error_responses()["default"]},
+    },
+)  # fmt: skip
+def ready(server: ServerDep, response: Response) -> dict[str, bool]:
+    response.status_code = 200 if server.is_ready else 503
+    return {"ready": server.is_ready}
 
 
 @router.get(

@@ -13,19 +13,21 @@ from starlette.types import Message, Receive, Scope, Send
 
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import DONE, Event
-from midstream.server.body_values import LONG, check_values
 from midstream.server.http_errors import send_error
 from midstream.server.routes.common import (
     ERRORS,
     ErrorBody,
     MidstreamRoute,
     ServerDep,
+    adapter_of,
+    client_gone,
+    end_task,
     error_responses,
+    json_of,
 )
 from midstream.server.served_sweep import ServedSweep, error_of, whole
 from midstream.server.server import SWEEP
-from midstream.server.sweep_body import SweepBody, read_sweep
-from midstream.validation import read_json
+from midstream.server.sweep_body import read_sweep
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: sweeps"])
 
@@ -125,37 +127,11 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     },
 )
 async def sweep(request: Request, server: ServerDep) -> Response:
-    body = await _body_of(request)
+    body = read_sweep(await json_of(request))
     with server.sweeps.begun():  # a request beyond the limit does no work
-        adapter = _adapter(request, body.model)
+        adapter = adapter_of(request, body.model)
         found = await ServedSweep.prepare(server, request.scope, body, adapter)
     return _SweepResponse(found, body.stream)
-
-
-async def _body_of(request: Request) -> SweepBody:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise HttpError(415, "expected content type application/json")
-    data = await request.body()
-    check_values(data)
-    if len(data) > LONG:
-        return await asyncio.to_thread(lambda: read_sweep(read_json(data)))
-    return read_sweep(read_json(data))
-
-
-def _adapter(request: Request, name: str | None) -> Any:
-    """Return the adapter of a name that vLLM serves; None: it is the model's.
-
-    Raises:
-        HttpError: 404, there is neither.
-    """
-    models = getattr(request.app.state, "openai_serving_models", None)
-    if name is None or models is None or models.is_base_model(name):
-        return None
-    found = models.lora_requests.get(name)
-    if found is None:
-        raise HttpError(404, f"there is no model {name[:100]!r}", "model")
-    return found
 
 
 class _SweepResponse(Response):
@@ -170,18 +146,18 @@ class _SweepResponse(Response):
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(client_gone(receive))
         work = asyncio.ensure_future(self._answer(scope, send))
         try:
             await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             # A disconnected client does not cancel: the server is being stopped.
-            await _end(work)
+            await end_task(work)
             await self._refuse(send, HttpError(503, "the server shuts down; try again later"))
             raise
         finally:
-            await _end(gone)
-            await _end(work)
+            await end_task(gone)
+            await end_task(work)
         if not work.cancelled():
             work.result()
 
@@ -251,13 +227,3 @@ class _SweepResponse(Response):
 def _part(events: list[Event], is_last: bool) -> Message:
     body = b"".join(one.encoded for one in events)
     return {"type": "http.response.body", "body": body, "more_body": not is_last}
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _end(task: asyncio.Future[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from midstream.errors import HttpError, SpecError
-from midstream.steering.files import LONE_KEY
+from midstream.steering.files import LONE_KEY, read_control_vector
+from midstream.steering.gguf import MAGIC
 from midstream.validation import MAX_ITEMS, kind, read_json
 
 FILES = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
@@ -18,7 +19,7 @@ def read_upload(body: bytes, content_type: str) -> Any:
     """Return uploaded vectors in a form that `VectorRegistry.register` takes.
 
     Args:
-        body: JSON, or a safetensors file.
+        body: JSON, a safetensors file, or a GGUF control vector.
         content_type: content type of the body.
 
     Raises:
@@ -29,7 +30,8 @@ def read_upload(body: bytes, content_type: str) -> Any:
     if given in ("application/json", ""):
         return by_value(read_json(body))
     if given in FILES:
-        return _read_file(body)
+        # A safetensors file that began so would have a header of terabytes.
+        return read_control_vector(body) if body[:4] == MAGIC else _read_file(body)
     raise HttpError(
         415, f"content-type: expected application/json or {FILES[0]}, got {given[:80]!r}"
     )

@@ -73,7 +73,8 @@ def show(name: Name, server: ServerDep) -> dict[str, Any]:
     '`{"f32": base64, "shape": [width, width]}`. Or whole edits: `{"base": …, "prompt": …, '
     '"generated": …, "edits": […]}`, tiers as in `/v1/midstream/steering`. '
     "Or a safetensors file (`application/octet-stream`) with tensors named `{site}.{layer}` or "
-    "`{layer}`. Running requests continue with the vectors that they started with.",
+    "`{layer}`, or a GGUF control vector (tensors `direction.{layer}`). Running requests continue "
+    "with the vectors that they started with.",
     responses={**ok_response(ABOUT), **error_responses(400, 401, 403, 413, 415, 503, 507)},
     openapi_extra={
         "requestBody": {

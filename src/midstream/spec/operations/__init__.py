@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from midstream.errors import SpecError
 from midstream.spec.named_lookup import Lookup, NamedEdits, Registered
 from midstream.spec.operations.ablate import Ablate
 from midstream.spec.operations.affine import Affine, LoReFT
@@ -15,6 +16,7 @@ from midstream.spec.operations.captured_edits import fill_edit, has_captured
 from midstream.spec.operations.clamp import Clamp
 from midstream.spec.operations.feature import Feature
 from midstream.spec.operations.gate import Gate, Reading
+from midstream.spec.operations.local import Local
 from midstream.spec.operations.named_edits import bind_edit
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
 from midstream.spec.operations.reconstruct import Reconstruct
@@ -22,11 +24,12 @@ from midstream.spec.operations.replace import Replace
 from midstream.spec.operations.route import Route
 from midstream.spec.operations.scale import Scale
 from midstream.spec.operations.steer import Steer
-from midstream.validation import at, read_word
+from midstream.validation import at, listed, read_word
 
-Edit = PlainEdit | Gate
+Edit = PlainEdit | Gate | Local
 
-KINDS_BY_OP: dict[str, type[Edit]] = {**PLAIN, Gate.op: Gate}
+# The edits with a JSON form. A function has none, so that none is ever read from a network.
+KINDS_BY_OP: dict[str, type[PlainEdit | Gate]] = {**PLAIN, Gate.op: Gate}
 OPS: tuple[str, ...] = tuple(KINDS_BY_OP)
 
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "Feature",
     "Gate",
     "LoReFT",
+    "Local",
     "Lookup",
     "NamedEdits",
     "PlainEdit",
@@ -69,6 +73,9 @@ def parse_edit(value: object) -> Edit:
         raise bad_edit(value, OPS)
     if "op" not in value:
         raise missing_op(OPS)
+    if value["op"] == Local.op:
+        problem = "functions run only where they are given in Python, as Local(fn, layer=14)"
+        raise SpecError("op", f"{problem}; {listed(OPS)} have a JSON form")
     # `op` determines the other fields, so it is read first.
     with at("op"):
         word = read_word(value["op"], OPS)

@@ -10,21 +10,22 @@ from midstream.spec.captured_rows import CapturedRows, OpenRows
 from midstream.spec.heads import head_size
 from midstream.spec.named_lookup import find_taps, from_start
 from midstream.spec.operations.gate import Gate
+from midstream.spec.operations.local import Local
 from midstream.spec.operations.plain import PlainEdit
 from midstream.spec.operations.replace import Replace
 from midstream.spec.shape import ModelShape, VectorSize
 from midstream.validation import at
 
 
-def has_captured(edit: PlainEdit | Gate) -> bool:
+def has_captured(edit: PlainEdit | Gate | Local) -> bool:
     """Return whether an edit has rows of an earlier request."""
     inner = edit.edit if isinstance(edit, Gate) else edit
     return isinstance(inner, Replace) and isinstance(inner.rows, CapturedRows)
 
 
 def fill_edit(
-    edit: PlainEdit | Gate, open_rows: OpenRows, shape: ModelShape
-) -> tuple[PlainEdit | Gate, ...]:
+    edit: PlainEdit | Gate | Local, open_rows: OpenRows, shape: ModelShape
+) -> tuple[PlainEdit | Gate | Local, ...]:
     """Return an edit with the rows that it refers to: one per site and layer; or the edit itself.
 
     With `head`, each head gets its own part of the rows.
@@ -41,6 +42,8 @@ def fill_edit(
         with at("edit"):
             inner = _fill(edit.edit, open_rows, shape)
         return tuple(dataclasses.replace(edit, edit=one) for one in inner)
+    if isinstance(edit, Local):
+        return (edit,)
     return _fill(edit, open_rows, shape)
 
 

@@ -9,16 +9,17 @@ from midstream.errors import SpecError
 from midstream.spec.named_lookup import Lookup, NamedEdits
 from midstream.spec.named_vector import Named
 from midstream.spec.operations.gate import Gate
+from midstream.spec.operations.local import Local
 from midstream.spec.operations.plain import PlainEdit
 from midstream.spec.operations.steer import Steer
 from midstream.spec.positions.positions import Positions
 
-E = TypeVar("E", bound=PlainEdit | Gate)
+E = TypeVar("E", bound=PlainEdit | Gate | Local)
 
 
 def bind_edit(
-    edit: PlainEdit | Gate, lookup: Lookup, num_layers: int | None = None
-) -> tuple[PlainEdit | Gate, ...]:
+    edit: PlainEdit | Gate | Local, lookup: Lookup, num_layers: int | None = None
+) -> tuple[PlainEdit | Gate | Local, ...]:
     """Return the edits that an edit stands for, with names replaced by what is registered.
 
     A Steer whose vector is a name of whole edits stands for these edits, in their order. Its scale
@@ -58,7 +59,9 @@ def _check_bare(edit: Steer, name: str) -> None:
             )
 
 
-def _scaled_edits(named: Named, scale: float, found: NamedEdits) -> tuple[PlainEdit | Gate, ...]:
+def _scaled_edits(
+    named: Named, scale: float, found: NamedEdits
+) -> tuple[PlainEdit | Gate | Local, ...]:
     factor = named.scale * scale
     if factor == 0.0:
         for edit in found.edits:

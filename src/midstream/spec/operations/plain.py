@@ -49,7 +49,7 @@ def bad_edit(value: object, known: tuple[str, ...]) -> SpecError:
     """Return the error for a value that is no edit."""
     problem = f"expected an edit, or a dict with `op`, got {kind(value)}"
     if callable(value):
-        problem += "; Python code cannot run in the forward pass"
+        problem += "; a function is called by Local(fn, layer=14), in engines that allow it"
     return SpecError("", f"{problem}; write for example Steer(vector, layer=14); {_ops(known)}")
 
 

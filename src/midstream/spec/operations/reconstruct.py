@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from midstream.errors import SpecError
-from midstream.ops import sae_layout as layout
 from midstream.ops.layout import Flags, Op
+from midstream.ops.sae import layout
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.features import SITES
 from midstream.spec.forms import (

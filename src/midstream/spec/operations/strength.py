@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from midstream.errors import SpecError
@@ -10,6 +11,7 @@ from midstream.spec.operations.affine import Affine
 from midstream.spec.operations.bias import Bias
 from midstream.spec.operations.clamp import Clamp
 from midstream.spec.operations.gate import Gate
+from midstream.spec.operations.local import Local
 from midstream.spec.operations.plain import PlainEdit
 from midstream.spec.operations.replace import Replace
 from midstream.spec.operations.steer import Steer
@@ -25,8 +27,11 @@ _FIELDS: dict[type, str] = {
 }
 
 
-def with_strength(edits: Sequence[PlainEdit | Gate], factor: float) -> tuple[PlainEdit | Gate, ...]:
-    """Return edits with a multiple of their strength: none of them if the factor is 0.
+def with_strength(
+    edits: Sequence[PlainEdit | Gate | Local], factor: float
+) -> tuple[PlainEdit | Gate | Local, ...]:
+    """Return edits with a multiple of their strength: none of them if the factor is 0, unless one
+    is a Gate with memory, which goes on to read its tokens.
 
     The strength of an edit is its `scale`, `strength` or `alpha`, or the values of a Bias; that of
     a Gate is that of its edit.
@@ -36,21 +41,21 @@ def with_strength(edits: Sequence[PlainEdit | Gate], factor: float) -> tuple[Pla
         factor: the factor.
 
     Raises:
-        SpecError: an edit has no strength: a Feature, LoReFT, Route or Scale; unless the factor is
-            0 or 1.
+        SpecError: an edit has no strength: a Feature, Reconstruct, LoReFT, Route or Scale; unless
+            the factor is 0 or 1.
     """
-    if factor == 0:
+    if factor == 0 and not any(isinstance(edit, Gate) and edit.memory.emit() for edit in edits):
         return ()
     if factor == 1:
         return tuple(edits)
     return tuple(_scaled(edit, factor, nth) for nth, edit in enumerate(edits))
 
 
-def _scaled(edit: PlainEdit | Gate, factor: float, nth: int) -> PlainEdit | Gate:
+def _scaled(edit: PlainEdit | Gate | Local, factor: float, nth: int) -> PlainEdit | Gate | Local:
     if isinstance(edit, Gate):
         inner = _scaled(edit.edit, factor, nth)
-        assert not isinstance(inner, Gate)
-        return Gate(inner, edit.probe, edit.threshold, edit.sharpness)
+        assert not isinstance(inner, Gate | Local)
+        return dataclasses.replace(edit, edit=inner)
     with at("scale"):
         if isinstance(edit, Bias):
             return edit.replace(tokens={token: factor * value for token, value in edit.tokens})

@@ -18,7 +18,7 @@ from midstream.spec.instructions import Instruction
 from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.operation import refreshed
-from midstream.spec.operations import Edit, Gate, Reconstruct, Route, Steer
+from midstream.spec.operations import Edit, Gate, Local, Reconstruct, Route, Steer
 from midstream.spec.operations.gate_memory import scanned
 from midstream.spec.plan import Plan, ServerWide
 from midstream.spec.positions.position_set import Where
@@ -40,6 +40,7 @@ from midstream.spec.resolve.resolved import (
     ResolvedBias,
     ResolvedCapture,
     ResolvedEdit,
+    ResolvedFunction,
     ResolvedPlan,
     ResolvedProbe,
     Steps,
@@ -113,6 +114,7 @@ class _Resolver:
         self._selected: dict[Positions, Where] = {}
         self._probes: list[ResolvedProbe] = []
         self._biases: list[ResolvedBias] = []
+        self._functions: list[ResolvedFunction] = []
         self._slots = 0
         # Score slots read by gates; gates that read the same score share its slot.
         self._gate_slots: dict[tuple[Tap, Instruction, Where], int] = {}
@@ -152,6 +154,7 @@ class _Resolver:
             tuple(captures),
             tuple(self._probes),
             biases=tuple(self._biases),
+            functions=tuple(self._functions),
         )
 
     def _select(self, positions: Positions) -> Where:
@@ -212,6 +215,8 @@ class _Resolver:
         with at("edit") if isinstance(edit, Gate) else nullcontext():
             taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
             where = where or self._select(edit.positions)
+        if isinstance(edit, Local):
+            self._functions += _functions_of(edit, taps, where, source)
         bias = bias_of(edit)
         if bias is not None:
             check_sampled(where, self._prompt.length)
@@ -227,7 +232,7 @@ class _Resolver:
                 self._biases.append(ResolvedBias(*map(tuple, zip(*bias.tokens, strict=True))))
             self._check_reach(edit, instructions)
             with at("edit") if isinstance(edit, Gate) else nullcontext():
-                parts = self._place_rows(instructions, where)
+                parts = _place_rows(instructions, where)
             if isinstance(edit, Gate) and edit.memory:
                 _check_order(taps, read)
             elif read is not None and not placed:
@@ -238,30 +243,12 @@ class _Resolver:
                 elif read is None:
                     shared = [Steps(steps)] * len(mine)
                 else:
-                    shared = self._gated_steps(steps, mine, read, slot)
+                    shared = _gated_steps(steps, mine, read, slot)
                 found += [
                     ResolvedEdit(*tap, own, part, source)
                     for tap, own in zip(mine, shared, strict=True)
                 ]
-        return [*self._reads_elsewhere(edit, taps, where, source), *found]
-
-    def _reads_elsewhere(
-        self, edit: Edit, taps: tuple[Tap, ...], where: Where, source: int
-    ) -> list[ResolvedEdit]:
-        """Return what a transcoder does at the sites that it reads."""
-        inner = edit.edit if isinstance(edit, Gate) else edit
-        reading = (
-            inner.reads_elsewhere(self._shape.hidden_size)
-            if isinstance(inner, Reconstruct)
-            else None
-        )
-        if reading is None:
-            return []
-        site, step = reading
-        for _, layer in taps:
-            check_tapped((site, layer), self._shape, "site", "layer")
-        steps = Steps((step,))
-        return [ResolvedEdit(site, layer, steps, where, source) for _, layer in taps]
+        return [*_reads_elsewhere(edit, taps, where, source, self._shape), *found]
 
     def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
         """Group taps by the size of their vectors, and what these are of."""
@@ -324,20 +311,6 @@ class _Resolver:
             self._probes.append(ResolvedProbe("", *tap, Steps((replace(probe, slot=slot),)), where))
         return slot
 
-    def _gated_steps(
-        self, steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None
-    ) -> list[Steps]:
-        """Return the edit's instructions at each tap; the gate reads the score in the slot."""
-        if slot is None:
-            return [Steps(steps)] * len(taps)
-        gate = steps[0]
-        score = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH, slot=slot)
-        here = Steps((score, *steps))
-        by_slot = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
-        # This gate does not read the stream, so the first instruction that does needs FRESH.
-        later = Steps((by_slot, *refreshed(list(steps[1:]))))
-        return [here if each == tap else later for each in taps]
-
     def _scanned_steps(
         self,
         edit: Gate,
@@ -357,38 +330,38 @@ class _Resolver:
         self._slots += 1
         return self._slots - 1
 
-    def _place_rows(
-        self, steps: tuple[Instruction, ...], where: Where
-    ) -> list[tuple[tuple[Instruction, ...], Where]]:
-        """Return one (instructions, positions) pair, or one per run of positions.
 
-        One per run if the edit has several rows, where the k-th position gets the k-th row.
-        """
-        several = [len(step.write) for step in steps if len(step.write) > 1]
-        if not several:
-            return [(steps, where)]
-        rows = several[0]
-        if where.matches or where.ranges[-1][1] is None:
-            raise SpecError(
-                "positions",
-                f"with {rows} rows, one per position, the positions must be fixed and "
-                "bounded; give a single row, or positions like slice(3, 9)",
-            )
-        runs = [(start, stop) for start, stop in where.ranges if stop is not None]
-        count = sum(stop - start for start, stop in runs)
-        if count != rows:
-            raise SpecError(
-                "rows",
-                f"got {rows} rows for {count} positions; give one row, or one per position",
-            )
-        parts = []
-        used = 0
-        for start, stop in runs:
-            chosen = slice(used, used + stop - start)
-            used += stop - start
-            placed = tuple(_with_rows(step, chosen, start) for step in steps)
-            parts.append((placed, Where(((start, stop),))))
-        return parts
+def _functions_of(
+    edit: Local, taps: tuple[Tap, ...], where: Where, source: int
+) -> list[ResolvedFunction]:
+    if where.matches:
+        raise SpecError(
+            "positions",
+            "a function cannot be called by the ids of generated tokens: select all, and read "
+            "info.token_ids in it",
+        )
+    one = edit.function
+    return [
+        ResolvedFunction(*tap, one.key, one.path, one.name, where, source)
+        for tap in sorted(taps, key=order)
+    ]
+
+
+def _reads_elsewhere(
+    edit: Edit, taps: tuple[Tap, ...], where: Where, source: int, shape: ModelShape
+) -> list[ResolvedEdit]:
+    """Return what a transcoder does at the sites that it reads."""
+    inner = edit.edit if isinstance(edit, Gate) else edit
+    if not isinstance(inner, Reconstruct):
+        return []
+    reading = inner.reads_elsewhere(shape.hidden_size)
+    if reading is None:
+        return []
+    site, step = reading
+    for _, layer in taps:
+        check_tapped((site, layer), shape, "site", "layer")
+    steps = Steps((step,))
+    return [ResolvedEdit(site, layer, steps, where, source) for _, layer in taps]
 
 
 def _check_order(taps: tuple[Tap, ...], read: Tap | None) -> None:
@@ -409,3 +382,52 @@ def _with_rows(step: Instruction, chosen: slice, first: int) -> Instruction:
         return step
     flags = step.flags | Flags.ROW_BY_POSITION
     return replace(step, write=step.write[chosen], first=first, flags=flags)
+
+
+def _gated_steps(
+    steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None
+) -> list[Steps]:
+    """Return the edit's instructions at each tap; the gate reads the score in the slot."""
+    if slot is None:
+        return [Steps(steps)] * len(taps)
+    gate = steps[0]
+    score = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH, slot=slot)
+    here = Steps((score, *steps))
+    by_slot = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
+    # This gate does not read the stream, so the first instruction that does needs FRESH.
+    later = Steps((by_slot, *refreshed(list(steps[1:]))))
+    return [here if each == tap else later for each in taps]
+
+
+def _place_rows(
+    steps: tuple[Instruction, ...], where: Where
+) -> list[tuple[tuple[Instruction, ...], Where]]:
+    """Return one (instructions, positions) pair, or one per run of positions.
+
+    One per run if the edit has several rows, where the k-th position gets the k-th row.
+    """
+    several = [len(step.write) for step in steps if len(step.write) > 1]
+    if not several:
+        return [(steps, where)]
+    rows = several[0]
+    if where.matches or where.ranges[-1][1] is None:
+        raise SpecError(
+            "positions",
+            f"with {rows} rows, one per position, the positions must be fixed and "
+            "bounded; give a single row, or positions like slice(3, 9)",
+        )
+    runs = [(start, stop) for start, stop in where.ranges if stop is not None]
+    count = sum(stop - start for start, stop in runs)
+    if count != rows:
+        raise SpecError(
+            "rows",
+            f"got {rows} rows for {count} positions; give one row, or one per position",
+        )
+    parts = []
+    used = 0
+    for start, stop in runs:
+        chosen = slice(used, used + stop - start)
+        used += stop - start
+        placed = tuple(_with_rows(step, chosen, start) for step in steps)
+        parts.append((placed, Where(((start, stop),))))
+    return parts

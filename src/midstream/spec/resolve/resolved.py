@@ -305,6 +305,27 @@ class ResolvedBias:
     values: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedFunction:
+    """One `Local` at one tap, which the plan has as an edit too: that counts the tokens.
+
+    Attributes:
+        site, layer: the tap.
+        key, path: the function, see `midstream.spec.local_functions`.
+        name: what receipts call it.
+        where: the positions; none depends on what is generated.
+        source: index of the plan's edit.
+    """
+
+    site: str
+    layer: int
+    key: str
+    path: str
+    name: str
+    where: Where
+    source: int
+
+
 class Alike(NamedTuple):
     """Taps that are selected by the same captures.
 
@@ -333,6 +354,7 @@ class ResolvedPlan:
         sharded: whether all ranks of a tensor-parallel group transfer captured vectors; otherwise
             the first rank transfers all.
         biases: what the biases among the edits add to logits.
+        functions: Python functions that the worker calls, before the edits at the same tap.
         taps: all captured taps, in the order of a forward pass.
         pattern_widths: numbers of a row of each tap of an `Attention`.
         reduced: taps whose row is made of all selected rows.
@@ -347,6 +369,7 @@ class ResolvedPlan:
     codec: str = "raw"
     sharded: bool = False
     biases: tuple[ResolvedBias, ...] = ()
+    functions: tuple[ResolvedFunction, ...] = ()
     # Computed once, because many requests share a plan.
     taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
     pattern_widths: dict[Tap, int] = field(init=False, compare=False, repr=False)

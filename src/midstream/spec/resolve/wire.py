@@ -27,6 +27,7 @@ from midstream.spec.resolve.resolved import (
     ResolvedBias,
     ResolvedCapture,
     ResolvedEdit,
+    ResolvedFunction,
     ResolvedPlan,
     ResolvedProbe,
     SaeEncoder,
@@ -107,6 +108,7 @@ class PlanMessage(_Message, frozen=True):
     captures: tuple[ResolvedCapture, ...]
     probes: tuple[ProbeMessage, ...]
     biases: tuple[ResolvedBias, ...]
+    functions: tuple[ResolvedFunction, ...] = ()
 
 
 _ENCODER = Encoder()
@@ -157,6 +159,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         captures=plan.captures,
         probes=probes,
         biases=plan.biases,
+        functions=plan.functions,
     )
     return _ENCODER.encode(message)
 
@@ -232,6 +235,9 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
     for nth, bias in enumerate(message.biases):
         with at(f"biases[{nth}]"):
             _check_bias(bias)
+    for nth, function in enumerate(message.functions):
+        with at(f"functions[{nth}]"):
+            _check_function(function)
     return ResolvedPlan(
         message.prompt_len,
         tuple(edits),
@@ -240,6 +246,7 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
         message.codec,
         message.sharded,
         message.biases,
+        message.functions,
     )
 
 
@@ -363,6 +370,15 @@ def _check_bias(bias: ResolvedBias) -> None:
     _check_int("tokens", max(bias.tokens))
     if not all(abs(value) <= FLOAT32_MAX for value in bias.values):
         raise SpecError("values", "expected float32 numbers")
+
+
+def _check_function(function: ResolvedFunction) -> None:
+    _check_tap(function.site, function.layer)
+    _check_where(function.where)
+    if function.where.matches or function.where.last_from is not None:
+        raise SpecError("where", "expected positions that do not depend on what is generated")
+    if not function.key:
+        raise SpecError("key", "missing")
 
 
 def _check_tap(site: str, layer: int) -> None:

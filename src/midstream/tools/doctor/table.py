@@ -10,6 +10,7 @@ from rich.text import Text
 
 from midstream.console import format_ranges
 from midstream.sites import NAMES
+from midstream.tools.doctor.environment import Environment
 from midstream.tools.doctor.report import (
     INCOMPARABLE,
     OK,
@@ -41,6 +42,27 @@ def render(report: Report) -> RenderableType:
         parts.append(_operations(report.operations))
     parts.append(verdict(report))
     return Group(*parts)
+
+
+def render_environment(found: Environment) -> RenderableType:
+    """Return versions, devices, extras, seams and problems."""
+    rows = Table(box=None, show_header=False, pad_edge=False)
+    for name, version in found.versions.items():
+        if version is not None:
+            rows.add_row(Text(name), Text(version))
+    rows.add_row("devices", Text(", ".join(found.devices) or "CPU"))
+    rows.add_row("model runner", found.runner or "unknown")
+    complete = [name for name, missing in found.extras.items() if not missing]
+    rows.add_row("extras", Text(", ".join(complete) or "none"))
+    for name, missing in found.extras.items():
+        if missing:
+            rows.add_row(Text(f"without {name}"), Text(f"lacks {', '.join(missing)}"))
+    if found.seams is None:
+        rows.add_row("seams", "not checked: no vLLM")
+    else:
+        rows.add_row("seams", Text("\n".join(found.seams) or "as expected"))
+    lines = [Text(f"problem: {one}", style="yellow") for one in found.problems]
+    return Group(rows, *(lines or [Text("no problems found", style="green")]))
 
 
 def verdict(report: Report) -> Text:

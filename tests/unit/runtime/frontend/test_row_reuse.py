@@ -19,6 +19,8 @@ from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.protocol.results import ResultBlock
 from midstream.runtime.protocol.runs import expand
+from midstream.spec import Capture, Gate, ModelShape, Plan, Prompt, Steer
+from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.wire import to_bytes
 
 TAPS = [("resid_post", 0), ("resid_post", 1), ("attn_out", 1)]
@@ -120,6 +122,18 @@ def test_a_prompt_of_which_all_rows_are_kept_has_no_first_read_position_in_it() 
     assert ReusedRows(store, edited, frozenset([0]), keys, ORIGIN, tokens).find().first_read == 16
     other = ReusedRows(store, plan, frozenset([0]), cache_keys(plan), b"adapter", tokens)
     assert other.find().first_read == 0
+
+
+def test_what_a_gate_with_memory_reads_is_computed_whatever_rows_are_kept() -> None:
+    shape = ModelShape(2, 3, TAPS)
+    gate = Gate(Steer([1.0] * 3, 1, positions=slice(20, None)), [1.0] * 3, hold=2)
+    tokens, store = list(range(40)), RowStore(1 << 20)
+    capture = Capture(1, positions=slice(30, None))
+    plan = resolve(Plan.make(capture, gate), shape, Prompt(len(tokens)), 4)
+    keys = cache_keys(plan)
+    assert keys.first_read == 20
+    reused = ReusedRows(store, plan, frozenset([0]), keys, ORIGIN, tokens)
+    assert reused.find().first_read == 20
 
 
 def test_rows_of_before_a_reset_are_dropped_and_rows_that_end_late_are_not_kept() -> None:

@@ -167,6 +167,17 @@ def test_captures_and_named_probes_change_no_key():
     assert (plain.first_read, reading.first_read) == (None, 4)
 
 
+def test_what_a_gate_with_memory_reads_caps_hits_and_what_it_remembers_is_in_the_key():
+    def keys(**memory):
+        gate = Gate(Steer([1.0] * 3, 1, positions=slice(6, None)), [1.0] * 3, **memory)
+        return cache_keys(resolve(Plan.make(None, gate), SHAPE, Prompt(8), 4))
+
+    assert keys().first_read is None
+    found = [keys(**one) for one in ({"hold": 2}, {"hold": 3}, {"smooth": 0.5}, {"release": -1})]
+    assert [one.first_read for one in found] == [6] * 4
+    assert len({one.marks for one in [*found, keys()]}) == 5
+
+
 def test_what_a_gate_reads_is_in_the_key():
     def keys(where):
         edit = (LATER, gated(add(), slot=0, b=0.5), [(0, 8)])
@@ -222,3 +233,19 @@ def test_all_that_changes_what_is_computed_changes_the_key():
 def test_the_key_is_the_same_in_every_process():
     plan = resolve(Plan.make(None, Steer([1, 2, 3], 1), None), SHAPE, Prompt(10), 5)
     assert cache_keys(plan).of_block(0, 16) == DIGEST
+
+
+@given(st.integers(0, 10**9), st.integers(0, LENGTH), st.integers(0, LENGTH))
+@settings(max_examples=rounds(suite=100, nightly=800))
+def test_after_a_change_each_position_has_the_mark_of_the_plan_that_holds_there(seed, at, then):
+    draw = random.Random(seed)
+    plans = [cache_keys(random_plan(draw, LENGTH) or plan_of()) for _ in range(3)]
+    keys = plans[0].then(at, plans[1]).then(then, plans[2])
+
+    def mark(of, position):
+        return of.of_block(position, position + 1)
+
+    for position in range(LENGTH + 2):
+        nth = 2 if position >= then else 1 if position >= at else 0
+        assert mark(keys, position) == mark(plans[nth], position)
+    assert keys.first_read == plans[0].first_read

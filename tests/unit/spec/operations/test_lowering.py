@@ -135,6 +135,7 @@ def test_every_kind_of_edit_is_known_by_its_op():
         "ablate",
         "clamp",
         "feature",
+        "reconstruct",
         "affine",
         "loreft",
         "replace",

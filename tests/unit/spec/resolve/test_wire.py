@@ -54,15 +54,15 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 8",
+    "format": "midstream plan 9",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
     "vectors": [struct.pack("<3f", 1, 2, 3), struct.pack("<3f", 0, 0, 1)],
     "steps": [
-        [[0, None, [0], 1.0, 0.0, 0.0, 0.0, 8, None, 0, None]],
-        [[3, 1, [1], -1.0, 0.0, 0.0, 0.0, 9, None, 0, None]],
-        [[11, 1, [], 0.5, 0.0, 0.0, 0.0, 9, 0, 0, None]],
+        [[0, None, [0], 1.0, 0.0, 0.0, 0.0, 8, None, 0, None, 0]],
+        [[3, 1, [1], -1.0, 0.0, 0.0, 0.0, 9, None, 0, None, 0]],
+        [[int(Op.PROBE), 1, [], 0.5, 0.0, 0.0, 0.0, 9, 0, 0, None, 0]],
     ],
     "edits": [
         {"site": "resid_post", "layer": 0, "steps": 0, "where": EVERYWHERE, "source": 0},
@@ -99,6 +99,7 @@ MESSAGE = {
         }
     ],
     "biases": [],
+    "functions": [],
 }
 
 
@@ -307,8 +308,8 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         (["vectors"], [MESSAGE["vectors"][0]], r"steps\[1\]: there is no vector 1, of 1"),
         (["steps", 0], [], r"steps\[.*\]: expected `array` of length >= 1"),
         (["steps", 0], {}, r"steps\[.*\]: expected `array`, got `object`"),
-        ([*STEP], [0], r"expected `array` of at least length 11, got 1"),
-        ([*STEP, 0], 12, r"steps\[.*\]: invalid enum value 12"),
+        ([*STEP], [0], r"expected `array` of at least length 12, got 1"),
+        ([*STEP, 0], 99, r"steps\[.*\]: invalid enum value 99"),
         ([*STEP, 0], -1, r"steps\[.*\]: invalid enum value -1"),
         ([*STEP, 0], "ADD", r"steps\[.*\]: expected `int`, got `str`"),
         ([*STEP, 1], 2, r"steps\[1\]: there is no vector 2, of 2"),
@@ -375,9 +376,20 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         (["biases"], [{"tokens": [1], "values": [1e39]}], r"biases\[0\].values: expected float32"),
         (["biases"], [{"tokens": [1], "values": ["x"]}], r"biases.*values.*expected `float`"),
         (["probes", 0, "name"], None, r"probes\[.*\].name: expected `str`, got `None`"),
-        (["probes", 0, "steps"], 0, r"probes\[0\].steps: expected one PROBE"),
-        (["steps", 2], [MESSAGE["steps"][2][0]] * 2, r"probes\[0\].steps: expected one PROBE"),
-        ([*["steps", 2, 0], 8], None, r"probes\[0\].steps: expected a PROBE with a slot"),
+        (["probes", 0, "steps"], 0, r"probes\[0\].steps: expected one PROBE or SCAN"),
+        (
+            ["steps", 2],
+            [MESSAGE["steps"][2][0]] * 2,
+            r"probes\[0\].steps: expected one PROBE or SCAN",
+        ),
+        ([*["steps", 2, 0], 8], None, r"probes\[0\].steps: expected a PROBE or SCAN with"),
+        (
+            [*["steps", 2, 0], 0],
+            int(Op.SCAN),
+            r"probes\[0\].name: expected none: a SCAN is read by gates",
+        ),
+        ([*["steps", 2, 0], 11], -1, r"steps\[.*\]: expected `int` >= 0"),
+        ([*["steps", 2, 0], 11], 2**30 + 1, r"steps\[.*\]: expected `int` <= 1073741824"),
     ],
 )
 def test_a_message_with_something_wrong_is_refused(path, value, problem):
@@ -454,7 +466,7 @@ def test_a_plan_cut_off_anywhere_is_refused():
 
 
 def test_every_code_of_an_instruction_is_known():
-    assert len(Op) == 12
+    assert len(Op) == 15
     # Any number up to the sum of the flags is a combination of them.
     assert wires._ALL_FLAGS == 127
     assert sorted(int(flag) for flag in Flags) in (

@@ -104,11 +104,9 @@ class Admission:
             need: what a later version of its plan takes, without rows.
 
         Raises:
-            BusyError: there is no capacity for it now, or the request has ended.
+            BusyError: there is no capacity for it now.
         """
-        one = self._admitted.get(uid)
-        if one is None:
-            raise BusyError("the request has ended, or waits for capacity", 1)
+        one = self._admitted[uid]
         if not self._budgets[one.replica].fits(need):
             raise BusyError(
                 "there is no capacity now for another version of the request's plan, which takes "
@@ -157,6 +155,10 @@ class Admission:
                 for need in (one.need, *one.more):
                     self._budgets[one.replica].release_tables(need)
                 self._ended[uid] = one
+
+    def is_running(self, uid: str) -> bool:
+        """Return whether a request was sent and has not ended."""
+        return uid in self._admitted
 
     def is_waiting(self, uid: str) -> bool:
         """Return whether a request was submitted and not sent yet."""

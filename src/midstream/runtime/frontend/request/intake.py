@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from midstream.errors import BusyError
 
 _LOOK_SECONDS = 0.05  # interval of looks at the running calls
+
+
+class WaitObserver(Protocol):
+    """Called when a wait of a request ends, and when it begins (`seconds` is None)."""
+
+    def __call__(self, request_id: str, seconds: float | None, /) -> object: ...
 
 
 class Wait:
@@ -16,18 +23,23 @@ class Wait:
 
     def __init__(
         self,
+        request_id: str,
         seconds: float | None,
         give_up: Callable[[BusyError], object],
-        observe: Callable[[float], object] | None,
+        observe: WaitObserver | None,
     ) -> None:
         """Begin to wait. Call on the engine's event loop.
 
         Args:
+            request_id: vLLM's.
             seconds: longest time; None: any.
             give_up: called with the error when that time is over.
-            observe: called with the seconds when the wait ends.
+            observe: see `WaitObserver`.
         """
         self._began = time.monotonic()
+        self._id = request_id
+        if observe is not None:
+            observe(request_id, None)
         self._observe = observe
         self._timer: asyncio.TimerHandle | None = None
         if seconds is not None:
@@ -43,7 +55,7 @@ class Wait:
         if self._timer is not None:
             self._timer.cancel()
         if self._observe is not None:
-            self._observe(time.monotonic() - self._began)
+            self._observe(self._id, time.monotonic() - self._began)
         self._timer = self._observe = None
 
 
@@ -53,18 +65,16 @@ class Intake:
     def __init__(self) -> None:
         self._most: int | None = None
         self._seconds: float | None = None
-        self._observe: Callable[[float], object] | None = None
+        self._observe: WaitObserver | None = None
         self._is_closed = False
 
-    def limit(
-        self, most: int | None, seconds: float | None, observe: Callable[[float], object] | None
-    ) -> None:
+    def limit(self, most: int | None, seconds: float | None, observe: WaitObserver | None) -> None:
         """Set the limits.
 
         Args:
             most: number of requests that may wait at a time; None: any.
             seconds: longest time that a request may wait; None: any.
-            observe: called with the seconds that a request waited, when it ends to wait.
+            observe: called for each request that waits; None: nothing is.
         """
         self._most, self._seconds, self._observe = most, seconds, observe
 
@@ -90,6 +100,11 @@ class Intake:
         """Accept no more requests. May be called from any thread."""
         self._is_closed = True
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more requests are accepted: the engine shuts down."""
+        return self._is_closed
+
     def drain(self, seconds: float, has_calls: Callable[[], bool]) -> float:
         """Accept no more requests with a plan, and wait until the calls with one have ended.
 
@@ -108,6 +123,6 @@ class Intake:
             time.sleep(_LOOK_SECONDS)
         return max(0.0, end - time.monotonic())
 
-    def begin_wait(self, give_up: Callable[[BusyError], object]) -> Wait:
+    def begin_wait(self, request_id: str, give_up: Callable[[BusyError], object]) -> Wait:
         """Begin the wait of a call; `give_up` is called when it took too long."""
-        return Wait(self._seconds, give_up, self._observe)
+        return Wait(request_id, self._seconds, give_up, self._observe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
+from midstream.runtime.frontend.request.reconstructions import check_same_saes
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
@@ -192,13 +194,17 @@ class PlanChanges:
             raise
         return _end(change, answers)
 
-    async def update_later(self, name: str | CallPlan, edits: object, scale: object) -> PlanUpdate:
+    async def update_later(
+        self, name: str | CallPlan, edits: object, scale: object, source: str = "update"
+    ) -> PlanUpdate:
         """Change the edits of a running request of an asynchronous engine; see `update`."""
         assert self.send_later is not None
-        change = self.begin(name, edits, scale)
+        change = self.begin(name, edits, scale, source)
+        sent = asyncio.ensure_future(self.send_later(change.replica, change.message))
         try:
-            answers = await self.send_later(change.replica, change.message)
-        except BaseException:
+            # A caller that gives up does not take back what was sent.
+            answers = await asyncio.shield(sent)
+        except Exception:
             self._lose(change)
             raise
         return _end(change, answers)
@@ -222,10 +228,17 @@ class PlanChanges:
         if edits is None and scale is None:
             raise SpecError("", "give `edits`, `scale` or both")
         uid, history = self._find(name)
+        own = history.call_plan.plan
+        if own is not None and any(getattr(one, "reuse", False) for one in own.captures):
+            raise SpecError(
+                "", "a request that reuses rows (Capture(reuse=True)) keeps the edits it began with"
+            )
         if not history.request_ids or self._admission.is_waiting(uid):
             raise BusyError(
                 f"request {history.name!r} waits for capacity; update it when it runs", 1
             )
+        if not self._admission.is_running(uid):
+            raise _ended(history.name)
         with at("scale"):
             factor = 1.0 if scale is None else read_scalar(scale)
         given = (history.edits, history.origins) if edits is None else self._read(edits)
@@ -233,7 +246,9 @@ class PlanChanges:
             raise SpecError("scale", "the request has no edits of its own; give `edits`")
         prepared = self._prepare(history, with_strength(given[0], factor), given[1])
         _check_same_rows(history.first, prepared.plan)
-        need = replace(prepared.need, rows=0, readout_rows=0, sums=0)
+        _check_same_scans(history.first, prepared.plan)
+        check_same_saes(history.first, prepared.plan)
+        need = replace(prepared.need, rows=0, readout_rows=0, sums=0, states=0)
         self._admission.extend(uid, need)
         number = 1 + len(history.later)
         history.later[number] = LaterPlan(prepared.plan, source, factor)
@@ -317,8 +332,25 @@ def _ended(name: str) -> SpecError:
     )
 
 
+def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
+    """Check that a version has the gates with memory that the request had from its beginning: these
+    have gone over all of its tokens.
+    """
+    scans = [[probe for probe in plan.probes if probe.is_scan] for plan in (first, later)]
+    if scans[0] != scans[1]:
+        raise SpecError(
+            "edits",
+            "gates with memory (hold, smooth, release) are those of the request from beginning to "
+            "end; an update may change the edits in them, and gives all of them in their order",
+        )
+
+
 def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version captures and probes what the request did from its beginning."""
+    """Check that a version captures and probes what the request did from its beginning, and that
+    neither calls a function, as those of a request are found when it begins.
+    """
+    if first.functions or later.functions:
+        raise SpecError("edits", "a request with a Python function (Local) cannot be changed")
     named = [[probe for probe in plan.probes if probe.name] for plan in (first, later)]
     if first.captures != later.captures or named[0] != named[1]:
         raise SpecError(

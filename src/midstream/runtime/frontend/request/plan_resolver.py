@@ -31,6 +31,7 @@ from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.protocol.acting_probes import ActingProbe, acting_probes
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
 from midstream.runtime.protocol.rank_parts import check_parts
+from midstream.runtime.protocol.worker_info import this_process
 from midstream.sites import Tap, order
 from midstream.spec import (
     Attention,
@@ -286,6 +287,7 @@ class PlanResolver:
         check_biases(resolved, config)
         self._check_ring(resolved)
         check_parts(resolved, self._parts)
+        _check_functions(resolved, workers)
         _check_gates(resolved, workers)
         _check_acts(resolved, workers, self._parts)
         # Workers do not read the prompt's length: without it, prompts of any length have one plan,
@@ -370,6 +372,23 @@ class PlanResolver:
                     f"{worker.capture_limit} when a step is full; raise midstream's setting "
                     "staging_bytes, lower max_num_batched_tokens, or capture fewer layers or "
                     "sites",
+                )
+
+
+def _check_functions(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
+    """Check that the workers call functions, and have these or can import them."""
+    for one in plan.functions:
+        with at(f"edits[{one.source}]"):
+            if not all(worker.functions for worker in workers):
+                problem = 'this engine calls no functions: start it with midstream={"hooks": '
+                raise SpecError("", problem + '"local"}')
+            here = all(worker.functions == this_process() for worker in workers)
+            if not here and not one.path:
+                raise SpecError(
+                    "fn",
+                    f"the workers are other processes, which cannot import {one.name}: define it "
+                    "at the top of a module that they can import, or set "
+                    "VLLM_ENABLE_V1_MULTIPROCESSING=0",
                 )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from midstream.errors import SpecError
-from midstream.ops import sae_layout as layout
 from midstream.ops.layout import Op
+from midstream.ops.sae import layout
 from midstream.spec import Plan, Probe, ResolvedPlan
 from midstream.spec.operations import Edit, Gate, Reconstruct
 from midstream.spec.plan import ServerWide
@@ -62,6 +62,34 @@ def reading(plan: ResolvedPlan) -> list[ResolvedEdit]:
     return [
         edit for edit in plan.edits if any(step.op is Op.CODE for step in edit.steps.instructions)
     ]
+
+
+def check_same_saes(first: ResolvedPlan, later: ResolvedPlan) -> None:
+    """Check that a version of a running request's plan reconstructs with SAEs, at places, of which
+    its first plan has edits: capacity was counted for these, and no other request may replace them.
+
+    Raises:
+        SpecError: it does not.
+    """
+    if not _places(later) <= _places(first):
+        raise SpecError(
+            "edits",
+            "an update may change what a Reconstruct does, and at which positions, and not which "
+            "SAE reconstructs where: give a Reconstruct with this SAE there when the request is "
+            "sent, for example at the last prompt token alone",
+        )
+
+
+def _places(plan: ResolvedPlan) -> set[tuple[str, int, tuple[float, ...]]]:
+    """Return (site, layer, place and digest) of the SAEs with which a plan reconstructs."""
+    found = set()
+    for edit in reading(plan):
+        for step in edit.steps.instructions:
+            if step.op is Op.CODE and step.read is not None:
+                numbers = step.read.numpy()
+                sae = [*numbers[: layout.ERROR], *numbers[layout.DIGEST : layout.DESCRIPTION]]
+                found.add((edit.site, edit.layer, tuple(map(float, sae))))
+    return found
 
 
 def _named(

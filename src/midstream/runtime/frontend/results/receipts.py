@@ -17,6 +17,7 @@ from midstream.errors import ReceiptError, ReceiptWarning
 from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import (
+    Called,
     Captured,
     Edited,
     Nonfinite,
@@ -127,6 +128,7 @@ def make_receipt(
         problems=tuple(problems),
         nonfinite=_nonfinite(parts, length),
         coming_from=coming_from,
+        called=_called(plan, parts, length, tokens),
         versions=versions,
         actions=actions_of(plan, completion, length, probes),
     )
@@ -232,6 +234,26 @@ def _expected_of_versions(
         edits[one.start : one.stop] = mine[one.start : one.stop]
         reads[one.start : one.stop] = read[one.start : one.stop]
     return edits, reads
+
+
+def _called(
+    plan: ResolvedPlan, parts: list[WorkerResult], length: int, tokens: Sequence[int]
+) -> tuple[Called, ...]:
+    """Return the calls of each function, on the first rank of its stage."""
+    counts: dict[int, tuple[int, int]] = {}
+    for part in sorted(parts, key=lambda part: part.worker.tensor_rank):
+        for one in part.functions:
+            counts.setdefault(one.index, (one.rows, one.calls))
+    return tuple(
+        Called(
+            one.name,
+            one.site,
+            one.layer,
+            _count(one.where.final(length, tokens)),
+            *counts.get(nth, (0, 0)),
+        )
+        for nth, one in enumerate(plan.functions)
+    )
 
 
 def _expected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[Ints, Ints]:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from midstream.ops import layout
-from midstream.ops.sae_ref import SaeBuffers
+from midstream.ops.sae.reference import SaeBuffers
+from midstream.ops.site import Before
 from midstream.runtime.protocol.segments import Room
 from midstream.sites import Tap
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Buffers:
     """Device buffers of one rank; see `midstream.ops.layout` for the columns.
 
@@ -46,6 +47,7 @@ class Buffers:
             `midstream.ops.site.bind`.
         switches: float32 [T, n], the switches of each row's biases; see `LogitBias`. No row where
             logits are not tapped.
+        before: what the op calls before its edits; see `midstream.ops.site`.
     """
 
     tokens: Tensor
@@ -62,6 +64,7 @@ class Buffers:
     widths: dict[int, int] = field(default_factory=dict)
     switches: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
     mapped: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
+    before: Before | None = None
     scans: Tensor = field(
         default_factory=lambda: torch.zeros(0, layout.SCAN_COLUMNS, dtype=torch.int32)
     )

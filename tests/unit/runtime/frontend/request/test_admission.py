@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
 
+from midstream.errors import BusyError
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import Budget, Need, RowLimit
 from midstream.runtime.protocol.segments import Room
@@ -41,6 +42,22 @@ def test_what_fits_goes_at_once():
     door.submit("b", need(b=6))
     assert door.sent == [("a", 0), ("b", 0)]
     assert door.admission.waiting == 0
+
+
+def test_another_version_of_a_plan_takes_room_until_its_request_ends():
+    door = Door()
+    door.submit("a", need(a=4))
+    door.admission.extend("a", need(a=4, b=3))  # `a` is there already
+    with pytest.raises(BusyError, match="another version"):
+        door.admission.extend("a", need(c=4))
+    door.submit("d", need(d=4))
+    assert door.sent == [("a", 0)]
+    assert door.admission.is_running("a")
+    assert not door.admission.is_running("d")
+    door.admission.end(["a"])
+    assert door.sent == [("a", 0), ("d", 0)]
+    door.admission.finish(["a", "d"])
+    assert not any(door.budget.used.values())
 
 
 def test_what_does_not_fit_waits_until_somebody_ends():

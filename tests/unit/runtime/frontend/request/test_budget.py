@@ -13,6 +13,7 @@ from support.stored import worker_info
 
 from midstream.config.config import Config
 from midstream.errors import SpecError
+from midstream.ops.layout import Flags, Op
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import (
     Budget,
@@ -27,7 +28,7 @@ from midstream.runtime.frontend.request.budget import (
     row_limit,
 )
 from midstream.runtime.protocol.segments import Room
-from midstream.spec import Capture, ModelShape, Plan, Vector
+from midstream.spec import Capture, Instruction, ModelShape, Plan, Vector
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 ROOM = Room(64, 64, 64, 64, 4)
@@ -54,6 +55,34 @@ OTHER = Vector.parse([2.0] * 16)
 
 def needed(*edits, room=ROOM, hidden=4) -> Need:
     return need_of(plan_of(edits), {PRE: 0, POST: 1}, room, 64, hidden)
+
+
+CODE = Instruction(Op.CODE, read=W, flags=Flags.FRESH)
+MADE = Instruction(Op.RECONSTRUCT, a=1.0, b=1.0, flags=Flags.COUNTED)
+
+
+def test_one_sae_at_a_time_reconstructs_a_token():
+    taps = {("mlp_in", 0): 0, ("resid_mid", 0): 1, ("mlp_out", 0): 2, ("mlp_in", 1): 3, POST: 4}
+    steer, everywhere, there = add(VECTORS[1]), ((0, 9),), ((9, 12),)
+    sae, reads, writes = (CODE, MADE), (CODE,), (MADE,)
+
+    def check(*edits):
+        return need_of(plan_of(edits), taps, ROOM, 64, 4)
+
+    transcoder = ((("mlp_in", 0), reads, everywhere), (("mlp_out", 0), writes, everywhere))
+    check(*transcoder, (POST, sae, everywhere), (("mlp_in", 1), sae, everywhere))
+    check((POST, sae, everywhere), (POST, steer, everywhere), (POST, sae, there))
+    check(*transcoder, (("resid_mid", 0), sae, there), (("mlp_out", 0), steer, everywhere))
+    first = "must be the first edit of a token"
+    for edits, problem in (
+        (((POST, steer, everywhere), (POST, sae, everywhere)), first),
+        (((POST, sae, everywhere), (POST, sae, ((8, 9),))), first),
+        (((POST, sae, everywhere), (POST, mapped(W), everywhere)), "first edit"),
+        ((*transcoder, (("mlp_out", 0), sae, everywhere)), "another is at mlp_out"),
+        ((*transcoder, (("resid_mid", 0), sae, everywhere)), "another is at resid_mid"),
+    ):
+        with pytest.raises(SpecError, match=problem):
+            need_of(plan_of(edits), taps, Room(64, 64, 64, 64, 4, maps=1), 64, 4)
 
 
 def test_matrices_are_counted_by_themselves_each_once():
@@ -140,6 +169,19 @@ def test_requests_wait_where_lenses_would_read_more_rows_in_a_step_than_the_sett
     check_rows(replace(need(0), readout_rows=50), room)
     with pytest.raises(SpecError, match=r"may read 51 rows .* room for 50; .*setting readout_rows"):
         check_rows(replace(need(0), readout_rows=51), room)
+
+
+def test_requests_wait_where_gates_would_need_more_states_than_the_setting():
+    limit = row_limit([], Config(gate_states=5))
+    budget, one = Budget(ROOM, limit), Need({}, states=2)
+    assert budget.fits(one.times(2))
+    budget.take(one)
+    assert not budget.fits(one.times(2))
+    assert budget.fits(one)
+    budget.release_tables(one)
+    assert budget.fits(one.times(2))
+    with pytest.raises(SpecError, match="need 6 states .* room for 5; .* setting gate_states"):
+        check_rows(one.times(3), limit)
 
 
 @pytest.mark.parametrize("overflow", ["spill", "drop"])

@@ -28,23 +28,24 @@ def test_more_than_may_wait_are_rejected_with_the_setting():
 
 async def test_a_wait_that_is_too_long_is_given_up_once():
     intake, errors, seconds = Intake(), [], []
-    intake.limit(None, 0.02, seconds.append)
-    wait = intake.begin_wait(errors.append)
+    intake.limit(None, 0.02, lambda *seen: seconds.append(seen))
+    wait = intake.begin_wait("cmpl-1", errors.append)
     await asyncio.sleep(0.1)
     wait.end()
     wait.end()
     [error] = errors
     assert "http.wait_seconds" in str(error)
-    assert len(seconds) == 1
-    assert seconds[0] >= 0.02
+    assert seconds[0] == ("cmpl-1", None)
+    assert len(seconds) == 2
+    assert seconds[1][1] >= 0.02
 
 
 async def test_a_wait_that_ends_in_time_is_not_given_up():
     intake, errors, seconds = Intake(), [], []
-    intake.limit(None, 0.02, seconds.append)
-    intake.begin_wait(errors.append).end()
+    intake.limit(None, 0.02, lambda *seen: seconds.append(seen))
+    intake.begin_wait("cmpl-1", errors.append).end()
     await asyncio.sleep(0.05)
-    assert (errors, len(seconds)) == ([], 1)
+    assert (errors, len(seconds)) == ([], 2)
 
 
 async def test_a_drain_lets_running_calls_end_and_accepts_no_new_ones():

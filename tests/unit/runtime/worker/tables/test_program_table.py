@@ -19,7 +19,7 @@ from midstream.ops.layout import Flags, Op
 from midstream.runtime.protocol.segments import TapProgramStep
 from midstream.runtime.worker.tables import instruction_store
 from midstream.runtime.worker.tables.program_table import ProgramTable
-from midstream.spec import Steps, Vector
+from midstream.spec import Instruction, Steps, Vector
 
 NUM_TAPS = 6
 
@@ -55,7 +55,8 @@ def test_every_kind_of_edit_is_written():
     buffers = make_buffers()
     tables = ProgramTable(buffers)
     wanted = edits_of(*((nth % NUM_TAPS, steps) for nth, steps in enumerate([*KINDS, rows(3, 40)])))
-    assert {step.op for edit in wanted for step in edit.steps} == set(Op) - {Op.PROBE, Op.MAP}
+    rare = {Op.PROBE, Op.SCAN, Op.MAP, Op.CODE, Op.RECONSTRUCT}
+    assert {step.op for edit in wanted for step in edit.steps} == set(Op) - rare
     assert_program(buffers, tables.acquire_program(wanted), wanted)
 
 
@@ -80,6 +81,24 @@ def test_matrices_are_written_row_after_row_and_each_tap_says_where_its_map_is(
     assert_program(buffers, index, wanted)
     kinds = buffers.table[:, index, layout.KIND].tolist()
     assert kinds == [layout.WITH_MAP + 1, 0, 0, layout.WITH_MAP, layout.WITH_MAP, 0]
+    tables.release_program(wanted)
+    assert_free(tables)
+
+
+def test_each_tap_says_where_its_sae_is_read():
+    buffers = make_buffers()
+    tables = ProgramTable(buffers)
+    code = Instruction(Op.CODE, read=Vector.parse([float(nth) for nth in range(12)]))
+    made = Instruction(Op.RECONSTRUCT, a=1.0, b=1.0, flags=Flags.COUNTED)
+    wanted = edits_of(
+        (3, (code, made)), (0, gated((code, made), b=0.25)), (1, (code,)), (2, (made,)), (3, add())
+    )
+    index = tables.acquire_program(wanted)
+    assert buffers.table[:, index, layout.KIND].tolist()[:4] == [-2, -1, 0, -1]
+    for place, step in ((0, code), (3, code)):
+        start = int(buffers.table[place, index, layout.EDIT_START]) + (place == 0)
+        read = int(buffers.instructions[start, layout.READ])
+        assert buffers.bank[read : read + 3].flatten().tolist() == step.read.numpy().tolist()
     tables.release_program(wanted)
     assert_free(tables)
 

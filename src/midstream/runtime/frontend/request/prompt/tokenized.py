@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from midstream.errors import SpecError
@@ -60,6 +60,17 @@ def token_texts(engine: Any, prompt: Prompt) -> tuple[str, ...]:
         return tuple(decode(tokenizer, [one]) for one in prompt.token_ids)
     spans = zip(found.starts, found.stops, strict=True)
     return tuple(found.text[start:stop] for start, stop in spans)
+
+
+def texts_of(engine: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token, decoded alone.
+
+    Raises:
+        SpecError: the engine has no tokenizer.
+    """
+    tokenizer = _tokenizer(engine, "the text of a token")
+    known = {one: decode(tokenizer, [one]) for one in set(ids)}
+    return [known[one] for one in ids]
 
 
 def token_id(engine: Any, text: str) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from midstream.ops import sae_layout as layout
+from midstream.ops.sae import layout
 
 # Numbers of the activations that are computed at a time.
 CODE_NUMBERS = 1 << 26
@@ -20,7 +20,7 @@ class SaeBuffers:
     """What the op needs for SAEs besides `SiteBuffers`.
 
     Attributes:
-        weights: float32 [numbers], see `midstream.ops.sae_layout`.
+        weights: float32 [numbers], see `midstream.ops.sae.layout`.
         decoded: float32 [rows, width], what SAEs make of each row.
         codes: float32 [n, features], activations of rows, n at a time. Not used on a CPU.
     """
@@ -90,7 +90,7 @@ def reconstruct(h: Tensor, description: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Sae(NamedTuple):
-    """An SAE in the memory; see `midstream.ops.sae_layout`."""
+    """An SAE in the memory; see `midstream.ops.sae.layout`."""
 
     w_enc: Tensor
     b_enc: Tensor

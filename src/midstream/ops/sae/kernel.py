@@ -1,7 +1,7 @@
 """Triton kernels of SAEs' reconstructions: encode, select and change, decode.
 
 Each works on rows that are next to each other; most find no row whose program has a `CODE` at this
-site, and exit after two loads. See `midstream.ops.sae_layout`.
+site, and exit after two loads. See `midstream.ops.sae.layout`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from midstream.ops import layout, sae_layout
+from midstream.ops import layout
+from midstream.ops.sae import layout as sae_layout
 
 _TOKENS = tl.constexpr(layout.TOKEN_COLUMNS)
 _TABLE = tl.constexpr(layout.TABLE_COLUMNS)
@@ -80,7 +81,7 @@ def _moments(
     tile_rows: tl.constexpr,
     depth: tl.constexpr,
 ):
-    """Return (mean, scale) of rows, as `sae_ref` has them, [tile_rows] each."""
+    """Return (mean, scale) of rows, as `midstream.ops.sae.reference` has them, [tile_rows] each."""
     mean = tl.zeros([tile_rows], dtype=tl.float32)
     scale = tl.full([tile_rows], 1.0, tl.float32)
     if (centered != 0) | (normalize == _LAYER_NORM):

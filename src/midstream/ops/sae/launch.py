@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from midstream.ops.sae_kernel import change_kernel, decode_kernel, encode_kernel
-from midstream.ops.sae_ref import SaeBuffers
+from midstream.ops.sae.kernel import change_kernel, decode_kernel, encode_kernel
+from midstream.ops.sae.reference import SaeBuffers
 
 _FEW_ROWS = 16
 _BLOCK = 1024

@@ -1,0 +1,50 @@
+"""`midstream docs`: open the documents of the installed version, which need no network."""
+
+from __future__ import annotations
+
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import midstream
+
+# Built by scripts/site.sh, and in every released wheel.
+SITE = Path(midstream.__file__).parent / "site"
+
+
+def docs(
+    page: Annotated[
+        str, typer.Argument(help="Page to open, such as quickstart or api/edits.")
+    ] = "index",
+    only_print: Annotated[
+        bool, typer.Option("--print", help="Print the address, and open no browser.")
+    ] = False,
+) -> None:
+    """Open the documents of this version in a browser.
+
+    They are files of the installed package: guides, the API reference and a search, without a
+    network. Exit status: 0 success; 2 the page or the documents are not there.
+
+    Example: midstream docs quickstart
+    """
+    if not (SITE / "index.html").is_file():
+        _fail(
+            "the documents are not built in this installation, as in a clone;"
+            " build them with scripts/site.sh, or read docs/*.md"
+        )
+    name = page.removesuffix(".md").removesuffix(".html")
+    found = (SITE / f"{name}.html").resolve()
+    if SITE.resolve() not in found.parents or not found.is_file():
+        names = sorted(one.stem for one in SITE.glob("*.html") if one.stem != "404")
+        _fail(f"page: there is no page {page!r}; there are {', '.join(names)}")
+    sys.stdout.write(f"{found.as_uri()}\n")
+    if not only_print:
+        webbrowser.open(found.as_uri())
+
+
+def _fail(problem: str) -> None:
+    typer.echo(f"error: {problem}", err=True)
+    raise typer.Exit(2)

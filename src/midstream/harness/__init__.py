@@ -1,0 +1,1 @@
+"""Evaluation harnesses: midstream as a model of theirs."""

@@ -1,0 +1,1 @@
+"""Reconstruction of vectors by sparse autoencoders (SAEs), a part of the op `site`."""

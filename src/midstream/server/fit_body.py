@@ -1,0 +1,99 @@
+"""The body of a request for a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.fit.prompts import naming_fields, read_capture, read_prompts
+from midstream.spec.capture import Capture
+from midstream.spec.named_vector import read_name
+from midstream.spec.selection import read_site
+from midstream.validation import at, hint, kind, listed
+
+_REQUIRED = ("positive", "negative")
+_OPTIONS: Mapping[str, Any] = {
+    "method": "mean",
+    "layers": "all",
+    "positions": "last_prompt",
+    "site": "resid_post",
+    "reduce": "",
+    "folds": 5,
+    "groups": None,
+    "seed": 0,
+}
+_KNOWN = (*_REQUIRED, *_OPTIONS, "name", "model")
+
+
+@dataclass(frozen=True)
+class FitBody:
+    """One request for a fit.
+
+    Attributes:
+        positive, negative: the prompts of both classes: texts, lists of token ids, or chats.
+        options: the other arguments of `Directions.fit_async`.
+        capture: of the prompts.
+        name: name under which the vectors are registered; None: they are not.
+        model: name of the model, or of an adapter; None: the model.
+    """
+
+    positive: Sequence[Any]
+    negative: Sequence[Any]
+    options: Mapping[str, Any]
+    capture: Capture
+    name: str | None
+    model: str | None
+
+
+def read_fit(value: object, most: int) -> FitBody:
+    """Parse the JSON of a body: arguments of `Directions.fit`, and `name` and `model`.
+
+    Args:
+        value: the JSON.
+        most: limit for the prompts of both classes together.
+
+    Raises:
+        SpecError: a field is unknown, missing or malformed, or there are too many prompts.
+    """
+    if not isinstance(value, Mapping):
+        raise SpecError("", f"expected an object of a fit's arguments, got {kind(value)}")
+    for name in value:
+        if name not in _KNOWN:
+            raise SpecError(name, f"unknown field{hint(name, _KNOWN)}; known: {listed(_KNOWN)}")
+    for name in _REQUIRED:
+        if name not in value:
+            raise SpecError(name, "missing")
+    positive, negative = (read_prompts(name, value[name]) for name in _REQUIRED)
+    if len(positive) + len(negative) > most:
+        raise SpecError(
+            "positive",
+            f"{len(positive)} + {len(negative)} prompts; this server allows {most} (the setting "
+            "http.fit_prompts)",
+        )
+    options = {name: value.get(name, default) for name, default in _OPTIONS.items()}
+    for name in ("method", "site", "reduce"):
+        if not isinstance(options[name], str):
+            raise SpecError(name, f"expected `str`, got {kind(options[name])}")
+    with at("site"):
+        options["site"] = read_site(options["site"])
+    options["groups"] = _groups(options["groups"])
+    with naming_fields():
+        capture = read_capture(
+            options["layers"], options["site"], options["positions"], options["reduce"]
+        )
+    name, model = value.get("name"), value.get("model")
+    if name is not None:
+        with at("name"):
+            name = read_name(name)
+    if model is not None and not isinstance(model, str):
+        raise SpecError("model", f"expected the name of a model, got {kind(model)}")
+    return FitBody(positive, negative, options, capture, name, model)
+
+
+def _groups(value: object) -> object:
+    """Return keys of pairs as a list, keys of each class as a pair of lists."""
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(one, list) for one in value):
+        return tuple(value)
+    return value

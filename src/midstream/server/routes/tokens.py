@@ -1,0 +1,49 @@
+"""Endpoint for the texts of tokens, such as those that lenses return."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from midstream.errors import SpecError
+from midstream.runtime.frontend.request.prompt.tokenized import texts_of
+from midstream.server.routes.common import MidstreamRoute, ServerDep, error_responses
+
+router = APIRouter(route_class=MidstreamRoute, tags=["midstream: tokens"])
+
+MAX_IDS = 1 << 16
+
+
+class TokenIds(BaseModel):
+    """Tokens."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    ids: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(
+        max_length=MAX_IDS, examples=[[7042, 6872]], description="Token ids."
+    )
+
+
+class TokenTexts(BaseModel):
+    """Texts of tokens."""
+
+    texts: list[str] = Field(
+        examples=[[" Paris", " London"]],
+        description="The text of each, decoded alone: a part of a character is U+FFFD.",
+    )
+
+
+@router.post(
+    "/v1/midstream/tokens",
+    summary="Return the text of each token",
+    responses=error_responses(400, 401, 403, 413, 503),
+)
+async def tokens(given: TokenIds, server: ServerDep) -> TokenTexts:
+    size = server.llm.vllm_config.model_config.get_vocab_size()
+    for nth, one in enumerate(given.ids):
+        if one >= size:
+            raise SpecError(f"ids[{nth}]", f"expected 0 to {size - 1}, got {one}")
+    return TokenTexts(texts=await asyncio.to_thread(texts_of, server.llm, given.ids))

@@ -1,0 +1,137 @@
+"""One fit of a server: its prompts are run below ordinary requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.fit import Directions
+from midstream.fit.prompts import is_chat
+from midstream.runtime.frontend.request.prompt.tokenized import tokenize
+from midstream.server import audit_log
+from midstream.server.fit_body import FitBody
+from midstream.server.server import Server
+from midstream.server.sweep_pace import PRIORITY
+from midstream.spec.capture import Capture
+from midstream.sweep.async_run import RUN_ID
+from midstream.validation import at, is_int
+
+_ONE_ROW = ("last_prompt", "last")
+
+
+async def run_fit(server: Server, body: FitBody, lora_request: Any, client: str) -> Directions:
+    """Capture the prompts of a fit, and return its directions.
+
+    Args:
+        server: the server.
+        body: the request.
+        lora_request: the adapter of all runs; None: none.
+        client: id of the client, for the log.
+
+    Raises:
+        SpecError: the model or a prompt lacks something that the body names, or the rows would
+            take more than the setting `http.client_bytes`.
+    """
+    began = time.monotonic()
+    prompts = await asyncio.to_thread(_tokenized, server, body)
+    _check_bytes(server, body.capture, [one for each in prompts for one in each])
+    engine = _YieldingEngine(server, lora_request)
+    found = await Directions.fit_async(engine, *prompts, **body.options)
+    audit_log.log_event(
+        "fit.ended",
+        client=client,
+        prompts=sum(map(len, prompts)),
+        layers=len(found),
+        seconds=round(time.monotonic() - began, 3),
+    )
+    return found
+
+
+class _YieldingEngine:
+    """A server's engine, whose requests wait while ordinary ones take it."""
+
+    def __init__(self, server: Server, lora_request: Any) -> None:
+        self._server = server
+        self._lora_request = lora_request
+        self._by_priority = server.llm.vllm_config.scheduler_config.policy == "priority"
+        self.model_config = server.llm.vllm_config.model_config
+        self.get_tokenizer = server.llm.get_tokenizer
+
+    async def generate(
+        self, prompt: Any, params: Any, *, capture: Any, edits: Any, probes: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the outputs of `AsyncLLM.generate`, once it is this request's turn."""
+        llm = self._server.llm
+        async with self._server.sweeps.turn(llm.traffic, self._by_priority):
+            outputs = llm.generate(
+                prompt,
+                params,
+                f"{RUN_ID}{uuid.uuid4().hex}",
+                capture=capture,
+                edits=edits,
+                probes=probes,
+                lora_request=self._lora_request,
+                priority=PRIORITY if self._by_priority else 0,
+            )
+            async for output in outputs:
+                yield output
+
+
+def _tokenized(server: Server, body: FitBody) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the token ids of the prompts of both classes."""
+    found: list[list[list[int]]] = []
+    for path, prompts in (("positive", body.positive), ("negative", body.negative)):
+        found.append([])
+        for nth, prompt in enumerate(prompts):
+            with at(f"{path}[{nth}]"):
+                ids = tokenize(server.llm, prompt, _template(server, prompt)).token_ids
+                found[-1].append(list(ids or ()))
+    return found[0], found[1]
+
+
+def _template(server: Server, prompt: Any) -> Mapping[str, Any]:
+    """Return arguments of the chat template: an answer at the end of a chat goes on, else the
+    assistant's turn begins.
+    """
+    if not is_chat(prompt):
+        return {}
+    for nth, message in enumerate(prompt):
+        if not isinstance(message.get("content"), str):
+            raise SpecError(f"[{nth}].content", "expected text; the chats of a fit have no media")
+    goes_on = prompt[-1].get("role") == "assistant"
+    own = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    return {**server.template, **own}
+
+
+def _check_bytes(server: Server, capture: Capture, prompts: Sequence[Sequence[int]]) -> None:
+    """Check that the rows of a fit do not take more memory than a client may.
+
+    Raises:
+        SpecError: they may take more.
+    """
+    shape = server.llm.info.shape
+    count_of = _counter(capture)
+    layers = capture.layers.indices
+    num_layers = shape.num_layers if layers == "all" else len(layers)
+    size = sum(count_of(len(one)) for one in prompts) * num_layers * shape.hidden_size * 4
+    limit = server.settings.client_bytes
+    if size > limit:
+        raise SpecError(
+            "positions",
+            f"the rows of this fit may take {size} bytes, more than the {limit} of the setting "
+            'http.client_bytes; give fewer prompts or layers, "last_prompt", or reduce="mean"',
+        )
+
+
+def _counter(capture: Capture) -> Callable[[int], int]:
+    """Return a function from a prompt's length to the most rows that it gives at a layer."""
+    items = capture.positions.emit()
+    if capture.reduce:
+        return lambda length: 1
+    if all(is_int(one) or one in _ONE_ROW for one in items):
+        return lambda length: min(len(items), length)
+    return lambda length: length

@@ -1,0 +1,258 @@
+"""Named vectors and server-wide edits of several processes on one machine, by a shared folder.
+
+The folder has one file for each name, JSON with base64 of float32; an index that names these files
+and has the tiers; and a counter of changes, which every process maps into its memory. A change
+holds a lock of the folder, writes new files, replaces the index by a rename, and raises the
+counter. Every read compares the counter with the one that was read last, and reads the index if
+they differ. So a change holds in all processes once the counter is raised, before the call
+returns, and no process waits for another's answer. The kernel frees the lock of a process that
+ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from midstream.errors import BusyError, ConfigError, StoreError
+from midstream.spec.plan import parse_server_wide
+from midstream.spec.shape import ModelShape
+from midstream.steering.edit_forms import TIERS
+from midstream.steering.registry import NamedEntry, VectorRegistry
+from midstream.steering.tiers import Steering, SteeringState
+
+LOCK_SECONDS = 20.0
+_POLL_SECONDS = 0.01
+_INDEX, _LOCK, _COUNTER = "index.json", "lock", "counter"
+_FORMAT = 1
+
+
+class SharedFolder:
+    """One process's part in a folder: the `Changes` of its registry and tiers. Thread-safe."""
+
+    def __init__(self, folder: str, vectors: VectorRegistry, steering: Steering) -> None:
+        """Join a folder, which is made if it does not exist.
+
+        What the folder has replaces what the registry and the tiers have. Into a new folder goes
+        what they have.
+
+        Args:
+            folder: on a file system of this machine.
+            vectors: the registry of this process.
+            steering: its tiers.
+
+        Raises:
+            ConfigError: other users can write to the folder, or its servers have another model or
+                other taps.
+            BusyError: another process does not release its lock.
+            StoreError: the folder is damaged.
+            OSError: it cannot be made or read.
+        """
+        self._folder = Path(folder)
+        self._vectors, self._steering = vectors, steering
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = self._folder.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(f"{folder}: expected a folder that this user alone can write to")
+        self._model = _model_of(vectors.shape)
+        self._writing = threading.Lock()  # held by the thread that changes something
+        self._loading = threading.Lock()  # held by the thread that reads the index
+        self._read = 0  # counter of the state that this process has
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._lock = os.open(self._folder / _LOCK, flags, 0o600)
+        counter = os.open(self._folder / _COUNTER, flags, 0o600)
+        try:
+            os.ftruncate(counter, 8)
+            self._counter = memoryview(mmap.mmap(counter, 8)).cast("Q")
+        finally:
+            os.close(counter)
+        with self._locked():
+            if (self._folder / _INDEX).exists():
+                self._load_last()
+            else:
+                self._publish()
+        vectors.changes = steering.changes = self
+
+    @property
+    def version(self) -> int:
+        """Number of changes in the folder, over all processes."""
+        return self._counter[0]
+
+    def refresh(self) -> None:
+        """Take over what other processes have changed.
+
+        Raises:
+            StoreError: the folder is damaged.
+        """
+        if self._counter[0] == self._read:
+            return
+        with self._loading:
+            if self._counter[0] != self._read:
+                self._load()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the folder's lock; publish what was changed if nothing was raised.
+
+        Raises:
+            BusyError: another process does not release its lock.
+            StoreError: the folder is damaged, or nothing more can be written to it.
+        """
+        with self._locked():
+            self._load_last()
+            before = self._vectors.entries, self._steering.state
+            yield
+            try:
+                self._publish()
+            except OSError as error:
+                self._vectors.entries, self._steering.state = before
+                raise StoreError(
+                    "nothing was changed, because the shared folder cannot be written to: "
+                    f"{error.strerror}"
+                ) from None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        end = time.monotonic() + LOCK_SECONDS
+        if not self._writing.acquire(timeout=LOCK_SECONDS):
+            raise _busy()
+        try:
+            while True:
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise _busy() from None
+                    time.sleep(_POLL_SECONDS)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+        finally:
+            self._writing.release()
+
+    def _load_last(self) -> None:
+        """Take over what the folder has. Call with the lock.
+
+        A process that was killed may have replaced the index and not raised the counter.
+        """
+        with self._loading:
+            self._load()
+            self._counter[0] = self._read
+
+    def _load(self) -> None:
+        """Take over what the folder has."""
+        tried = None
+        while True:
+            try:
+                index = self._read_json(_INDEX)
+                if index["version"] in (self._read, tried):
+                    break
+                tried = index["version"]
+                self._take_over(index)
+            except FileNotFoundError:
+                # A file of this index was replaced meanwhile, or the index is gone.
+                if not (self._folder / _INDEX).exists():
+                    raise _damaged("its index is gone") from None
+            except ConfigError:
+                raise
+            except (KeyError, TypeError, ValueError) as error:  # SpecError is a ValueError
+                raise _damaged(str(error)) from None
+        if index["version"] != self._read:
+            raise _damaged("a file that its index names is gone")
+
+    def _take_over(self, index: Mapping[str, Any]) -> None:
+        if index["format"] != _FORMAT or index["model"] != self._model:
+            raise ConfigError(
+                f"{self._folder}: the servers of this shared folder have another model, other "
+                "sites or another version of midstream; use a folder of their own"
+            )
+        known = self._vectors.entries
+        entries = {}
+        for name, (file, registered) in index["vectors"].items():
+            before = known.get(name)
+            is_known = before is not None and before.description.registered == registered
+            if is_known and before is not None and _file_of(before) == file:
+                entries[name] = before
+            else:
+                entries[name] = self._vectors.entry(name, self._read_json(file), registered)
+        tiers = {tier: tuple(map(parse_server_wide, index["steering"][tier])) for tier in TIERS}
+        epoch, digest = index["steering"]["epoch"], index["steering"]["digest"]
+        self._vectors.entries = entries
+        self._steering.state = SteeringState(**tiers, epoch=epoch, digest=digest)
+        self._read = index["version"]
+
+    def _publish(self) -> None:
+        """Write what this process has."""
+        version = self._read + 1
+        files = {}
+        for name, entry in self._vectors.entries.items():
+            file = _file_of(entry)
+            files[name] = [file, entry.description.registered]
+            if not (self._folder / file).exists():
+                self._write_json(file, self._vectors.form(name))
+        steering = self._steering.state.to_dict()
+        self._write_json(
+            _INDEX,
+            {
+                "format": _FORMAT, "version": version, "model": self._model,
+                "vectors": files, "steering": steering,
+            },
+        )  # fmt: skip
+        self._read = version
+        self._counter[0] = version
+        used = {file for file, _ in files.values()}
+        for path in self._folder.glob("vectors-*"):
+            if path.name not in used:
+                with suppress(OSError):  # the change is made
+                    path.unlink()
+
+    def _read_json(self, name: str) -> Any:
+        with open(self._folder / name, encoding="utf-8") as file:
+            return json.load(file)
+
+    def _write_json(self, name: str, value: Any) -> None:
+        """Write a file, which appears by a rename. What a process that was killed has left of one
+        is replaced: only the holder of the lock writes.
+        """
+        part = self._folder / f"{name}.part"
+        with open(part, "w", encoding="utf-8", opener=_private) as file:
+            json.dump(value, file, allow_nan=False)
+        os.replace(part, self._folder / name)
+
+
+# Messages may reach clients, and name no path of the server.
+def _busy() -> BusyError:
+    return BusyError("another server changes the shared folder; try again later", 5)
+
+
+def _damaged(problem: str) -> StoreError:
+    return StoreError(f"the shared folder is damaged ({problem}); stop its servers, and remove it")
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _file_of(entry: NamedEntry) -> str:
+    """Return the name of an entry's file, which has the digest of its content."""
+    return f"vectors-{entry.description.digest}.json"
+
+
+def _model_of(shape: ModelShape) -> str:
+    """Return a digest of what vectors and edits are checked against."""
+    # In an order that is the same in every process.
+    taps = sorted([site, layer, shape.size((site, layer))] for site, layer in shape.taps)
+    text = json.dumps([shape.num_layers, shape.hidden_size, taps])
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,523 @@
+"""Studio in Chromium on a scripted server: views, links, keys, hostile text, keyboard, phone."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from playwright.sync_api import Page, expect
+from support.studio_server import HOSTILE, MODEL, StudioServer, studio
+
+V = [1.0, 2.0, 2.0]
+
+
+def link(server: StudioServer, view: str = "chat", **state: Any) -> str:
+    """The address of a view with its state."""
+    parts = [
+        f"{name}={quote(value if isinstance(value, str) else json.dumps(value))}"
+        for name, value in state.items()
+    ]
+    return f"{server.url}/midstream/#/{view}" + (f"?{'&'.join(parts)}" if parts else "")
+
+
+def say(page: Page, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def answer(page: Page) -> Any:
+    return page.locator("article.assistant").last
+
+
+def with_vector(server: StudioServer, name: str = "mood", layers: tuple[int, ...] = (1, 2)) -> None:
+    server.site.engine.vectors.register(name, dict.fromkeys(layers, V))
+
+
+# ------------------------------------------------------------------ chat
+
+
+def test_an_answer_streams_and_each_token_shows_its_probability(page, server):
+    page.goto(link(server))
+    say(page, "How was it?")
+    expect(answer(page).locator(".t")).to_have_count(11)
+    assert answer(page).locator(".tokens").text_content() == "The day is fine, and the sky is blue."
+    answer(page).locator(".t").nth(3).hover()
+    expect(answer(page).locator(".readout")).to_contain_text("“␣fine”  probability 100 %")
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "How was it?"}]
+    assert "midstream" not in server.bodies[0]
+
+
+def test_tokens_are_coloured_by_a_vector_whose_scores_are_those_of_their_positions(page, server):
+    with_vector(server)
+    page.goto(link(server, color="vector", vector="mood", layer=2))
+    say(page, "abc")
+    expect(answer(page).locator(".t")).to_have_count(11)
+    [body] = server.bodies
+    assert body["midstream"] == {
+        "probes": [
+            {"direction": {"name": "mood"}, "layer": 2, "name": "color", "positions": ["generated"]}
+        ]
+    }  # fmt: skip
+    # The server's score of position p is sin(p) + layer, and the answer starts at position 3.
+    for nth, shown in ((0, "2.14"), (4, "2.66"), (8, "1")):
+        answer(page).locator(".t").nth(nth).click()
+        expect(answer(page).locator(".readout")).to_contain_text(f"mood {shown} ")
+    assert answer(page).locator(".t.pos").count() > 2
+    assert answer(page).locator(".t.neg").count() > 2
+
+
+def test_tokens_are_coloured_by_a_lens_with_what_it_would_say_next(page, server):
+    page.goto(link(server, color="lens", layer=1))
+    say(page, "abc")
+    expect(answer(page).locator(".t")).to_have_count(11)
+    answer(page).locator(".t").first.hover()
+    expect(answer(page).locator(".readout")).to_contain_text("next: “a” 60.7 %, “b” 22.3 %")
+    assert server.bodies[0]["midstream"]["capture"][0]["layers"] == [1]
+    page.goto(link(server, color="lens", layer=1, word=" Paris"))
+    say(page, "abc")
+    expect(answer(page).locator(".t")).to_have_count(11)
+    answer(page).locator(".t").first.hover()
+    expect(answer(page).locator(".readout")).to_contain_text("“␣Paris” 36.8 % at layer 1")
+
+
+def test_tokens_are_coloured_by_a_feature(page, server):
+    page.goto(link(server, color="feature", sae="layer-1", feature=7))
+    say(page, "abc")
+    expect(answer(page).locator(".t")).to_have_count(11)
+    answer(page).locator(".t").first.hover()
+    expect(answer(page).locator(".readout")).to_contain_text("feature 7: 3")
+    assert server.bodies[0]["midstream"]["capture"][0]["features"] == [7]
+
+
+def test_a_link_has_the_conversation_and_the_settings(page, server, browser):
+    page.goto(link(server, color="confidence", max=33, system="Be brief."))
+    say(page, "First?")
+    expect(answer(page).locator(".t")).to_have_count(11)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    other = browser.new_page()
+    other.goto(page.url)
+    expect(other.locator("article")).to_have_count(2)
+    assert other.locator("article.assistant .tokens").text_content().startswith("The day is fine")
+    other.get_by_role("button", name="Answer again, coloured").click()
+    expect(other.locator("article.assistant .t")).to_have_count(11)
+    other.close()
+    assert [body["max_tokens"] for body in server.bodies] == [33, 33]
+    assert server.bodies[1]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "First?"},
+    ]
+
+
+def test_a_reload_in_the_middle_keeps_what_was_written_and_offers_to_go_on(page, server):
+    page.goto(link(server))
+    say(page, "hold on")
+    expect(answer(page).locator(".t")).to_have_count(5)
+    page.reload()
+    expect(answer(page)).to_contain_text("cut off when the page was reloaded")
+    expect(answer(page).locator(".said")).to_have_text("The day is fine,")
+    server.release.set()
+    answer(page).get_by_role("button", name="Answer again").click()
+    expect(answer(page).locator(".t")).to_have_count(11)
+    assert len(server.bodies) == 2
+
+
+def test_stop_keeps_what_was_written(page, server):
+    page.goto(link(server))
+    say(page, "hold on")
+    expect(answer(page).locator(".t")).to_have_count(5)
+    page.get_by_role("button", name="Stop").click()
+    expect(answer(page)).to_contain_text("Stopped.")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    assert "The day is fine," in json.dumps(page.url.replace("+", " ").replace("%2C", ","))
+
+
+def test_five_thousand_tokens_stay_quick(page, server):
+    with_vector(server)
+    page.goto(link(server, color="vector", vector="mood", layer=1))
+    say(page, "long")
+    expect(answer(page).locator(".t")).to_have_count(5000, timeout=20_000)
+    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=20_000)
+    answer(page).locator(".tokens").focus()
+    spent = page.evaluate(
+        """async () => {
+            const began = performance.now();
+            const text = document.querySelector('article.assistant .tokens');
+            const key = {key: 'ArrowRight', cancelable: true};
+            for (let nth = 0; nth < 50; nth++)
+                text.dispatchEvent(new KeyboardEvent('keydown', key));
+            await new Promise(requestAnimationFrame);
+            return performance.now() - began;
+        }"""
+    )
+    assert spent < 2000
+    expect(answer(page).locator(".readout")).to_contain_text("“word50 ”")
+
+
+def test_an_error_of_the_server_is_shown_as_text_and_the_answer_can_be_asked_again(page, server):
+    page.goto(link(server))
+    say(page, "refuse")
+    expect(page.get_by_role("alert")).to_contain_text(HOSTILE)
+    expect(page.get_by_role("alert").get_by_role("button", name="Answer again")).to_be_visible()
+
+
+# ------------------------------------------------------------------ steer
+
+
+def test_plain_and_steered_answers_stream_side_by_side(page, server):
+    with_vector(server)
+    page.goto(link(server, "steer", prompt="Hi", v=[["mood", 2, 1.5]]))
+    page.get_by_role("button", name="Run both").click()
+    panes = page.locator("article.pane")
+    expect(panes.nth(0).locator(".tokens")).to_have_text("The day is fine, and the sky is blue.")
+    expect(panes.nth(1).locator(".tokens")).to_have_text("The day is gloomy, and the sky is blue.")
+    expect(panes.nth(1)).to_contain_text("mood +1.5")
+    expect(panes.nth(1)).to_contain_text("11 of 11 edits applied · They part at token 4.")
+    plans = [body.get("midstream") for body in server.bodies]
+    assert (
+        sorted(plans, key=str)
+        == [
+            None,
+            {"edits": [{"op": "steer", "vector": {"name": "mood"}, "layer": 2, "scale": 1.5}]},
+        ]
+        or plans.count(None) == 1
+    )
+
+
+def test_sliders_set_layer_and_strength_and_are_in_the_link(page, server):
+    with_vector(server)
+    page.goto(link(server, "steer", prompt="Hi"))
+    slider = page.get_by_role("slider", name="Strength of mood")
+    slider.focus()
+    for _ in range(5):
+        page.keyboard.press("ArrowLeft")
+    page.get_by_label("Layer").select_option("all")
+    page.get_by_role("button", name="Add a vector").click()
+    exact = page.get_by_label("Strength of mood, as a number").nth(1)
+    exact.fill("-12")
+    exact.press("Enter")
+    assert page.get_by_role("slider").nth(1).get_attribute("min") == "-12"
+    page.get_by_role("button", name="Run both").click()
+    expect(page.locator("article.pane").nth(1)).to_contain_text("gloomy")
+    [steered] = [body["midstream"] for body in server.bodies if "midstream" in body]
+    assert steered["edits"] == [
+        {"op": "steer", "vector": {"name": "mood"}, "scale": 0.5},
+        {"op": "steer", "vector": {"name": "mood"}, "layer": 2, "scale": -12},
+    ]
+    url = page.url
+    page.reload()
+    assert page.url == url
+    assert page.get_by_label("Strength of mood, as a number").nth(1).input_value() == "-12"
+
+
+# ------------------------------------------------------------------ library
+
+
+def test_a_vector_is_fitted_to_typed_pairs_and_then_steers_and_colours(page, server):
+    page.goto(link(server, "library"))
+    page.get_by_label("Name").fill("good/mood")
+    page.get_by_label("Positive texts").fill("good a\nnice b\nfine c\nglad d")
+    page.get_by_label("Negative texts").fill("bad f\nsad g\nmean hh\ngrim i")
+    expect(page.locator(".panel")).to_contain_text("4 pairs, held out together")
+    page.get_by_role("button", name="Fit and register").click()
+    expect(page.get_by_text("good/mood is registered at 4 layers")).to_be_visible()
+    expect(page.locator("table.auc tbody tr")).to_have_count(4)
+    expect(page.get_by_role("row", name=re.compile("good.mood.*layers 0 – 3"))).to_be_visible()
+    assert [one.name for one in server.site.engine.vectors.list()] == ["good/mood"]
+    page.get_by_role("link", name="Colour a chat").click()
+    say(page, "abc")
+    expect(answer(page).locator(".t")).to_have_count(11)
+    probe = server.bodies[0]["midstream"]["probes"][0]
+    assert probe["direction"] == {"name": "good/mood"}
+    # In the units of the fit: the probe's bias, and the score over half the squared length.
+    vector = server.site.engine.vectors.show("good/mood")[1]["resid_post", probe["layer"]].numpy()
+    import numpy as np
+
+    score = np.sin(3) + probe["layer"]
+    answer(page).locator(".t").first.hover()
+    shown = answer(page).locator(".readout").text_content()
+    found = float(re.search(r"good/mood (\S+)", shown)[1].replace("−", "-"))
+    assert found == pytest.approx(2 * score / float(vector @ vector), rel=2e-2)
+    assert probe["bias"] != 0
+
+
+def test_files_and_pasted_numbers_are_registered_and_pickles_are_not(page, server, tmp_path):
+    import numpy as np
+    import torch
+    from safetensors.numpy import save_file
+    from support.gguf_file import gguf_bytes, text
+
+    page.goto(link(server, "library", tab="file"))
+    name, register = (
+        page.get_by_label("Name"),
+        page.get_by_role("button", name="Register", exact=True),
+    )
+    name.fill("pasted")
+    page.get_by_label("Or numbers").fill('{"1": [1, 2, 3]}')
+    register.click()
+    expect(page.get_by_text("pasted is registered.")).to_be_visible()
+
+    path = tmp_path / "v.safetensors"
+    save_file({"resid_post.2": np.ones(3, np.float32)}, path)
+    name.fill("filed")
+    page.locator("input[type=file]").set_input_files(path)
+    register.click()
+    expect(page.get_by_text("filed is registered.")).to_be_visible()
+
+    numbers = np.array([1, 2, 3], "<f4").tobytes()
+    kind = [(b"general.architecture", 8, text(b"controlvector"))]
+    path = tmp_path / "v.gguf"
+    path.write_bytes(gguf_bytes(kind, [(b"direction.3", (3,), 0, numbers)]))
+    name.fill("control")
+    page.locator("input[type=file]").set_input_files(path)
+    register.click()
+    expect(page.get_by_text("control is registered.")).to_be_visible()
+    found = {one.name: one.taps for one in server.site.engine.vectors.list()}
+    assert found == {
+        "pasted": (("resid_post", 1),),
+        "filed": (("resid_post", 2),),
+        "control": (("resid_post", 3),),
+    }
+
+    path = tmp_path / "v.safetensors"
+    torch.save({"x": torch.ones(3)}, path)
+    name.fill("pickled")
+    page.locator("input[type=file]").set_input_files(path)
+    register.click()
+    expect(page.get_by_role("alert")).to_contain_text("safetensors")
+    assert len(server.site.engine.vectors.list()) == 3
+
+
+def test_a_vector_is_removed_after_a_question(page, server):
+    with_vector(server)
+    page.goto(link(server, "library"))
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    page.get_by_role("button", name="Remove mood").click()
+    assert len(server.site.engine.vectors.list()) == 1
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Remove mood").click()
+    expect(page.get_by_text("No vectors yet")).to_be_visible()
+    assert not server.site.engine.vectors.list()
+
+
+def test_what_the_server_refuses_is_told(page, server):
+    page.goto(link(server, "library", name="x", positive="a\nb", negative="c", method="pca"))
+    page.get_by_role("button", name="Fit and register").click()
+    expect(page.get_by_role("alert")).to_contain_text("needs pairs")
+    page.get_by_label("Name").fill("../x")
+    page.get_by_role("button", name="Fit and register").click()
+    expect(page.get_by_role("alert")).to_contain_text("Give it a name")
+
+
+# ------------------------------------------------------------------ layers and patching
+
+
+def test_a_lens_shows_the_likeliest_token_of_each_layer(page, server):
+    page.goto(link(server, "layers", prompt="xyz"))
+    cells = page.locator(".grid td[data-at]")
+    expect(cells).to_have_count(12)
+    assert page.locator(".grid tbody th").all_text_contents() == ["3", "2", "1", "0"]
+    assert page.locator(".grid thead th").all_text_contents() == ["x", "y", "z"]
+    cells.nth(4).hover()
+    expect(page.locator(".readout")).to_contain_text("layer 2, “y”  next: “a” 60.7 %")
+    assert server.bodies[0]["midstream"]["capture"][0]["positions"] == ["prompt"]
+
+
+def test_a_vector_is_read_at_each_of_its_layers(page, server):
+    with_vector(server, layers=(0, 1, 3))
+    page.goto(link(server, "layers", by="vector", vector="mood", prompt="xy", format="chat"))
+    expect(page.locator(".grid td.known")).to_have_count(6)
+    assert page.locator(".grid tbody th").all_text_contents() == ["3", "1", "0"]
+    page.locator(".grid td[data-at]").nth(1).hover()
+    expect(page.locator(".readout")).to_contain_text("layer 3, “y”  ⟨h, v⟩ 3.84")
+
+
+def test_a_patching_heatmap_fills_as_cells_come(page, server):
+    engine = server.site.engine
+    import asyncio
+
+    paused = asyncio.Event()
+    count = 0
+
+    async def pause() -> None:
+        nonlocal count
+        count += 1
+        while count > 9 and not server.release.is_set():
+            await asyncio.sleep(0.01)
+
+    before, engine.pause, engine.script = engine.pause, pause, None
+    try:
+        page.goto(link(server, "patching", prompt="abcd", source="efgh", answer="x", other="z"))
+        page.get_by_role("button", name="Patch every cell").click()
+        cells = page.locator(".grid td[data-at]")
+        expect(cells).to_have_count(16)
+        expect(page.locator(".grid td.known").first).to_be_visible()
+        assert 0 < page.locator(".grid td.known").count() < 16
+        expect(page.locator(".progress")).to_contain_text("of 16 cells")
+        server.release.set()
+        expect(page.locator(".grid td.known")).to_have_count(16)
+        expect(page.locator(".progress")).to_contain_text("noise floor 0")
+    finally:
+        from unit.server.routes.test_fit import script
+
+        engine.pause, engine.script = before, script
+        paused.set()
+    from support.sweep_fake import logprob_of
+
+    value = logprob_of(ord("x"), 3, 1) - logprob_of(ord("z"), 3, 1)
+    page.locator('.grid td[data-at="0,1"]').hover()
+    shown = page.locator(".readout").text_content()
+    assert float(re.search(r"difference ([−\d.]+)", shown)[1].replace("−", "-")) == pytest.approx(
+        value, rel=1e-2
+    )
+
+
+def test_a_sweep_that_is_refused_says_why(page, server):
+    page.goto(link(server, "patching", prompt="abcd", source="gh", answer="x", other="z"))
+    page.get_by_role("button", name="Patch every cell").click()
+    expect(page.get_by_role("alert")).to_contain_text("align")
+
+
+# ------------------------------------------------------------------ all views
+
+
+@pytest.mark.parametrize("view", ["chat", "steer", "library", "layers", "patching"])
+def test_the_code_of_a_view_names_what_it_asks(page, server, view):
+    with_vector(server)
+    state = {
+        "chat": {
+            "m": [{"role": "user", "content": "it's \"so\""}],
+            "color": "vector", "vector": "mood", "layer": 2,
+        },
+        "steer": {"prompt": "it's \"so\"", "v": [["mood", 2, 1.5]]},
+        "library": {"name": "mood2", "positive": "it's \"so\"", "negative": "b"},
+        "layers": {"prompt": "it's \"so\"", "by": "vector", "vector": "mood"},
+        "patching": {"prompt": "it's \"so\"", "source": "efgh", "answer": "x", "other": "z"},
+    }[view]  # fmt: skip
+    page.goto(link(server, view, **state))
+    page.get_by_text("Code of this view").click()
+    code = page.get_by_label("Code", exact=True)
+    expect(code).to_contain_text("client = Client(")
+    text = code.text_content()
+    compile(text, view, "exec")
+    assert 'it\'s \\"so\\"' in text
+    assert server.url in text
+    page.get_by_role("button", name="curl").click()
+    expect(code).to_contain_text("curl -sSf")
+    assert "it'\\''s" in code.text_content()
+
+
+@pytest.mark.parametrize("view", ["chat", "steer", "library", "layers", "patching"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
+def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, server, view, scheme):
+    with_vector(server, "a-very-long-name-of-a-vector." + "x" * 90)
+    context = browser.new_context(
+        viewport={"width": 390, "height": 800}, color_scheme=scheme, has_touch=True
+    )
+    page = context.new_page()
+    page.goto(link(server, view))
+    expect(page.get_by_role("heading", level=1)).to_be_visible()
+    widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert widths[0] <= widths[1]
+    small = page.evaluate(
+        """[...document.querySelectorAll('main :is(button, select, input[type=text]), nav a')]
+            .filter(e => e.offsetParent && e.getBoundingClientRect().height < 24)
+            .map(e => e.outerHTML)"""
+    )
+    assert small == [] or view == "library"  # rows of the library's table have links of a line
+    context.close()
+
+
+def test_it_is_used_by_keyboard_alone(page, server):
+    page.goto(link(server))
+    expect(page.get_by_role("heading", level=1, name="Chat")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+    page.keyboard.press("Enter")
+    for _ in range(8):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.getAttribute('aria-label')") == "Message":
+            break
+    page.keyboard.type("hello")
+    page.keyboard.press("Enter")
+    expect(answer(page).locator(".t")).to_have_count(11)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    for _ in range(3):
+        page.keyboard.press("Shift+Tab")
+        if "tokens" in (page.evaluate("document.activeElement.className") or ""):
+            break
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(answer(page).locator(".t.on")).to_have_text(" is")
+    page.keyboard.press("End")
+    expect(answer(page).locator(".t.on")).to_have_text(".")
+
+
+def test_hostile_text_is_text_everywhere(page, server):
+    with_vector(server)
+    page.goto(
+        link(
+            server,
+            m=[{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}],
+        )
+    )
+    expect(page.locator(".model")).to_have_text(MODEL)
+    say(page, f"hostile {HOSTILE}")
+    expect(answer(page).locator(".t")).to_have_count(5)
+    assert HOSTILE in answer(page).locator(".tokens").text_content()
+    page.get_by_text("Code of this view").click()
+    page.goto(link(server, "steer", prompt=f"hostile {HOSTILE}", v=[[HOSTILE, 1, 1]]))
+    page.get_by_role("button", name="Run both").click()
+    expect(page.locator("article.pane").nth(1)).to_contain_text("<script>")
+    page.goto(link(server, "layers", prompt=HOSTILE[:9]))
+    expect(page.locator(".grid td.known").first).to_be_visible()
+    for hash in (f"#/{HOSTILE}?x={HOSTILE}", "#/chat?m=[1,{}]&__proto__=1", "#/steer?v=[[1],null]"):
+        page.goto(f"{server.url}/midstream/{hash}")
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+    assert page.locator("main script, main img").count() == 0
+
+
+def test_a_server_that_dies_in_the_middle_is_told_and_its_return_noticed(browser, page):
+    with studio() as first:
+        page.goto(link(first))
+        say(page, "hold on")
+        expect(answer(page).locator(".t")).to_have_count(5)
+        port = first.port
+        first.stop()
+        expect(page.get_by_role("alert")).to_contain_text("stopped answering in the middle")
+        expect(page.locator(".status")).to_have_text("server unreachable")
+        assert answer(page).locator(".tokens").text_content() == "The day is fine,"
+    with studio(port=port) as second:
+        second.release.set()
+        page.get_by_role("button", name="Answer again").click()
+        expect(answer(page).locator(".t")).to_have_count(11)
+        expect(page.locator(".status")).to_have_text("")
+
+
+def test_an_answer_that_breaks_off_is_told(page, server):
+    page.goto(link(server))
+    say(page, "die")
+    expect(page.get_by_role("alert")).to_contain_text("stopped answering in the middle")
+
+
+def test_a_server_with_a_key_is_asked_for_it_and_the_key_stays_in_the_tab(page):
+    with studio(api_key="secret") as server:
+        page.goto(link(server))
+        expect(page.get_by_role("dialog")).to_be_visible()
+        page.get_by_label("API key").fill("wrong")
+        page.get_by_role("button", name="Use them").click()
+        expect(page.get_by_role("heading", name="This server wants a key")).to_be_visible()
+        expect(page.get_by_role("dialog")).to_be_visible()
+        page.get_by_label("API key").fill("secret")
+        page.keyboard.press("Enter")
+        say(page, "hello")
+        expect(answer(page).locator(".t")).to_have_count(11)
+        assert "secret" not in page.url
+        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+        assert "secret" in page.evaluate("sessionStorage.getItem('midstream.keys')")
+        page.get_by_text("Code of this view").click()
+        code = page.get_by_label("Code", exact=True)
+        expect(code).to_contain_text('os.environ["MIDSTREAM_KEY"]')
+        assert "secret" not in code.text_content()

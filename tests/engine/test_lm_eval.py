@@ -1,0 +1,115 @@
+"""lm-eval's model `vllm`, unchanged, is steered by the environment, as its own steered one is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import engines, lm_eval_task, own_process, serving, tiny
+
+import midstream
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+
+_DRAW = torch.Generator().manual_seed(8)
+VECTORS = {layer: torch.randn(tiny.HIDDEN, generator=_DRAW) * 2 for layer in (0, 1)}
+SCALE = 2.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("lm-eval")
+    lm_eval_task.write(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def steered(folder: Path) -> tuple[str, str]:
+    return lm_eval_task.write_vectors(folder, VECTORS, SCALE)
+
+
+@pytest.fixture(scope="module")
+def mine(talking_llama: Path, steered: tuple[str, str], folder: Path) -> Iterator[Any]:
+    """lm-eval's model `vllm` in a process that begins with MIDSTREAM set."""
+    midstream.activate()  # as vLLM's plugins do there
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIDSTREAM", steered[0])
+        patch.syspath_prepend(str(lm_eval_task.name_vllm(folder)))
+        from lm_eval.models import vllm_causallms
+
+        with engines.closing() as made:
+            lm = vllm_causallms.VLLM(
+                pretrained=str(talking_llama),
+                dtype="float32",
+                max_model_len=256,
+                enforce_eager=True,
+                num_gpu_blocks_override=512,
+                **engines.GPU_MEMORY,
+            )
+            made.append(lm.model)
+            yield lm
+
+
+def scores(lm: Any, folder: Path) -> tuple[Any, Any]:
+    """The results of the task, and each choice's log-probability."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    found = simple_evaluate(
+        lm, tasks=["tiny"], task_manager=TaskManager(include_path=str(folder)), bootstrap_iters=0
+    )
+    assert found is not None
+    each = [
+        [answer[0] for answer in sample["filtered_resps"]] for sample in found["samples"]["tiny"]
+    ]
+    assert len(each) == len(lm_eval_task.QUESTIONS)
+    return found["results"]["tiny"], [float(one) for sample in each for one in sample]
+
+
+def test_the_score_is_that_of_lm_evals_own_steered_model(
+    mine: Any, talking_llama: Path, steered: tuple[str, str], folder: Path
+) -> None:
+    from lm_eval.models.hf_steered import SteeredModel
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = SteeredModel(str(talking_llama), steered[1], device="cpu", dtype="float32")
+    plain = HFLM(str(talking_llama), device="cpu", dtype="float32")
+    results, found = scores(mine, folder)
+    expected_results, expected = scores(theirs, folder)
+    _, unsteered = scores(plain, folder)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=2e-4, rtol=1e-4)
+    assert results["acc,none"] == expected_results["acc,none"]
+    assert (torch.tensor(found) - torch.tensor(unsteered)).abs().max() > 0.1
+
+
+@pytest.mark.nightly
+def test_the_command_is_steered_by_the_environment(
+    talking_llama: Path, steered: tuple[str, str], folder: Path, tmp_path: Path
+) -> None:
+    from lm_eval.models.hf_steered import SteeredModel
+
+    environment = serving.environment(MIDSTREAM=steered[0])
+    environment["PYTHONPATH"] += os.pathsep + str(lm_eval_task.name_vllm(tmp_path))
+    arguments = f"pretrained={talking_llama},dtype=float32,max_model_len=256,enforce_eager=True"
+    code, out, error = own_process.run(
+        *("-m", "lm_eval", "run", "--model", "vllm", "--model_args", arguments),
+        *("--metadata", json.dumps({"midstream": json.loads(steered[0])})),
+        *("--tasks", "tiny", "--include_path", str(folder), "--output_path", str(tmp_path / "out")),
+        timeout=500,
+        env=environment,
+    )
+    assert code == 0, out + error
+    [file] = (tmp_path / "out").rglob("results_*.json")
+    written = json.loads(file.read_text())
+    found = written["results"]["tiny"]
+    assert written["configs"]["tiny"]["metadata"]["midstream"] == json.loads(steered[0])
+    theirs = SteeredModel(str(talking_llama), steered[1], device="cpu", dtype="float32")
+    expected, _ = scores(theirs, folder)
+    assert found["acc,none"] == expected["acc,none"]
+    assert found["acc_norm,none"] == expected["acc_norm,none"]
+    assert "steering.started" in out + error

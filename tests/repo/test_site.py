@@ -1,0 +1,126 @@
+"""The site of the documents: it builds without a warning, works from files, and is complete."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import midstream
+
+ROOT = Path(__file__).resolve().parents[2]
+# What people search for; each must be in the title or a heading of a page.
+TERMS = [
+    "activation patching",
+    "attention",
+    "attribution",
+    "causal tracing",
+    "contrastive pairs",
+    "hook points",
+    "interventions",
+    "logit lens",
+    "overhead",
+    "probe",
+    "refusal direction",
+    "sae features",
+    "steering vector",
+    "throughput",
+]
+
+
+class Links(html.parser.HTMLParser):
+    """What a page links to, what it loads, and its anchors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        elif tag == "link" and "canonical" not in values.get("rel", ""):
+            self.loads.append(values.get("href", ""))
+        elif "src" in values:
+            self.loads.append(values["src"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as for a release."""
+    folder = tmp_path_factory.mktemp("site") / "site"
+    done = subprocess.run(
+        [ROOT / "scripts" / "site.sh", "--site-dir", folder],
+        capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "PYTHON": sys.executable},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Links]:
+    return {path: Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+
+
+def test_every_link_of_the_site_leads_to_a_page_and_an_anchor_of_it(site, pages):
+    broken = []
+    for page, found in pages.items():
+        # The page of a wrong address is served anywhere, so that its links begin at the root.
+        for link in [*found.links, *found.loads] if page.name != "404.html" else ():
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            path = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            path = path / "index.html" if path.is_dir() else path
+            anchors = pages[path].anchors | {""} if path in pages else set()
+            if not path.is_file() or (anchors and unquote(parts.fragment) not in anchors):
+                broken.append(f"{page.relative_to(site)}: {link}")
+    assert not broken
+
+
+def test_no_page_loads_anything_from_a_network(site, pages):
+    loads = {load for found in pages.values() for load in found.loads}
+    assert [load for load in loads if re.match(r"(\w+:)?//", load)] == []
+    sheets = [path.read_text(encoding="utf-8") for path in site.rglob("*.css")]
+    assert sheets
+    assert not any(re.search(r"url\(\s*[\"']?(?:https?:)?//", sheet) for sheet in sheets)
+
+
+def test_the_search_works_from_files_and_finds_the_terms_of_the_field(site):
+    text = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    titles = [
+        re.sub(r"<[^>]+>", "", entry["title"]).lower()
+        for entry in json.loads(text.removeprefix("var __index = "))["docs"]
+    ]
+    assert [term for term in TERMS if not any(term in title for title in titles)] == []
+
+
+def test_every_public_name_is_in_the_api_reference(pages):
+    anchors = set().union(
+        *(found.anchors for path, found in pages.items() if path.parent.name == "api")
+    )
+    names = {anchor.rsplit(".", 1)[-1] for anchor in anchors}
+    assert [name for name in midstream.__all__ if name not in names] == ["__version__"]
+
+
+def test_notebooks_are_shown_with_their_outputs(site):
+    for notebook in (ROOT / "examples" / "notebooks").glob("*.ipynb"):
+        text = (site / "notebooks" / f"{notebook.stem}.html").read_text(encoding="utf-8")
+        assert "notebook-output" in text
+        assert not re.search(r"notebook-output-\d", text)
+
+
+def test_the_site_is_small_enough_for_a_wheel(site):
+    assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file()) < 12e6

@@ -1,0 +1,55 @@
+"""Faults of gates with memory. See `faults`."""
+
+from __future__ import annotations
+
+from support.fault import Fault
+
+_ENGINE = "tests/engine/test_gate_memory.py::"
+_SCAN = "tests/unit/ops/test_scan.py::"
+_LOOP = _SCAN + "test_scores_are_those_of_a_loop_over_the_tokens_however_the_steps_are_cut"
+
+GATES: tuple[Fault, ...] = (
+    Fault(
+        "A gate goes on from the state of a draft token that was rejected",
+        "ops/scan_ref.py",
+        "        marks[marks > position] = 0\n",
+        "",
+        _LOOP,
+    ),
+    Fault(
+        "A gate forgets at the end of each step",
+        "ops/scan_ref.py",
+        "            state.keep(int(position))\n",
+        "",
+        _LOOP,
+    ),
+    Fault(
+        "The kernel of gates with memory reads rows of a tile that another program edits",
+        "ops/scan_kernel.py",
+        "tl.where(programs == program, tile, lanes)",
+        "tl.where(rows < stop, tile, lanes)",
+        "tests/unit/ops/test_site_triton.py"
+        "::test_the_interpreted_kernels_do_what_their_references_do",
+    ),
+    Fault(
+        "The prefix cache serves tokens that a gate with memory must read",
+        "runtime/protocol/cache_keys.py",
+        "if probe.name or probe.is_scan]",
+        "if probe.name]",
+        _ENGINE + "test_cached_prompts_are_used_up_to_the_first_token_that_is_read",
+    ),
+    Fault(
+        "A request gets the state that the gate of an ended request left",
+        "runtime/worker/gate_states.py",
+        "        states.index_fill_(0, on_device(torch.from_numpy(free), states.device), 0)\n",
+        "",
+        _ENGINE + "test_gates_remember_earlier_tokens_as_a_loop_does",
+    ),
+    Fault(
+        "A gate with memory reads tokens that its edit does not select by their ids",
+        "runtime/protocol/segments.py",
+        "        elif index is not None and probe.is_scan:\n",
+        "        elif False:\n",
+        _ENGINE + "test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is",
+    ),
+)

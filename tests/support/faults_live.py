@@ -1,0 +1,77 @@
+"""Faults of requests that change while they run; see `faults`."""
+
+from __future__ import annotations
+
+from support.fault import Fault
+
+CORE = "tests/unit/runtime/core/test_plan_versions.py::"
+ENGINE = "tests/engine/test_updates.py::"
+
+LIVE: tuple[Fault, ...] = (
+    Fault(
+        "Blocks keep the keys of the edits that an update replaced",
+        "runtime/core/plan_versions.py",
+        "    del request.block_hashes[position // block_size :]\n",
+        "",
+        CORE + "test_blocks_are_hashed_again_from_where_a_version_begins",
+    ),
+    Fault(
+        "A preempted request computes tokens again under edits that came later",
+        "runtime/core/plan_versions.py",
+        "    if request.num_preemptions:\n",
+        "    if False:\n",
+        ENGINE + "test_what_is_computed_again_after_a_preemption_is_as_it_was",
+    ),
+    Fault(
+        "A plan reaches the workers before the vectors that an update brought",
+        "runtime/core/plan_versions.py",
+        "    if update.vectors is not None:\n",
+        "    if False:\n",
+        CORE + "test_the_engine_core_answers_for_the_requests_that_run",
+    ),
+    Fault(
+        "A step repeats the program that an update replaced",
+        "runtime/worker/step/slot_table.py",
+        "        self._latest = None\n        self.enter(request.slot, request.segments[0])\n",
+        "",
+        ENGINE + "test_other_edits_hold_from_the_next_position_on",
+    ),
+    Fault(
+        "A request takes the versions of an update for those of its neighbours with an equal plan",
+        "runtime/worker/request_state.py",
+        "            self.segments = spliced(self.segments, later.plan.segments, later.position)\n",
+        "            self.segments[:] = spliced(\n"
+        "                self.segments, later.plan.segments, later.position\n            )\n",
+        ENGINE + "test_scale_multiplies_the_edits_given_last",
+    ),
+    Fault(
+        "A controller that failed is called again",
+        "api/controller.py",
+        "        self._failed = True\n        what =",
+        "        what =",
+        "tests/unit/api/test_controller.py"
+        "::test_a_failure_is_what_the_policy_says_and_it_is_not_called_again",
+    ),
+    Fault(
+        "Requests with one controller share its state",
+        "api/controller.py",
+        "        self._decide = copy.copy(controller.decide)\n",
+        "        self._decide = controller.decide\n",
+        "tests/unit/api/test_controller.py::test_each_request_has_a_state_of_its_own",
+    ),
+    Fault(
+        "A client changes the running request of another",
+        "server/running_requests.py",
+        "            if call.client == client and _is_of",
+        "            if _is_of",
+        "tests/unit/server/routes/test_requests.py::test_another_client_changes_nothing",
+    ),
+    Fault(
+        "A receipt counts the edits of a version at positions where it did not hold",
+        "runtime/frontend/results/held_plans.py",
+        "        start = min(position, stop)\n",
+        "        start = position\n",
+        "tests/unit/runtime/frontend/results/test_held_plans.py"
+        "::test_a_version_holds_until_the_next_begins",
+    ),
+)

@@ -1,0 +1,31 @@
+"""Faults of the commands that look at an installation and open the documents."""
+
+from __future__ import annotations
+
+from support.fault import Fault
+
+TOOLS: tuple[Fault, ...] = (
+    Fault(
+        "`midstream docs` opens a file outside of the documents",
+        "cli/docs.py",
+        "    if SITE.resolve() not in found.parents or not found.is_file():\n",
+        "    if not found.is_file():\n",
+        "tests/unit/cli/test_docs.py::test_an_unknown_page_is_rejected_and_the_pages_are_named",
+    ),
+    Fault(
+        "`midstream doctor --env` reports an installation as good whose vLLM differs in a seam",
+        "tools/doctor/environment.py",
+        "            found.append(str(error))\n",
+        "            str(error)\n",
+        "tests/unit/tools/doctor/test_environment.py"
+        "::test_differences_of_all_checks_of_seams_are_collected",
+    ),
+    Fault(
+        "`midstream doctor --env` reports an environment as good that keeps vLLM from loading"
+        " midstream",
+        "tools/doctor/environment.py",
+        "    if plugins is not None and ",
+        "    if plugins and ",
+        "tests/unit/tools/doctor/test_environment.py::test_what_is_odd_is_named_with_what_to_do",
+    ),
+)

@@ -1,0 +1,197 @@
+"""Controllers: what they are given, what becomes of their answers, and of their failures."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from midstream import (
+    Budget,
+    BusyError,
+    Controller,
+    ControllerError,
+    Decay,
+    Pid,
+    Plan,
+    Probe,
+    SpecError,
+    Threshold,
+)
+from midstream.api.controller import ControlledRequest, Observed, check_controlled
+
+CALL_PLAN = object()
+
+
+class Changes:
+    """What a controller changes."""
+
+    def __init__(self, raises=None):
+        self.found = []
+        self.raises = raises
+
+    async def update_later(self, call_plan, edits, scale, source):
+        assert call_plan is CALL_PLAN
+        if self.raises is not None:
+            raise self.raises
+        self.found.append((edits, scale, source))
+
+
+def output_of(scores, finished=False):
+    return SimpleNamespace(
+        finished=finished, outputs=[SimpleNamespace(probes={"p": torch.tensor(scores)})]
+    )
+
+
+def run(decide, outputs, changes=None, **given):
+    """Show outputs to a controller, each once it is done with the one before."""
+    changes = changes or Changes()
+
+    async def shown():
+        found = ControlledRequest(Controller(decide, **given), changes, CALL_PLAN, "r")
+        try:
+            for nth, output in enumerate(outputs):
+                found.observe(output, nth + 1)
+                if found._task is not None:
+                    await found._task
+        finally:
+            found.close()
+
+    asyncio.run(shown())
+    return changes.found
+
+
+def test_it_gets_each_score_once_and_its_answers_become_updates():
+    seen = []
+
+    def decide(observed):
+        seen.append((observed.request_id, observed.tokens, observed.scores["p"].tolist()))
+        return [0.5, 0.5, None, {"edits": [], "scale": 1.0}, {"scale": 1.0}][len(seen) - 1]
+
+    outputs = [output_of(list(map(float, range(n)))) for n in (3, 4, 6, 6, 7, 8)]
+    found = run(decide, [*outputs, output_of([0.0] * 9, finished=True)], name="mine")
+    assert seen == [
+        ("r", 1, [0.0, 1.0, 2.0]), ("r", 2, [3.0]), ("r", 3, [4.0, 5.0]), ("r", 5, [6.0]),
+        ("r", 6, [7.0]),
+    ]  # fmt: skip
+    # The same scale as before is no change.
+    assert found == [(None, 0.5, "controller:mine"), ([], 1.0, "controller:mine")]
+
+
+def fails(observed):
+    raise KeyError("it")
+
+
+def hangs(observed):
+    threading.Event().wait(30)
+
+
+@pytest.mark.parametrize(
+    ("decide", "problem"),
+    [
+        (fails, "KeyError"),
+        (hangs, "took too long"),
+        (lambda _: "much", "expected a number"),
+        (lambda _: float("nan"), "finite"),
+        (lambda _: {"stop": True}, "expected `scale` and `edits`"),
+    ],
+)
+def test_a_failure_is_what_the_policy_says_and_it_is_not_called_again(decide, problem, caplog):
+    calls = []
+
+    def counted(observed):
+        calls.append(observed)
+        return decide(observed)
+
+    outputs = [output_of([0.0] * n) for n in (1, 2, 3)]
+    given = {"seconds": 0.05}
+    assert run(counted, outputs, **given) == []
+    assert problem in caplog.text
+    assert run(counted, outputs, on_error="off", **given) == [([], None, "controller:local")]
+    with pytest.raises(ControllerError, match=problem):
+        run(counted, outputs, on_error="end", **given)
+    assert len(calls) == 3
+
+
+def test_while_it_computes_the_outputs_go_on_and_scores_gather():
+    go, seen, changes = threading.Event(), [], Changes()
+
+    def slow(observed):
+        seen.append(observed.scores["p"].tolist())
+        go.wait(5)
+        return 0.0
+
+    async def shown():
+        found = ControlledRequest(Controller(slow, seconds=5), changes, CALL_PLAN, "r")
+        for n in (1, 2, 3):
+            found.observe(output_of([float(at) for at in range(n)]), n)
+            await asyncio.sleep(0.02)
+        go.set()
+        await found._task
+        found.observe(output_of([0.0, 1.0, 2.0, 3.0]), 4)
+        await found._task
+        found.close()
+
+    asyncio.run(shown())
+    assert seen == [[0.0], [1.0, 2.0, 3.0]]
+    assert changes.found == [(None, 0.0, "controller:local")]
+
+
+def test_a_request_that_ends_meanwhile_and_tables_that_are_full_are_no_failures():
+    outputs = [output_of([0.0]), output_of([0.0, 0.0])]
+    for error in (SpecError("request_id", "it has ended"), BusyError("no room", 1)):
+        assert run(lambda _: 0.5, outputs, Changes(error), on_error="end") == []
+    with pytest.raises(ControllerError, match="no strength"):
+        run(lambda _: 0.5, outputs, Changes(SpecError("scale", "no strength")), on_error="end")
+
+
+def test_each_request_has_a_state_of_its_own():
+    law = Threshold("p", above=1.0, below=-1.0)
+    outputs = [output_of([2.0]), output_of([2.0, 0.0]), output_of([2.0, 0.0, -2.0])]
+    for _ in range(2):
+        assert [scale for _, scale, _ in run(law, outputs)] == [0.0]
+    assert not law._is_on
+
+
+def laws(law, *scores):
+    return [
+        law(Observed("r", nth + 1, {"p": torch.tensor(each)})) for nth, each in enumerate(scores)
+    ]
+
+
+def test_the_laws_are_their_formulas():
+    law = Threshold("p", above=1.0, below=-1.0, on=2.0, off=0.5)
+    assert laws(law, [0.0], [1.5], [0.0, -0.5], [-1.0], [1.0], [3.0, -3.0]) == [
+        0.5, 2.0, 2.0, 0.5, 0.5, 0.5,
+    ]  # fmt: skip
+    law = Pid("p", target=1.0, kp=0.5, ki=0.25, kd=1.0, low=0.0, high=4.0, step=0.125)
+    # e = 1, 0.5, −9: 1 + 0.5 + 0.25; 1 + 0.25 + 0.25 · 1.5 − 0.5; below the limit.
+    assert laws(law, [0.0], [0.5], [10.0], []) == [1.75, 1.125, 0.0, None]
+    assert laws(Decay(2, least=0.3), *[[0.0]] * 4) == [1.0, 0.5, 0.5, 0.0]
+    assert laws(Budget("p", 3.0), [1.0, -5.0], [1.5], [1.0]) == [1.0, 1.0, 0.0]
+
+
+def test_what_is_malformed_says_so():
+    for make, path in (
+        (lambda: Controller(3), "decide"),
+        (lambda: Controller(fails, seconds=0), "seconds"),
+        (lambda: Controller(fails, on_error="stop"), "on_error"),
+        (lambda: Threshold("p", 1.0, 2.0), "below"),
+        (lambda: Pid("p", 1.0, 1.0, step=0), "low"),
+        (lambda: Decay(0), "half_life"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            make()
+        assert caught.value.path == path
+    kind = SimpleNamespace(name="DELTA")
+    params = SimpleNamespace(n=1, output_kind=kind)
+    plan = Plan.make(probes=Probe([1.0], 0))
+    check_controlled(plan, params)
+    for one, n, name in ((None, 1, "DELTA"), (plan, 2, "DELTA"), (plan, 1, "FINAL_ONLY")):
+        kind.name, params.n = name, n
+        with pytest.raises(SpecError) as caught:
+            check_controlled(one, params)
+        assert caught.value.path == "controller"
