@@ -191,6 +191,34 @@ def test_what_vllm_stops_at_comes_first(llm):
         assert (len(completion.token_ids), ended) == (count, reason)
 
 
+def test_guards_of_the_engine_stop_every_request_within_their_tier(llm):
+    """Also a request that asks for nothing, and one whose own probe goes on."""
+    (whole,) = ask(llm, PROMPTS[1:], probes=probe(positions="generated"))
+    condition, where = late(whole.probes["guard"].tolist())
+    guard = probe(Stop(**condition), name="guard")
+    llm.steering.set(generated=guard, prompt=[Probe(VECTOR, 0, name="p", act=Flag(above=1e6))])
+    assert "stop: guard" in str(llm.steering.show())
+    plain, own = ask(llm, PROMPTS[1:] * 2, probes=[None, [probe(name="own")]])
+    for output in (plain, own):
+        assert generated(output) == generated(whole)[: where + 1]
+        assert output.outputs[0].stop_reason == "probe:guard"
+        assert [one.kind for one in output.receipt.actions] == ["stop"]
+    assert sorted(own.probes) == ["guard", "own", "p"]
+    assert [one.what for one in own.receipt.selected] == [
+        "probes[0]", "steering[-2]", "steering[-1]",
+    ]  # fmt: skip
+    with pytest.raises(SpecError, match="named `guard` as well"):
+        ask(llm, PROMPTS[1:], probes=probe())
+    with pytest.raises(SpecError, match="already the name of"):
+        llm.steering.set(base=guard)
+    # One token has no generated row, so that there is nothing to guard.
+    (one,) = ask(llm, PROMPTS[1:], greedy(1))
+    assert one.outputs[0].finish_reason == "length"
+    llm.steering.clear()
+    (after,) = ask(llm, PROMPTS[1:])
+    assert generated(after) == generated(whole)
+
+
 def test_prompt_logprobs_come_with_a_stop_in_the_prompt(llm):
     act = Stop(above=-1e6)
     params = greedy(4, prompt_logprobs=1, logprobs=1)

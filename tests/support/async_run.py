@@ -462,6 +462,25 @@ async def updates(llm: Any, found: dict[str, Any]) -> None:
     await inspect(llm).check_integrity()
 
 
+async def stops(llm: Any, found: dict[str, Any]) -> None:
+    """Streams that a probe stops, beside ones that go on; `shown` has the sizes of all outputs."""
+    from midstream import Probe, Stop
+
+    read = vector(3)
+    free = Probe(read, 1, name="guard", positions="generated")
+    whole = await ask(llm, "unstopped", prompt(2), params(0, max_tokens=20), probes=free)
+    scores = whole["probes"]["guard"][0].tolist()
+    where = next(nth for nth in range(3, 18) if scores[nth] > max(scores[:nth]))
+    threshold = (scores[where] + max(scores[:where])) / 2
+    guard = free.replace(act=Stop(above=threshold))
+    found["stops"] = {"whole": whole, "where": where}
+    for kind in KINDS:
+        found["stops"][kind] = await asyncio.gather(
+            ask(llm, f"stop {kind}", prompt(2), params(0, max_tokens=20, kind=kind), probes=guard),
+            ask(llm, f"go {kind}", prompt(2), params(0, max_tokens=20, kind=kind), probes=free),
+        )
+
+
 async def server_wide(llm: Any, found: dict[str, Any]) -> None:
     from midstream import Steer
 
@@ -496,6 +515,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await aborts(llm, found)
         await waiting(llm, found)
         await updates(llm, found)
+        await stops(llm, found)
         found["sweep"] = await async_sweeps.sweep(llm)
         await server_wide(llm, found)
         found["evaluated"] = [await evaluate(llm)]

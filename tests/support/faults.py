@@ -6,6 +6,7 @@ Most are what another tool does, or did: an edit or a capture that is silently w
 from __future__ import annotations
 
 from support.fault import Fault
+from support.faults_acts import ACTS
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_gates import GATES
@@ -483,6 +484,7 @@ FAULTS: tuple[Fault, ...] = (
     *REUSE,
     *LIVE,
     *SWEEPS,
+    *ACTS,
     *ATTENTION,
     *FIT,
     *SAES,

@@ -378,3 +378,21 @@ def test_requests_that_do_not_run_cannot_change(found: dict[str, Any]) -> None:
         assert kind == "SpecError"
         assert problem.startswith(f"request_id: request {request!r} is not running")
     assert found["updates"]["nothing"] == ("SpecError", "give `edits`, `scale` or both")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_stream_shows_a_token_beyond_the_one_that_a_probe_stopped_at(found, kind):
+    whole, where = found["stops"]["whole"], found["stops"]["where"]
+    stopped, other = found["stops"][kind]
+    assert stopped["generated"] == whole["generated"][: where + 1]
+    assert other["generated"] == whole["generated"]
+    # What was shown of a stream at any time is no more either.
+    sizes = stopped["shown"]
+    assert (sum(sizes) if kind == "DELTA" else max(sizes)) == where + 1
+    (action,) = stopped["receipt"]["actions"]
+    assert (action["kind"], stopped["reason"]) == ("stop", "stop")
+    assert action["position"] == rows(2) + where
+    torch.testing.assert_close(
+        stopped["probes"]["guard"][0], whole["probes"]["guard"][0][: where + 1],
+        rtol=1e-4, atol=1e-4,
+    )  # fmt: skip

@@ -23,6 +23,8 @@ from midstream.results.arrays import load_tensors
 from midstream.results.plan_update import PlanUpdate
 from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.named_vector import read_name
+from midstream.spec.plan import emit_server_wide
+from midstream.spec.probe import Probe
 from midstream.validation import at
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -436,4 +438,6 @@ def tiers_of(tiers: Mapping[str, Any]) -> dict[str, Any]:
 def _tier(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and not (len(value) == 2 and isinstance(value[0], str)):
         return [_tier(each) for each in value]
+    if isinstance(value, Probe):
+        return emit_server_wide(value)
     return value.to_dict() if hasattr(value, "to_dict") else value

@@ -14,7 +14,7 @@ from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import DONE, Event, Events
 from midstream.server.http_errors import read_error, send_error
-from midstream.server.http_request import RequestContext
+from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.server.results_json import dump, plain
 
 if TYPE_CHECKING:
@@ -240,10 +240,11 @@ class ResponseWriter:
             encoded = await self._server.answers.encode(self._context, choice, update)
             if encoded:
                 value: dict[str, Any] = {"object": KEY, "choices": []}
-                if self._context.is_single:
+                ending = _ending(update)
+                if self._context.is_single and not ending:
                     value[KEY] = plain(encoded)
                 else:
-                    value["choices"] = [{"index": choice, KEY: plain(encoded)}]
+                    value["choices"] = [{"index": choice, **ending, KEY: plain(encoded)}]
                 found.append(Event(b"", b"").with_data(value))
         return found
 
@@ -261,6 +262,18 @@ def _is_last(event: Event) -> bool:
     value = event.value
     is_final = isinstance(value, dict) and ("error" in value or value.get("type") in _FINAL_EVENTS)
     return event.data == DONE or is_final
+
+
+def _ending(update: ChoiceUpdate) -> dict[str, Any]:
+    """Return the fields of a choice that ended without a token, of which vLLM sends no event: a
+    probe stopped it in the prompt.
+    """
+    final = update.final
+    if final is None or not any(one.kind == "stop" for one in final.receipt.actions):
+        return {}
+    if final.receipt.generated_tokens:
+        return {}
+    return {"finish_reason": final.finish_reason, "stop_reason": final.stop_reason}
 
 
 def _is_object(body: bytes) -> bool:

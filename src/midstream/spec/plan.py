@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -19,6 +19,9 @@ from midstream.spec.shape import ModelShape
 from midstream.validation import MAX_PARTS, at, kind, read_fields, read_json
 
 T = TypeVar("T")
+
+# What applies to every request of an engine, before what it asks for itself.
+ServerWide = Edit | Probe
 
 _EMPTY = "the plan is empty: give `capture`, `edits` or `probes`"
 
@@ -254,3 +257,19 @@ def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[
         with at(f"{name}[{index}]"):
             found.append(read(part))
     return tuple(found)
+
+
+def emit_server_wide(part: ServerWide) -> dict[str, object]:
+    """Return the JSON form of an edit, or of a probe among edits: with the `op` "probe"."""
+    return {"op": "probe", **part.to_dict()} if isinstance(part, Probe) else part.to_dict()
+
+
+def parse_server_wide(value: object) -> ServerWide:
+    """Read an edit, or a probe among edits, from the form of `emit_server_wide`.
+
+    Raises:
+        SpecError: a field is unknown, missing or malformed.
+    """
+    if isinstance(value, Mapping) and value.get("op") == "probe":
+        return Probe.parse({name: one for name, one in value.items() if name != "op"})
+    return parse_edit(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import NamedTuple, TypeGuard
@@ -14,8 +14,9 @@ from midstream.spec.forms import PhaseLike
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.named_vector import Named
 from midstream.spec.operations import Edit, Gate, Local, Steer, bind_edit, parse_edit
-from midstream.spec.plan import Plan
+from midstream.spec.plan import Plan, ServerWide, parse_server_wide
 from midstream.spec.positions.prompt import Prompt
+from midstream.spec.probe import Probe
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.shape import ModelShape
@@ -32,7 +33,8 @@ _NAMED_KEYS = {**{tier: tier for tier in TIERS}, "prefill": "prompt", "decode": 
 _EDITS = "edits"
 
 _FORMS = (
-    "an edit, a registered name, (name, scale), {hook point: {layer: vector}}, or a list of these"
+    "an edit or a Probe, a registered name, (name, scale), {hook point: {layer: vector}}, or a "
+    "list of these"
 )
 _REFERENCE = 'a registered name, (name, scale) or {"name": …, "scale": …}'
 
@@ -50,12 +52,24 @@ class Part(NamedTuple):
     edit: Edit
 
 
-def read_tier(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
-    """Parse the edits of one tier in any of its forms.
+class ProbePart(NamedTuple):
+    """One probe of a tier.
+
+    Attributes:
+        path: as of `Part`.
+        probe: the probe, with unresolved names.
+    """
+
+    path: str
+    probe: Probe
+
+
+def read_tier(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart, ...]:
+    """Parse the edits and probes of one tier in any of its forms.
 
     Args:
-        value: an edit or its dict; a registered name; `(name, scale)`; a value of `read_hooks`;
-            or a list of these, which may be empty.
+        value: an edit or its dict; a Probe, or its dict with `"op": "probe"`; a registered name;
+            `(name, scale)`; a value of `read_hooks`; or a list of these, which may be empty.
         phase: "prompt" or "generated", to which the edits are restricted; None for every token.
 
     Raises:
@@ -63,11 +77,11 @@ def read_tier(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
     """
     if not isinstance(value, (list, tuple)) or _is_pair(value):
         return _read_one(value, phase)
-    found: list[Part] = []
+    found: list[Part | ProbePart] = []
     for index, one in enumerate(value):
         with at(f"[{index}]"):
             parts = _read_one(one, phase)
-        found.extend(Part(f"[{index}]{part.path}", part.edit) for part in parts)
+        found.extend(part._replace(path=f"[{index}]{part.path}") for part in parts)
     if len(found) > MAX_PARTS:
         raise SpecError("", f"expected at most {MAX_PARTS} edits per tier, got {len(found)}")
     return tuple(found)
@@ -104,7 +118,10 @@ def read_named_edits(value: Mapping[object, object]) -> tuple[Part, ...]:
             key = tiers[tier]
             with at(key):
                 parts = read_tier(given[key], phase)
-            found.extend(Part(key + part.path, part.edit) for part in parts)
+            for part in parts:
+                if isinstance(part, ProbePart):
+                    raise SpecError(key + part.path, "a name has edits; a probe is no edit")
+                found.append(part._replace(path=key + part.path))
     if _EDITS in given:
         one_or_more = given[_EDITS]
         several = one_or_more if isinstance(one_or_more, (list, tuple)) else [one_or_more]
@@ -155,13 +172,22 @@ def narrowed(edit: Edit, phase: str | None) -> Edit:
     Raises:
         SpecError: the edit has another phase, or its positions have no token of this phase.
     """
-    own = edit.positions.phase
+    _check_phase(edit.positions.phase, phase)
+    return edit if phase is None else changed(edit, phase=phase)
+
+
+def _narrowed_probe(probe: Probe, phase: str | None) -> Probe:
+    """Return the probe restricted likewise."""
+    _check_phase(probe.positions.phase, phase)
+    return probe if phase is None else probe.replace(phase=phase)
+
+
+def _check_phase(own: str, phase: str | None) -> None:
     if own not in ("all", phase):
         tokens = "every token" if phase is None else f'"{phase}" tokens'
         raise SpecError(
             "phase", f'"{own}" contradicts the tier, which is for {tokens}; use `{own}`'
         )
-    return edit if phase is None else changed(edit, phase=phase)
 
 
 def changed(edit: Edit, **place: object) -> Edit:
@@ -189,6 +215,21 @@ def bind_part(part: Part, lookup: Lookup, shape: ModelShape) -> Iterator[Edit]:
             yield edit
 
 
+def bind_tier(
+    parts: Sequence[Part | ProbePart], lookup: Lookup, shape: ModelShape
+) -> Iterator[ServerWide]:
+    """Yield the edits and probes of a tier likewise; see `bind_part`."""
+    for part in parts:
+        if isinstance(part, Part):
+            yield from bind_part(part, lookup, shape)
+            continue
+        with at(part.path) if part.path else nullcontext():
+            for probe in part.probe.bind(lookup, shape.num_layers):
+                everywhere = Plan(probes=(probe.replace(positions="all", phase=None),))
+                _resolve("probes[0]", everywhere, Prompt(1), shape)
+                yield probe
+
+
 def _check(edit: Edit, shape: ModelShape) -> None:
     """Raise SpecError if the edit cannot be applied to any request of this model."""
     taps = find_taps(edit.layers, edit.sites, shape, "layer", "site")
@@ -198,10 +239,15 @@ def _check(edit: Edit, shape: ModelShape) -> None:
     # Positions depend on the request, and are checked at admission.
     rows = max(len(step.write) for step in steps)
     placed = changed(edit, positions="all" if rows <= 1 else slice(0, rows))
+    _resolve("edits[0]", Plan(edits=(placed,)), Prompt(max(rows, 1)), shape)
+
+
+def _resolve(part: str, plan: Plan, prompt: Prompt, shape: ModelShape) -> None:
+    """Raise SpecError if a plan's only part cannot be resolved; the path is relative to it."""
     try:
-        resolve(Plan(edits=(placed,)), shape, Prompt(max(rows, 1)), None)
+        resolve(plan, shape, prompt, None)
     except SpecError as error:
-        path = error.path.removeprefix("edits[0]").removeprefix(".")
+        path = error.path.removeprefix(part).removeprefix(".")
         raise SpecError(path, error.problem) from None
 
 
@@ -221,13 +267,19 @@ def _not_local(edit: Edit) -> Edit:
     return edit
 
 
-def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
+def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart, ...]:
     if isinstance(value, Edit):
         return (Part("", narrowed(_not_local(value), phase)),)
+    if isinstance(value, Probe):
+        return (ProbePart("", _narrowed_probe(value, phase)),)
     if isinstance(value, (str, Named)) or _is_pair(value):
         return (Part("", Steer(read_reference(value), phase=phase)),)
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
+    if value.get("op") == "probe":
+        probe = parse_server_wide(value)
+        assert isinstance(probe, Probe)
+        return (ProbePart("", _narrowed_probe(probe, phase)),)
     if "op" in value:
         return (Part("", narrowed(parse_edit(value), phase)),)
     if "vector" in value or "rows" in value:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.errors import BusyError, ConfigError, StoreError
-from midstream.spec.operations import parse_edit
+from midstream.spec.plan import parse_server_wide
 from midstream.spec.shape import ModelShape
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.registry import NamedEntry, VectorRegistry
@@ -187,7 +187,7 @@ class SharedFolder:
                 entries[name] = before
             else:
                 entries[name] = self._vectors.entry(name, self._read_json(file), registered)
-        tiers = {tier: tuple(map(parse_edit, index["steering"][tier])) for tier in TIERS}
+        tiers = {tier: tuple(map(parse_server_wide, index["steering"][tier])) for tier in TIERS}
         epoch, digest = index["steering"]["epoch"], index["steering"]["digest"]
         self._vectors.entries = entries
         self._steering.state = SteeringState(**tiers, epoch=epoch, digest=digest)

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from midstream.errors import SpecError
-from midstream.spec.operations import Edit, Gate
+from midstream.spec.operations import Gate
+from midstream.spec.plan import ServerWide, emit_server_wide
 from midstream.spec.positions.positions import Positions
+from midstream.spec.probe import Probe
 from midstream.steering.changes import Changes, OwnProcess
-from midstream.steering.edit_forms import TIERS, bind_part, read_tier
+from midstream.steering.edit_forms import TIERS, bind_tier, read_tier
 from midstream.steering.listing import html_table, text_table
 from midstream.steering.registry import VectorRegistry
 from midstream.validation import at
@@ -23,30 +25,30 @@ _SHOWN_TAPS = 3
 
 @dataclass(frozen=True, slots=True)
 class SteeringState:
-    """The active edits of each tier, by value.
+    """The active edits and probes of each tier, by value.
 
     Attributes:
-        base: edits of every token.
-        prompt: edits of the prompt's tokens.
-        generated: edits of generated tokens.
+        base: edits and probes of every token.
+        prompt: of the prompt's tokens.
+        generated: of generated tokens.
         epoch: how often the tiers were changed.
         digest: SHA-256 of all edits, in hex: equal if and only if the edits are equal.
     """
 
-    base: tuple[Edit, ...] = ()
-    prompt: tuple[Edit, ...] = ()
-    generated: tuple[Edit, ...] = ()
+    base: tuple[ServerWide, ...] = ()
+    prompt: tuple[ServerWide, ...] = ()
+    generated: tuple[ServerWide, ...] = ()
     epoch: int = 0
     digest: str = hashlib.sha256(b"[]").hexdigest()
 
     @property
-    def edits(self) -> tuple[Edit, ...]:
-        """All edits, in the order in which they are applied."""
+    def edits(self) -> tuple[ServerWide, ...]:
+        """All edits and probes, in the order in which they are applied."""
         return (*self.base, *self.prompt, *self.generated)
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, including the vectors."""
-        tiers = {tier: [edit.to_dict() for edit in getattr(self, tier)] for tier in TIERS}
+        tiers = {tier: [emit_server_wide(edit) for edit in getattr(self, tier)] for tier in TIERS}
         return {**tiers, "epoch": self.epoch, "digest": self.digest}
 
     def __str__(self) -> str:
@@ -62,7 +64,8 @@ class SteeringState:
 
 
 class Steering:
-    """`llm.steering`: edits that are applied to every request before its own. Thread-safe.
+    """`llm.steering`: edits that are applied to every request before its own, and probes that read
+    every request, such as guards that stop it. Thread-safe.
 
     A request keeps the edits that are active at its admission.
     """
@@ -88,7 +91,8 @@ class Steering:
         those of `base` and `generated`.
 
         Args:
-            base, prompt, generated: an edit or its dict; a registered name; `(name, scale)`;
+            base, prompt, generated: an edit or its dict; a Probe, or its dict with `"op": "probe"`,
+                whose name no other probe of the tiers has; a registered name; `(name, scale)`;
                 `{"post_block": {15: vector}}` or `{15: vector}`, where a vector may be
                 `{"vector": …, "scale": …}`; or a list of these. `[]` clears the tier; None leaves
                 it unchanged. A name is resolved now: registering it again has no effect on the
@@ -106,15 +110,11 @@ class Steering:
         given = {tier: value for tier, value in given.items() if value is not None}
         if not given:
             raise SpecError("", "no tier is given; expected base=, prompt= or generated=")
-        read = {}
+        read: dict[str, tuple[ServerWide, ...]] = {}
         for tier, value in given.items():
             with at(tier):
                 parts = read_tier(value, TIERS[tier])
-                read[tier] = tuple(
-                    edit
-                    for part in parts
-                    for edit in bind_part(part, self._registry.lookup, self._registry.shape)
-                )
+                read[tier] = tuple(bind_tier(parts, self._registry.lookup, self._registry.shape))
         return self._change(read)
 
     def clear(self) -> SteeringState:
@@ -126,8 +126,8 @@ class Steering:
         self.changes.refresh()
         return self.state
 
-    def plan_edits(self, max_tokens: int | None = None) -> tuple[Edit, ...]:
-        """Return the edits that a request admitted now gets before its own.
+    def plan_edits(self, max_tokens: int | None = None) -> tuple[ServerWide, ...]:
+        """Return the edits and probes that a request admitted now gets before its own.
 
         Args:
             max_tokens: the request's limit of generated tokens. With 1, edits of generated tokens
@@ -160,27 +160,46 @@ class Steering:
     def _repr_html_(self) -> str:
         return self.show()._repr_html_()
 
-    def _change(self, tiers: Mapping[str, tuple[Edit, ...]]) -> SteeringState:
+    def _change(self, tiers: Mapping[str, tuple[ServerWide, ...]]) -> SteeringState:
         with self._lock, self.changes.changing():
             before = self.state
             new = {tier: getattr(before, tier) for tier in TIERS} | dict(tiers)
+            _check_names(new)
             state = SteeringState(**new, epoch=before.epoch + 1, digest=_digest(new))
             self.state = state
         return state
 
 
-def _only_generated(edit: Edit) -> bool:
+def _check_names(tiers: Mapping[str, tuple[ServerWide, ...]]) -> None:
+    """Check that no two probes of the tiers have one name."""
+    owner: dict[str, str] = {}
+    for tier in TIERS:
+        for nth, part in enumerate(tiers[tier]):
+            if isinstance(part, Probe):
+                place = f"{tier}[{nth}]"
+                if owner.setdefault(part.name, place) != place:
+                    raise SpecError(
+                        f"{place}.name",
+                        f"`{part.name}` is already the name of {owner[part.name]}; use another "
+                        "name",
+                    )
+
+
+def _only_generated(edit: ServerWide) -> bool:
     positions = edit.positions
     return positions.phase == "generated" or set(positions.include) == {"generated"}
 
 
-def _digest(tiers: Mapping[str, tuple[Edit, ...]]) -> str:
-    content = [[tier, edit.to_dict()] for tier in TIERS for edit in tiers[tier]]
+def _digest(tiers: Mapping[str, tuple[ServerWide, ...]]) -> str:
+    content = [[tier, emit_server_wide(edit)] for tier in TIERS for edit in tiers[tier]]
     return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
 
 
-def _cells(edit: Edit) -> tuple[str, ...]:
-    """Return the cells of an edit's table row, after the tier."""
+def _cells(edit: ServerWide) -> tuple[str, ...]:
+    """Return the cells of an edit's or a probe's table row, after the tier."""
+    if isinstance(edit, Probe):
+        what = f"probe: {edit.name}" if edit.act is None else f"{edit.act.word}: {edit.name}"
+        return what, _show_taps(edit), "", "", _show_positions(edit.positions)
     inner = edit.edit if isinstance(edit, Gate) else edit
     op = f"{edit.op}: {inner.op}" if isinstance(edit, Gate) else edit.op
     vector, scale = getattr(inner, "vector", None), getattr(inner, "scale", None)
@@ -193,7 +212,7 @@ def _cells(edit: Edit) -> tuple[str, ...]:
     )
 
 
-def _show_taps(edit: Edit) -> str:
+def _show_taps(edit: ServerWide) -> str:
     indices = edit.layers.indices
     layers = ["all"] if indices == "all" else [str(index) for index in indices]
     taps = [f"{site}.{layer}" for layer in layers for site in edit.sites]

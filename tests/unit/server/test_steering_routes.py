@@ -32,6 +32,22 @@ async def test_tiers_are_set_shown_and_cleared():
         assert not site.engine.steering
 
 
+async def test_guards_are_set_and_shown_like_edits():
+    guard = {"op": "probe", "direction": V, "layer": 1, "name": "g", "act": {"stop": {"above": 2}}}
+    async with serving() as (site, client):
+        state = (await client.put(STEERING, json={"generated": guard})).json()
+        (shown,) = state["generated"]
+        assert (shown["op"], shown["act"]) == ("probe", {"stop": {"above": 2.0}})
+        again = (await client.put(STEERING, json={"generated": [shown]})).json()
+        assert again["digest"] == state["digest"]
+        (probe,) = site.engine.steering.plan_edits()
+        assert (probe.name, probe.positions.phase) == ("g", "generated")
+        await refused(client.put(STEERING, json={"base": guard}), 400, "already the name of")
+        await refused(
+            client.put(STEERING, json={"base": {**guard, "layer": 9}}), 400, "out of range"
+        )
+
+
 @pytest.mark.parametrize(
     ("body", "problem"),
     [

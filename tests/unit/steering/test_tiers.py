@@ -103,7 +103,7 @@ WRONG = {
         "cannot select a token of phase",
     ),
     "in a list": (["a", Steer(V, 1, phase="generated")], "prompt", "[1].phase", "contradicts"),
-    "a number": (3, None, "", "expected an edit, a registered name"),
+    "a number": (3, None, "", "expected an edit or a Probe, a registered name"),
     "a list of numbers": (V, None, "[0]", "expected an edit, a registered name"),
     "a vector without a layer": ({"vector": V}, None, "layer", "missing"),
     "an unknown op": ({"op": "stear"}, None, "op", "did you mean `steer`"),

@@ -20,7 +20,7 @@ from midstream.spec.logits import Logits
 from midstream.spec.operation import refreshed
 from midstream.spec.operations import Edit, Gate, Local, Reconstruct, Route, Steer
 from midstream.spec.operations.gate_memory import scanned
-from midstream.spec.plan import Plan
+from midstream.spec.plan import Plan, ServerWide
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
@@ -56,7 +56,7 @@ def resolve(
     shape: ModelShape,
     prompt: Prompt,
     max_tokens: int | None,
-    before: tuple[Edit, ...] = (),
+    before: tuple[ServerWide, ...] = (),
     also: tuple[Capture, ...] = (),
 ) -> ResolvedPlan:
     """Resolve a plan for one model and one prompt.
@@ -66,8 +66,8 @@ def resolve(
         shape: the model and its taps.
         prompt: the prompt; for most plans its length is enough.
         max_tokens: maximum number of generated tokens, at least 1; None: unknown.
-        before: server-wide edits, applied before the plan's. Those that select nothing in this
-            request are skipped rather than rejected.
+        before: server-wide edits, applied before the plan's, and server-wide probes. Those that
+            select nothing in this request are skipped rather than rejected.
         also: server-wide captures, added after the plan's; skipped likewise.
 
     Raises:
@@ -120,7 +120,7 @@ class _Resolver:
         self._gate_slots: dict[tuple[Tap, Instruction, Where], int] = {}
 
     def resolve(
-        self, plan: Plan | Nothing, before: tuple[Edit, ...], also: tuple[Capture, ...]
+        self, plan: Plan | Nothing, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
     ) -> ResolvedPlan:
         captures: list[ResolvedCapture] = []
         for index, capture in enumerate(plan.captures):
@@ -135,10 +135,13 @@ class _Resolver:
                 captures += self._resolve_capture(capture, index)
         for index, probe in enumerate(plan.probes):
             with at(f"probes[{index}]"):
-                self._probes.append(replace(self._resolve_probe(probe), act=probe.act))
+                self._add_probe(probe, index)
         edits: list[ResolvedEdit] = []
         for index, edit in enumerate(before):
             with at(f"steering[{index}]"), suppress(NothingSelectedError):
+                if isinstance(edit, Probe):
+                    self._add_probe(edit, index - len(before))
+                    continue
                 where = self._select(edit.positions)
                 edits.extend(self._resolve_edit(edit, index - len(before), where))
         for index, edit in enumerate(plan.edits):
@@ -188,6 +191,12 @@ class _Resolver:
             length = self._prompt.length
             return resolve_reduced(capture.reduce, source, taps, where, length, self._shape)
         return [limited(ResolvedCapture(taps, where, source), capture.max_rows)]
+
+    def _add_probe(self, probe: Probe, source: int) -> None:
+        if any(one.name == probe.name for one in self._probes):
+            raise SpecError("name", f"a probe of the request is named `{probe.name}` as well")
+        found = self._resolve_probe(probe)
+        self._probes.append(replace(found, act=probe.act, source=source))
 
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
         if probe.attention is not None:

@@ -201,6 +201,8 @@ class ResolvedProbe:
         where: the positions.
         attention: what is read after the forward pass; None: see `steps`.
         act: what is done when the scores meet a condition. Workers do not have it.
+        source: index of the plan's probe; negative: of the server-wide edits and probes, whose
+            last is −1. Workers do not have it.
     """
 
     name: str
@@ -210,6 +212,7 @@ class ResolvedProbe:
     where: Where
     attention: SlottedPattern | None = None
     act: Act | None = field(default=None, compare=False)
+    source: int = field(default=0, compare=False)
 
     @property
     def slot(self) -> int:

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 from midstream.errors import SpecError
 from midstream.spec.capture import Capture
-from midstream.spec.operations import Edit
-from midstream.spec.plan import Plan
+from midstream.spec.plan import Plan, ServerWide
 from midstream.spec.positions.items import Item, Role, Span, Text, Window, show_item
 from midstream.spec.positions.positions import Positions
+from midstream.spec.probe import Probe
 from midstream.validation import at
 
 _INSTEAD = 'use "all", positions counted from the session\'s start, token ids, or "last"'
 
 
-def check_growing(plan: Plan | None, before: Sequence[Edit], also: Sequence[Capture] = ()) -> None:
+def check_growing(
+    plan: Plan | None, before: Sequence[ServerWide], also: Sequence[Capture] = ()
+) -> None:
     """Check that a plan's positions are well-defined in a streaming-input session.
 
     The prompt of such a session grows with every input, so positions must not depend on its end.
@@ -32,6 +34,8 @@ def check_growing(plan: Plan | None, before: Sequence[Edit], also: Sequence[Capt
     for index, edit in enumerate(before):
         with at(f"steering[{index}]"):
             _check(edit.positions)
+            if isinstance(edit, Probe):
+                _check_act(edit)
     for index, capture in enumerate(also, -len(also)):
         with at(f"sinks[{index}]"):
             _check(capture.positions)
@@ -45,15 +49,19 @@ def check_growing(plan: Plan | None, before: Sequence[Edit], also: Sequence[Capt
         with at(f"probes[{index}]"):
             for positions in probe.selections:
                 _check(positions)
-            if probe.act is not None:
-                raise SpecError(
-                    "act",
-                    "unsupported in a streaming-input session, which goes on after a completion; "
-                    "omit `act`",
-                )
+            _check_act(probe)
     for index, edit in enumerate(plan.edits):
         with at(f"edits[{plan.origin(index)}]"):
             _check(edit.positions)
+
+
+def _check_act(probe: Probe) -> None:
+    if probe.act is not None:
+        raise SpecError(
+            "act",
+            "unsupported in a streaming-input session, which goes on after a completion; omit "
+            "`act`",
+        )
 
 
 def _check(positions: Positions) -> None:

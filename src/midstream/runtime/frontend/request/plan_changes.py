@@ -23,6 +23,7 @@ from midstream.spec.named_lookup import Lookup
 from midstream.spec.operation import read_scalar
 from midstream.spec.operations import Edit
 from midstream.spec.operations.strength import with_strength
+from midstream.spec.plan import ServerWide
 from midstream.validation import at
 
 
@@ -70,7 +71,7 @@ class PlanHistory:
     first: ResolvedPlan
     asked: CallPlan
     call_plan: CallPlan
-    before: tuple[Edit, ...]
+    before: tuple[ServerWide, ...]
     also: tuple[Capture, ...]
     prompt: PromptOfRequest
     edits: tuple[Edit, ...] = ()
@@ -138,7 +139,7 @@ class PlanChanges:
         first: ResolvedPlan,
         request: Any,
         call_plan: CallPlan,
-        before: tuple[Edit, ...],
+        before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
     ) -> Mapping[int, LaterPlan]:
         """Add a request that is admitted, and return the versions that its plan will have.

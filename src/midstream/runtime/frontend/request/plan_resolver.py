@@ -40,13 +40,14 @@ from midstream.spec import (
     ModelShape,
     Plan,
     Positions,
+    Probe,
     Prompt,
     ResolvedPlan,
 )
 from midstream.spec.attention import is_vectors
 from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
-from midstream.spec.operations import Edit
+from midstream.spec.plan import ServerWide
 from midstream.spec.positions.decoded_text import text_map
 from midstream.spec.resolve.logits import with_vocabulary
 from midstream.spec.resolve.reduced import check_codec, num_sums, with_split_rows
@@ -113,11 +114,13 @@ class _Recent:
     """
 
     own: Plan | None
-    before: tuple[Edit, ...]
+    before: tuple[ServerWide, ...]
     also: tuple[Capture, ...]
     prepared: PreparedPlan
 
-    def is_for(self, own: Plan | None, before: tuple[Edit, ...], also: tuple[Capture, ...]) -> bool:
+    def is_for(
+        self, own: Plan | None, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
+    ) -> bool:
         """Return whether the result holds for a request with this plan."""
         return self.own is own and self.before == before and self.also == also
 
@@ -151,7 +154,7 @@ class PlanResolver:
     def resolve(
         self,
         call_plan: CallPlan,
-        before: tuple[Edit, ...],
+        before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
         lookup: Lookup,
         request: Any,
@@ -175,7 +178,11 @@ class PlanResolver:
         if recent is not None and recent.is_for(own, before, also):
             return recent.prepared
         plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
-        needs_prompt = any(part.positions.needs_prompt for part in (*before, *also))
+        needs_prompt = any(
+            one.needs_prompt
+            for part in (*before, *also)
+            for one in (part.selections if isinstance(part, Probe) else (part.positions,))
+        )
         if needs_prompt or (plan is not None and plan.needs_prompt):
             prompt = self._prompt(request, call_plan)
             return self._finish(plan, before, also, prompt, max_tokens)
@@ -197,7 +204,7 @@ class PlanResolver:
     def resolve_session(
         self,
         plan: Plan | None,
-        before: tuple[Edit, ...],
+        before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
         lookup: Lookup,
         first: int,
@@ -232,7 +239,7 @@ class PlanResolver:
     def _resolve_by_length(
         self,
         plan: Plan | None,
-        before: tuple[Edit, ...],
+        before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
         length: int,
         max_tokens: int | None,
@@ -242,7 +249,7 @@ class PlanResolver:
     def _finish(
         self,
         plan: Plan | None,
-        before: tuple[Edit, ...],
+        before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
         prompt: Prompt,
         max_tokens: int | None,
@@ -416,18 +423,19 @@ def _check_acts(
     """
     last = max(worker.stage for worker in workers)
     on_last = {tap for worker in workers if worker.stage == last for tap in worker.taps}
-    for nth, probe in enumerate(plan.probes):
+    for probe in plan.probes:
         if probe.act is None or isinstance(probe.act, Flag):
             continue
+        path = f"probes[{probe.source}]" if probe.source >= 0 else f"steering[{probe.source}]"
         if probe.tap not in on_last:
             raise SpecError(
-                f"probes[{nth}].act",
+                f"{path}.act",
                 f"layer {probe.layer} is on an earlier pipeline stage; a probe that stops reads a "
                 "layer of the last one",
             )
         if parts.get(probe.tap, 1) > 1:
             raise SpecError(
-                f"probes[{nth}].act",
+                f"{path}.act",
                 f"{probe.site} is split over tensor-parallel ranks; a probe that stops reads a "
                 "site of the residual stream",
             )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.ops.sae import layout
-from midstream.spec import Plan, ResolvedPlan
+from midstream.spec import Plan, Probe, ResolvedPlan
 from midstream.spec.operations import Edit, Gate, Reconstruct
+from midstream.spec.plan import ServerWide
 from midstream.spec.resolve.resolved import ResolvedEdit
 from midstream.validation import at, show
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def read_saes(
-    plan: Plan | None, before: Sequence[Edit], resolved: ResolvedPlan, saes: SaeRegistry | None
+    plan: Plan | None,
+    before: Sequence[ServerWide],
+    resolved: ResolvedPlan,
+    saes: SaeRegistry | None,
 ) -> tuple[tuple[str, str], ...]:
     """Return the SAEs that the edits of a request reconstruct with: ("sae", name), each once.
 
@@ -89,10 +93,11 @@ def _places(plan: ResolvedPlan) -> set[tuple[str, int, tuple[float, ...]]]:
 
 
 def _named(
-    plan: Plan | None, own: Sequence[Edit], before: Sequence[Edit]
+    plan: Plan | None, own: Sequence[Edit], before: Sequence[ServerWide]
 ) -> Iterator[tuple[str, Edit]]:
     for nth, edit in enumerate(before):
-        yield f"steering[{nth - len(before)}]", edit
+        if not isinstance(edit, Probe):
+            yield f"steering[{nth - len(before)}]", edit
     for nth, edit in enumerate(own):
         assert plan is not None
         yield f"edits[{plan.origin(nth)}]", edit

@@ -35,7 +35,7 @@ from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, MOST_APPLIED, NONFINITE, UNSEEN
 from midstream.runtime.protocol.worker_info import place_of
 from midstream.sites import Tap
-from midstream.spec import ResolvedPlan
+from midstream.spec import ResolvedPlan, ResolvedProbe
 from midstream.spec.positions.range_set import intersect
 from midstream.spec.positions.ranges import clip, merge
 from midstream.spec.resolve.resolved import ResolvedCapture
@@ -333,10 +333,7 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
         for source, ranges in by_source.items()
     ]
     named = [probe for probe in plan.probes if probe.name]
-    found += [
-        Selected(f"probes[{nth}]", probe.where.final(length, tokens))
-        for nth, probe in enumerate(named)
-    ]
+    found += [Selected(_path_of(probe), probe.where.final(length, tokens)) for probe in named]
     return tuple(found)
 
 
@@ -352,6 +349,10 @@ def _selected_by_version(
         for found in _selected(replace(one.plan, captures=(), probes=()), length, tokens):
             within = intersect(found.positions, ((one.start, one.stop),))
             yield Selected(prefix + found.what, clip(within, length))
+
+
+def _path_of(probe: ResolvedProbe) -> str:
+    return f"probes[{probe.source}]" if probe.source >= 0 else f"steering[{probe.source}]"
 
 
 def _left_out(capture: ResolvedCapture, length: int, tokens: Sequence[int]) -> int:
