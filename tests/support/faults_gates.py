@@ -11,21 +11,21 @@ _LOOP = _SCAN + "test_scores_are_those_of_a_loop_over_the_tokens_however_the_ste
 GATES: tuple[Fault, ...] = (
     Fault(
         "A gate goes on from the state of a draft token that was rejected",
-        "ops/scan_ref.py",
+        "ops/scan/reference.py",
         "        marks[marks > position] = 0\n",
         "",
         _LOOP,
     ),
     Fault(
         "A gate forgets at the end of each step",
-        "ops/scan_ref.py",
+        "ops/scan/reference.py",
         "            state.keep(int(position))\n",
         "",
         _LOOP,
     ),
     Fault(
         "The kernel of gates with memory reads rows of a tile that another program edits",
-        "ops/scan_kernel.py",
+        "ops/scan/kernel.py",
         "tl.where(programs == program, tile, lanes)",
         "tl.where(rows < stop, tile, lanes)",
         "tests/unit/ops/test_site_triton.py"

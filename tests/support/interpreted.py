@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
-from midstream.ops.scan_triton import scan_triton
+from midstream.ops.scan.launch import scan_triton
 from midstream.ops.site_ref import site_ref
 from midstream.ops.site_triton import site_triton
 from support.attention_scores import check_without_a_gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
@@ -101,13 +100,7 @@ class Client:
         stream.end()
 
     def sweep(
-        self,
-        prompt: Any,
-        source: Any,
-        metric: Any,
-        *,
-        on_cell: OnCell | None = None,
-        **given: Any,
+        self, prompt: Any, source: Any, metric: Any, *, on_cell: OnCell | None = None, **given: Any
     ) -> Sweep:
         """Patch a prompt at each cell of a grid, and return a metric of each cell.
 
@@ -177,20 +170,11 @@ class Client:
         """
         return self._run(
             protocol.fit(
-                positive,
-                negative,
-                name,
-                model,
-                method=method,
-                layers=layers,
-                positions=positions,
-                site=site,
-                reduce=reduce,
-                folds=folds,
-                groups=groups,
+                positive, negative, name, model, method=method, layers=layers,
+                positions=positions, site=site, reduce=reduce, folds=folds, groups=groups,
                 seed=seed,
             )
-        )
+        )  # fmt: skip
 
     def read(self, answer: Any) -> ServedOutput:
         """Convert a response of another client, such as `openai`'s, to a ServedOutput.
@@ -274,12 +258,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, exchange: Exchange[T]) -> T:

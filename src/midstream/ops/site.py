@@ -16,7 +16,7 @@ from torch import Tensor
 
 from midstream.ops import layout
 from midstream.ops.sae.reference import SaeBuffers
-from midstream.ops.scan_ref import scan_ref
+from midstream.ops.scan.reference import scan_ref
 from midstream.ops.site_ref import site_ref
 
 _SCHEMA = (
@@ -193,7 +193,7 @@ def site(
         )
     run, scan = site_ref, scan_ref
     if hidden.is_cuda:
-        from midstream.ops.scan_triton import scan_triton
+        from midstream.ops.scan.launch import scan_triton
         from midstream.ops.site_triton import site_triton
 
         run, scan = site_triton, scan_triton

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.gate_memory import KEPT, SLOTS, check_steps, random_steps
 
 from midstream.ops import layout
-from midstream.ops.scan_ref import scan_ref
+from midstream.ops.scan.reference import scan_ref
 
 
 @given(st.integers(0, 2**32))

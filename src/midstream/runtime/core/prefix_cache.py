@@ -2,7 +2,7 @@
 
 The payload of a request has the keys under which its blocks are cached, and the position up to
 which the cache may serve it. Rows that the front end has from earlier requests need not be
-computed, unless the prefix cache was reset since: whoever resets it may have changed the model.
+computed, unless the prefix cache was reset since: the model may have been changed for that.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import (
-    Budget,
+    CapacityBudget,
     Need,
     check_returned,
     check_rows,
@@ -35,8 +35,7 @@ from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.frontend.request.sink_routes import routes_of
 from midstream.runtime.frontend.request.token_directions import DirectionCache
 from midstream.runtime.frontend.results.sink_setup import open_sinks
-from midstream.runtime.frontend.row_reuse import ReusedRows, origin_of, reusing
-from midstream.runtime.frontend.row_store import RowStore
+from midstream.runtime.frontend.row_reuse import ReusedRows, RowReuse
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.start_steering import set_steering
@@ -48,7 +47,6 @@ from midstream.sinks.server_captures import ServerCaptures
 from midstream.spec import Capture, Plan
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
-from midstream.validation import at
 
 
 class BaseFrontEnd:
@@ -83,8 +81,8 @@ class BaseFrontEnd:
         self.sinks = open_sinks(engine.vllm_config, info)
         weakref.finalize(self, self.sinks.close)
         self._needs: dict[str, Need] = {}
-        self._has_prefix_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
-        self._row_store = RowStore(found.reuse_bytes)
+        has_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
+        self._row_reuse = RowReuse(found.reuse_bytes, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
         self._resolver = PlanResolver(info, engine)
         self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
@@ -96,7 +94,7 @@ class BaseFrontEnd:
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
         self._row_limits = [row_limit(workers, found) for workers in self._workers]
-        budgets = [Budget(info.room, rows) for rows in self._row_limits]
+        budgets = [CapacityBudget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
         matrices = 4 * info.room.maps * info.shape.hidden_size**2
         sent = self._sent_vectors = [SentVectors(matrices=matrices) for _ in self._workers]
@@ -182,7 +180,7 @@ class BaseFrontEnd:
                 f"n={params.n} never shows it; use FINAL_ONLY",
             )
         if own is not None:
-            self._check_streams(own, kind)
+            check_streams(own, kind, self._deltas)
         check_stop_strings(prepared.acts, params.stop)
         one = prepared.need
         need = one.times(params.n)
@@ -191,7 +189,7 @@ class BaseFrontEnd:
         check_rows(need, max(limits, key=lambda one: one.limit or 0))
         uid = uuid.uuid4().hex
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
-        reused = self._reused_rows(request, prepared, own, also)
+        reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)
         set_payload(
             request, RequestPayload(uid, prepared.packed, prepared.keys, acts=prepared.acts)
         )
@@ -199,58 +197,6 @@ class BaseFrontEnd:
         if reused is not None:
             self._reused[uid] = reused
         return AdmittedRequest(uid, prepared.plan, own, routes, reused=reused)
-
-    def _reused_rows(
-        self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
-    ) -> ReusedRows | None:
-        """Return the rows that a request may have from earlier ones; None: all are computed.
-
-        Raises:
-            SpecError: a capture has `reuse`, and this engine keeps no rows, or they would have to
-                be delivered while the request runs.
-        """
-        plan = prepared.plan
-        captures = reusing(plan, own, also)
-        for nth in captures:
-            source = plan.captures[nth].source
-            written = also[source] if source < 0 else own.captures[source] if own else None
-            with at(f"capture[{source}].reuse" if source >= 0 else f"sinks[{source}].reuse"):
-                self._check_reuse("" if written is None else written.sink)
-        origin = origin_of(request)
-        if not captures or origin is None or getattr(request, "resumable", False):
-            return None
-        if own is not None and any(capture.stream for capture in own.captures):
-            raise SpecError("capture", "some captures have `stream` and others `reuse`; omit one")
-        keys, prompt = prepared.keys, request.prompt_token_ids
-        return ReusedRows(self._row_store, plan, captures, keys, origin, prompt)
-
-    def _check_reuse(self, sink: str) -> None:
-        if not self._config.reuse_bytes:
-            problem = "this engine keeps no rows: start it with midstream's setting reuse_bytes"
-            raise SpecError("", problem)
-        if not self._has_prefix_cache:
-            raise SpecError("", "this engine has no prefix cache, so that every row is computed")
-        if self.sinks.pace(sink) is not None:
-            raise SpecError("", f"the sink {sink} gets rows while the request runs; omit `reuse`")
-
-    def _check_streams(self, plan: Plan, kind: str) -> None:
-        """Check that there are outputs before the last, if a capture has `stream`.
-
-        Args:
-            plan: the request's own plan.
-            kind: name of its output kind.
-
-        Raises:
-            SpecError: there are none.
-        """
-        if self._deltas and kind != "FINAL_ONLY":
-            return
-        why = f"with output_kind={kind} there is no output before the last; use CUMULATIVE or DELTA"
-        if not self._deltas:
-            why = "only generate() of midstream.AsyncLLM has outputs before the last"
-        for nth, capture in enumerate(plan.captures):
-            if capture.stream:
-                raise SpecError(f"capture[{nth}].stream", why)
 
     def _submit(self, request: Any, send: Callable[[], object]) -> None:
         """Send a request to the engine, now or when there is capacity.
@@ -361,3 +307,24 @@ def set_payload(request: Any, payload: RequestPayload | None) -> None:
     params = request.sampling_params
     rest = other_args(params)
     params.extra_args = (rest or None) if payload is None else {**rest, KEY: payload}
+
+
+def check_streams(plan: Plan, kind: str, deltas: bool) -> None:
+    """Check that there are outputs before the last, if a capture has `stream`.
+
+    Args:
+        plan: the request's own plan.
+        kind: name of its output kind.
+        deltas: whether output_kind=DELTA is supported.
+
+    Raises:
+        SpecError: there are none.
+    """
+    if deltas and kind != "FINAL_ONLY":
+        return
+    why = f"with output_kind={kind} there is no output before the last; use CUMULATIVE or DELTA"
+    if not deltas:
+        why = "only generate() of midstream.AsyncLLM has outputs before the last"
+    for nth, capture in enumerate(plan.captures):
+        if capture.stream:
+            raise SpecError(f"capture[{nth}].stream", why)

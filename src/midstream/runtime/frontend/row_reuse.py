@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from midstream.codecs import parse_codec
+from midstream.errors import SpecError
 from midstream.results.encoded_rows import Chunk, Scattered
 from midstream.runtime.frontend.row_store import CHUNK, RowSet, RowStore
 from midstream.runtime.protocol.cache_keys import CacheKeys, probed
-from midstream.runtime.protocol.request_payload import KeptRows
+from midstream.runtime.protocol.request_payload import ReusableRows
 from midstream.runtime.protocol.results import ResultBlock
 from midstream.runtime.protocol.runs import Ints, expand
 from midstream.sites import Tap
 from midstream.spec import Capture, Plan, ResolvedPlan
 from midstream.spec.positions.ranges import Ranges, clip
+from midstream.validation import at
 
 
 class ReusedRows:
@@ -57,9 +59,9 @@ class ReusedRows:
         self._taps = frozenset(tap for nth in captures for tap in plan.captures[nth].taps)
         # By taps and rank: the first position of each chunk, and the rows of these taps in it.
         self._found: dict[tuple[tuple[Tap, ...], int], list[tuple[int, RowSet]]] = {}
-        self._kept: KeptRows | None = None
+        self._kept: ReusableRows | None = None
 
-    def find(self) -> KeptRows:
+    def find(self) -> ReusableRows:
         """Take the rows that the store has by now, once; return what the engine core must know."""
         if self._kept is not None:
             return self._kept
@@ -87,7 +89,7 @@ class ReusedRows:
         ]
         firsts += [_first(ranges, 0) for ranges in probed(plan)]
         known = [first for first in firsts if first is not None]
-        self._kept = KeptRows(resets, min(known, default=None))
+        self._kept = ReusableRows(resets, min(known, default=None))
         return self._kept
 
     def _is_reused(self, captures: Sequence[int]) -> bool:
@@ -223,6 +225,67 @@ class _BlockRows:
                 break
             found.append(piece[max(0, begin - start) : end - start][:, self._chosen])
         return torch.cat(found)
+
+
+class RowReuse:
+    """Rows of one engine's earlier requests, and which requests may have them."""
+
+    def __init__(
+        self, max_bytes: int, has_prefix_cache: bool, pace: Callable[[str], object]
+    ) -> None:
+        """Args:
+        max_bytes: the setting `reuse_bytes`.
+        has_prefix_cache: whether the engine has one.
+        pace: returns, by the name of a sink, how often it gets rows while a request runs; None:
+            it gets them at the end.
+        """
+        self._store = RowStore(max_bytes)
+        self._max_bytes = max_bytes
+        self._has_prefix_cache = has_prefix_cache
+        self._pace = pace
+
+    def rows_of(
+        self,
+        request: Any,
+        plan: ResolvedPlan,
+        keys: CacheKeys,
+        own: Plan | None,
+        also: Sequence[Capture],
+    ) -> ReusedRows | None:
+        """Return the rows that a request may have from earlier ones; None: all are computed.
+
+        Args:
+            request: vLLM's EngineCoreRequest.
+            plan: its plan.
+            keys: its prefix-cache keys.
+            own: its own plan, as given; None: it has none.
+            also: captures of every request.
+
+        Raises:
+            SpecError: a capture has `reuse`, and this engine keeps no rows, or they would have to
+                be delivered while the request runs.
+        """
+        captures = reusing(plan, own, also)
+        for nth in captures:
+            source = plan.captures[nth].source
+            written = also[source] if source < 0 else own.captures[source] if own else None
+            with at(f"capture[{source}].reuse" if source >= 0 else f"sinks[{source}].reuse"):
+                self._check("" if written is None else written.sink)
+        origin = origin_of(request)
+        if not captures or origin is None or getattr(request, "resumable", False):
+            return None
+        if own is not None and any(capture.stream for capture in own.captures):
+            raise SpecError("capture", "some captures have `stream` and others `reuse`; omit one")
+        return ReusedRows(self._store, plan, captures, keys, origin, request.prompt_token_ids)
+
+    def _check(self, sink: str) -> None:
+        if not self._max_bytes:
+            problem = "this engine keeps no rows: start it with midstream's setting reuse_bytes"
+            raise SpecError("", problem)
+        if not self._has_prefix_cache:
+            raise SpecError("", "this engine has no prefix cache, so that every row is computed")
+        if self._pace(sink) is not None:
+            raise SpecError("", f"the sink {sink} gets rows while the request runs; omit `reuse`")
 
 
 def origin_of(request: Any) -> bytes | None:

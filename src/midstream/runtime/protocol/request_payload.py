@@ -15,7 +15,7 @@ from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.validation import read_message
 
 
-class KeptRows(ProtocolMessage, frozen=True, array_like=True):
+class ReusableRows(ProtocolMessage, frozen=True, array_like=True):
     """Rows of a request that the front end has from earlier requests.
 
     Attributes:
@@ -44,7 +44,7 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
     plan: bytes
     keys: CacheKeys
     vectors: VectorUpdate | None = None
-    kept: KeptRows | None = None
+    kept: ReusableRows | None = None
     acts: tuple[ActingProbe, ...] = ()
 
     def first_read(self, resets: int) -> int | None:

@@ -17,7 +17,7 @@ router = APIRouter(route_class=MidstreamRoute, tags=["midstream: tokens"])
 MAX_IDS = 1 << 16
 
 
-class TokenIds(BaseModel):
+class TokenIdList(BaseModel):
     """Tokens."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -41,7 +41,7 @@ class TokenTexts(BaseModel):
     summary="Return the text of each token",
     responses=error_responses(400, 401, 403, 413, 503),
 )
-async def tokens(given: TokenIds, server: ServerDep) -> TokenTexts:
+async def tokens(given: TokenIdList, server: ServerDep) -> TokenTexts:
     size = server.llm.vllm_config.model_config.get_vocab_size()
     for nth, one in enumerate(given.ids):
         if one >= size:

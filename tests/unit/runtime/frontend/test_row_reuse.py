@@ -174,8 +174,8 @@ def test_the_least_recently_used_rows_go_first_and_of_a_request_the_last() -> No
 
 @pytest.mark.parametrize(("resets", "expected"), [(0, 8), (1, 0)])
 def test_kept_rows_count_only_as_long_as_the_prefix_cache_is_not_reset(resets, expected):
-    from midstream.runtime.protocol.request_payload import KeptRows
+    from midstream.runtime.protocol.request_payload import ReusableRows
 
     plan = plan_of([], [([TAPS[0]], [(0, None)])])
-    payload = RequestPayload("r", to_bytes(plan), cache_keys(plan), kept=KeptRows(0, 8))
+    payload = RequestPayload("r", to_bytes(plan), cache_keys(plan), kept=ReusableRows(0, 8))
     assert payload.first_read(resets) == expected

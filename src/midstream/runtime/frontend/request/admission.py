@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from midstream.errors import BusyError
-from midstream.runtime.frontend.request.budget import Budget, Need
+from midstream.runtime.frontend.request.budget import CapacityBudget, Need
 
 Send = Callable[[], object]
 
@@ -50,7 +50,7 @@ class Admission:
     """Admits requests to engines, by their uids."""
 
     def __init__(
-        self, budgets: Sequence[Budget], busy: Callable[[], Sequence[int]] | None = None
+        self, budgets: Sequence[CapacityBudget], busy: Callable[[], Sequence[int]] | None = None
     ) -> None:
         """Create it for some engines.
 

@@ -158,7 +158,7 @@ def need_of(
     return found
 
 
-class Budget:
+class CapacityBudget:
     """Counts the capacity that admitted plans take together; things that they share count once."""
 
     def __init__(self, room: Room, rows: RowLimit = NO_LIMIT) -> None:

@@ -12,7 +12,7 @@ from support.nightly import rounds
 
 from midstream.errors import BusyError
 from midstream.runtime.frontend.request.admission import Admission
-from midstream.runtime.frontend.request.budget import Budget, Need, RowLimit
+from midstream.runtime.frontend.request.budget import CapacityBudget, Need, RowLimit
 from midstream.runtime.protocol.segments import Room
 
 ROWS = 10
@@ -28,7 +28,7 @@ class Door:
     """An admission of `ROWS` rows, and what went through it, in order."""
 
     def __init__(self):
-        self.budget = Budget(Room(ROWS, 100, 100, 100, 1))
+        self.budget = CapacityBudget(Room(ROWS, 100, 100, 100, 1))
         self.admission = Admission([self.budget])
         self.sent = []
 
@@ -230,7 +230,7 @@ def test_a_request_that_cannot_be_sent_gives_its_room_to_those_behind_it():
 
 
 def test_rows_that_were_fetched_while_their_request_runs_make_room_for_others():
-    budget = Budget(Room(ROWS, 100, 100, 100, 1), RowLimit(100, lambda: 0))
+    budget = CapacityBudget(Room(ROWS, 100, 100, 100, 1), RowLimit(100, lambda: 0))
     admission, sent = Admission([budget]), []
 
     def submit(uid, nbytes):

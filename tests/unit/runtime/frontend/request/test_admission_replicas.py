@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 
 from midstream.runtime.frontend.request.admission import Admission
-from midstream.runtime.frontend.request.budget import Budget, Need
+from midstream.runtime.frontend.request.budget import CapacityBudget, Need
 from midstream.runtime.protocol.segments import Room
 
 ROWS = 10
@@ -26,7 +26,7 @@ class Door:
     """An admission of several engines of `ROWS` rows each, and where each request went."""
 
     def __init__(self, count=2, busy=None):
-        self.budgets = [Budget(Room(ROWS, 100, 100, 100, 1)) for _ in range(count)]
+        self.budgets = [CapacityBudget(Room(ROWS, 100, 100, 100, 1)) for _ in range(count)]
         self.busy = busy
         self.admission = Admission(self.budgets, None if busy is None else lambda: self.busy)
         self.sent = []

@@ -16,7 +16,7 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import (
-    Budget,
+    CapacityBudget,
     Need,
     RowLimit,
     check_returned,
@@ -93,7 +93,7 @@ def test_matrices_are_counted_by_themselves_each_once():
     )  # fmt: skip
     assert found.total("maps") == 2
     assert found.total("bank_rows") == 1, "the shift, which they share"
-    budget = Budget(room)
+    budget = CapacityBudget(room)
     budget.take(found)
     assert not budget.fits(needed((PRE, mapped(Vector.parse([3.0] * 16)), ((0, 1),)), room=room))
     assert budget.fits(needed((PRE, mapped(W), ((5, 6),)), room=room))
@@ -158,7 +158,7 @@ def test_all_workers_that_capture_have_room_and_one_request_half_of_it():
 
 def test_requests_wait_where_lenses_would_read_more_rows_in_a_step_than_the_setting():
     room = row_limit([worker(0, 1000)], Config(readout_rows=50))
-    budget, sent = Budget(ROOM, room), []
+    budget, sent = CapacityBudget(ROOM, room), []
     admission = Admission([budget])
     for uid, rows in (("a", 30), ("b", 30), ("c", 0), ("d", 20)):
         admission.submit(uid, replace(need(0), readout_rows=rows), lambda uid=uid: sent.append(uid))
@@ -173,7 +173,7 @@ def test_requests_wait_where_lenses_would_read_more_rows_in_a_step_than_the_sett
 
 def test_requests_wait_where_gates_would_need_more_states_than_the_setting():
     limit = row_limit([], Config(gate_states=5))
-    budget, one = Budget(ROOM, limit), Need({}, states=2)
+    budget, one = CapacityBudget(ROOM, limit), Need({}, states=2)
     assert budget.fits(one.times(2))
     budget.take(one)
     assert not budget.fits(one.times(2))
@@ -189,12 +189,12 @@ def test_where_rows_may_go_elsewhere_nobody_waits(overflow):
     room = row_limit([worker(0, 10)], Config(overflow=overflow))
     assert room.limit is None
     check_rows(need(10**12), room)
-    assert Budget(ROOM, room).fits(need(10**12))
+    assert CapacityBudget(ROOM, room).fits(need(10**12))
 
 
 def test_rows_are_in_the_way_until_they_are_fetched_and_what_readers_hold_until_they_let_go():
     held = [0]
-    admission = Admission([Budget(ROOM, RowLimit(100, lambda: held[0]))])
+    admission = Admission([CapacityBudget(ROOM, RowLimit(100, lambda: held[0]))])
     sent: list[str] = []
     for name in "abc":
         admission.submit(name, need(50), lambda name=name: sent.append(name))
@@ -213,7 +213,7 @@ def test_rows_are_in_the_way_until_they_are_fetched_and_what_readers_hold_until_
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60), st.booleans()), max_size=40))
 def test_no_more_than_there_is_room_for_is_ever_inside(steps):
-    budget = Budget(ROOM, RowLimit(100, lambda: 0))
+    budget = CapacityBudget(ROOM, RowLimit(100, lambda: 0))
     admission, inside = Admission([budget]), {}
     for name, rows, ends in steps:
         uid = str(name)
@@ -235,7 +235,7 @@ def test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_
     needs = data.draw(st.lists(vectors, min_size=1, max_size=4))
     # A plan that requests share, and plans that are equal.
     plans = [Need({"bank_rows": dict(each)}) for each in needs for _ in range(2)]
-    budget, running = Budget(Room(10, 64, 64, 64, 4)), []
+    budget, running = CapacityBudget(Room(10, 64, 64, 64, 4)), []
     for ends, nth in data.draw(st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=40)):
         if ends and running:
             budget.release_tables(running.pop(nth % len(running)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from midstream.ops.scan_kernel import scan_kernel
+from midstream.ops.scan.kernel import scan_kernel
 from midstream.ops.site_triton import current
 
 TILE_ROWS = 16
@@ -28,7 +28,7 @@ def scan_triton(
     scans: Tensor,
     states: Tensor,
 ) -> None:
-    """Launch the kernel; see `midstream.ops.scan_ref.scan_ref`, which has the same arguments.
+    """Launch the kernel; see `midstream.ops.scan.reference.scan_ref`, which has the same arguments.
     `kept` is a power of 2. The grid is for all states, so a captured graph may be replayed with any
     rows.
     """
