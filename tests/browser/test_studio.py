@@ -12,6 +12,11 @@ from playwright.sync_api import Page, expect
 from support.studio_server import HOSTILE, MODEL, StudioServer, studio
 
 V = [1.0, 2.0, 2.0]
+VIEWS = [
+    "chat",
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("steer", "library", "layers")),
+    "patching",
+]
 
 
 def link(server: StudioServer, view: str = "chat", **state: Any) -> str:
@@ -83,6 +88,7 @@ def test_tokens_are_coloured_by_a_lens_with_what_it_would_say_next(page, server)
     expect(answer(page).locator(".readout")).to_contain_text("“␣Paris” 36.8 % at layer 1")
 
 
+@pytest.mark.nightly
 def test_tokens_are_coloured_by_a_feature(page, server):
     page.goto(link(server, color="feature", sae="layer-1", feature=7))
     say(page, "abc")
@@ -92,6 +98,7 @@ def test_tokens_are_coloured_by_a_feature(page, server):
     assert server.bodies[0]["midstream"]["capture"][0]["features"] == [7]
 
 
+@pytest.mark.nightly
 def test_a_link_has_the_conversation_and_the_settings(page, server, browser):
     page.goto(link(server, color="confidence", max=33, system="Be brief."))
     say(page, "First?")
@@ -124,6 +131,7 @@ def test_a_reload_in_the_middle_keeps_what_was_written_and_offers_to_go_on(page,
     assert len(server.bodies) == 2
 
 
+@pytest.mark.nightly
 def test_stop_keeps_what_was_written(page, server):
     page.goto(link(server))
     say(page, "hold on")
@@ -290,6 +298,7 @@ def test_files_and_pasted_numbers_are_registered_and_pickles_are_not(page, serve
     assert len(server.site.engine.vectors.list()) == 3
 
 
+@pytest.mark.nightly
 def test_a_vector_is_removed_after_a_question(page, server):
     with_vector(server)
     page.goto(link(server, "library"))
@@ -302,6 +311,7 @@ def test_a_vector_is_removed_after_a_question(page, server):
     assert not server.site.engine.vectors.list()
 
 
+@pytest.mark.nightly
 def test_what_the_server_refuses_is_told(page, server):
     page.goto(link(server, "library", name="x", positive="a\nb", negative="c", method="pca"))
     page.get_by_role("button", name="Fit and register").click()
@@ -374,6 +384,7 @@ def test_a_patching_heatmap_fills_as_cells_come(page, server):
     )
 
 
+@pytest.mark.nightly
 def test_a_sweep_that_is_refused_says_why(page, server):
     page.goto(link(server, "patching", prompt="abcd", source="gh", answer="x", other="z"))
     page.get_by_role("button", name="Patch every cell").click()
@@ -383,7 +394,7 @@ def test_a_sweep_that_is_refused_says_why(page, server):
 # ------------------------------------------------------------------ all views
 
 
-@pytest.mark.parametrize("view", ["chat", "steer", "library", "layers", "patching"])
+@pytest.mark.parametrize("view", VIEWS)
 def test_the_code_of_a_view_names_what_it_asks(page, server, view):
     with_vector(server)
     state = {
@@ -409,7 +420,7 @@ def test_the_code_of_a_view_names_what_it_asks(page, server, view):
     assert "it'\\''s" in code.text_content()
 
 
-@pytest.mark.parametrize("view", ["chat", "steer", "library", "layers", "patching"])
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
 def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, server, view, scheme):
     with_vector(server, "a-very-long-name-of-a-vector." + "x" * 90)
@@ -496,6 +507,7 @@ def test_a_server_that_dies_in_the_middle_is_told_and_its_return_noticed(browser
         expect(page.locator(".status")).to_have_text("")
 
 
+@pytest.mark.nightly
 def test_an_answer_that_breaks_off_is_told(page, server):
     page.goto(link(server))
     say(page, "die")
