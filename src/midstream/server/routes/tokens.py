@@ -17,7 +17,7 @@ router = APIRouter(route_class=MidstreamRoute, tags=["midstream: tokens"])
 MAX_IDS = 1 << 16
 
 
-class TokenIdList(BaseModel):
+class TokensBody(BaseModel):
     """Tokens."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -27,7 +27,7 @@ class TokenIdList(BaseModel):
     )
 
 
-class TokenTexts(BaseModel):
+class TokensAnswer(BaseModel):
     """Texts of tokens."""
 
     texts: list[str] = Field(
@@ -41,9 +41,9 @@ class TokenTexts(BaseModel):
     summary="Return the text of each token",
     responses=error_responses(400, 401, 403, 413, 503),
 )
-async def tokens(given: TokenIdList, server: ServerDep) -> TokenTexts:
+async def tokens(given: TokensBody, server: ServerDep) -> TokensAnswer:
     size = server.llm.vllm_config.model_config.get_vocab_size()
     for nth, one in enumerate(given.ids):
         if one >= size:
             raise SpecError(f"ids[{nth}]", f"expected 0 to {size - 1}, got {one}")
-    return TokenTexts(texts=await asyncio.to_thread(texts_of, server.llm, given.ids))
+    return TokensAnswer(texts=await asyncio.to_thread(texts_of, server.llm, given.ids))

@@ -1,0 +1,41 @@
+"""How tests use Studio's page."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from playwright.sync_api import Page
+
+from support.studio_server import StudioServer
+
+V = [1.0, 2.0, 2.0]
+VIEWS = [
+    "chat",
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("steer", "library", "layers")),
+    "patching",
+]
+
+
+def link(server: StudioServer, view: str = "chat", **state: Any) -> str:
+    """The address of a view with its state."""
+    parts = [
+        f"{name}={quote(value if isinstance(value, str) else json.dumps(value))}"
+        for name, value in state.items()
+    ]
+    return f"{server.url}/midstream/#/{view}" + (f"?{'&'.join(parts)}" if parts else "")
+
+
+def say(page: Page, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def answer(page: Page) -> Any:
+    return page.locator("article.assistant").last
+
+
+def with_vector(server: StudioServer, name: str = "mood", layers: tuple[int, ...] = (1, 2)) -> None:
+    server.site.engine.vectors.register(name, dict.fromkeys(layers, V))
