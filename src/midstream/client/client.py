@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
 from midstream.client.outputs import ServedOutput
-from midstream.client.protocol import Exchange, HttpResponse
+from midstream.client.protocol import Exchange, HttpRequest, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
 from midstream.fit import Directions
 from midstream.results.plan_update import PlanUpdate
@@ -90,13 +90,9 @@ class Client:
         Arguments and exceptions are those of `complete`, or of `chat` if `messages` is given.
         """
         stream = protocol.OutputStream(given, prompt, messages)
-        one = stream.request
-        with self._http.stream(one.method, one.path, json=one.json) as response:
-            if response.status_code >= 400:
-                protocol.check(response.status_code, response.read())
-            for data in response.iter_bytes():
-                for exchange in stream.feed(data):
-                    yield self._run(exchange)
+        for data in self._bytes_of(stream.request):
+            for exchange in stream.feed(data):
+                yield self._run(exchange)
         stream.end()
 
     def sweep(
@@ -124,12 +120,8 @@ class Client:
             httpx.HTTPError: the server is unreachable, or the connection failed.
         """
         stream = SweepStream(sweep_body(prompt, source, metric, given), on_cell)
-        one = stream.request
-        with self._http.stream(one.method, one.path, json=one.json) as response:
-            if response.status_code >= 400:
-                protocol.check(response.status_code, response.read())
-            for data in response.iter_bytes():
-                stream.feed(data)
+        for data in self._bytes_of(stream.request):
+            stream.feed(data)
         return stream.end()
 
     def fit(
@@ -260,6 +252,13 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _bytes_of(self, one: HttpRequest) -> Iterator[bytes]:
+        """Yield the response of a streamed request as it comes."""
+        with self._http.stream(one.method, one.path, json=one.json) as response:
+            if response.status_code >= 400:
+                protocol.check(response.status_code, response.read())
+            yield from response.iter_bytes()
 
     def _run(self, exchange: Exchange[T]) -> T:
         """Return the result of an exchange."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -455,15 +455,7 @@ def _drafts(vllm_config: Any) -> int:
 
 
 def _room(config: Config) -> Room:
-    return Room(
-        bank_rows=config.bank_rows,
-        programs=config.programs,
-        max_edits=config.max_edits,
-        token_ids=config.token_ids,
-        probes=config.probes,
-        maps=config.maps,
-        gate_states=config.gate_states,
-    )
+    return Room(**{each.name: getattr(config, each.name) for each in fields(Room)})
 
 
 def _head(model: Any, vllm_config: Any) -> Head | None:

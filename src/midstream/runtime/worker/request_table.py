@@ -12,10 +12,10 @@ from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.reductions import Reductions
+from midstream.runtime.worker.request_resources import Load, RequestResources
 from midstream.runtime.worker.request_state import (
     FunctionUse,
     PlacedVersion,
-    RankPlan,
     RequestState,
     idle_segment,
 )
@@ -27,8 +27,6 @@ from midstream.spec.resolve.resolved import ResolvedBias
 _LOGGER = logging.getLogger(__name__)
 # Returns whether all ranks that run the same requests say yes.
 Agree = Callable[[bool], bool]
-# Returns the functions of a plan at this rank's taps.
-Load = Callable[[ResolvedPlan], list[FunctionUse]]
 _NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read
 
 
@@ -69,9 +67,7 @@ class RequestTable:
         self._recorder = recorder
         self._checksum = checksum
         self._agree = agree
-        self._reductions = reductions
-        self._load = load
-        self._gate_states = gate_states
+        self._resources = RequestResources(plans, gate_states, reductions, load)
         self._added = 0
         # Finished requests with the number of their last step, which is not settled.
         self._finishing: list[tuple[int, RequestState]] = []
@@ -108,13 +104,13 @@ class RequestTable:
         functions: list[FunctionUse] = []
         slot = self._slots.new_slot()
         try:
-            own, functions = self._acquire(plan, slot)
+            own, functions = self._resources.acquire(plan, slot)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
         if self._agree is not None and is_joint(plan) and not self._agree(not problem):
             if own is not None:
-                self._release(own, slot)
+                self._resources.release(own, slot)
                 own = None
             problem = problem or "another rank cannot run the plan"
         self._added += 1
@@ -163,32 +159,6 @@ class RequestTable:
         if problem and not request.problem:
             self._slots.fail(request, change.position, problem)
 
-    def _acquire(self, packed: bytes, slot: int) -> tuple[RankPlan, list[FunctionUse]]:
-        """Return a request's plan and functions, and give it the sums and states that it needs.
-        Pair with `_release`.
-        """
-        found = self.plans.acquire(packed)
-        functions: list[FunctionUse] = []
-        try:
-            if found.resolved.functions:
-                if self._load is None:
-                    raise LookupError("this worker calls no functions")
-                functions = self._load(found.resolved)
-            self._gate_states.acquire(slot, found.segments)
-            if self._reductions is not None:
-                reductions, widths = self._reductions
-                reductions.acquire(slot, found.segments, widths)
-        except Exception:
-            self._release(found, slot)
-            raise
-        return found, functions
-
-    def _release(self, plan: RankPlan, slot: int) -> None:
-        self.plans.release(plan)
-        if self._reductions is not None:
-            self._reductions[0].release(slot)
-        self._gate_states.release(slot)
-
     def grow(self, request_id: str, uid: str, prompt: Sequence[int] | None) -> None:
         """Record the prompt of a known request that is scheduled as new once more: the prompt has
         grown by another input, or the request was preempted.
@@ -210,7 +180,7 @@ class RequestTable:
         if request is None or any(request is finishing for _, finishing in self._finishing):
             return
         if request.shared is not None:
-            self._release(request.shared, request.slot)
+            self._resources.release(request.shared, request.slot)
         for later in request.later:
             if later.plan is not None:
                 self.plans.release(later.plan)

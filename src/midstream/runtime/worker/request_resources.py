@@ -1,0 +1,72 @@
+"""What a running request has of the worker: its plan's entries in the tables, sums and states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from midstream.runtime.worker.gate_states import GateStates
+from midstream.runtime.worker.plan_table import PlanTable
+from midstream.runtime.worker.reductions import Reductions
+from midstream.runtime.worker.request_state import FunctionUse, RankPlan
+from midstream.spec import ResolvedPlan
+
+# Returns the functions of a plan at this rank's taps.
+Load = Callable[[ResolvedPlan], list[FunctionUse]]
+
+
+class RequestResources:
+    """Gives requests what their plans need, and takes it back."""
+
+    def __init__(
+        self,
+        plans: PlanTable,
+        gate_states: GateStates,
+        reductions: tuple[Reductions, Sequence[int]] | None,
+        load: Load | None,
+    ) -> None:
+        """Args:
+        plans: the worker's plans.
+        gate_states: states of gates with memory.
+        reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
+            None: nothing is reduced.
+        load: returns the functions of a plan; None: this worker calls none.
+        """
+        self._plans = plans
+        self._gate_states = gate_states
+        self._reductions = reductions
+        self._load = load
+
+    def acquire(self, packed: bytes, slot: int) -> tuple[RankPlan, list[FunctionUse]]:
+        """Return a request's plan and functions, and give it the sums and states that it needs.
+        Pair with `release`.
+
+        Args:
+            packed: the packed plan.
+            slot: row of the request in the arrays of `SlotTable`.
+
+        Raises:
+            Exception: the plan cannot be read, there is no room for it, or it has a function that
+                this worker cannot call.
+        """
+        found = self._plans.acquire(packed)
+        functions: list[FunctionUse] = []
+        try:
+            if found.resolved.functions:
+                if self._load is None:
+                    raise LookupError("this worker calls no functions")
+                functions = self._load(found.resolved)
+            self._gate_states.acquire(slot, found.segments)
+            if self._reductions is not None:
+                reductions, widths = self._reductions
+                reductions.acquire(slot, found.segments, widths)
+        except Exception:
+            self.release(found, slot)
+            raise
+        return found, functions
+
+    def release(self, plan: RankPlan, slot: int) -> None:
+        """Take back what a request has."""
+        self._plans.release(plan)
+        if self._reductions is not None:
+            self._reductions[0].release(slot)
+        self._gate_states.release(slot)
