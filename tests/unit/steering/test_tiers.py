@@ -104,7 +104,7 @@ WRONG = {
     ),
     "in a list": (["a", Steer(V, 1, phase="generated")], "prompt", "[1].phase", "contradicts"),
     "a number": (3, None, "", "expected an edit or a Probe, a registered name"),
-    "a list of numbers": (V, None, "[0]", "expected an edit, a registered name"),
+    "a list of numbers": (V, None, "[0]", "expected an edit or a Probe, a registered name"),
     "a vector without a layer": ({"vector": V}, None, "layer", "missing"),
     "an unknown op": ({"op": "stear"}, None, "op", "did you mean `steer`"),
     "a name that cannot be": ("a b", None, "", "A-Z a-z 0-9"),
