@@ -18,16 +18,14 @@ import pytest
 import torch
 
 from midstream.testing import inspect
-from support import async_sweeps
+from support import async_changes, async_sweeps
+from support.async_calls import COUNT, KINDS, ask, params, prompt, refusal, taken, vector
 from support.async_evaluations import evaluate
 from support.async_lenses import stream_of_lenses
-from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
-from support.output_results import logprobs, results, scores
+from support.engines import ALL_SITES, engine, name_vectors
+from support.output_results import results, scores
 
 TAPPED = [*ALL_SITES, "rot_q", "z"]
-WIDTH = 64
-COUNT = 20
-KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
 ARGUMENTS = ("capture", "steer", "edits", "probes")
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -40,14 +38,6 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "midstream": {"sites": TAPPED, "bank_rows": 24, "readout_bytes": 1 << 16},
 }
-
-
-def vector(seed: int) -> torch.Tensor:
-    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def prompt(nth: int) -> dict[str, list[int]]:
-    return tokens(range(3 + nth, 20 + 4 * nth))
 
 
 def plan(nth: int) -> dict[str, Any]:
@@ -74,37 +64,6 @@ def plan(nth: int) -> dict[str, Any]:
         },
         {},
     ][nth % 5]
-
-
-def params(nth: int, **more: Any) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    given = {"max_tokens": 6 + nth % 5, "detokenize": False, **more}
-    kind = RequestOutputKind[given.pop("kind", KINDS[nth % 3])]
-    if given.get("n", 1) > 1:
-        return SamplingParams(ignore_eos=True, seed=3, output_kind=kind, **given)
-    return greedy(**given, output_kind=kind)
-
-
-async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> dict[str, Any]:
-    """One call, and all that it gave."""
-    partial, generated, shown = [], [], []
-    async for output in llm.generate(given, sampling, name, **asked):
-        new = list(output.outputs[0].token_ids)
-        shown.append(len(new))
-        generated = [*generated, *new] if sampling.output_kind.name == "DELTA" else new
-        if not output.finished:
-            partial.append((len(generated), scores(output), output.activations, output.receipt))
-    return {
-        "partial": partial,
-        "generated": generated,
-        "shown": shown,
-        "outputs": [results(one) for one in output.outputs],
-        "reason": output.outputs[0].finish_reason,
-        **results(output),
-        **(logprobs(output) if sampling.output_kind.name == "CUMULATIVE" else {}),
-    }
 
 
 async def mix(llm: Any, found: dict[str, Any]) -> None:
@@ -141,11 +100,6 @@ async def mix(llm: Any, found: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="typo"):
         await ask(llm, "typo", prompt(3), params(3), **plan(3), typo=1)
     await inspect(llm).check_integrity()
-
-
-async def refusal(call: Any) -> tuple[str, str]:
-    [found] = await asyncio.gather(call, return_exceptions=True)
-    return type(found).__name__, str(found)
 
 
 async def errors(llm: Any, found: dict[str, Any]) -> None:
@@ -205,14 +159,6 @@ async def cancel_at_the_door(llm: Any) -> str:
     await asyncio.to_thread(left.wait)
     del front.admit
     return type(ended).__name__
-
-
-def taken(activations: Any) -> Any:
-    """Rows as plain values."""
-    return {
-        tap: (rows.clone(), activations.positions_of(*tap), activations.token_ids_of(*tap))
-        for tap, rows in activations.items()
-    }
 
 
 async def streams(llm: Any, found: dict[str, Any]) -> None:
@@ -378,109 +324,6 @@ async def waiting(llm: Any, found: dict[str, Any]) -> None:
     await inspect(llm).check_integrity()
 
 
-async def controllers(llm: Any) -> dict[str, Any]:
-    """Requests with controllers that answer, fail and hang, beside one without."""
-    from midstream import Capture, Controller, Probe, Steer
-
-    asked = {
-        "steer": Steer(vector(4), 1, 2.0),
-        "capture": Capture("all"),
-        "probes": Probe(vector(4), 2, name="p"),
-    }
-
-    def each_third(observed: Any) -> float:
-        return float(observed.tokens // 3 % 2)
-
-    def fails(observed: Any) -> float:
-        raise KeyError(observed.tokens)
-
-    def hangs(observed: Any) -> float:
-        threading.Event().wait(60)
-        return 0.0
-
-    sampling = params(0, max_tokens=60, kind="CUMULATIVE")
-    names = ("switches", "fails", "hangs", "ends", "alone")
-    given = (
-        Controller(each_third, name="third", seconds=60),
-        Controller(fails, on_error="keep"),
-        Controller(hangs, seconds=0.02, on_error="off"),
-        Controller(fails, on_error="end"),
-        None,
-    )
-    made = await asyncio.gather(
-        *(
-            ask(llm, f"c{name}", prompt(2), sampling, **asked, controller=one)
-            for name, one in zip(names, given, strict=True)
-        ),
-        return_exceptions=True,
-    )
-    found = dict(zip(names, made, strict=True))
-    found["ends"] = type(found["ends"]).__name__, str(found["ends"])
-    return found
-
-
-async def updates(llm: Any, found: dict[str, Any]) -> None:
-    """Edits of two running requests change, among others; what cannot change says so."""
-    from midstream import Capture, Steer
-
-    asked = {"steer": Steer(vector(4), 1, 2.0), "capture": Capture("all")}
-
-    async def updated(name: str) -> dict[str, Any]:
-        changes = [{"scale": 0}, {"edits": [Steer(vector(5), 0, 3.0)]}, {"edits": []}]
-        answers = []
-        sampling = params(0, max_tokens=60, kind="DELTA")
-        generated: list[int] = []
-        async for output in llm.generate(prompt(2), sampling, name, **asked):
-            generated += output.outputs[0].token_ids
-            if changes and len(generated) >= 10 * (1 + len(answers)):
-                answers.append((len(generated), await llm.update(name, **changes.pop(0))))
-        shown = [(count, one.version, one.positions[0]) for count, one in answers]
-        return {"generated": generated, "answers": shown, **results(output)}
-
-    mine, other, alone = await asyncio.gather(
-        updated("u0"),
-        updated("u1"),
-        ask(llm, "u2", prompt(2), params(0, max_tokens=60), **asked),
-    )
-    several = params(0, max_tokens=40, n=2, kind="FINAL_ONLY")
-    task = asyncio.create_task(ask(llm, "u3", prompt(2), several, **asked))
-    while not llm._front_end._admitted:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.05)
-    twice = await llm.update("u3", scale=0.5)
-    controlled = await controllers(llm)
-    found["updates"] = {
-        "controlled": controlled,
-        "mine": mine,
-        "other": other,
-        "alone": alone,
-        "several": (twice.positions, await task),
-        "ended": await refusal(llm.update("u0", scale=1)),
-        "unknown": await refusal(llm.update("nobody", scale=1)),
-        "nothing": await refusal(llm.update("nobody")),
-    }
-    await inspect(llm).check_integrity()
-
-
-async def stops(llm: Any, found: dict[str, Any]) -> None:
-    """Streams that a probe stops, beside ones that go on; `shown` has the sizes of all outputs."""
-    from midstream import Probe, Stop
-
-    read = vector(3)
-    free = Probe(read, 1, name="guard", positions="generated")
-    whole = await ask(llm, "unstopped", prompt(2), params(0, max_tokens=20), probes=free)
-    scores = whole["probes"]["guard"][0].tolist()
-    where = next(nth for nth in range(3, 18) if scores[nth] > max(scores[:nth]))
-    threshold = (scores[where] + max(scores[:where])) / 2
-    guard = free.replace(act=Stop(above=threshold))
-    found["stops"] = {"whole": whole, "where": where}
-    for kind in KINDS:
-        found["stops"][kind] = await asyncio.gather(
-            ask(llm, f"stop {kind}", prompt(2), params(0, max_tokens=20, kind=kind), probes=guard),
-            ask(llm, f"go {kind}", prompt(2), params(0, max_tokens=20, kind=kind), probes=free),
-        )
-
-
 async def server_wide(llm: Any, found: dict[str, Any]) -> None:
     from midstream import Steer
 
@@ -514,8 +357,8 @@ async def main(model: str, found: dict[str, Any]) -> None:
         await streams(llm, found)
         await aborts(llm, found)
         await waiting(llm, found)
-        await updates(llm, found)
-        await stops(llm, found)
+        await async_changes.updates(llm, found)
+        await async_changes.stops(llm, found)
         found["sweep"] = await async_sweeps.sweep(llm)
         await server_wide(llm, found)
         found["evaluated"] = [await evaluate(llm)]

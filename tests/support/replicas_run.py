@@ -19,8 +19,8 @@ import torch
 
 from midstream.runtime.frontend.rpc.replicas import busy
 from midstream.testing import inspect
+from support.async_calls import ask, refusal, taken, vector
 from support.async_run import SETTINGS as SINGLE
-from support.async_run import ask, refusal, taken, vector
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 from support.output_results import results
 

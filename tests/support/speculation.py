@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.testing import inspect
-from support.async_run import ARGUMENTS, ask
+from support.async_calls import ask
+from support.async_run import ARGUMENTS
 from support.engines import engine, greedy, tokens
 from support.output_results import logprobs, results
 from support.own_process import python

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.async_run import ALL_SITES, COUNT, KINDS, TAPPED, plan, prompt, vector
+from support.async_calls import COUNT, KINDS, prompt, vector
+from support.async_run import ALL_SITES, TAPPED, plan
 from support.oracle import HookEdit, Oracle, relative_error
 from support.own_process import python
 

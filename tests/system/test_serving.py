@@ -227,26 +227,6 @@ def test_a_stream_of_several_prompts_has_each_ones_scores_at_its_choice(client):
         assert one.activations["resid_post", 2].shape == (rows + TOKENS - 1, 576)
 
 
-def test_a_stream_changes_its_edits_while_it_runs(client):
-    edit = Steer(VECTOR, 5, 2.0)
-    found, last = None, None
-    asked = {"steer": edit, "capture": Capture([5]), **ASKED, "max_tokens": 200}
-    for last in client.stream(PROMPT, **asked):
-        if found is None and last.request_id:
-            found = client.update(last.request_id, scale=0)
-    assert last is not None
-    [one] = last.outputs
-    assert found is not None
-    position = found.positions[0]
-    rows = one.receipt.prompt_tokens + one.receipt.generated_tokens - 1
-    assert one.receipt.status == "ok"
-    versions = one.receipt.versions
-    assert [each.positions for each in versions] == [(0, position), (position, rows)]
-    assert [each.applied + each.cached for each in versions] == [position, 0]
-    with pytest.raises(ServerError, match="404"):
-        client.update(last.request_id, scale=1)
-
-
 # ---------------------------------------------------------------- steering and vectors
 
 

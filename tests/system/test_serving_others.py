@@ -346,3 +346,23 @@ def test_attention_comes_over_http(client, asks):
     if came:
         keys = torch.cat([part.keys for part in came])
         assert torch.equal(keys, top.keys[: len(keys)])
+
+
+def test_a_stream_changes_its_edits_while_it_runs(client):
+    edit = Steer(VECTOR, 5, 2.0)
+    found, last = None, None
+    asked = {"steer": edit, "capture": Capture([5]), **ASKED, "max_tokens": 200}
+    for last in client.stream(PROMPT, **asked):
+        if found is None and last.request_id:
+            found = client.update(last.request_id, scale=0)
+    assert last is not None
+    [one] = last.outputs
+    assert found is not None
+    position = found.positions[0]
+    rows = one.receipt.prompt_tokens + one.receipt.generated_tokens - 1
+    assert one.receipt.status == "ok"
+    versions = one.receipt.versions
+    assert [each.positions for each in versions] == [(0, position), (position, rows)]
+    assert [each.applied + each.cached for each in versions] == [position, 0]
+    with pytest.raises(ServerError, match="404"):
+        client.update(last.request_id, scale=1)

@@ -1,0 +1,67 @@
+"""Calls of an async engine, and all that they give."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+
+from support.engines import greedy, tokens
+from support.output_results import logprobs, results, scores
+
+WIDTH = 64
+COUNT = 20
+KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
+
+
+def vector(seed: int) -> torch.Tensor:
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def prompt(nth: int) -> dict[str, list[int]]:
+    return tokens(range(3 + nth, 20 + 4 * nth))
+
+
+def params(nth: int, **more: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    given = {"max_tokens": 6 + nth % 5, "detokenize": False, **more}
+    kind = RequestOutputKind[given.pop("kind", KINDS[nth % 3])]
+    if given.get("n", 1) > 1:
+        return SamplingParams(ignore_eos=True, seed=3, output_kind=kind, **given)
+    return greedy(**given, output_kind=kind)
+
+
+async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> dict[str, Any]:
+    """One call, and all that it gave."""
+    partial, generated, shown = [], [], []
+    async for output in llm.generate(given, sampling, name, **asked):
+        new = list(output.outputs[0].token_ids)
+        shown.append(len(new))
+        generated = [*generated, *new] if sampling.output_kind.name == "DELTA" else new
+        if not output.finished:
+            partial.append((len(generated), scores(output), output.activations, output.receipt))
+    return {
+        "partial": partial,
+        "generated": generated,
+        "shown": shown,
+        "outputs": [results(one) for one in output.outputs],
+        "reason": output.outputs[0].finish_reason,
+        **results(output),
+        **(logprobs(output) if sampling.output_kind.name == "CUMULATIVE" else {}),
+    }
+
+
+async def refusal(call: Any) -> tuple[str, str]:
+    [found] = await asyncio.gather(call, return_exceptions=True)
+    return type(found).__name__, str(found)
+
+
+def taken(activations: Any) -> Any:
+    """Rows as plain values."""
+    return {
+        tap: (rows.clone(), activations.positions_of(*tap), activations.token_ids_of(*tap))
+        for tap, rows in activations.items()
+    }
