@@ -6,6 +6,7 @@ from support.fault import Fault
 
 CORE = "tests/unit/runtime/core/test_probe_stops.py"
 ENGINE = "tests/engine/test_probe_stops.py"
+SWITCHES = "tests/engine/test_switches.py"
 
 ACTS: tuple[Fault, ...] = (
     Fault(
@@ -42,5 +43,26 @@ ACTS: tuple[Fault, ...] = (
         "    if completion.token_ids:\n        return tokens\n",
         "    if completion.token_ids:\n        return tokens[:-1]\n",
         ENGINE + "::test_captures_and_edits_reach_to_the_token_that_a_probe_stopped_at",
+    ),
+    Fault(
+        "A probe that meets its condition again switches the edits again",
+        "runtime/core/probe_stops.py",
+        "                each[nth] = None\n",
+        "                each[nth] = Progress()\n",
+        SWITCHES + "::test_several_probes_switch_one_after_the_other_and_a_stop_ends_it",
+    ),
+    Fault(
+        "It is forgotten how far the conditions of a request are",
+        "runtime/core/probe_stops.py",
+        "        PROBE_PROGRESS.set(one.request, one.progress)\n",
+        "",
+        SWITCHES + "::test_what_is_computed_again_after_a_preemption_has_the_edits_that_it_had",
+    ),
+    Fault(
+        "A switch leaves the blocks after it under the keys of the edits before",
+        "runtime/core/plan_versions.py",
+        "        _set_keys(request, position, version, scheduler.hash_block_size)\n",
+        "",
+        SWITCHES + "::test_names_are_bound_and_blocks_of_other_edits_are_not_reused",
     ),
 )

@@ -30,6 +30,8 @@ from midstream import (
     Probe,
     Reconstruct,
     Steer,
+    Stop,
+    Switch,
     TopKeys,
 )
 from midstream.client import ServerError
@@ -366,3 +368,44 @@ def test_a_stream_changes_its_edits_while_it_runs(client):
     assert [each.applied + each.cached for each in versions] == [position, 0]
     with pytest.raises(ServerError, match="404"):
         client.update(last.request_id, scale=1)
+
+
+def test_a_stream_ends_at_the_token_at_which_a_probe_stops_it(client, server):
+    """No event shows a later token."""
+    asked = {"steer": Steer(VECTOR, 5, 0.5), **ASKED, "max_tokens": 24}
+    read = {"direction": VECTOR, "layer": 10, "phase": "generated", "name": "guard"}
+    whole = client.complete(PROMPT, **asked, probes=Probe(**read))
+    scores = whole.outputs[0].probes["guard"].tolist()
+    where = next(at for at in range(6, 20) if scores[at] > max(scores[:at]) + 1e-3)
+    guard = Probe(**read, act=Stop(above=(scores[where] + max(scores[:where])) / 2))
+    shown, last = "", None
+    for last in client.stream(PROMPT, **asked, probes=guard):
+        assert whole.text.startswith(last.outputs[0].text)
+        shown = last.outputs[0].text
+    assert last is not None
+    (one,) = last.outputs
+    assert (one.finish_reason, one.receipt.generated_tokens) == ("stop", where + 1)
+    assert shown != whole.text
+    position = one.receipt.prompt_tokens + where
+    actions = [(each.name, each.kind, each.position) for each in one.receipt.actions]
+    assert actions == [("guard", "stop", position)]
+    assert one.probes["guard"].tolist() == pytest.approx(scores[: where + 1], abs=1e-4)
+    parts = {"steer": asked["steer"].to_dict(), "probes": [guard.to_dict()]}
+    body = {"prompt": PROMPT, **ASKED, "max_tokens": 24, "midstream": parts}
+    (choice,) = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "probe:guard")
+    assert choice["text"] == shown
+
+
+def test_a_probe_switches_the_edits_of_a_request_over_http(client):
+    act = Switch([], above=-1e6, for_=3)
+    probe = Probe(VECTOR, 10, phase="generated", name="calm", act=act)
+    asked = {"steer": Steer(VECTOR, 5, 0.5), **ASKED, "max_tokens": 24}
+    receipt = client.complete(PROMPT, **asked, probes=probe).outputs[0].receipt
+    met = receipt.prompt_tokens + 2
+    assert [(each.kind, each.position) for each in receipt.actions] == [("switch", met)]
+    first, second = receipt.versions
+    # Some steps may have been scheduled ahead.
+    assert met < second.positions[0] <= met + 4
+    assert (second.source, second.expected) == ("probe:calm", 0)
+    assert first.applied + first.cached == first.positions[1] == second.positions[0]

@@ -179,13 +179,15 @@ class ControlledRequest:
 
 
 def check_controlled(plan: Plan | None, params: Any) -> None:
-    """Check that a request has outputs with scores before its last.
+    """Check that a request has outputs with scores before its last, and edits that can change.
 
     Raises:
         SpecError: it has not.
     """
     if plan is None or not plan.probes:
         raise SpecError("controller", "it reads scores: give the request `probes`")
+    if plan.switches:
+        raise SpecError("controller", "the probes of the request switch its edits (Switch) already")
     if params.n > 1 or params.output_kind.name == "FINAL_ONLY":
         raise SpecError(
             "controller",

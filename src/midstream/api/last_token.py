@@ -82,6 +82,8 @@ def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
                 f"with last_token_row, vectors must be given by value: {name!r} may stand for "
                 "edits of some positions, or be registered anew before the second request",
             )
+    if plan is not None and plan.switches:
+        raise SpecError("probes", "with last_token_row, no probe may switch the edits (Switch)")
     if any(edit.positions != Positions() for edit in front_end.steering.plan_edits()):
         raise UnsupportedError(f"a server-wide edit selects positions or phases: {problem}")
     _check_captures(front_end)

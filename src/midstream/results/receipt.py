@@ -112,7 +112,8 @@ class Version:
     """A version of the request's plan, if it was changed while the request ran.
 
     Attributes:
-        number: 0 for the plan that the request was sent with, then by one more for each change.
+        number: 0 for the plan that the request was sent with, then by one more for each update; of
+            switches, in the order of their probes.
         source: who made it: "request", "update", "probe:NAME" or "controller:NAME".
         positions: [start, stop) at which it held; start = stop: at none.
         scale: factor on the strength of the edits given last.
@@ -144,7 +145,7 @@ class Action:
 
     Attributes:
         name: name of the probe.
-        kind: "stop" or "flag".
+        kind: "stop", "switch" or "flag".
         position: position of the token whose score met the condition, the first such.
         score: the pooled score there, which was compared with the threshold.
     """

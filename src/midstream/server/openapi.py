@@ -97,6 +97,7 @@ def _request_schema() -> dict[str, Any]:
                 layer={},
                 head={},
                 name={"type": "string"},
+                act={},
             ),
             "activations": {
                 "description": "How to return captured rows that go to no sink.",

@@ -5,7 +5,7 @@ Pure Python: importable without torch and without vLLM.
 
 from __future__ import annotations
 
-from midstream.spec.act import Flag, Stop
+from midstream.spec.act import Flag, Stop, Switch
 from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import CapturedRows
@@ -90,6 +90,7 @@ __all__ = [
     "Steer",
     "Steps",
     "Stop",
+    "Switch",
     "Text",
     "TokenIds",
     "TopKeys",

@@ -1,7 +1,8 @@
-"""What a probe does when its scores meet a condition: `Stop` and `Flag`, and the rule."""
+"""What a probe does when its scores meet a condition: `Stop`, `Switch` and `Flag`, and the rule."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,17 @@ from typing import Any, ClassVar, NamedTuple
 
 from midstream.errors import SpecError
 from midstream.spec.argument_names import read_named
-from midstream.validation import at, kind, listed, read_float32, read_int, show
+from midstream.spec.named_lookup import Lookup
+from midstream.spec.operations import (
+    Edit,
+    Gate,
+    Local,
+    Steer,
+    bind_edit,
+    has_captured,
+    parse_edit,
+)
+from midstream.validation import MAX_PARTS, at, kind, listed, read_float32, read_int, show
 
 MOST_TOKENS = 4096  # of `for_`, and of the window of a mean
 _POOL = re.compile(r"none|max|mean:([1-9][0-9]{0,3})|ema:(0?\.[0-9]{1,9})")
@@ -109,8 +120,100 @@ class Flag(Condition):
     word: ClassVar[str] = "flag"
 
 
-Act = Stop | Flag
-_ACTS: dict[str, type[Act]] = {each.word: each for each in (Stop, Flag)}
+@dataclass(frozen=True, slots=True, init=False)
+class Switch(Condition):
+    """Give the completion other edits once the scores meet the condition, until it ends.
+
+    The edits replace those of the request from the next position on that no step was scheduled
+    with. `Switch([])` turns the request's own edits off. Each probe switches once. See `Condition`
+    for the other arguments, and `Version` for where the edits held.
+
+    Attributes:
+        edits: the request's own edits from then on; their positions are those of the whole request.
+        origins: after `bind`, each edit's index before binding; empty: unchanged.
+    """
+
+    edits: tuple[Edit, ...]
+    origins: tuple[int, ...]
+    word: ClassVar[str] = "switch"
+
+    def __init__(
+        self,
+        edits: object,
+        *,
+        above: float | None = None,
+        below: float | None = None,
+        for_: int = 1,
+        pool: str = "none",
+    ) -> None:
+        """Create it; either `above` or `below` is given.
+
+        Args:
+            edits: an edit or its dict, or a list or tuple of these, which may be empty.
+            above, below, for_, pool: see `Condition`.
+
+        Raises:
+            SpecError: a field is malformed, or an edit cannot be switched on.
+        """
+        Condition.__init__(self, above=above, below=below, for_=for_, pool=pool)
+        given = edits if isinstance(edits, (list, tuple)) else (edits,)
+        if len(given) > MAX_PARTS:
+            raise SpecError("edits", f"expected at most {MAX_PARTS}, got {len(given)}")
+        found = []
+        for nth, one in enumerate(given):
+            with at(f"edits[{nth}]" if given is edits else "edits"):
+                edit = parse_edit(one)
+                _check_switched(edit)
+                found.append(edit)
+        object.__setattr__(self, "edits", tuple(found))
+        object.__setattr__(self, "origins", ())
+
+    def emit(self) -> dict[str, Any]:
+        """Return the JSON form, such as `{"switch": {"edits": [{…}], "above": 2.0}}`."""
+        fields = Condition.emit(self)[self.word]
+        return {self.word: {"edits": [edit.to_dict() for edit in self.edits], **fields}}
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the registered vectors in use, each once."""
+        return tuple(dict.fromkeys(name for edit in self.edits for name in edit.names()))
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether `bind` would return edits that are the same."""
+        return all(edit.is_bound for edit in self.edits)
+
+    def bind(self, lookup: Lookup, num_layers: int | None = None) -> Switch:
+        """Return a copy with names replaced by their registered vectors; see `Plan.bind`.
+
+        Raises:
+            SpecError: a name is unknown, or has no vector for a requested tap.
+        """
+        edits: list[Edit] = []
+        origins: list[int] = []
+        for nth, edit in enumerate(self.edits):
+            with at(f"edits[{nth}]"):
+                edits += bind_edit(edit, lookup, num_layers)
+            origin = self.origins[nth] if self.origins else nth
+            origins += [origin] * (len(edits) - len(origins))
+        found = copy.copy(self)
+        object.__setattr__(found, "edits", tuple(edits))
+        object.__setattr__(found, "origins", tuple(origins))
+        return found
+
+
+def _check_switched(edit: Edit) -> None:
+    """Check that an edit needs nothing that is found or computed when a request begins."""
+    if isinstance(edit, Local):
+        raise SpecError("", "a Python function (Local) cannot be switched on; give another edit")
+    if has_captured(edit):
+        raise SpecError("rows", "captured rows cannot be switched on; give the rows by value")
+    inner = edit.edit if isinstance(edit, Gate) else edit
+    if isinstance(inner, Steer) and inner.token is not None:
+        raise SpecError("token", "a token cannot be switched on; register its direction as a name")
+
+
+Act = Stop | Flag | Switch
+_ACTS: dict[str, type[Act]] = {each.word: each for each in (Stop, Flag, Switch)}
 _FIELDS = ("above", "below", "for", "pool")
 
 
@@ -123,14 +226,17 @@ def read_act(value: object) -> Act:
     if isinstance(value, Act):
         return value
     if not isinstance(value, Mapping) or len(value) != 1:
-        raise SpecError("", 'expected Stop(…), Flag(…) or {"stop": {…}}, got ' + kind(value))
+        forms = 'Stop(…), Flag(…), Switch(…) or {"stop": {…}}'
+        raise SpecError("", f"expected {forms}, got {kind(value)}")
     ((word, fields),) = value.items()
     if word not in _ACTS:
         raise SpecError("", f"unknown act {show(str(word))}; known: {listed(_ACTS)}")
     with at(word):
+        own = ("edits",) if word == Switch.word else ()
         if not isinstance(fields, Mapping):
-            raise SpecError("", f"expected a dict of {listed(_FIELDS)}, got {kind(fields)}")
-        given = read_named(fields, (), _FIELDS)
+            known = listed((*own, *_FIELDS))
+            raise SpecError("", f"expected a dict of {known}, got {kind(fields)}")
+        given = read_named(fields, own, _FIELDS)
         if "for" in given:
             given["for_"] = given.pop("for")
         return _ACTS[word](**given)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from midstream.errors import SpecError
+from midstream.spec.act import Switch
 from midstream.spec.attention import parse_capture
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import OpenRows
@@ -159,8 +160,13 @@ class Plan:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
-        parts = (*self.edits, *self.probes)
+        parts = (*self.edits, *self.probes, *self.switches)
         return tuple(dict.fromkeys(name for part in parts for name in part.names()))
+
+    @property
+    def switches(self) -> tuple[Switch, ...]:
+        """The switches of its probes, in their order."""
+        return tuple(probe.act for probe in self.probes if isinstance(probe.act, Switch))
 
     def origin(self, index: int) -> int:
         """Return the index that edit `index` had before binding."""
@@ -170,6 +176,7 @@ class Plan:
     def needs_prompt(self) -> bool:
         """Whether the selected positions depend on more of the prompt than its length."""
         found = [edit.positions for edit in self.edits]
+        found += [edit.positions for switch in self.switches for edit in switch.edits]
         found += [one for capture in self.captures for one in capture.selections]
         found += [one for probe in self.probes for one in probe.selections]
         return any(positions.needs_prompt for positions in found)

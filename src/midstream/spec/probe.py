@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.spec.act import Act, read_act
+from midstream.spec.act import Act, Switch, read_act
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.attention import Entropy, Mass, read_reduction
@@ -46,7 +46,8 @@ class Probe(Operation):
     that of the weights. See `Attention` for the weights, and for what the engine must tap. Such a
     score is known after the forward pass, so no Gate can read it.
 
-    With `act`, the completion ends, or its receipt is flagged, when the scores meet a condition.
+    With `act`, the completion ends, gets other edits, or has its receipt flagged, when the scores
+    meet a condition.
 
     Attributes:
         direction: a vector of the model's hidden size, or a name; None: see `attention`.
@@ -95,8 +96,8 @@ class Probe(Operation):
                 direction then has the size of a head. With `attention` the query heads, one or
                 more; None or "all": all of the layer.
             attention: `Mass(positions)`, `Entropy()`, or the JSON form of one.
-            act: `Stop(…)`, `Flag(…)`, or the JSON form of one. The positions are then known before
-                the request ends: not "last".
+            act: `Stop(…)`, `Switch(…)`, `Flag(…)`, or the JSON form of one. The positions are then
+                known before the request ends: not "last".
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -206,7 +207,16 @@ class Probe(Operation):
                 f"`{self.names()[0]}` is registered for {len(found)} taps, but a probe reads one "
                 "tap; give `layer` and `site`",
             )
+        if isinstance(self.act, Switch) and not self.act.is_bound:
+            with at("act.switch"):
+                act = self.act.bind(lookup, num_layers)
+            return tuple(one.replace(act=act) for one in found)
         return found
+
+    @property
+    def is_bound(self) -> bool:
+        is_act_bound = not isinstance(self.act, Switch) or self.act.is_bound
+        return is_act_bound and not self.names()
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         assert self.direction is not None, "attention is not read by instructions"

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeGuard
 
 from midstream.errors import SpecError
+from midstream.spec.act import Switch
 from midstream.spec.forms import PhaseLike
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.named_vector import Named
@@ -178,6 +179,10 @@ def narrowed(edit: Edit, phase: str | None) -> Edit:
 
 def _narrowed_probe(probe: Probe, phase: str | None) -> Probe:
     """Return the probe restricted likewise."""
+    if isinstance(probe.act, Switch):
+        raise SpecError(
+            "act", "a Switch changes the edits of one request; give the probe with that request"
+        )
     _check_phase(probe.positions.phase, phase)
     return probe if phase is None else probe.replace(phase=phase)
 

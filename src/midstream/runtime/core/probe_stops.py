@@ -1,6 +1,8 @@
-"""Probes that end their request: their conditions are evaluated in the order of the tokens, on the
-scores that arrive with each step, and the tokens that the step sampled are cut there. So no output
-has a token beyond the one whose score met the condition.
+"""Probes that end their request or switch its edits: their conditions are evaluated in the order of
+the tokens, on the scores that arrive with each step.
+
+The tokens that the step sampled are cut where a request ends, so no output has a token beyond the
+one whose score met the condition. Other edits hold from the next position that is not scheduled.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.runtime.core.ended_requests import add_end
+from midstream.runtime.core.plan_versions import change_plans
 from midstream.runtime.protocol.acting_probes import ActingProbe, stop_reason
+from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.step_scores import ScoreRun, scores_of
 from midstream.runtime.vllm.attributes import PROBE_PROGRESS
@@ -24,11 +28,11 @@ class ProbeProgress:
     Attributes:
         reached: number of positions that were evaluated. A position is evaluated once, also if it
             is computed again after a preemption.
-        each: of each probe.
+        each: of each probe; None: it has switched the edits, which it does once.
     """
 
     reached: int
-    each: tuple[Progress, ...]
+    each: tuple[Progress | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,12 @@ class Firing:
     Attributes:
         name: name of the probe.
         position: position of the token whose score met it.
+        version: see `ActingProbe`.
     """
 
     name: str
     position: int
+    version: PlanVersion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,8 @@ class _Evaluated:
         known: number of its tokens before the step.
         stop: position up to which its scores were evaluated.
         progress: how far its probes are then.
-        firing: the condition that was met; None: none was.
+        firing: the condition that was met and ends it; None: none was.
+        switched: those that were met and switch its edits, in the order of positions.
     """
 
     request: Any
@@ -61,13 +68,14 @@ class _Evaluated:
     stop: int
     progress: ProbeProgress
     firing: Firing | None
+    switched: tuple[Firing, ...]
 
 
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any
 ) -> Any:
     """Cut the tokens of requests whose probes stop them, call vLLM's
-    `Scheduler.update_from_output`, and end these requests.
+    `Scheduler.update_from_output`, end these requests, and switch the edits of others.
     """
     scores = scores_of(output)
     if scores is None:
@@ -84,6 +92,7 @@ def update_from_output(
             logprobs = output.prompt_logprobs_dict.get(one.request.request_id)
             ended += [(one, one.firing, logprobs) for _ in _finish(scheduler, one.request)]
     outputs = original(scheduler, scheduled, output)
+    changes = []
     for one in found:
         # vLLM drops the tokens of some steps that a preemption overtook. Draft tokens of these
         # were evaluated in vain.
@@ -92,6 +101,10 @@ def update_from_output(
         PROBE_PROGRESS.set(one.request, one.progress)
         if one.firing is not None and not one.request.is_finished():
             ended += [(one, one.firing, None) for _ in _finish(scheduler, one.request)]
+        if not one.request.is_finished():
+            versions = [firing.version for firing in one.switched]
+            changes += [(one.request, version) for version in versions if version is not None]
+    change_plans(scheduler, changes)
     for one, firing, logprobs in ended:
         add_end(outputs, one.request, stop_reason(firing.name), logprobs)
     return outputs
@@ -123,8 +136,8 @@ def _evaluate(request: Any, runs: list[ScoreRun], sampled: Sequence[int]) -> _Ev
         found = request.all_token_ids[position] if position < known else sampled[position - known]
         return int(found)
 
-    progress, firing = advance(probes, before, runs, stop, token)
-    return _Evaluated(request, known, stop, progress, firing)
+    progress, firing, switched = advance(probes, before, runs, stop, token)
+    return _Evaluated(request, known, stop, progress, firing, switched)
 
 
 def advance(
@@ -133,7 +146,7 @@ def advance(
     runs: Sequence[ScoreRun],
     stop: int,
     token: Callable[[int], int],
-) -> tuple[ProbeProgress, Firing | None]:
+) -> tuple[ProbeProgress, Firing | None, tuple[Firing, ...]]:
     """Evaluate the conditions of a request's probes on the scores of a step.
 
     Args:
@@ -144,25 +157,34 @@ def advance(
         token: returns the token of a position.
 
     Returns:
-        (how far they are then, the condition that is met at the earliest position, by the first of
-        the probes; None: none is met).
+        (how far they are then; the condition of a probe that stops which is met at the earliest
+        position, by the first of these probes, None: none is met; those of probes that switch, in
+        the order of positions, and at one position of the probes).
     """
     each = list(before.each)
     reached = before.reached
     firing = None
+    switched = []
     for run in runs:
         start, end = max(run.first, reached), min(run.first + run.values.shape[0], stop)
         for nth, probe in enumerate(probes):
+            progress = each[nth]
+            if progress is None:
+                continue
             positions = probe.where.within(start, end, token)
             rows = [position - run.first for position in positions]
             scores = run.values[rows, probe.slot].tolist()
-            each[nth], met = follow(probe.condition, each[nth], scores)
-            if met is not None and (firing is None or positions[met.nth] < firing.position):
+            each[nth], met = follow(probe.condition, progress, scores)
+            if met is not None and probe.version is not None:
+                each[nth] = None
+                switched.append(Firing(probe.name, positions[met.nth], probe.version))
+            elif met is not None and (firing is None or positions[met.nth] < firing.position):
                 firing = Firing(probe.name, positions[met.nth])
         reached = max(reached, end)
         if firing is not None:
             break
-    return ProbeProgress(reached, tuple(each)), firing
+    switched.sort(key=lambda one: one.position)
+    return ProbeProgress(reached, tuple(each)), firing, tuple(switched)
 
 
 def _cut(output: Any, one: _Evaluated, firing: Firing) -> bool:

@@ -29,7 +29,8 @@ from midstream.runtime.frontend.request.budget import (
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan, other_args
 from midstream.runtime.frontend.request.plan_changes import PlanChanges
-from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
+from midstream.runtime.frontend.request.plan_resolver import PlanResolver
+from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.readouts import Registries
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.frontend.request.sink_routes import routes_of
@@ -156,7 +157,7 @@ class BaseFrontEnd:
         if own is not None and call_plan.most_bytes is not None:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         admitted = self._attach_payload(request, prepared, own, also)
-        given = (prepared.plan, request, call_plan, before, also)
+        given = (prepared.plan, request, call_plan, before, also, prepared.later)
         return admitted and replace(admitted, later=self.changes.add(admitted.uid, *given))
 
     def _attach_payload(

@@ -1,12 +1,14 @@
-"""Probes that end their request, as the engine core evaluates them."""
+"""Probes that end their request or switch its edits, as the engine core evaluates them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from midstream.errors import SpecError
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
-from midstream.spec import ResolvedPlan, Stop
+from midstream.runtime.protocol.plan_version import PlanVersion
+from midstream.spec import ResolvedPlan, Stop, Switch
 from midstream.spec.act import Condition
 from midstream.spec.positions.position_set import Where
 
@@ -19,25 +21,45 @@ class ActingProbe(ProtocolMessage, frozen=True, array_like=True):
         slot: column of its scores.
         where: the positions that it selects.
         condition: the condition on their scores.
+        version: the version of the request's plan that holds once it is met; None: it ends the
+            request.
     """
 
     name: str
     slot: Natural
     where: Where
     condition: Condition
+    version: PlanVersion | None = None
 
 
-def acting_probes(plan: ResolvedPlan) -> tuple[ActingProbe, ...]:
-    """Return the probes of a plan that end their request."""
-    return tuple(
-        ActingProbe(probe.name, probe.slot, probe.where, probe.act)
-        for probe in plan.probes
-        if isinstance(probe.act, Stop)
-    )
+def acting_probes(
+    plan: ResolvedPlan, versions: Mapping[str, PlanVersion] = MappingProxyType({})
+) -> tuple[ActingProbe, ...]:
+    """Return the probes of a plan that end their request or switch its edits.
+
+    Args:
+        plan: the plan.
+        versions: by name of a probe that switches, the version of the plan that holds then.
+    """
+    found = []
+    for probe in plan.probes:
+        act = probe.act
+        if isinstance(act, Stop):
+            found.append(ActingProbe(probe.name, probe.slot, probe.where, act))
+        elif isinstance(act, Switch):
+            bare = Condition(above=act.above, below=act.below, for_=act.for_, pool=act.pool)
+            version = versions[probe.name]
+            found.append(ActingProbe(probe.name, probe.slot, probe.where, bare, version))
+    return tuple(found)
 
 
 def stop_reason(name: str) -> str:
     """Return the stop reason of a completion that a probe ended."""
+    return f"probe:{name}"
+
+
+def switch_source(name: str) -> str:
+    """Return the source of a version of a plan that a probe switched to."""
     return f"probe:{name}"
 
 
@@ -49,7 +71,7 @@ def check_stop_strings(acts: Sequence[ActingProbe], strings: str | Sequence[str]
     """
     known = {strings} if isinstance(strings, str) else set(strings or ())
     for probe in acts:
-        if stop_reason(probe.name) in known:
+        if probe.version is None and stop_reason(probe.name) in known:
             raise SpecError(
                 "stop",
                 f"`{stop_reason(probe.name)}` is the stop reason of the probe `{probe.name}`; use "

@@ -37,7 +37,8 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
         vectors: what the workers must do to have the vectors that the plan names; None: nothing.
             The engine core takes it out, see `runtime.core.vector_updates`.
         kept: rows that need not be computed; None: all rows that `keys` names must be.
-        acts: its probes that end it. With any, the workers report its scores in each step.
+        acts: its probes that end it or switch its edits. With any, the workers report its scores in
+            each step.
     """
 
     uid: str

@@ -25,12 +25,11 @@ from midstream.spec.named_lookup import (
     vectors_of,
 )
 from midstream.spec.named_vector import Named, read_direction
-from midstream.spec.operation import SITE, by_value, read_scalar
+from midstream.spec.operation import SITE, Operation, by_value, read_scalar
 from midstream.spec.operations.gate_memory import Hold, Memory
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
 from midstream.spec.operations.route import Route
 from midstream.spec.positions.positions import Positions
-from midstream.spec.probe import Probe
 from midstream.spec.selection import LOGITS, Layers, Sites, read_taps
 from midstream.spec.shape import VectorSize
 from midstream.spec.vector import Vector
@@ -118,7 +117,7 @@ class Reading:
         """
         if isinstance(value, Reading):
             return value
-        if isinstance(value, Probe):
+        if isinstance(value, Operation) and not value.op:
             return _from_probe(value)
         given: Any = value
         if isinstance(value, Mapping) and "attention" in value:
@@ -202,7 +201,7 @@ class Gate:
     def __init__(
         self,
         edit: PlainEdit | Mapping[str, Any],
-        probe: Reading | Probe | VectorOrName,
+        probe: Reading | Operation | VectorOrName,
         threshold: NumberLike = 0.0,
         sharpness: NumberLike | None = None,
         hold: Hold | None = None,
@@ -422,7 +421,8 @@ def _read_inner(value: object) -> PlainEdit:
     return PLAIN[word].parse(value)
 
 
-def _from_probe(probe: Probe) -> Reading:
+def _from_probe(probe: Any) -> Reading:
+    """Return the reading of a `Probe`. Its module imports this one."""
     if probe.direction is None:
         raise SpecError("attention", _LATE)
     if probe.positions != Positions("all"):

@@ -12,8 +12,9 @@ from midstream.results.plan_update import PlanUpdate
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.later_plan import LaterPlan
-from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
-from midstream.runtime.frontend.request.reconstructions import check_same_saes
+from midstream.runtime.frontend.request.plan_resolver import PlanResolver
+from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.same_reads import check_same_reads
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
@@ -141,6 +142,7 @@ class PlanChanges:
         call_plan: CallPlan,
         before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
+        switched: Mapping[int, LaterPlan],
     ) -> Mapping[int, LaterPlan]:
         """Add a request that is admitted, and return the versions that its plan will have.
 
@@ -150,6 +152,7 @@ class PlanChanges:
             request: vLLM's EngineCoreRequest.
             call_plan: its own plan.
             before, also: server-wide edits and captures.
+            switched: the versions that its probes may switch to.
         """
         own, asked = call_plan.plan, call_plan
         if own is not None and own.names():
@@ -167,6 +170,7 @@ class PlanChanges:
             prompt=PromptOfRequest.of(request),
             edits=() if own is None else own.edits,
             origins=() if own is None else own.origins,
+            later=dict(switched),
         )
         return found.later
 
@@ -233,6 +237,8 @@ class PlanChanges:
             raise SpecError(
                 "", "a request that reuses rows (Capture(reuse=True)) keeps the edits it began with"
             )
+        if own is not None and own.switches:
+            raise SpecError("", "a request whose probes switch its edits cannot be updated as well")
         if not history.request_ids or self._admission.is_waiting(uid):
             raise BusyError(
                 f"request {history.name!r} waits for capacity; update it when it runs", 1
@@ -245,9 +251,7 @@ class PlanChanges:
         if edits is None and not given[0]:
             raise SpecError("scale", "the request has no edits of its own; give `edits`")
         prepared = self._prepare(history, with_strength(given[0], factor), given[1])
-        _check_same_rows(history.first, prepared.plan)
-        _check_same_scans(history.first, prepared.plan)
-        check_same_saes(history.first, prepared.plan)
+        check_same_reads(history.first, prepared.plan)
         need = replace(prepared.need, rows=0, readout_rows=0, sums=0, states=0)
         self._admission.extend(uid, need)
         number = 1 + len(history.later)
@@ -330,29 +334,3 @@ def _ended(name: str) -> SpecError:
         "request_id",
         f"request {name!r} is not running: it has ended, or no request with a plan has this id",
     )
-
-
-def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version has the gates with memory that the request had from its beginning: these
-    have gone over all of its tokens.
-    """
-    scans = [[probe for probe in plan.probes if probe.is_scan] for plan in (first, later)]
-    if scans[0] != scans[1]:
-        raise SpecError(
-            "edits",
-            "gates with memory (hold, smooth, release) are those of the request from beginning to "
-            "end; an update may change the edits in them, and gives all of them in their order",
-        )
-
-
-def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version captures and probes what the request did from its beginning, and that
-    neither calls a function, as those of a request are found when it begins.
-    """
-    if first.functions or later.functions:
-        raise SpecError("edits", "a request with a Python function (Local) cannot be changed")
-    named = [[probe for probe in plan.probes if probe.name] for plan in (first, later)]
-    if first.captures != later.captures or named[0] != named[1]:
-        raise SpecError(
-            "", "the names that its captures and probes read have changed their meaning meanwhile"
-        )

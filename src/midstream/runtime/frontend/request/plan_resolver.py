@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from midstream.codecs import Rp8, parse_codec
@@ -12,14 +12,12 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.runtime.frontend.request.biases import check_biases
 from midstream.runtime.frontend.request.budget import (
-    Need,
     all_taps,
     max_row_bytes,
     need_of,
-    prompt_bytes,
-    returned_captures,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.readouts import (
     Registries,
     bound,
@@ -28,16 +26,14 @@ from midstream.runtime.frontend.request.readouts import (
 )
 from midstream.runtime.frontend.request.reconstructions import read_saes
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
-from midstream.runtime.protocol.acting_probes import ActingProbe, acting_probes
-from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
+from midstream.runtime.frontend.request.switches import check_acts, with_switches
+from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.rank_parts import check_parts
 from midstream.runtime.protocol.worker_info import this_process
-from midstream.sites import Tap, order
+from midstream.sites import order
 from midstream.spec import (
     Attention,
     Capture,
-    Flag,
-    ModelShape,
     Plan,
     Positions,
     Probe,
@@ -62,45 +58,6 @@ if TYPE_CHECKING:
 
 # Many requests share a plan: it is resolved and packed once for each length of prompt.
 _CACHED_PLANS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPlan:
-    """A plan that was checked against the model and a prompt.
-
-    Attributes:
-        plan: the resolved plan.
-        need: capacity that one completion takes.
-        packed: the resolved plan as bytes.
-        keys: its prefix-cache keys.
-        acts: its probes that end the request.
-    """
-
-    plan: ResolvedPlan
-    need: Need
-    packed: bytes
-    keys: CacheKeys
-    acts: tuple[ActingProbe, ...]
-    _returned: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
-
-    def returned_bytes(self, own: Plan, shape: ModelShape) -> int:
-        """Return the bytes of the rows of the prompt that are returned to the caller. They are
-        counted once for the same captures.
-
-        Args:
-            own: the request's own plan.
-            shape: the model.
-        """
-        captures = returned_captures(self.plan, own)
-        found = self._returned.get(captures)
-        if found is None:
-            found = self._returned[captures] = prompt_bytes(self.plan, captures, shape)
-        return found
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is captured, edited or probed."""
-        return not (self.plan.edits or self.plan.captures or self.plan.probes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +211,7 @@ class PlanResolver:
         prompt: Prompt,
         max_tokens: int | None,
     ) -> PreparedPlan:
-        plan = bound(plan, self._engine, self.registries)
+        given, plan = plan, bound(plan, self._engine, self.registries)
         resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, also)
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
@@ -285,15 +242,21 @@ class PlanResolver:
             states=sum(probe.is_scan for probe in resolved.probes),
         )
         check_biases(resolved, config)
-        self._check_ring(resolved)
+        _check_ring(resolved, workers)
         check_parts(resolved, self._parts)
         _check_functions(resolved, workers)
         _check_gates(resolved, workers)
-        _check_acts(resolved, workers, self._parts)
+        check_acts(resolved, workers, self._parts)
         # Workers do not read the prompt's length: without it, prompts of any length have one plan,
         # which a worker reads once.
         packed = to_bytes(replace(resolved, prompt_len=1), frozenset(named))
-        return PreparedPlan(resolved, need, packed, cache_keys(resolved), acting_probes(resolved))
+        prepared = PreparedPlan(resolved, need, packed, cache_keys(resolved))
+        return with_switches(
+            prepared,
+            given,
+            lambda later: self._finish(later, before, also, prompt, max_tokens),
+            self._info.room,
+        )
 
     def _max_row_bytes(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:
         length = self._max_length
@@ -353,26 +316,27 @@ class PlanResolver:
             )
         return tokenizer
 
-    def _check_ring(self, plan: ResolvedPlan) -> None:
-        wanted = set(plan.read_taps)
-        for worker in self._info.workers:
-            # Under pipeline parallelism each stage captures its own layers.
-            triples = zip(worker.taps, worker.widths, worker.parts, strict=True)
-            mine = [(width, parts) for tap, width, parts in triples if tap in wanted]
-            widths = [width for width, parts in mine if parts == 1]
-            if plan.sharded:
-                ranks = worker.tensor_ranks
-                widths = max((widths[rank::ranks] for rank in range(ranks)), key=sum)
-            split = sum(width for width, parts in mine if parts > 1)
-            at_once = -(-(sum(widths) + split) // worker.hidden_size)
-            if at_once > worker.capture_limit:
-                raise SpecError(
-                    "capture",
-                    f"{at_once} vectors a token are asked for, the staging ring has room for "
-                    f"{worker.capture_limit} when a step is full; raise midstream's setting "
-                    "staging_bytes, lower max_num_batched_tokens, or capture fewer layers or "
-                    "sites",
-                )
+
+def _check_ring(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
+    wanted = set(plan.read_taps)
+    for worker in workers:
+        # Under pipeline parallelism each stage captures its own layers.
+        triples = zip(worker.taps, worker.widths, worker.parts, strict=True)
+        mine = [(width, parts) for tap, width, parts in triples if tap in wanted]
+        widths = [width for width, parts in mine if parts == 1]
+        if plan.sharded:
+            ranks = worker.tensor_ranks
+            widths = max((widths[rank::ranks] for rank in range(ranks)), key=sum)
+        split = sum(width for width, parts in mine if parts > 1)
+        at_once = -(-(sum(widths) + split) // worker.hidden_size)
+        if at_once > worker.capture_limit:
+            raise SpecError(
+                "capture",
+                f"{at_once} vectors a token are asked for, the staging ring has room for "
+                f"{worker.capture_limit} when a step is full; raise midstream's setting "
+                "staging_bytes, lower max_num_batched_tokens, or capture fewer layers or "
+                "sites",
+            )
 
 
 def _check_functions(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
@@ -413,32 +377,6 @@ def _check_gates(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
                     f"the gate reads {site} of layer {layer}, which is on another pipeline "
                     f"stage than layer {edit.layer}; read a layer of the same stage",
                 )
-
-
-def _check_acts(
-    plan: ResolvedPlan, workers: Sequence[WorkerInfo], parts: Mapping[Tap, int]
-) -> None:
-    """Check that the scores of each probe that ends its request are on the worker whose output the
-    engine core reads: the first rank of the last pipeline stage.
-    """
-    last = max(worker.stage for worker in workers)
-    on_last = {tap for worker in workers if worker.stage == last for tap in worker.taps}
-    for probe in plan.probes:
-        if probe.act is None or isinstance(probe.act, Flag):
-            continue
-        path = f"probes[{probe.source}]" if probe.source >= 0 else f"steering[{probe.source}]"
-        if probe.tap not in on_last:
-            raise SpecError(
-                f"{path}.act",
-                f"layer {probe.layer} is on an earlier pipeline stage; a probe that stops reads a "
-                "layer of the last one",
-            )
-        if parts.get(probe.tap, 1) > 1:
-            raise SpecError(
-                f"{path}.act",
-                f"{probe.site} is split over tensor-parallel ranks; a probe that stops reads a "
-                "site of the residual stream",
-            )
 
 
 def _common(name: str, values: Sequence[str]) -> str:

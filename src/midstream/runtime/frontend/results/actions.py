@@ -10,11 +10,12 @@ import torch
 
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Action
-from midstream.runtime.protocol.acting_probes import stop_reason
+from midstream.runtime.frontend.results.held_plans import HeldPlan
+from midstream.runtime.protocol.acting_probes import stop_reason, switch_source
 from midstream.runtime.protocol.rank_parts import scores_of
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.worker_info import WorkerInfo
-from midstream.spec import ResolvedPlan, ResolvedProbe, Stop
+from midstream.spec import ResolvedPlan, ResolvedProbe, Stop, Switch
 from midstream.spec.act import Progress, follow
 
 # The positions and scores, float32 [positions, slots], that a worker sent.
@@ -66,7 +67,11 @@ def tokens_of_rows(output: Any, completion: Any, plan: ResolvedPlan, sent: Sent 
 
 
 def actions_of(
-    plan: ResolvedPlan, completion: Any, num_rows: int, probes: Probes | None
+    plan: ResolvedPlan,
+    completion: Any,
+    num_rows: int,
+    probes: Probes | None,
+    held: Sequence[HeldPlan],
 ) -> tuple[Action, ...]:
     """Return what the probes of a completion did, in the order of the plan.
 
@@ -75,19 +80,31 @@ def actions_of(
         completion: vLLM's CompletionOutput.
         num_rows: number of its rows.
         probes: its scores.
+        held: the versions of its plan.
     """
     stopped = probe_that_stopped(plan, completion)
+    starts = {one.later.source: one.start for one in held if one.later is not None}
     found = []
     for probe in plan.probes:
         if probe.act is None or probes is None:
             continue
         if isinstance(probe.act, Stop) and probe is not stopped:
             continue
+        start = starts.get(switch_source(probe.name))
+        if isinstance(probe.act, Switch) and start is None:
+            continue
         positions, scores = probes.positions_of(probe.name).tolist(), probes[probe.name].tolist()
         _, met = follow(probe.act, Progress(), scores)
         if probe is stopped and positions and (met is None or positions[met.nth] != num_rows - 1):
             # Scores that were computed again, after a preemption, may differ in the last bits.
             found.append(Action(probe.name, probe.act.word, num_rows - 1, scores[-1]))
+        elif isinstance(probe.act, Switch) and start is not None:
+            before = [nth for nth, position in enumerate(positions) if position < start]
+            nth, score = (None, 0.0) if met is None else met
+            if before and (nth is None or nth > before[-1]):
+                nth, score = before[-1], scores[before[-1]]
+            if nth is not None:
+                found.append(Action(probe.name, probe.act.word, positions[nth], score))
         elif met is not None:
             found.append(Action(probe.name, probe.act.word, positions[met.nth], met.pooled))
     return tuple(found)

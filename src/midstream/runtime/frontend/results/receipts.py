@@ -130,7 +130,7 @@ def make_receipt(
         coming_from=coming_from,
         called=_called(plan, parts, length, tokens),
         versions=versions,
-        actions=actions_of(plan, completion, length, probes),
+        actions=actions_of(plan, completion, length, probes, held),
     )
 
 

@@ -1,0 +1,53 @@
+"""A plan that was checked against a model and a prompt, ready to be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from midstream.runtime.frontend.request.budget import Need, prompt_bytes, returned_captures
+from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.protocol.acting_probes import ActingProbe
+from midstream.runtime.protocol.cache_keys import CacheKeys
+from midstream.spec import ModelShape, Plan, ResolvedPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPlan:
+    """A plan that was checked against the model and a prompt.
+
+    Attributes:
+        plan: the resolved plan.
+        need: capacity that one completion takes.
+        packed: the resolved plan as bytes.
+        keys: its prefix-cache keys.
+        acts: its probes that end the request or switch its edits.
+        later: the versions that these switch to, by number.
+    """
+
+    plan: ResolvedPlan
+    need: Need
+    packed: bytes
+    keys: CacheKeys
+    acts: tuple[ActingProbe, ...] = ()
+    later: Mapping[int, LaterPlan] = field(default_factory=dict)
+    _returned: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
+
+    def returned_bytes(self, own: Plan, shape: ModelShape) -> int:
+        """Return the bytes of the rows of the prompt that are returned to the caller. They are
+        counted once for the same captures.
+
+        Args:
+            own: the request's own plan.
+            shape: the model.
+        """
+        captures = returned_captures(self.plan, own)
+        found = self._returned.get(captures)
+        if found is None:
+            found = self._returned[captures] = prompt_bytes(self.plan, captures, shape)
+        return found
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is captured, edited or probed."""
+        return not (self.plan.edits or self.plan.captures or self.plan.probes)

@@ -1,0 +1,46 @@
+"""What a later version of a request's plan has in common with the first."""
+
+from __future__ import annotations
+
+from midstream.errors import SpecError
+from midstream.runtime.frontend.request.reconstructions import check_same_saes
+from midstream.spec import ResolvedPlan
+
+
+def check_same_reads(first: ResolvedPlan, later: ResolvedPlan) -> None:
+    """Check that a version of a request's plan captures, probes and remembers what the request does
+    from its beginning.
+
+    Raises:
+        SpecError: it does not.
+    """
+    _check_same_rows(first, later)
+    _check_same_scans(first, later)
+    check_same_saes(first, later)
+
+
+def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
+    """Check that a version has the gates with memory that the request had from its beginning: these
+    have gone over all of its tokens.
+    """
+    scans = [[probe for probe in plan.probes if probe.is_scan] for plan in (first, later)]
+    if scans[0] != scans[1]:
+        raise SpecError(
+            "edits",
+            "gates with memory (hold, smooth, release) are those of the request from beginning to "
+            "end; an update or a Switch may change the edits in them, and gives all of them in "
+            "their order",
+        )
+
+
+def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
+    """Check that a version captures and probes what the request did from its beginning, and that
+    neither calls a function, as those of a request are found when it begins.
+    """
+    if first.functions or later.functions:
+        raise SpecError("edits", "a request with a Python function (Local) cannot be changed")
+    named = [[probe for probe in plan.probes if probe.name] for plan in (first, later)]
+    if first.captures != later.captures or named[0] != named[1]:
+        raise SpecError(
+            "", "the names that its captures and probes read have changed their meaning meanwhile"
+        )

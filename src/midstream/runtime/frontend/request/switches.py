@@ -1,0 +1,97 @@
+"""Probes that act while their request runs: their place, and the versions that they switch to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from midstream.errors import SpecError
+from midstream.runtime.frontend.request.budget import joint_need
+from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.same_reads import check_same_reads
+from midstream.runtime.protocol.acting_probes import acting_probes, switch_source
+from midstream.runtime.protocol.plan_version import PlanVersion
+from midstream.runtime.protocol.segments import Room
+from midstream.sites import Tap
+from midstream.spec import Flag, Plan, ResolvedPlan, Switch
+from midstream.validation import at
+
+if TYPE_CHECKING:
+    from midstream.runtime.protocol.worker_info import WorkerInfo
+
+
+def with_switches(
+    prepared: PreparedPlan,
+    plan: Plan | None,
+    prepare: Callable[[Plan], PreparedPlan],
+    room: Room,
+) -> PreparedPlan:
+    """Return a prepared plan with its acting probes, and with the versions that these switch to.
+
+    The capacity and the vectors are those of all versions together: none has to be waited for when
+    a condition is met.
+
+    Args:
+        prepared: the plan without them.
+        plan: the request's own plan, bound; None: it has none.
+        prepare: prepares a version.
+        room: capacity of a worker.
+
+    Raises:
+        SpecError: a version cannot be carried out for the request.
+    """
+    later: dict[int, LaterPlan] = {}
+    versions: dict[str, PlanVersion] = {}
+    needs = [prepared.need]
+    for nth, probe in enumerate(() if plan is None else plan.probes):
+        if not isinstance(probe.act, Switch):
+            continue
+        assert plan is not None
+        with at(f"probes[{nth}].act.switch"):
+            _check_kept(plan)
+            bare = tuple(one.replace(act=None) for one in plan.probes)
+            edits = probe.act.edits
+            origins = probe.act.origins if edits else ()
+            found = prepare(replace(plan, edits=edits, probes=bare, origins=origins))
+            check_same_reads(prepared.plan, found.plan)
+        number = 1 + len(later)
+        later[number] = LaterPlan(found.plan, switch_source(probe.name), 1.0)
+        versions[probe.name] = PlanVersion(number, found.packed, found.keys)
+        needs.append(found.need)
+    acts = acting_probes(prepared.plan, versions)
+    if not later:
+        return replace(prepared, acts=acts)
+    return replace(prepared, acts=acts, later=later, need=joint_need(needs, room))
+
+
+def _check_kept(plan: Plan) -> None:
+    if any(getattr(one, "reuse", False) for one in plan.captures):
+        raise SpecError(
+            "", "a request that reuses rows (Capture(reuse=True)) keeps the edits it began with"
+        )
+
+
+def check_acts(plan: ResolvedPlan, workers: Sequence[WorkerInfo], parts: Mapping[Tap, int]) -> None:
+    """Check that the scores of each probe that ends its request or switches its edits are on the
+    worker whose output the engine core reads: the first rank of the last pipeline stage.
+    """
+    last = max(worker.stage for worker in workers)
+    on_last = {tap for worker in workers if worker.stage == last for tap in worker.taps}
+    for probe in plan.probes:
+        if probe.act is None or isinstance(probe.act, Flag):
+            continue
+        path = f"probes[{probe.source}]" if probe.source >= 0 else f"steering[{probe.source}]"
+        if probe.tap not in on_last:
+            raise SpecError(
+                f"{path}.act",
+                f"layer {probe.layer} is on an earlier pipeline stage; a probe that stops or "
+                "switches reads a layer of the last one",
+            )
+        if parts.get(probe.tap, 1) > 1:
+            raise SpecError(
+                f"{path}.act",
+                f"{probe.site} is split over tensor-parallel ranks; a probe that stops or "
+                "switches reads a site of the residual stream",
+            )

@@ -1,0 +1,237 @@
+"""Probes that switch the edits of their request: against transformers with the edits switched where
+the receipt says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.conditions import first_met
+from support.engines import generated, greedy
+from support.oracle import Oracle
+from support.updating import Stepped, check_replay, everything, held, steer
+
+from midstream import Capture, Local, Probe, SpecError, Steer, Stop, Switch
+from midstream.testing import inspect
+
+WIDTH, READ = 64, 1
+PROMPT = [5, 17, 33, 101, 8, 77, 54, 23, 9]
+SIZE = len(PROMPT)
+
+
+def vector(seed: int) -> torch.Tensor:
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+FIRST, HOOK = steer(vector(1), 1, 2.0)
+SECOND, LATER = steer(vector(2), 0, 3.0)
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_llama: Path) -> Oracle:
+    return Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
+
+
+def probe(act: Any = None, name: str = "mood", phase: str = "generated") -> Probe:
+    return Probe(vector(3), READ, name=name, phase=phase, act=act)
+
+
+def scores_without(llm: Any, prompt: list[int], phase: str, params: Any = None) -> Any:
+    """The scores while nothing is switched, of each completion."""
+    run = Stepped(llm)
+    run.add("free", prompt, params or greedy(24), edits=[FIRST], probes=probe(phase=phase))
+    output = run.finish()["free"]
+    llm.reset_prefix_cache()
+    return [one.probes["mood"].tolist() for one in output.outputs]
+
+
+def above(scores: list[float], nth: int) -> float:
+    """A threshold that the first new maximum from a score on exceeds, and no score before."""
+    where = next(at for at in range(nth, len(scores)) if scores[at] > max(scores[:at]) + 1e-2)
+    return (scores[where] + max(scores[:where])) / 2
+
+
+def actions(receipt: Any) -> list[tuple[str, str, int]]:
+    return [(one.name, one.kind, one.position) for one in receipt.actions]
+
+
+def test_other_edits_hold_from_the_position_after_the_one_that_met_the_condition(
+    llm: Any, oracle: Oracle
+) -> None:
+    (free,) = scores_without(llm, PROMPT, "generated")
+    threshold = above(free, 4)
+    where = SIZE + first_met(free, above=threshold)
+    run = Stepped(llm)
+    asked = {"edits": [FIRST], "capture": everything()}
+    switch = Switch([SECOND], above=threshold)
+    run.add("a", PROMPT, greedy(24), probes=probe(switch), **asked)
+    run.add("same", PROMPT, greedy(24), probes=probe(), **asked)
+    run.add("off", PROMPT, greedy(24), probes=probe(Switch([], above=threshold)), **asked)
+    run.add("never", PROMPT, greedy(24), probes=probe(Switch([], above=1e6)), **asked)
+    run.add("plain", PROMPT, greedy(24), capture=everything())
+    outputs = run.finish()
+    for name, hooks in (("a", {0: [HOOK], 1: [LATER]}), ("off", {0: [HOOK]})):
+        completion = outputs[name].outputs[0]
+        assert held(completion.receipt) == [(0, where + 1), (where + 1, SIZE + 23)]
+        assert [one.source for one in completion.receipt.versions] == ["request", "probe:mood"]
+        assert actions(completion.receipt) == [("mood", "switch", where)]
+        assert completion.receipt.actions[0].score == pytest.approx(free[where - SIZE], abs=1e-4)
+        assert len(completion.probes["mood"]) == 23
+        check_replay(oracle, PROMPT, completion, hooks)
+    same, never = outputs["same"].outputs[0], outputs["never"].outputs[0]
+    assert list(never.token_ids) == list(same.token_ids)
+    for completion in (same, never):
+        assert completion.receipt.versions == completion.receipt.actions == ()
+        check_replay(oracle, PROMPT, completion, {0: [HOOK]})
+    check_replay(oracle, PROMPT, outputs["plain"].outputs[0], {})
+    assert len({tuple(generated(outputs[name])) for name in ("a", "off", "same")}) == 3
+    inspect(llm).check_integrity()
+
+
+def test_several_probes_switch_one_after_the_other_and_a_stop_ends_it(
+    llm: Any, oracle: Oracle
+) -> None:
+    """Edits of some positions keep these. A probe that meets its condition twice switches once."""
+    late = Steer(vector(2), 0, 3.0, positions=slice(14, None))
+    run = Stepped(llm)
+    probes = [
+        probe(Switch(late, above=-1e6), "on"),
+        probe(Switch([], above=-1e6, for_=9), "off"),
+        probe(Stop(above=-1e6, for_=15), "end"),
+    ]
+    run.add("a", PROMPT, greedy(24), edits=[FIRST], capture=everything(), probes=probes)
+    completion = run.finish()["a"].outputs[0]
+    assert held(completion.receipt) == [(0, 10), (10, 18), (18, 24)]
+    assert [one.applied for one in completion.receipt.versions] == [10, 4, 0]
+    assert actions(completion.receipt) == [
+        ("on", "switch", 9), ("off", "switch", 17), ("end", "stop", 23),
+    ]  # fmt: skip
+    shown = [one.what for one in completion.receipt.selected]
+    assert {"versions[1].edits[0]", "probes[0]"} <= set(shown)
+    hook = type(LATER)("resid_post", 0, vector(2), 3.0, lambda at: at >= 14)
+    # The row of the token that stopped it is there, unlike that of a last token.
+    ids = [*PROMPT, *completion.token_ids]
+    assert len(ids) == 24
+    where = [(HOOK, 0, 10), (hook, 10, 18)]
+    hooks = [
+        type(one)(one.site, one.layer, one.vector, one.scale,
+                  lambda at, one=one, low=low, high=high: low <= at < high and one.where(at))
+        for one, low, high in where
+    ]  # fmt: skip
+    _, seen = oracle.run(ids, hooks)
+    for tap in completion.activations:
+        assert torch.allclose(completion.activations[tap], seen[tap], atol=1e-3)
+
+
+def test_a_condition_met_in_a_chunk_of_the_prompt_switches_from_the_next_chunk_on(
+    llm: Any, oracle: Oracle
+) -> None:
+    prompt = [(7 * n) % 190 + 3 for n in range(150)]
+    (free,) = scores_without(llm, prompt, "prompt")
+    threshold = above(free[:64], 2)
+    run = Stepped(llm)
+    asked = {"edits": [FIRST], "capture": everything()}
+    act = Switch([SECOND], above=threshold)
+    run.add("a", prompt, greedy(4), probes=probe(act, phase="prompt"), **asked)
+    completion = run.finish()["a"].outputs[0]
+    where = first_met(free, above=threshold)
+    assert actions(completion.receipt) == [("mood", "switch", where)]
+    (position,) = {one.positions[0] for one in completion.receipt.versions[1:]}
+    assert where < position == 64
+    check_replay(oracle, prompt, completion, {0: [HOOK], 1: [LATER]})
+
+
+def test_what_is_computed_again_after_a_preemption_has_the_edits_that_it_had(
+    llm: Any, oracle: Oracle
+) -> None:
+    """Preempted right after the switch, and again later: it switches once."""
+    (free,) = scores_without(llm, PROMPT, "generated")
+    threshold = above(free, 4)
+    where = SIZE + first_met(free, above=threshold)
+    run = Stepped(llm)
+    act = Switch([SECOND], above=threshold)
+    run.add("a", PROMPT, greedy(24), edits=[FIRST], capture=everything(), probes=probe(act))
+    # The step that computes a generated position p is the (p + 2 − SIZE)-th.
+    run.step(where + 2 - SIZE)
+    (request,) = run.scheduler.requests.values()
+    assert request.num_computed_tokens == where + 1
+    assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    run.step(3)
+    assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    completion = run.finish()["a"].outputs[0]
+    assert request.num_preemptions == 2
+    assert held(completion.receipt) == [(0, where + 1), (where + 1, SIZE + 23)]
+    assert actions(completion.receipt) == [("mood", "switch", where)]
+    check_replay(oracle, PROMPT, completion, {0: [HOOK], 1: [LATER]})
+
+
+def test_each_of_several_completions_switches_by_itself(llm: Any, oracle: Oracle) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=1.0, seed=5, max_tokens=14, ignore_eos=True, n=3,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+    free = scores_without(llm, PROMPT, "generated", params)
+    threshold = sorted(max(scores[:-2]) for scores in free)[1] - 1e-3
+    run = Stepped(llm)
+    act = Switch([SECOND], above=threshold)
+    run.add("a", PROMPT, params, edits=[FIRST], capture=everything(), probes=probe(act))
+    output = run.finish()["a"]
+    starts = set()
+    for scores, one in zip(free, output.outputs, strict=True):
+        nth = first_met(scores, above=threshold)
+        start = None if nth is None else SIZE + nth + 1
+        assert [each[0] for each in held(one.receipt)[1:]] == ([] if start is None else [start])
+        later = {} if start is None else {1: [LATER]}
+        check_replay(oracle, PROMPT, one, {0: [HOOK], **later}, is_greedy=False)
+        starts.add(start)
+    assert len(starts) > 1
+
+
+def test_names_are_bound_and_blocks_of_other_edits_are_not_reused(llm: Any, oracle: Oracle) -> None:
+    prompt = [(5 * n) % 180 + 4 for n in range(40)]
+    llm.vectors.register("calm", {0: vector(2)})
+    run = Stepped(llm)
+    act = Switch(Steer("calm", scale=3.0), above=-1e6, for_=40)
+    run.add("a", prompt, greedy(100), edits=[FIRST], capture=everything(), probes=probe(act))
+    completion = run.finish()["a"].outputs[0]
+    assert held(completion.receipt)[1] == (80, 139)
+    check_replay(oracle, prompt, completion, {0: [HOOK], 1: [LATER]})
+    whole = [*prompt, *completion.token_ids]
+    switched = [Steer(vector(1), 1, 2.0, positions=slice(0, 80))]
+    switched += [Steer(vector(2), 0, 3.0, positions=slice(80, None))]
+    for name, edits, cached in (("same", switched, 128), ("first", [FIRST], 64)):
+        run.add(name, whole, greedy(3), edits=edits)
+        assert run.finish()[name].num_cached_tokens == cached, name
+
+
+def function(rows: Any) -> Any:
+    return rows
+
+
+def test_what_cannot_be_switched_is_rejected_by_its_name(llm: Any) -> None:
+    run = Stepped(llm)
+    for act, path, words, more in (
+        (Switch([Steer(vector(1), 99)], above=1), "probes[0].act.switch.edits[0].layer", "99", {}),
+        (Switch([Steer("what")], above=1), "probes[0].act.switch.edits[0]", "what", {}),
+        (Switch([], above=1), "probes[0].act.switch", "keeps the edits",
+         {"capture": Capture(1, reuse=True)}),
+    ):  # fmt: skip
+        with pytest.raises(SpecError, match=words) as caught:
+            run.add("a", PROMPT, greedy(4), probes=probe(act), **more)
+        assert caught.value.path.startswith(path)
+    with pytest.raises(SpecError, match="Local") as caught:
+        Switch([Local(function, 1)], above=1)
+    assert caught.value.path == "edits[0]"
+    with pytest.raises(SpecError, match="edits of one request"):
+        llm.steering.set(generated=probe(Switch([], above=1)))
+    run.add("a", PROMPT, greedy(8), edits=[FIRST], probes=probe(Switch([], above=1e6)))
+    run.step(3)
+    with pytest.raises(SpecError, match="cannot be updated"):
+        llm.update("a", scale=0)
+    assert run.finish()["a"].outputs[0].receipt.versions == ()
