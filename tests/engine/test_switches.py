@@ -210,6 +210,22 @@ def test_names_are_bound_and_blocks_of_other_edits_are_not_reused(llm: Any, orac
         assert run.finish()[name].num_cached_tokens == cached, name
 
 
+def test_vectors_that_the_workers_lack_are_sent_with_the_request(llm: Any, oracle: Oracle) -> None:
+    """They are so many that the plans name them. Both of two requests switch to them."""
+    pairs = [steer(vector(10 + nth), nth % 3, 0.4) for nth in range(18)]
+    act = Switch([edit for edit, _ in pairs], above=-1e6, for_=3)
+    run = Stepped(llm)
+    for name in ("a", "b"):
+        asked = {"capture": everything(), "probes": probe(act)}
+        run.add(name, PROMPT, greedy(8), edits=[FIRST], **asked)
+        run.step(2)
+    for output in run.finish().values():
+        completion = output.outputs[0]
+        assert held(completion.receipt)[1] == (SIZE + 3, SIZE + 7)
+        check_replay(oracle, PROMPT, completion, {0: [HOOK], 1: [hook for _, hook in pairs]})
+    inspect(llm).check_integrity()
+
+
 def function(rows: Any) -> Any:
     return rows
 

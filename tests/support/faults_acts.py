@@ -65,4 +65,11 @@ ACTS: tuple[Fault, ...] = (
         "",
         SWITCHES + "::test_names_are_bound_and_blocks_of_other_edits_are_not_reused",
     ),
+    Fault(
+        "A request brings the vectors of its own edits, and not those that it may switch to",
+        "runtime/frontend/request/switches.py",
+        "        vectors=tuple(dict.fromkeys(one for need in needs for one in need.vectors)),\n",
+        "",
+        SWITCHES + "::test_vectors_that_the_workers_lack_are_sent_with_the_request",
+    ),
 )

@@ -141,7 +141,7 @@ def need_of(
                     rows_each = -(-vectors[0].size // hidden_size)
                     kinds["bank_rows"][vectors] = len(vectors) * rows_each
     found = Need({kind: things for kind, things in kinds.items() if things})
-    _check_tables(found, room)
+    check_tables(found, room)
     if plan.slots > room.probes:
         raise SpecError(
             "probes",
@@ -151,31 +151,12 @@ def need_of(
     return found
 
 
-def joint_need(needs: Sequence[Need], room: Room) -> Need:
-    """Return the capacity that all versions of a request's plan take together.
-
-    Args:
-        needs: that of each version, the first one's with rows.
-        room: capacity of a worker.
+def check_tables(need: Need, room: Room) -> None:
+    """Check that a plan fits into the tables of an idle worker.
 
     Raises:
-        SpecError: together they exceed a limit.
+        SpecError: it does not.
     """
-    kinds: dict[str, dict[Hashable, int]] = {}
-    for need in needs:
-        for kind, things in need.kinds.items():
-            kinds[kind] = {**kinds.get(kind, {}), **things}
-    found = replace(
-        needs[0],
-        kinds=kinds,
-        vectors=tuple(dict.fromkeys(one for need in needs for one in need.vectors)),
-        weights=tuple(dict.fromkeys(one for need in needs for one in need.weights)),
-    )
-    _check_tables(found, room)
-    return found
-
-
-def _check_tables(need: Need, room: Room) -> None:
     for kind, limit in _limits(room).items():
         if need.total(kind) > limit:
             setting = "programs" if kind == "groups" else kind

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from midstream.errors import SpecError
-from midstream.runtime.frontend.request.budget import joint_need
+from midstream.runtime.frontend.request.budget import Need, check_tables
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.same_reads import check_same_reads
@@ -63,7 +63,31 @@ def with_switches(
     acts = acting_probes(prepared.plan, versions)
     if not later:
         return replace(prepared, acts=acts)
-    return replace(prepared, acts=acts, later=later, need=joint_need(needs, room))
+    return replace(prepared, acts=acts, later=later, need=_joint_need(needs, room))
+
+
+def _joint_need(needs: Sequence[Need], room: Room) -> Need:
+    """Return the capacity that all versions of a request's plan take together.
+
+    Args:
+        needs: that of each version, the first one's with rows.
+        room: capacity of a worker.
+
+    Raises:
+        SpecError: together they exceed a limit.
+    """
+    kinds: dict[str, dict[Hashable, int]] = {}
+    for need in needs:
+        for kind, things in need.kinds.items():
+            kinds[kind] = {**kinds.get(kind, {}), **things}
+    found = replace(
+        needs[0],
+        kinds=kinds,
+        vectors=tuple(dict.fromkeys(one for need in needs for one in need.vectors)),
+        weights=tuple(dict.fromkeys(one for need in needs for one in need.weights)),
+    )
+    check_tables(found, room)
+    return found
 
 
 def _check_kept(plan: Plan) -> None:
