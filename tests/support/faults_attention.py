@@ -363,7 +363,7 @@ ATTENTION = (
     ),
     Fault(
         "Sums of a request that ended are never given back",
-        "runtime/worker/request_table.py",
+        "runtime/worker/request_resources.py",
         "            self._reductions[0].release(slot)\n",
         "            pass\n",
         "tests/engine/test_reduce.py::test_requests_wait_for_room_or_are_refused_by_its_setting",

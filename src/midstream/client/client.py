@@ -169,9 +169,8 @@ class Client:
         )  # fmt: skip
 
     def read(self, answer: Any) -> ServedOutput:
-        """Convert a response of another client, such as `openai`'s, to a ServedOutput.
-
-        Fetches rows that the server has cached for it.
+        """Convert a response of another client, such as `openai`'s, to a ServedOutput, with the
+        rows that the server has cached for it.
 
         Args:
             answer: JSON of the response, or an object with `model_dump`; not an event of a stream.
