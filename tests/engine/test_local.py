@@ -229,6 +229,8 @@ def test_rows_and_kv_of_a_failed_request_are_not_kept(local: Any, oracle: EditOr
     edit, kept = Local(fail_once, 1, "mlp_in"), Capture("all", reuse=True)
     with pytest.raises(ReceiptError, match="returned a int"):
         ask(local, prompt, edits=edit, capture=kept)
+    assert ask(local, prompt, edits=edit).num_cached_tokens == 0
+    # There is KV now, and there are no rows.
     out = ask(local, prompt, edits=edit, capture=kept)
     assert out.num_cached_tokens == 0
     assert {one.reused for one in out.receipt.captured} == {0}

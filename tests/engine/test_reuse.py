@@ -189,7 +189,7 @@ def test_requests_that_are_preempted_have_each_row_once(llm: Any) -> None:
 def test_what_does_not_fit_is_computed(llm: Any, budget: int) -> None:
     """A storm of prompts with common beginnings, on a store that holds few of their rows."""
     front = llm.llm_engine.midstream_front_end
-    store = front._row_store
+    store = front._row_reuse._store
     whole, store.budget = store.budget, budget
     try:
         draw = random.Random(7)

@@ -14,7 +14,7 @@ REUSE: tuple[Fault, ...] = (
         "runtime/frontend/row_reuse.py",
         "            if rows is None:\n                break\n",
         "            if rows is None:\n                continue\n",
-        _UNIT + "test_no_hit_below_the_first_read_position_lacks_a_row",
+        _UNIT + "test_kept_rows_beyond_a_missing_one_are_not_counted",
     ),
     Fault(
         "Rows of before a reset of the prefix cache are reused",

@@ -136,6 +136,19 @@ def test_what_a_gate_with_memory_reads_is_computed_whatever_rows_are_kept() -> N
     assert reused.find().first_read == 20
 
 
+def test_kept_rows_beyond_a_missing_one_are_not_counted() -> None:
+    store = RowStore(1 << 20)
+    tokens = list(range(64))
+    some = plan_of([], [(TAPS[:1], [(0, 16), (32, 48)])])
+    first = ReusedRows(store, some, frozenset([0]), cache_keys(some), ORIGIN, tokens)
+    first.find()
+    positions = np.array([*range(16), *range(32, 48)])
+    first.keep([ResultBlock(TAPS[:1], Raw(), positions, [torch.zeros(32, 1, 4)])], tokens, 0)
+    every = plan_of([], [(TAPS[:1], [(0, None)])])
+    later = ReusedRows(store, every, frozenset([0]), cache_keys(every), ORIGIN, tokens)
+    assert later.find().first_read == 16
+
+
 def test_rows_of_before_a_reset_are_dropped_and_rows_that_end_late_are_not_kept() -> None:
     store = RowStore(1 << 20)
 

@@ -240,6 +240,8 @@ def _called(
     plan: ResolvedPlan, parts: list[WorkerResult], length: int, tokens: Sequence[int]
 ) -> tuple[Called, ...]:
     """Return the calls of each function, on the first rank of its stage."""
+    if not plan.functions:
+        return ()
     counts: dict[int, tuple[int, int]] = {}
     for part in sorted(parts, key=lambda part: part.worker.tensor_rank):
         for one in part.functions:
