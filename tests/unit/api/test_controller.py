@@ -19,6 +19,7 @@ from midstream import (
     Plan,
     Probe,
     SpecError,
+    Switch,
     Threshold,
 )
 from midstream.api.controller import ControlledRequest, Observed, check_controlled
@@ -190,7 +191,10 @@ def test_what_is_malformed_says_so():
     params = SimpleNamespace(n=1, output_kind=kind)
     plan = Plan.make(probes=Probe([1.0], 0))
     check_controlled(plan, params)
-    for one, n, name in ((None, 1, "DELTA"), (plan, 2, "DELTA"), (plan, 1, "FINAL_ONLY")):
+    switching = Plan.make(probes=Probe([1.0], 0, act=Switch([], above=1)))
+    for one, n, name in (
+        (None, 1, "DELTA"), (plan, 2, "DELTA"), (plan, 1, "FINAL_ONLY"), (switching, 1, "DELTA"),
+    ):  # fmt: skip
         kind.name, params.n = name, n
         with pytest.raises(SpecError) as caught:
             check_controlled(one, params)
