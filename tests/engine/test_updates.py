@@ -4,17 +4,16 @@ receipt says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.engines import engine, greedy
-from support.oracle import HookEdit, Oracle
+from support.engines import greedy
+from support.oracle import Oracle
 from support.updating import Stepped, check_replay, everything, held, steer
 
-from midstream import Gate, Steer
+from midstream import Steer
 from midstream.errors import SpecError
 
 WIDTH = 64
@@ -190,78 +189,3 @@ def test_what_cannot_change_says_so_and_changes_nothing(llm: Any, oracle: Oracle
     check_replay(oracle, PROMPT, outputs["bare"].outputs[0], {1: [hook]})
     with pytest.raises(SpecError, match="request 'a' is not running: it has ended"):
         llm.update("a", scale=2)
-
-
-@pytest.fixture(scope="module")
-def drafting(tiny_llama: Path) -> Iterator[Any]:
-    """An engine that drafts, and has room for gates with memory."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    with engine(
-        tiny_llama,
-        disable_log_stats=False,
-        speculative_config={**drafts, "prompt_lookup_min": 1},
-        midstream={"gate_states": 4},
-    ) as found:
-        yield found
-
-
-def test_a_gate_with_memory_remembers_across_a_change_of_its_strength(
-    drafting: Any, oracle: Oracle
-) -> None:
-    """Once open it stays so, whatever its strength is meanwhile; it can neither come nor go."""
-    llm = drafting
-    run = Stepped(llm)
-    push = vector(2)
-    _, plain = oracle.run(PROMPT)
-    read = plain["resid_post", 0][4]  # the fifth token opens it
-    others = max(float(plain["resid_post", 0][at] @ read) for at in range(4))
-    gate = Gate(
-        Steer(push, 1, 2.0),
-        {"direction": read, "layer": 0},
-        threshold=(others + float(read @ read)) / 2,
-        hold="rest",
-    )
-    run.add("a", PROMPT, greedy(16), edits=[gate], capture=everything())
-    run.add("b", PROMPT, greedy(16), edits=[Steer(push, 1)], capture=everything())
-    run.step(4)
-    off = llm.update("a", scale=0).positions[0]
-    run.step(4)
-    half = llm.update("a", scale=0.5).positions[0]
-    for name, edits in (("a", [Steer(push, 1)]), ("a", []), ("b", [gate])):
-        with pytest.raises(SpecError, match="gates with memory") as caught:
-            llm.update(name, edits=edits)
-        assert caught.value.path == "edits"
-    outputs = run.finish()
-    hooks = {
-        0: [HookEdit("resid_post", 1, push, 2.0, lambda at: at >= 4)],
-        2: [HookEdit("resid_post", 1, push, 1.0, lambda _: True)],
-    }
-    found = outputs["a"].outputs[0]
-    assert [each[0] for each in held(found.receipt)] == [0, off, half]
-    check_replay(oracle, PROMPT, found, hooks)
-
-
-def test_with_drafts_a_position_has_the_version_that_held_when_it_was_scheduled(
-    drafting: Any, oracle: Oracle
-) -> None:
-    """Rejected drafts are computed again, under the version that their positions had."""
-    prompt = [5, 17, 33, 5, 17, 33, 5, 17]
-    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
-    llm = drafting
-    run = Stepped(llm)
-    for nth in range(4):
-        run.add(f"r{nth}", prompt[nth:], greedy(60), edits=[first], capture=everything())
-    for step in range(12):
-        run.step()
-        for nth in range(4):
-            if step % 4 == nth:
-                llm.update(f"r{nth}", edits=[[second], [first]][step // 4 % 2])
-    outputs = run.finish()
-    for nth in range(4):
-        found = outputs[f"r{nth}"].outputs[0]
-        assert len(found.receipt.versions) == 4
-        hooks = {0: [hook], 1: [later], 2: [hook], 3: [later]}
-        check_replay(oracle, prompt[nth:], found, hooks)
-    counts = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
-    drafted = counts["vllm:spec_decode_num_draft_tokens"]
-    assert drafted > counts["vllm:spec_decode_num_accepted_tokens"] > 0

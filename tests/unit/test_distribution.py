@@ -28,9 +28,9 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = {
-    "src", "tests", "docs", "examples", "benchmarks", "scripts", "mkdocs.yml", "CHANGELOG.md",
-    "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md",
-    "pyproject.toml", "PKG-INFO", ".gitignore",
+    "src", "tests", "docs", "examples", "benchmarks", "scripts", "studio", "mkdocs.yml",
+    "CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "README.md",
+    "SECURITY.md", "pyproject.toml", "PKG-INFO", ".gitignore",
 }  # fmt: skip
 
 SCRIPT = """

@@ -1,0 +1,14 @@
+"""Updates of requests with draft tokens, in a process of its own: see what it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.own_process import environment, start
+
+CASES = Path(__file__).resolve().parents[1] / "support" / "updates_while_drafting.py"
+
+
+def test_updates_of_requests_with_drafts_hold_where_the_receipt_says() -> None:
+    process = start("-m", "pytest", "-q", "-p", "no:xdist", CASES, fresh=True, env=environment())
+    assert process.wait(timeout=300) == 0
