@@ -23,7 +23,7 @@ def config(**changes):
         ),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
-        model_config=SimpleNamespace(is_encoder_decoder=False),
+        model_config=SimpleNamespace(is_encoder_decoder=False, enforce_eager=True),
         offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0)),
         additional_config={"midstream": {}},
         speculative_config=None,
@@ -63,6 +63,14 @@ REFUSED = {
     'midstream.tapped_model = "lazy" with data parallelism': {
         "parallel_config__data_parallel_size": 2,
         "additional_config": {"midstream": {"tapped_model": "lazy"}},
+    },
+    'midstream.hooks = "local" with speculative_config': {
+        "additional_config": {"midstream": {"hooks": "local"}},
+        "speculative_config": SimpleNamespace(method="eagle", enable_adaptive_verification=False),
+    },
+    'midstream.hooks = "local" without enforce_eager': {
+        "additional_config": {"midstream": {"hooks": "local"}},
+        "model_config__enforce_eager": False,
     },
     "enable_elastic_ep": {"parallel_config__enable_elastic_ep": True},
     "--api-server-count > 1": {"parallel_config___api_process_count": 2},
@@ -106,7 +114,7 @@ def test_all_that_is_wrong_is_named_at_once():
     both = SimpleNamespace(method="dspark", enable_adaptive_verification=True)
     changes["speculative_config"] = both
     changes["additional_config"] = {
-        "midstream": {"tapped_model": "lazy"},
+        "midstream": {"tapped_model": "lazy", "hooks": "local"},
         "decode_backend": "latency_specialized",
     }
     with pytest.raises(UnsupportedError) as caught:
