@@ -47,6 +47,7 @@ def page() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.mark.nightly  # the views are tested on a fake server by default, in tests/browser
 @pytest.mark.model
 def test_what_studio_shows_is_what_the_client_gets(server: Running, page: Any) -> None:
     drive(page, server.url)

@@ -98,7 +98,7 @@ def test_the_kind_of_a_program_says_where_its_map_is(ops, kind):
 
 @pytest.mark.parametrize(
     ("ops", "message"),
-    [([Op.ADD, Op.MAP], "before the MAP changes h"), ([Op.MAP, Op.MAP], "two MAPs")],
+    [([Op.ADD, Op.MAP], "before the MAP changes h"), ([Op.MAP, Op.MAP], "two of MAPs and CODEs")],
 )
 def test_a_map_that_would_not_see_the_stream_on_entry_has_no_kind(ops, message):
     with pytest.raises(ValueError, match=message):

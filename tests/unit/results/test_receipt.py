@@ -117,6 +117,7 @@ def test_its_plain_form_is_json_with_every_field():
         "nonfinite": None,
         "coming_from": {},
         "versions": [],
+        "called": [],
         "actions": [],
     }
     full = json.loads(json.dumps(FULL.to_dict()))
