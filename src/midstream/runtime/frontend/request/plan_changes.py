@@ -14,7 +14,7 @@ from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
-from midstream.runtime.frontend.request.same_reads import check_same_reads
+from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
@@ -233,10 +233,8 @@ class PlanChanges:
             raise SpecError("", "give `edits`, `scale` or both")
         uid, history = self._find(name)
         own = history.call_plan.plan
-        if own is not None and any(getattr(one, "reuse", False) for one in own.captures):
-            raise SpecError(
-                "", "a request that reuses rows (Capture(reuse=True)) keeps the edits it began with"
-            )
+        if own is not None:
+            check_edits_can_change(own)
         if own is not None and own.switches:
             raise SpecError("", "a request whose probes switch its edits cannot be updated as well")
         if not history.request_ids or self._admission.is_waiting(uid):

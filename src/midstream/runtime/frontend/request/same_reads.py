@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.reconstructions import check_same_saes
-from midstream.spec import ResolvedPlan
+from midstream.spec import Plan, ResolvedPlan
 
 
 def check_same_reads(first: ResolvedPlan, later: ResolvedPlan) -> None:
@@ -43,4 +43,19 @@ def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
     if first.captures != later.captures or named[0] != named[1]:
         raise SpecError(
             "", "the names that its captures and probes read have changed their meaning meanwhile"
+        )
+
+
+def check_edits_can_change(plan: Plan) -> None:
+    """Check that a request's rows do not depend on the edits that it began with.
+
+    Args:
+        plan: its own plan.
+
+    Raises:
+        SpecError: it has rows of earlier requests, which had the same edits.
+    """
+    if any(getattr(one, "reuse", False) for one in plan.captures):
+        raise SpecError(
+            "", "a request that reuses rows (Capture(reuse=True)) keeps the edits it began with"
         )

@@ -10,7 +10,7 @@ from midstream.errors import SpecError
 from midstream.runtime.frontend.request.budget import Need, check_tables
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
-from midstream.runtime.frontend.request.same_reads import check_same_reads
+from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
 from midstream.runtime.protocol.acting_probes import acting_probes, switch_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.segments import Room
@@ -50,7 +50,7 @@ def with_switches(
             continue
         assert plan is not None
         with at(f"probes[{nth}].act.switch"):
-            _check_kept(plan)
+            check_edits_can_change(plan)
             bare = tuple(one.replace(act=None) for one in plan.probes)
             edits = probe.act.edits
             origins = probe.act.origins if edits else ()
@@ -88,13 +88,6 @@ def _joint_need(needs: Sequence[Need], room: Room) -> Need:
     )
     check_tables(found, room)
     return found
-
-
-def _check_kept(plan: Plan) -> None:
-    if any(getattr(one, "reuse", False) for one in plan.captures):
-        raise SpecError(
-            "", "a request that reuses rows (Capture(reuse=True)) keeps the edits it began with"
-        )
 
 
 def check_acts(plan: ResolvedPlan, workers: Sequence[WorkerInfo], parts: Mapping[Tap, int]) -> None:
