@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from screenshot import BROWSERS
+
 ROOT = Path(__file__).resolve().parent.parent
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BUILT = ROOT / "src" / "midstream" / "server" / "studio"
 WIDTHS = (1280, 390)
 WAIT_MS = 60_000

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.chromium import chromium
 from support.studio_server import StudioServer, studio
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip(
-        "playwright.sync_api", reason="the package playwright is missing"
-    )
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
-    with sync_api.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with chromium() as made:
         yield made
-        made.close()
 
 
 @pytest.fixture(scope="module")

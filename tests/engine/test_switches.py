@@ -12,18 +12,13 @@ import torch
 from support.conditions import first_met
 from support.engines import generated, greedy
 from support.oracle import Oracle
-from support.updating import Stepped, check_replay, everything, held, steer
+from support.updating import PROMPT, Stepped, check_replay, everything, held, steer, vector
 
 from midstream import Capture, Local, Probe, SpecError, Steer, Stop, Switch
 from midstream.testing import inspect
 
-WIDTH, READ = 64, 1
-PROMPT = [5, 17, 33, 101, 8, 77, 54, 23, 9]
+READ = 1
 SIZE = len(PROMPT)
-
-
-def vector(seed: int) -> torch.Tensor:
-    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 FIRST, HOOK = steer(vector(1), 1, 2.0)

@@ -8,20 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.engines import greedy
 from support.oracle import Oracle
-from support.updating import Stepped, check_replay, everything, held, steer
+from support.updating import PROMPT, Stepped, check_replay, everything, held, steer, vector
 
 from midstream import Steer
 from midstream.errors import SpecError
-
-WIDTH = 64
-PROMPT = [5, 17, 33, 101, 8, 77, 54, 23, 9]
-
-
-def vector(seed: int) -> torch.Tensor:
-    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from midstream import Gate, Steer
 from midstream.errors import SpecError
 from support.engines import engine, greedy
 from support.oracle import HookEdit, Oracle
-from support.updating import Stepped, check_replay, everything, held, steer
-
-WIDTH = 64
-PROMPT = [5, 17, 33, 101, 8, 77, 54, 23, 9]
-
-
-def vector(seed: int) -> torch.Tensor:
-    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+from support.updating import PROMPT, Stepped, check_replay, everything, held, steer, vector
 
 
 @pytest.fixture(scope="module")

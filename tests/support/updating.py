@@ -13,8 +13,14 @@ from midstream import Capture, Steer
 from midstream.results.receipt import Receipt
 from support.oracle import HookEdit, Oracle, relative_error
 
+WIDTH = 64
+PROMPT = [5, 17, 33, 101, 8, 77, 54, 23, 9]
 TOLERANCE = 1e-4
 TIE = 1e-3
+
+
+def vector(seed: int) -> Tensor:
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import serving
+from support.chromium import chromium
 from support.serving import Running
 
 from midstream import Client
@@ -35,16 +35,10 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
-    path = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("no Chromium or Chrome is on the PATH")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with chromium() as browser:
         made = browser.new_page()
         made.set_default_timeout(MINUTE)
         yield made
-        browser.close()
 
 
 @pytest.mark.nightly  # the views are tested on a fake server by default, in tests/browser

@@ -1,8 +1,12 @@
-"""Limits of bodies that are JSON."""
+"""Checks of bodies that are JSON."""
 
 from __future__ import annotations
 
-from midstream.errors import HttpError
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from midstream.errors import HttpError, SpecError
+from midstream.validation import hint, listed
 
 # Bodies that are longer are parsed in a thread.
 LONG = 1 << 18
@@ -28,3 +32,22 @@ def check_values(body: bytes, param: str | None = None) -> None:
             '{"f32": "<base64 of little-endian float32>"}',
             param,
         )
+
+
+def check_fields(given: Mapping[str, Any], known: Sequence[str], required: Sequence[str]) -> None:
+    """Check that an object has known fields only, and all that it must have.
+
+    Args:
+        given: the object.
+        known: names of all fields.
+        required: names of those that it must have.
+
+    Raises:
+        SpecError: a field is unknown or missing.
+    """
+    for name in given:
+        if name not in known:
+            raise SpecError(name, f"unknown field{hint(name, known)}; known: {listed(known)}")
+    for name in required:
+        if name not in given:
+            raise SpecError(name, "missing")

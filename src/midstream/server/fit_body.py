@@ -8,10 +8,11 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.fit.prompts import naming_fields, read_capture, read_prompts
+from midstream.server.body_values import check_fields
 from midstream.spec.capture import Capture
 from midstream.spec.named_vector import read_name
 from midstream.spec.selection import read_site
-from midstream.validation import at, hint, kind, listed
+from midstream.validation import at, kind
 
 _REQUIRED = ("positive", "negative")
 _OPTIONS: Mapping[str, Any] = {
@@ -59,12 +60,7 @@ def read_fit(value: object, most: int) -> FitBody:
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected an object of a fit's arguments, got {kind(value)}")
-    for name in value:
-        if name not in _KNOWN:
-            raise SpecError(name, f"unknown field{hint(name, _KNOWN)}; known: {listed(_KNOWN)}")
-    for name in _REQUIRED:
-        if name not in value:
-            raise SpecError(name, "missing")
+    check_fields(value, _KNOWN, _REQUIRED)
     positive, negative = (read_prompts(name, value[name]) for name in _REQUIRED)
     if len(positive) + len(negative) > most:
         raise SpecError(
@@ -73,9 +69,9 @@ def read_fit(value: object, most: int) -> FitBody:
             "http.fit_prompts)",
         )
     options = {name: value.get(name, default) for name, default in _OPTIONS.items()}
-    for name in ("method", "site", "reduce"):
-        if not isinstance(options[name], str):
-            raise SpecError(name, f"expected `str`, got {kind(options[name])}")
+    for word in ("method", "site", "reduce"):
+        if not isinstance(options[word], str):
+            raise SpecError(word, f"expected `str`, got {kind(options[word])}")
     with at("site"):
         options["site"] = read_site(options["site"])
     options["groups"] = _groups(options["groups"])

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.server.body_values import check_fields
 from midstream.spec.argument_names import one_spelling
 from midstream.sweep import SweepRequest
 from midstream.sweep.request import OPTIONS
 from midstream.sweep.source import PromptSource
-from midstream.validation import at, hint, kind, listed
+from midstream.validation import at, kind
 
 # Arguments of the chat template. A template itself is not a client's to give.
 _TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -49,12 +50,7 @@ def read_sweep(value: object) -> SweepBody:
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected an object of a sweep's arguments, got {kind(value)}")
     given = one_spelling(value, _KNOWN)
-    for name in given:
-        if name not in _KNOWN:
-            raise SpecError(name, f"unknown field{hint(name, _KNOWN)}; known: {listed(_KNOWN)}")
-    for name in _REQUIRED:
-        if name not in given:
-            raise SpecError(name, "missing")
+    check_fields(given, _KNOWN, _REQUIRED)
     model, stream = given.pop("model", None), given.pop("stream", True)
     if model is not None and not isinstance(model, str):
         raise SpecError("model", f"expected the name of a model, got {kind(model)}")
