@@ -13,9 +13,10 @@ import torch
 from support import tiny
 from support.cached_pair import fresh
 from support.engines import greedy
+from support.updating import Stepped
 from vllm import SamplingParams
 
-from midstream import Capture, Plan, Probe, SpecError, Steer
+from midstream import Capture, Plan, Probe, SpecError, Steer, Switch
 
 ALL = Capture("all", ["resid_pre", "resid_post"], reuse=True)
 
@@ -215,3 +216,17 @@ def test_a_capture_that_cannot_reuse_rows_is_rejected(llm: Any, wide: Any, uncac
         ask(wide, prompt, capture=ALL)
     with pytest.raises(SpecError, match=r"capture\[0\]\[1\]\.reuse.*reuse_bytes"):
         ask(uncached, prompt, capture=[[Capture(0), ALL]])
+
+
+def test_the_edits_of_a_request_that_reuses_rows_cannot_change(llm: Any) -> None:
+    edit, problem = Steer(torch.ones(64), 1), "keeps the edits it began with"
+    guard = Probe(torch.ones(64), 2, name="guard", act=Switch(edits=[edit], above=0.0))
+    with pytest.raises(SpecError, match=problem) as caught:
+        ask(llm, fresh(40), capture=ALL, probes=guard)
+    assert caught.value.path.endswith("act.switch")
+    run = Stepped(llm)
+    run.add("a", fresh(40), greedy(8), edits=[edit], capture=ALL)
+    run.step(2)
+    with pytest.raises(SpecError, match=problem):
+        llm.update("a", scale=0)
+    assert run.finish()["a"].outputs[0].receipt.status == "ok"
