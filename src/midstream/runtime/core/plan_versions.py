@@ -24,12 +24,15 @@ from midstream.runtime.protocol.rpc import (
     arguments_of,
     read_request,
 )
-from midstream.runtime.vllm.attributes import CHANGED_KEYS, EXECUTOR
+from midstream.runtime.vllm.attributes import CHANGED_KEYS, DECLARED, EXECUTOR
 
 
 def prepare(engine: Any) -> None:
-    """Let the scheduler of an engine core reach the workers. May be called more than once."""
+    """Let the scheduler of an engine core reach the workers and the declared controllers. May be
+    called more than once.
+    """
     EXECUTOR.set(engine.scheduler, engine.model_executor)
+    DECLARED.set(engine.scheduler, DECLARED.get(engine) or {})
 
 
 def answer_rpc(engine: Any, method: object, args: Sequence[object]) -> list[Any] | None:
