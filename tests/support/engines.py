@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from support.nightly import NIGHTLY
+
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 # A KV cache of a given size: vLLM would measure how much memory is left, and engines that start
 # side by side on one GPU would count each other's.
@@ -37,9 +39,22 @@ _BLOCKS, _TINY = 512, 64
 ALL_SITES = ["resid_pre", "resid_mid", "resid_post"]
 
 
+# Dynamo traces the model, and PyTorch runs its graph. Inductor takes ten times as long on a CPU.
+_TRACED = {"mode": 2, "backend": "eager", "ir_enable_torch_wrap": False}
+
+
 @contextmanager
-def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
-    """A midstream.LLM, or a plain vllm.LLM, that is gone afterwards."""
+def engine(
+    model: Path, *, plain: bool = False, inductor: bool = HAS_GPU or NIGHTLY, **args: Any
+) -> Iterator[Any]:
+    """A midstream.LLM, or a plain vllm.LLM, that is gone afterwards.
+
+    Args:
+        model: the model's folder.
+        plain: whether it is vLLM's own.
+        inductor: whether Inductor compiles the graph where `enforce_eager` is False.
+        **args: arguments of the engine.
+    """
     import torch
 
     settings = {
@@ -52,6 +67,8 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
         **GPU_MEMORY,
         **args,
     }
+    if not settings["enforce_eager"] and not inductor:
+        settings.setdefault("compilation_config", dict(_TRACED))
     if json.loads((model / "config.json").read_text()).get("hidden_size", _TINY) <= _TINY:
         settings.setdefault("num_gpu_blocks_override", _BLOCKS)
     if plain:
