@@ -54,8 +54,8 @@ def _end() -> None:
 # Before all others: they run Phi in transformers. Once vLLM has run a model by transformers' code,
 # as it does with Phi, that class is vLLM's for good in the process.
 FIRST = ("unit/tools/doctor/test_reference.py", "unit/attribution/test_gradients.py")
-# Files without a record of their own, by folder: engines before the rest.
-SLOW = ("engine/", "system/", "nightly/", "gpu/")
+# Files without a record of their own, by folder: those with processes of their own before the rest.
+SLOW = ("engine/", "system/", "browser/", "nightly/", "gpu/")
 
 
 # Tests of a GPU are not there without one.
@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = name_of(item)
         if name.startswith("nightly/"):
             item.add_marker(pytest.mark.nightly)
-        if name.startswith(("engine/", "system/", "nightly/")):
+        if name.startswith(("engine/", "system/", "browser/", "nightly/")):
             item.add_marker(pytest.mark.engine)
         if not NIGHTLY:
             _cap_examples(item)

@@ -115,11 +115,8 @@ def test_compiled_too(
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(
-    "eager",
-    [True, pytest.param(False, marks=pytest.mark.nightly)],
-    ids=["eager", "compiled"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_rows_and_edits_of_smollm2(
     eager: bool, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from support import tiny
 from support.edit_cases import Case, Maker, all_problems, cases
 from support.engines import engine, generated, greedy, tokens
+from support.nightly import NIGHTLY
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle, Seen, row_error
 from support.pool import Pool
 
@@ -75,7 +76,9 @@ def served(request: pytest.FixtureRequest, tiny_models: Path, pool: Pool) -> Ite
 def test_every_operation_at_every_site_does_what_its_formula_says(served: Served) -> None:
     """All of them in one batch, each with a plan of its own, in steps of 128 tokens."""
     assert len({case.name for case in served.given}) == len(served.given) > 200
-    served.check(served.given)
+    # Of all models but one a third, of which each has another.
+    first = list(PLACES).index(served.name)
+    served.check(served.given if NIGHTLY or not first else served.given[first % 3 :: 3])
 
 
 @pytest.mark.nightly

@@ -166,7 +166,7 @@ def test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers(
     # vLLM changes transformers' own classes for some models: the reference comes first.
     model, sites, cases = reference(name, tiny_models)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    with engine(model, enforce_eager=eager, midstream={"sites": list(sites)}) as llm:
+    with engine(model, enforce_eager=eager, inductor=True, midstream={"sites": list(sites)}) as llm:
         check(llm, PROMPT, cases, sites)
         for site in set(OUTER) - set(sites):
             with pytest.raises(SpecError, match=rf"{site}.*in parallel"):

@@ -15,6 +15,7 @@ import pytest
 
 import midstream
 
+pytestmark = pytest.mark.engine  # builds the site in a process of its own
 ROOT = Path(__file__).resolve().parents[2]
 # What people search for; each must be in the title or a heading of a page.
 TERMS = [

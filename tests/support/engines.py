@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from support.nightly import NIGHTLY
 
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 # A KV cache of a given size: vLLM would measure how much memory is left, and engines that start
@@ -36,9 +39,22 @@ _BLOCKS, _TINY = 512, 64
 ALL_SITES = ["resid_pre", "resid_mid", "resid_post"]
 
 
+# Dynamo traces the model, and PyTorch runs its graph. Inductor takes ten times as long on a CPU.
+_TRACED = {"mode": 2, "backend": "eager", "ir_enable_torch_wrap": False}
+
+
 @contextmanager
-def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
-    """A midstream.LLM, or a plain vllm.LLM, that is gone afterwards."""
+def engine(
+    model: Path, *, plain: bool = False, inductor: bool = HAS_GPU or NIGHTLY, **args: Any
+) -> Iterator[Any]:
+    """A midstream.LLM, or a plain vllm.LLM, that is gone afterwards.
+
+    Args:
+        model: the model's folder.
+        plain: whether it is vLLM's own.
+        inductor: whether Inductor compiles the graph where `enforce_eager` is False.
+        **args: arguments of the engine.
+    """
     import torch
 
     settings = {
@@ -51,10 +67,10 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
         **GPU_MEMORY,
         **args,
     }
+    if not settings["enforce_eager"] and not inductor:
+        settings.setdefault("compilation_config", dict(_TRACED))
     if json.loads((model / "config.json").read_text()).get("hidden_size", _TINY) <= _TINY:
         settings.setdefault("num_gpu_blocks_override", _BLOCKS)
-    # vLLM collects garbage five times as it starts; what has been imported is no part of it.
-    gc.freeze()
     if plain:
         from vllm import LLM
     else:
@@ -63,13 +79,13 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
         settings.setdefault("midstream", {"sites": ALL_SITES})
         name_vectors()
     prepare_vllm()
-    entry = object()
+    entry, frozen = object(), _freeze()
     _live.append(entry)
     try:
-        llm = LLM(str(model), **settings)
+        with mock.patch.multiple(gc, freeze=_nothing, unfreeze=_nothing):
+            llm = LLM(str(model), **settings)
     except BaseException:
         _live.remove(entry)
-        gc.unfreeze()
         raise
     # Something in the process or its environment may turn compilation off without a word.
     compiled = bool(llm.llm_engine.vllm_config.compilation_config.mode)
@@ -78,10 +94,9 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
         yield llm
     finally:
         _live.remove(entry)
-        llm.llm_engine.engine_core.shutdown()
+        _shut_down(llm)
         del llm
-        gc.unfreeze()
-        gc.collect()
+        _collect(frozen)
         torch._dynamo.reset()
 
 
@@ -89,16 +104,48 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
 def closing() -> Iterator[list[Any]]:
     """A list of engines that other code makes in this block; they are gone afterwards."""
     prepare_vllm()
-    entry, made = object(), []
+    entry, frozen, made = object(), _freeze(), []
     _live.append(entry)
     try:
-        yield made
+        with mock.patch.multiple(gc, freeze=_nothing, unfreeze=_nothing):
+            yield made
     finally:
         _live.remove(entry)
         for llm in made:
-            llm.llm_engine.engine_core.shutdown()
+            _shut_down(llm)
         made.clear()
-        gc.collect()
+        _collect(frozen)
+
+
+# vLLM collects garbage five times as an engine starts and three times as it ends. All that the
+# process has imported takes half a second each time, so it is frozen, and what an engine makes is
+# not: it is collected at the engine's end.
+_freezes = 0
+
+
+def _freeze() -> int:
+    """Exclude all objects of now from garbage collection; return which freeze this is."""
+    global _freezes
+    gc.collect()
+    gc.freeze()
+    _freezes += 1
+    return _freezes
+
+
+def _collect(frozen: int) -> None:
+    """Collect the garbage of what was made since a freeze."""
+    if frozen != _freezes:  # a later freeze has some of it
+        gc.unfreeze()
+    gc.collect()
+
+
+def _shut_down(llm: Any) -> None:
+    with mock.patch.multiple(gc, collect=_nothing, unfreeze=_nothing):
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _nothing(*_args: Any) -> int:
+    return 0
 
 
 @functools.cache
@@ -108,10 +155,15 @@ def prepare_vllm() -> None:
     it look at a model's class here: it starts a process for that, which imports vLLM anew.
     """
     from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
     from vllm.v1.engine import core
 
     if not HAS_GPU:
         registry._run_in_subprocess = lambda function: function()
+        # Once for a process: it searches all modules, and wraps again what it wrapped before.
+        current_platform.register_triton_kernel_overrides = functools.cache(
+            current_platform.register_triton_kernel_overrides
+        )
     take_down = core.cleanup_dist_env_and_memory
 
     def unless_used(*args: Any, **kwargs: Any) -> None:

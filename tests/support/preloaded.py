@@ -69,6 +69,8 @@ setproctitle.setproctitle(setproctitle.getproctitle())
 registry._run_in_subprocess = lambda function: function()  # which would import vLLM anew
 gc.collect()
 gc.freeze()
+# It stays frozen in the children: vLLM collects garbage three times as an engine ends.
+gc.unfreeze = lambda: None
 if os.environ.get("MIDSTREAM_TEST_FORKS"):
     fork_in_place_of_spawning()
     check_threads()

@@ -21,12 +21,12 @@ def main() -> None:
     args = {"enforce_eager": False, "max_model_len": 256, **json.loads(sys.argv[3])}
     found: dict[str, object] = {}
     if settings == "plain":
-        with engine(model, plain=True, **args) as llm:
+        with engine(model, plain=True, inductor=True, **args) as llm:
             found["plain"] = generated(llm.generate(tokens(PROMPT), greedy(6), use_tqdm=False)[0])
     else:
         from midstream import Capture, Steer
 
-        with engine(model, midstream=json.loads(settings), **args) as llm:
+        with engine(model, midstream=json.loads(settings), inductor=True, **args) as llm:
             taps = sorted(llm.info.shape.taps)
             site, layer = taps[0]
             vector = [3.0] * llm.info.shape.hidden_size

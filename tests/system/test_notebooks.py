@@ -55,6 +55,7 @@ def test_the_lens_says_paris_at_the_last_layer_and_its_direction_says_berlin(sha
     assert answers["+0.4"].startswith(" Berlin")
 
 
+@pytest.mark.nightly
 def test_ablating_the_refusal_direction_ends_the_refusal(shared: Any) -> None:
     _, cards, receipt = run("refusal_direction", shared)
     assert "I'm sorry" in cards.split("+1")[0]

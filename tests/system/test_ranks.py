@@ -29,6 +29,7 @@ from support.adversary_mix import Mix, Shape
 from support.adversary_run import assert_idle_and_clean
 from support.engines import GPU_MEMORY, engine, greedy, tokens
 from support.inner_oracle import INNER, InnerOracle
+from support.nightly import rounds
 from support.oracle_edits import EVERY_SITE
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
 
@@ -37,7 +38,7 @@ from midstream.sites import INNER as INSIDE
 from midstream.spec.operations import KINDS_BY_OP
 
 SEED = int(os.environ.get("MIDSTREAM_ADVERSARY_SEED", "20261122"))
-REQUESTS = 80
+REQUESTS = rounds(suite=40, nightly=80)
 CHUNK, LONGEST = 48, 192
 BLOCKS = 14  # of 32 tokens, one of which is nobody's: two long requests and a bit
 TENSOR = {"tensor_parallel_size": 2}
