@@ -60,6 +60,8 @@ class ControlledRequest:
             stop: position up to which the tokens of the rows are those of the request.
             token: returns the token of a position.
         """
+        if self.has_failed:
+            return False
         for run in runs:
             start = max(run.first, self.reached)
             end = min(run.first + run.values.shape[0], stop)
