@@ -22,6 +22,7 @@ from midstream import (
     Feature,
     Pid,
     Probe,
+    ReceiptError,
     SpecError,
     Steer,
     Switch,
@@ -180,7 +181,11 @@ def test_a_failure_is_what_the_policy_says_and_changes_nobody_else(
     names = ("raises", "hangs", "nonsense", "unknown_scale")
     controllers = [*names, Controller("raises", on_error="off"), None]
     begun = time.monotonic()
-    outputs = ask(llm, *controllers)
+    with pytest.raises(
+        ReceiptError, match="controller 'nonsense' failed: expected a num"
+    ) as caught:
+        ask(llm, *controllers)
+    outputs = caught.value.outputs
     assert time.monotonic() - begun < 20, "nobody waits for a controller that hangs"
     controlling.LET_GO.set()
     kept, hung, ended, unknown, off, free = (output.outputs[0] for output in outputs)
@@ -205,8 +210,8 @@ def test_what_cannot_be_controlled_is_rejected_by_its_name(llm: Any) -> None:
     many = Pid("p", target=0.0, kp=1.0, step=0.001)
     latent = Feature(encoder=vector(1), decoder=vector(2), layer=1, mode="add", value=1.0)
     for controller, more, path, words in (
-        ("who", {}, "controller[0]", "no controller `who`; declared are"),
-        (Threshold("q", above=1.0), {}, "controller[0].threshold.probe", "no probe `q`"),
+        ("who", {}, "controller[0]", "no controller 'who'; declared are"),
+        (Threshold("q", above=1.0), {}, "controller[0].threshold.probe", "no probe 'q'"),
         (law, {"probes": None}, "controller[0]", "give the request `probes`"),
         (many, {}, "controller[0]", "the limit is 64 versions"),
         (Controller(law), {}, "controller[0].mode", "is for AsyncLLM"),
