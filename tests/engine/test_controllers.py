@@ -4,20 +4,38 @@ says.
 
 from __future__ import annotations
 
+import copy
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import controlling
 from support.engines import greedy
 from support.oracle import Oracle
-from support.updating import PROMPT, check_versions, everything, steer, vector
+from support.updating import PROMPT, Stepped, check_versions, everything, steer, vector
 
-from midstream import Budget, Decay, Pid, Probe, Threshold
+from midstream import (
+    Budget,
+    Controller,
+    Decay,
+    Feature,
+    Pid,
+    Probe,
+    ReceiptError,
+    SpecError,
+    Steer,
+    Switch,
+    Threshold,
+)
+from midstream.spec.control_laws import Observed
 from midstream.testing import inspect
 
 SIZE = len(PROMPT)
 OWN, HOOK = steer(vector(1), 1, 2.0)
 CALM, CALM_HOOK = steer(vector(2), 0, 3.0)
+SETS = {"": [HOOK], "calm": [CALM_HOOK]}
+SCRIPT = Controller("script", edits={"calm": CALM})
 
 
 @pytest.fixture(scope="module")
@@ -25,34 +43,190 @@ def oracle(tiny_llama: Path) -> Oracle:
     return Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
 
 
-def probe(name: str = "p") -> Probe:
-    return Probe(vector(3), 1, name=name)
+def probe(act: Any = None) -> Probe:
+    return Probe(vector(3), 1, name="p", act=act)
 
 
 def ask(llm: Any, *controllers: Any, **more: Any) -> list[Any]:
-    """One completion of the same prompt for each controller, in the same steps."""
+    """One output of the same prompt for each controller, in the same steps."""
     asked = {"edits": OWN, "probes": probe(), "capture": everything(), **more}
-    prompts = [{"prompt_token_ids": list(PROMPT)}] * len(controllers)
     params = asked.pop("params", greedy(24))
+    prompts = [{"prompt_token_ids": list(PROMPT)}] * len(controllers)
     outputs = llm.generate(prompts, params, controller=list(controllers), use_tqdm=False, **asked)
     inspect(llm).check_integrity()
-    return [output.outputs[0] for output in outputs]
+    return list(outputs)
+
+
+def scales_at(completion: Any) -> list[float]:
+    """The scale at each position, by the receipt."""
+    return [
+        one.scale for one in completion.receipt.versions for _ in range(*one.positions)
+    ]  # fmt: skip
+
+
+def expected(law: Any, scores: list[float]) -> list[float]:
+    """The scale at each position, where each answer holds from the next position on."""
+    law = copy.copy(law)
+    found = [1.0] * SIZE
+    shown = scores[:SIZE]
+    for position in range(SIZE, len(scores) + 1):
+        answer = law(Observed("r", position + 1 - SIZE, {"p": controlled(shown)}))
+        found.append(found[-1] if answer is None else answer)
+        shown = scores[position : position + 1]
+    return found[:-1]
+
+
+def controlled(scores: list[float]) -> Any:
+    import numpy as np
+
+    return np.array(scores, np.float32)
 
 
 def test_each_answer_holds_from_the_next_step_on(llm: Any, oracle: Oracle) -> None:
     (free,) = ask(llm, None)
-    scores = free.probes["p"][SIZE:].sort().values
-    middle = float(scores[len(scores) // 2])
+    scores = free.probes["p"]
+    middle = float(scores[SIZE:].median())
     laws = [
         Threshold("p", above=middle, on=1.5, off=0.5),
+        Threshold("p", above=middle + 2, below=middle - 2, on=0.0, off=1.0),
         Pid("p", target=middle, kp=0.02, low=0.0, high=2.0, step=0.25),
         Decay(6, least=0.2),
-        Budget("p", total=float(free.probes["p"].clamp(min=0).sum()) / 2),
+        Budget("p", total=float(scores.clamp(min=0).sum()) / 2),
+        "sign",
         None,
     ]
-    for law, completion in zip(laws, ask(llm, *laws), strict=True):
-        check_versions(oracle, PROMPT, completion, {"": [HOOK]})
+    changed = 0
+    for law, output in zip(laws, ask(llm, *laws), strict=True):
+        completion = output.outputs[0]
+        check_versions(oracle, PROMPT, completion, SETS)
         if law is None:
             assert completion.receipt.versions == ()
-            assert list(completion.token_ids) == list(free.token_ids)
+            assert completion.token_ids == free.outputs[0].token_ids
             continue
+        scores = completion.probes["p"].tolist()
+        if law == "sign":
+            law = lambda seen: 0.5 if seen.scores["p"][-1] < 0 else 1.0  # noqa: E731
+        assert scales_at(completion) == expected(law, scores)
+        changed += len(completion.receipt.versions)
+    assert changed > 20
+
+
+def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
+    llm: Any, oracle: Oracle
+) -> None:
+    completion = ask(llm, SCRIPT, None)[0].outputs[0]
+    assert [(one.source, one.scale, one.positions) for one in completion.receipt.versions] == [
+        ("request", 1.0, (0, SIZE + 2)),
+        ("controller:script/calm", 1.0, (SIZE + 2, SIZE + 4)),
+        ("controller:script", 0.5, (SIZE + 4, SIZE + 6)),
+    ]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "controller:script")
+    assert len(completion.token_ids) == 6
+    assert len(completion.probes["p"]) == SIZE + 6
+    whole = [*PROMPT, *completion.token_ids]
+    edits = [
+        type(hook)(hook.site, hook.layer, hook.vector, hook.scale * scale,
+                   lambda at, low=low, high=high: low <= at < high)
+        for hook, scale, low, high in (
+            (HOOK, 1, 0, SIZE + 2), (CALM_HOOK, 1, SIZE + 2, SIZE + 4),
+            (HOOK, 0.5, SIZE + 4, SIZE + 6),
+        )
+    ]  # fmt: skip
+    _, seen = oracle.run(whole, edits)
+    for tap in completion.activations:
+        assert (completion.activations[tap] - seen[tap]).abs().max() < 1e-3
+
+
+def test_each_completion_of_a_prompt_has_a_controller_of_its_own(llm: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=1.0, seed=5, max_tokens=14, ignore_eos=True, n=3,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+    (output,) = ask(llm, SCRIPT, params=params)
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 3
+    for one in output.outputs:
+        assert one.stop_reason == "controller:script"
+        assert [each.positions[0] for each in one.receipt.versions] == [0, SIZE + 2, SIZE + 4]
+        assert one.receipt.status == "ok"
+
+
+def test_what_is_computed_again_after_a_preemption_is_as_it_was(llm: Any, oracle: Oracle) -> None:
+    """Preempted right after a switch, and again later. No score is given twice."""
+    controllers = [Controller("sign"), Decay(4)]
+    plain = [output.outputs[0] for output in ask(llm, *controllers)]
+    llm.reset_prefix_cache()
+    run = Stepped(llm)
+    for nth, one in enumerate(controllers):
+        asked = {"edits": OWN, "probes": probe(), "capture": everything(), "controller": one}
+        run.add(str(nth), PROMPT, greedy(24), **asked)
+    run.step(5)  # after the step that computes the position SIZE + 3 the decay has switched
+    assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    run.step(4)
+    assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    outputs = run.finish()
+    for nth, before in enumerate(plain):
+        completion = outputs[str(nth)].outputs[0]
+        assert completion.token_ids == before.token_ids
+        assert completion.receipt.versions == before.receipt.versions
+        check_versions(oracle, PROMPT, completion, SETS)
+
+
+def test_a_failure_is_what_the_policy_says_and_changes_nobody_else(
+    llm: Any, oracle: Oracle, caplog: Any
+) -> None:
+    (alone,) = ask(llm, None)
+    names = ("raises", "hangs", "nonsense", "unknown_scale")
+    controllers = [*names, Controller("raises", on_error="off"), None]
+    begun = time.monotonic()
+    with pytest.raises(
+        ReceiptError, match="controller 'nonsense' failed: expected a num"
+    ) as caught:
+        ask(llm, *controllers)
+    outputs = caught.value.outputs
+    assert time.monotonic() - begun < 20, "nobody waits for a controller that hangs"
+    controlling.LET_GO.set()
+    kept, hung, ended, unknown, off, free = (output.outputs[0] for output in outputs)
+    assert free.token_ids == alone.outputs[0].token_ids
+    assert free.receipt.versions == ()
+    for one, name, scale in (
+        (kept, "raises", 1), (hung, "hangs", 0), (unknown, "unknown_scale", 1), (off, "raises", 0),
+    ):  # fmt: skip
+        shown = [(each.source, each.scale, each.positions) for each in one.receipt.versions]
+        last = (SIZE + 2, SIZE + 23)
+        assert shown == [("request", 1, (0, last[0])), (f"controller:{name} failed", scale, last)]
+        check_versions(oracle, PROMPT, one, SETS)
+    assert kept.token_ids == unknown.token_ids == free.token_ids
+    assert ended.finish_reason == "error"
+    assert "controller 'nonsense' failed" in ended.stop_reason
+    assert len(ended.token_ids) == 2
+    assert llm.llm_engine.get_num_unfinished_requests() == 0
+
+
+def test_what_cannot_be_controlled_is_rejected_by_its_name(llm: Any) -> None:
+    law = Threshold("p", above=1.0)
+    many = Pid("p", target=0.0, kp=1.0, step=0.001)
+    latent = Feature(encoder=vector(1), decoder=vector(2), layer=1, mode="add", value=1.0)
+    for controller, more, path, words in (
+        ("who", {}, "controller[0]", "no controller 'who'; declared are"),
+        (Threshold("q", above=1.0), {}, "controller[0].threshold.probe", "no probe 'q'"),
+        (law, {"probes": None}, "controller[0]", "give the request `probes`"),
+        (many, {}, "controller[0]", "the limit is 64 versions"),
+        (Controller(law), {}, "controller[0].mode", "is for AsyncLLM"),
+        (Threshold("p", above=1.0, on=0.5), {"edits": latent}, "controller[0]", "no strength"),
+        (law, {"probes": probe(Switch([], above=1))}, "controller[0]", "Switch"),
+        ({"declared": 3}, {}, "controller[0].declared", "characters"),
+        ({"threshold": {"probe": "p"}}, {}, "controller[0].threshold", "above"),
+        (Controller("sign", edits={"a": Steer(vector(1), 99)}), {}, "controller[0].edits.a", "99"),
+    ):  # fmt: skip
+        with pytest.raises(SpecError, match=words) as caught:
+            ask(llm, controller, **more)
+        assert caught.value.path.startswith(path), caught.value
+    run = Stepped(llm)
+    run.add("a", PROMPT, greedy(8), probes=probe(), controller="sign")
+    run.step(2)
+    with pytest.raises(SpecError, match="cannot be updated"):
+        llm.update("a", edits=[OWN])
+    run.finish()

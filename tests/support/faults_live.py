@@ -6,6 +6,7 @@ from support.fault import Fault
 
 CORE = "tests/unit/runtime/core/test_plan_versions.py::"
 ENGINE = "tests/engine/test_updates.py::"
+CONTROLLERS = "tests/unit/runtime/core/test_controllers.py::"
 
 LIVE: tuple[Fault, ...] = (
     Fault(
@@ -58,6 +59,44 @@ LIVE: tuple[Fault, ...] = (
         "        self._decide = copy.copy(controller.decide)\n",
         "        self._decide = controller.decide\n",
         "tests/unit/api/test_controller.py::test_each_request_has_a_state_of_its_own",
+    ),
+    Fault(
+        "A controller is given the scores of positions that are computed again",
+        "runtime/core/controllers.py",
+        "            start = max(run.first, self.reached)\n",
+        "            start = run.first\n",
+        CONTROLLERS + "test_a_position_is_given_once_and_a_rejected_draft_never",
+    ),
+    Fault(
+        "A step waits for a controller that hangs",
+        "runtime/core/controller_calls.py",
+        "        if not batch.finished.wait(max(0.0, deadline - time.monotonic())):\n",
+        "        if not batch.finished.wait(60):\n",
+        CONTROLLERS + "test_a_step_waits_no_longer_than_the_limit_and_the_others_are_called_in_the_"
+        "next_one",
+    ),
+    Fault(
+        "The scores of a request behind a controller that hangs are lost",
+        "runtime/core/controllers.py",
+        "        if call is None:\n            found.append(_NOTHING)",
+        "        if call is None:\n            one.unseen = {}\n            found.append(_NOTHING)",
+        CONTROLLERS + "test_a_step_waits_no_longer_than_the_limit_and_the_others_are_called_in_the_"
+        "next_one",
+    ),
+    Fault(
+        "A controller in the engine core that failed is called again",
+        "runtime/core/controllers.py",
+        "    one.has_failed = True\n",
+        "",
+        CONTROLLERS + "test_an_answer_is_a_version_a_stop_or_a_failure",
+    ),
+    Fault(
+        "A controller that stops a request shows what was sampled after the score",
+        "runtime/core/probe_stops.py",
+        "        one, name, at = out[nth], mine.control.name, mine.reached - 1\n",
+        "        one, name, at = out[nth], mine.control.name, mine.reached\n",
+        "tests/engine/test_controllers.py"
+        "::test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score",
     ),
     Fault(
         "A client changes the running request of another",

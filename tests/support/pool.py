@@ -14,7 +14,7 @@ from typing import Any
 
 from midstream.sites import OUTER
 from midstream.testing import inspect
-from support import engines
+from support import controlling, engines
 
 EVERY_SITE = list(OUTER)
 PROFILES: dict[str, dict[str, Any]] = {
@@ -22,7 +22,11 @@ PROFILES: dict[str, dict[str, Any]] = {
     "standard": {
         "max_num_batched_tokens": 64,
         "max_num_seqs": 8,
-        "midstream": {"sites": engines.ALL_SITES, "reuse_bytes": 8 << 20},
+        "midstream": {
+            "sites": engines.ALL_SITES,
+            "reuse_bytes": 8 << 20,
+            "controllers": controlling.DECLARED,
+        },
     },
     # Every site, and steps that hold whole batches.
     "wide": {

@@ -16,10 +16,9 @@ from typing import Any
 import httpx
 import psutil
 
-from support import own_process
+from support import own_process, zygote
 from support.engines import GPU_MEMORY
 
-ROOT = Path(__file__).resolve().parents[2]
 NAME = "served"
 START_SECONDS = 420
 # What makes rows comparable bit by bit with those of an offline engine, and a start short. On a GPU
@@ -130,9 +129,7 @@ def plain_command(model: Path, *options: str) -> list[str]:
 
 def environment(**more: str) -> dict[str, str]:
     """In which a server is started."""
-    given = os.environ.get("PYTHONPATH") or str(ROOT / "src")
-    # It runs elsewhere.
-    path = os.pathsep.join(os.path.abspath(each) for each in given.split(os.pathsep))
+    path = zygote.python_path()  # it runs elsewhere
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     own["VLLM_LOGGING_LEVEL"] = "INFO"
     # Otherwise glibc takes large tensors from its heap as well, which then grows with any load for

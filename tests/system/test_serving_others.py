@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import serving
+from support import controlling, serving
 from support.others_words import direction, packed
 from support.sae_oracle import RandomSae
 from support.serving import NAME, Running
@@ -57,6 +57,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         saes={name: str(folder / name) for name in ("random", "jumps")},
         reconstruct={"resid_post:10": 400},
         readout_bytes=8 << 20,
+        controllers=controlling.DECLARED,
     )
     command = serving.command(smollm2, "--sites=resid_post,rot_q,final_norm", settings)
     with serving.running(command, tmp_path_factory.mktemp("others")) as found:
@@ -395,6 +396,44 @@ def test_a_stream_ends_at_the_token_at_which_a_probe_stops_it(client, server):
     (choice,) = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "probe:guard")
     assert choice["text"] == shown
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_controller_of_a_request_over_http(client, is_declared):
+    """It turns the edits off, and then stops the request; or half of them off."""
+    law = {"budget": {"probe": "p", "total": -1.0}, "name": "halver"}
+    asked = {"steer": Steer(VECTOR, 5, 0.5), "probes": Probe(VECTOR, 10, name="p"), **ASKED}
+    given = {"declared": "script", "edits": {"calm": []}} if is_declared else law
+    completion = client.complete(PROMPT, **{**asked, "max_tokens": 24}, controller=given).outputs[0]
+    receipt = completion.receipt
+    shown = [(one.source, one.scale) for one in receipt.versions]
+    if is_declared:
+        assert shown[1:] == [("controller:script/calm", 1.0), ("controller:script", 0.5)]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", "controller:script")
+    else:
+        assert shown[1:] == [("controller:halver", 0.0)]
+    # Of asynchronous scheduling, one step was scheduled with the score that was answered.
+    late = receipt.versions[1].positions[0] - receipt.prompt_tokens - (2 if is_declared else 0)
+    assert late in (0, 1)
+    assert receipt.status == "ok"
+
+
+def test_what_is_no_controller_is_rejected_over_http(client):
+    asked = {"steer": Steer(VECTOR, 5, 0.5), "probes": Probe(VECTOR, 10, name="p"), **ASKED}
+    for given, param in (
+        ("os:getpid", "midstream.controller"),
+        ("who", "midstream.controller"),
+        ({"threshold": {"probe": "p"}}, "midstream.controller.threshold"),
+        ({"threshold": {"probe": "q", "above": 1.0}}, "midstream.controller.threshold.probe"),
+        ({"path": "os:getpid"}, "midstream.controller"),
+        ({"budget": {"probe": "p", "total": 1.0}, "seconds": 9}, "midstream.controller"),
+    ):
+        body = {"model": "served", "prompt": PROMPT, "midstream": {
+            "probes": asked["probes"].to_dict(), "controller": given,
+        }}  # fmt: skip
+        response = client._http.post("/v1/completions", json=body)
+        assert response.status_code == 400, given
+        assert response.json()["error"]["param"] == param, given
 
 
 def test_a_probe_switches_the_edits_of_a_request_over_http(client):

@@ -52,7 +52,7 @@ class ControlledRequest:
         """Give the controller the new scores of an output, unless it still computes.
 
         Args:
-            output: vLLM's RequestOutput, with `probes`.
+            output: vLLM's RequestOutput, with `probes` and `activations`.
             tokens: number of tokens generated so far.
 
         Raises:
@@ -67,7 +67,7 @@ class ControlledRequest:
         if not any(map(len, scores.values())):
             return
         self._seen = {name: len(found) for name, found in probes.items()}
-        observed = Observed(self._request_id, tokens, scores)
+        observed = Observed(self._request_id, tokens, scores, output.outputs[0].activations)
         self._task = asyncio.create_task(self._run(observed), name="midstream controller")
 
     def close(self) -> None:
@@ -132,6 +132,12 @@ def check_controlled(plan: Plan | None, params: Any) -> None:
             "controller",
             "it reads scores while the request runs: use n=1 and an output_kind of CUMULATIVE or "
             "DELTA",
+        )
+    if params.output_kind.name == "DELTA" and any(one.stream for one in plan.captures):
+        raise SpecError(
+            "controller",
+            "it is given all rows so far, and with DELTA an output has the new ones only; use "
+            "output_kind=CUMULATIVE, or a capture without `stream`",
         )
 
 

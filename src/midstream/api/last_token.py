@@ -84,6 +84,8 @@ def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
             )
     if plan is not None and plan.switches:
         raise SpecError("probes", "with last_token_row, no probe may switch the edits (Switch)")
+    if plan is not None and plan.controller is not None:
+        raise SpecError("controller", "with last_token_row, no controller may change the edits")
     if any(edit.positions != Positions() for edit in front_end.steering.plan_edits()):
         raise UnsupportedError(f"a server-wide edit selects positions or phases: {problem}")
     _check_captures(front_end)

@@ -61,10 +61,10 @@ class Client:
 
         Args:
             prompt: as for `/v1/completions`.
-            **given: `capture`, `steer`, `edits`, `probes` and `activations` as for `extra_body`;
-                with `activations="keep"` the rows stay on the server, for edits of later requests:
-                `output.outputs[0].captured` refers to them. All others are fields of the request
-                body, such as `model`, `max_tokens`, `temperature`.
+            **given: `capture`, `steer`, `edits`, `probes`, `controller` and `activations` as for
+                `extra_body`; with `activations="keep"` the rows stay on the server, for edits of
+                later requests: `output.outputs[0].captured` refers to them. All others are fields
+                of the request body, such as `model`, `max_tokens`, `temperature`.
 
         Raises:
             SpecError: an argument for midstream is malformed.

@@ -33,7 +33,7 @@ PARAMETERS, ROWS = "/v1/midstream/parameters", "/v1/midstream/activations"
 FIT = "/v1/midstream/fit"
 SITES, STATUS = "/v1/midstream/sites", "/v1/midstream/status"
 REQUESTS = "/v1/midstream/requests"
-PLAN = ("capture", "steer", "edits", "probes")
+PLAN = ("capture", "steer", "edits", "probes", "controller")
 FIELDS = (*PLAN, "activations")
 # A value of `activations` for clients alone: the rows stay on the server.
 KEEP = "keep"

@@ -14,12 +14,13 @@ def extra_body(
     steer: Any = None,
     edits: Any = None,
     probes: Any = None,
+    controller: Any = None,
     activations: str = "handle",
 ) -> dict[str, Any]:
     """Return the argument `extra_body` of the `openai` client, to capture, edit and probe.
 
     Args:
-        capture, steer, edits, probes: as for `midstream.LLM.generate`, for one prompt.
+        capture, steer, edits, probes, controller: as for `midstream.LLM.generate`, for one prompt.
         activations: how captured rows are returned: "handle" (cached on the server, to be fetched),
             "inline" (in the response) or "none".
 
@@ -29,6 +30,6 @@ def extra_body(
     Raises:
         SpecError: an argument is malformed.
     """
-    plan = PromptArguments(capture, steer, edits, probes).plan()
+    plan = PromptArguments(capture, steer, edits, probes, controller).plan()
     fields: dict[str, Any] = {} if plan is None else plan.to_dict()
     return {KEY: {**fields, "activations": activations}}

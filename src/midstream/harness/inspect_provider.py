@@ -55,9 +55,9 @@ class MidstreamAPI(VLLMAPI):
             config: Inspect's. Its `extra_body["midstream"]` replaces arguments of the plan for one
                 call.
             settings: midstream's settings for a server that is started.
-            **given: `capture`, `edits`, `steer`, `probes`, `activations`: the plan of every
-                request. All others are Inspect's of its provider for vLLM, and options of a server
-                that is started.
+            **given: `capture`, `edits`, `steer`, `probes`, `controller`, `activations`: the plan of
+                every request. All others are Inspect's of its provider for vLLM, and options of a
+                server that is started.
 
         Raises:
             PrerequisiteError: an argument is malformed, or has no effect on a running server.

@@ -21,7 +21,8 @@ def joined_field(first: Mapping[str, Any], second: object) -> dict[str, Any] | N
     """Return the field `midstream` of a request; None: it has none.
 
     Args:
-        first: the model's own arguments: `capture`, `edits`, `steer`, `probes`, `activations`.
+        first: the model's own arguments: `capture`, `edits`, `steer`, `probes`, `controller`,
+            `activations`.
         second: the field of the call's configuration, which replaces the model's argument by
             argument; None: it has none.
 

@@ -113,8 +113,11 @@ class Version:
 
     Attributes:
         number: 0 for the plan that the request was sent with, then by one more for each update; of
-            switches, in the order of their probes.
-        source: who made it: "request", "update", "probe:NAME" or "controller:NAME".
+            switches, in the order of their probes. A controller with `mode="sync"` has one for each
+            of its sets of edits and scales, and may return to it.
+        source: who made it: "request", "update", "probe:NAME" or "controller:NAME"; of a controller
+            with `mode="sync"`, then "/" and the name of the set of edits, and " failed" since it
+            failed.
         positions: [start, stop) at which it held; start = stop: at none.
         scale: factor on the strength of the edits given last.
         expected, applied, cached: counts of edits at these positions, as in `Edited`.

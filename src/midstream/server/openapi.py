@@ -9,6 +9,8 @@ from fastapi import FastAPI
 from midstream.config.config import KEY
 from midstream.server.request_field import RETURNS
 from midstream.server.server import PATHS
+from midstream.spec.control_laws import LAWS
+from midstream.spec.controller import POLICIES
 from midstream.spec.operations import OPS
 
 _REQUEST, _RESPONSE = "MidstreamRequest", "MidstreamAnswer"
@@ -63,6 +65,9 @@ def _request_schema() -> dict[str, Any]:
             {"type": "array", "items": {"type": "integer"}},
         ]
     }
+    laws: dict[str, Any] = {word: {"type": "object"} for word in LAWS}
+    laws |= {"declared": {"type": "string"}, "name": {"type": "string"}}
+    laws |= {"on_error": {"enum": list(POLICIES)}, "edits": {"type": "object"}}
     edits = one_or_more("Edits, applied in order.", op={"enum": list(OPS)}, layer={}, positions={})
     return {
         "title": _REQUEST,
@@ -99,6 +104,10 @@ def _request_schema() -> dict[str, Any]:
                 name={"type": "string"},
                 act={},
             ),
+            "controller": {
+                "description": "Changes the edits by the scores: a declared name, or a law.",
+                "anyOf": [{"type": "string"}, {"type": "object", "properties": laws}],
+            },
             "activations": {
                 "description": "How to return captured rows that go to no sink.",
                 "enum": list(RETURNS),

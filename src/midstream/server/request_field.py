@@ -53,7 +53,8 @@ class MidstreamField:
 
 
 def read_field(value: object) -> MidstreamField:
-    """Parse `{"capture": …, "edits": …, "steer": …, "probes": …, "activations": …}`.
+    """Parse `{"capture": …, "edits": …, "steer": …, "probes": …, "controller": …, "activations":
+    …}`.
 
     Raises:
         SpecError: an unknown or malformed field; the path starts with `midstream`.
@@ -62,7 +63,7 @@ def read_field(value: object) -> MidstreamField:
         given = read_fields(
             value,
             required=(),
-            optional=("capture", "edits", "steer", "probes", "activations"),
+            optional=("capture", "edits", "steer", "probes", "controller", "activations"),
         )
         returned = given.pop("activations", "handle")
         if returned not in RETURNS:

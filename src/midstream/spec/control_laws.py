@@ -28,11 +28,14 @@ class Observed:
         tokens: number of tokens generated so far.
         scores: float32 [n], by probe: its scores since the controller was called last; at first
             those of the prompt too. n may be 0.
+        rows: in `mode="async"`, the `Activations` of the request's captures with `stream=True`, all
+            so far; None: it has none.
     """
 
     request_id: str
     tokens: int
     scores: Mapping[str, Any]
+    rows: Any = None
 
 
 @dataclass(slots=True, unsafe_hash=True)

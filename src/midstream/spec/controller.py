@@ -162,7 +162,7 @@ class Controller:
                 )  # fmt: skip
             return value
         if isinstance(value, str):
-            return Controller(value)
+            return Controller(_read_name(value))
         if isinstance(value, _LAWS):
             return Controller(value, mode="sync")
         if not isinstance(value, Mapping):
@@ -175,9 +175,7 @@ class Controller:
         given = read_fields(value, (word,), ("name", "on_error", "edits"))
         with at(word):
             asked = given.pop(word)
-            if word == "declared" and not isinstance(asked, str):
-                raise SpecError("", f"expected its name, `str`, got {kind(asked)}")
-            decide: Any = asked if word == "declared" else read_law(word, asked)
+            decide: Any = _read_name(asked) if word == "declared" else read_law(word, asked)
         return Controller(decide, mode="sync", **given)
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from midstream import (
     Budget,
     BusyError,
+    Capture,
     Controller,
     ControllerError,
     Decay,
@@ -42,10 +43,9 @@ class Changes:
         self.found.append((edits, scale, source))
 
 
-def output_of(scores, finished=False):
-    return SimpleNamespace(
-        finished=finished, outputs=[SimpleNamespace(probes={"p": torch.tensor(scores)})]
-    )
+def output_of(scores, finished=False, rows=None):
+    completion = SimpleNamespace(probes={"p": torch.tensor(scores)}, activations=rows)
+    return SimpleNamespace(finished=finished, outputs=[completion])
 
 
 def run(decide, outputs, changes=None, **given):
@@ -81,6 +81,13 @@ def test_it_gets_each_score_once_and_its_answers_become_updates():
     ]  # fmt: skip
     # The same scale as before is no change.
     assert found == [(None, 0.5, "controller:mine"), ([], 1.0, "controller:mine")]
+
+
+def test_it_gets_the_rows_so_far_of_captures_that_stream():
+    rows = []
+    outputs = [output_of([0.0], rows="one row"), output_of([0.0, 1.0], rows="two rows")]
+    run(lambda observed: rows.append(observed.rows), outputs)
+    assert rows == ["one row", "two rows"]
 
 
 def fails(observed):
@@ -193,9 +200,11 @@ def test_what_is_malformed_says_so():
     params = SimpleNamespace(n=1, output_kind=kind)
     plan = Plan.make(probes=Probe([1.0], 0))
     check_controlled(plan, params)
+    streaming = Plan.make(Capture(1, stream=True), probes=Probe([1.0], 0))
     switching = Plan.make(probes=Probe([1.0], 0, act=Switch([], above=1)))
     for one, n, name in (
         (None, 1, "DELTA"), (plan, 2, "DELTA"), (plan, 1, "FINAL_ONLY"), (switching, 1, "DELTA"),
+        (streaming, 1, "DELTA"),
     ):  # fmt: skip
         kind.name, params.n = name, n
         with pytest.raises(SpecError) as caught:

@@ -161,8 +161,12 @@ def test_a_plan_tells_whether_it_needs_the_prompts_tokens(part):
         ({"edits": [STEER] * 1025}, "edits", "expected at most 1024, got 1025"),
         ({"capture": [3] * 1025}, "capture", "expected at most 1024, got 1025"),
         ({"probes": [PROBE] * 1025}, "probes", "expected at most 1024, got 1025"),
-        ([CAPTURE], "", "expected a dict of `capture`, `edits`, `probes`, got `list`"),
-        (None, "", "expected a dict of `capture`, `edits`, `probes`, got `None`"),
+        (
+            [CAPTURE],
+            "",
+            "expected a dict of `capture`, `edits`, `probes`, `controller`, got `list`",
+        ),
+        (None, "", "expected a dict of `capture`, `edits`, `probes`, `controller`, got `None`"),
     ],
 )
 def test_a_malformed_plan_is_refused_by_the_path_of_what_is_wrong(value, path, problem):

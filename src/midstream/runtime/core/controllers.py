@@ -60,13 +60,20 @@ class ControlledRequest:
             stop: position up to which the tokens of the rows are those of the request.
             token: returns the token of a position.
         """
+        if self.has_failed:
+            return False
         for run in runs:
             start = max(run.first, self.reached)
             end = min(run.first + run.values.shape[0], stop)
             for probe in self.control.probes:
-                rows = [at - run.first for at in probe.where.within(start, end, token)]
-                if rows:
+                where = probe.where
+                if where.ranges == _EVERYWHERE and not where.matches:
+                    low, high = start - run.first, max(0, end - run.first)
+                    scores = run.values[low:high, probe.slot].tolist()
+                else:
+                    rows = [at - run.first for at in where.within(start, end, token)]
                     scores = run.values[rows, probe.slot].tolist()
+                if scores:
                     self.unseen.setdefault(probe.name, []).extend(scores)
             self.reached = max(self.reached, end)
         return bool(self.unseen)
@@ -100,6 +107,7 @@ class Decision:
 
 
 _NOTHING = Decision()
+_EVERYWHERE = ((0, None),)
 
 
 def prepare(engine: Any) -> None:

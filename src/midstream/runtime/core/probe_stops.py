@@ -142,8 +142,7 @@ def _controlled(scheduler: Any, found: Sequence[_Evaluated]) -> list[_Evaluated]
     for (nth, mine), decision in zip(
         controllers.items(), decide(list(controllers.values())), strict=True
     ):
-        one, name = out[nth], mine.control.name
-        at = mine.reached - 1
+        one, name, at = out[nth], mine.control.name, mine.reached - 1
         if decision.reason is not None and (one.firing is None or at < one.firing.position):
             firing = Firing(name, at, reason=decision.reason, is_error=decision.is_error)
             out[nth] = replace(one, firing=firing)

@@ -16,7 +16,7 @@ class PlanVersion(ProtocolMessage, frozen=True, array_like=True):
     Its captures and named probes are those of the request: only edits differ.
 
     Attributes:
-        number: number of the version, at least 1; unique in the request.
+        number: number of the version, at least 1; other versions of the request have others.
         plan: the resolved plan; see `spec.resolve.wire`.
         keys: its prefix-cache keys, from position 0 on.
     """

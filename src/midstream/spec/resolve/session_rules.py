@@ -28,8 +28,8 @@ def check_growing(
         also: server-wide captures, added after the plan's.
 
     Raises:
-        SpecError: positions with a phase, or with an item that is counted from the prompt's end
-            or located in the prompt's text.
+        SpecError: a controller, an acting probe, or positions with a phase, or with an item that is
+            counted from the prompt's end or located in the prompt's text.
     """
     for index, edit in enumerate(before):
         with at(f"steering[{index}]"):
@@ -41,6 +41,8 @@ def check_growing(
             _check(capture.positions)
     if plan is None:
         return
+    if plan.controller is not None:
+        raise SpecError("controller", "unsupported in a streaming-input session; omit it")
     for index, capture in enumerate(plan.captures):
         with at(f"capture[{index}]"):
             for positions in capture.selections:

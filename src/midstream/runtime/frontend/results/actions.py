@@ -12,11 +12,13 @@ from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Action
 from midstream.runtime.frontend.results.held_plans import HeldPlan
 from midstream.runtime.protocol.acting_probes import stop_reason, switch_source
+from midstream.runtime.protocol.control import control_source
 from midstream.runtime.protocol.rank_parts import scores_of
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import ResolvedPlan, ResolvedProbe, Stop, Switch
 from midstream.spec.act import Progress, follow
+from midstream.spec.controller import Controller
 
 # The positions and scores, float32 [positions, slots], that a worker sent.
 Sent = Sequence[tuple[WorkerInfo, Ints, torch.Tensor]]
@@ -32,21 +34,39 @@ def probe_that_stopped(plan: ResolvedPlan, completion: Any) -> ResolvedProbe | N
     return None
 
 
-def tokens_of_rows(output: Any, completion: Any, plan: ResolvedPlan, sent: Sent = ()) -> list[int]:
+def _has_stopped(controller: Controller, completion: Any) -> bool:
+    """Return whether the request's controller ended a completion."""
+    reason = control_source(controller.name)
+    return (completion.finish_reason, completion.stop_reason) == ("stop", reason)
+
+
+def tokens_of_rows(
+    output: Any,
+    completion: Any,
+    plan: ResolvedPlan,
+    sent: Sent = (),
+    controller: Controller | None = None,
+) -> list[int]:
     """Return the token id of each row of an ended completion, prompt first; 0 for a prompt of
     embeddings.
 
-    The last sampled token is never computed on, unless a probe ended the completion there: its
-    score was read. After a stop in the prompt there are rows up to that position.
+    The last sampled token is never computed on, unless a probe or a controller ended the completion
+    there: its score was read. After a stop in the prompt there are rows up to that position.
 
     Args:
         output: vLLM's RequestOutput.
         completion: one of its CompletionOutputs.
         plan: the resolved plan.
         sent: the scores of the completion.
+        controller: the request's controller in the engine core; None: it has none.
     """
     tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
     probe = probe_that_stopped(plan, completion)
+    if controller is not None and _has_stopped(controller, completion):
+        read = [one for one in plan.probes if one.name and one.source >= 0]
+        runs = [positions for one in read for positions, _ in scores_of(one, sent)]
+        last = max((int(positions[-1]) for positions in runs if positions.size), default=-1)
+        return tokens if completion.token_ids else tokens[: last + 1]
     if probe is None:
         return tokens[: max(0, len(tokens) - 1)]
     if completion.token_ids:

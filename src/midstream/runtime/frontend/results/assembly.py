@@ -89,7 +89,8 @@ def assemble(
     for completion in output.outputs:
         parts = children.get(completion.index, [])
         sent = [(part.worker, *entry) for part in parts for entry in part.scores()]
-        tokens = tokens_of_rows(output, completion, plan, sent)
+        controller = None if own is None else own.controller
+        tokens = tokens_of_rows(output, completion, plan, sent, controller)
         computed = joined_blocks(parts) if plan.captures else []
         kept = [] if reused is None else reused.missing(computed, tokens)
         blocks = [*computed, *kept]

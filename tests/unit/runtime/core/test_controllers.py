@@ -1,0 +1,214 @@
+"""Controllers in the engine core: which scores they are given, and when a call has failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from midstream.config.controllers import DeclaredController
+from midstream.errors import ConfigError
+from midstream.runtime.core import controller_calls
+from midstream.runtime.core.controller_calls import DeclaredCalls
+from midstream.runtime.core.controllers import ControlledRequest, Decision, controlled, decide
+from midstream.runtime.core.probe_stops import is_overtaken
+from midstream.runtime.protocol.cache_keys import CacheKeys
+from midstream.runtime.protocol.control import Choice, Control, ReadProbe
+from midstream.runtime.protocol.plan_version import PlanVersion
+from midstream.runtime.protocol.step_scores import ScoreRun
+from midstream.runtime.vllm.attributes import DECLARED
+from midstream.spec import Match, Where
+
+PROMPT = 4
+KEYS = CacheKeys((0,), ("",), None)
+EVERYWHERE = Where(((0, None),))
+SCALES = (1.0, 0.0, 0.5)
+
+
+def control(where: Where = EVERYWHERE, on_error: str = "keep", **given: Any) -> Control:
+    choices = [
+        Choice(name, scale, PlanVersion(1 + nth, b"%d" % nth, KEYS))
+        for nth, (name, scale) in enumerate((n, s) for n in ("", "calm") for s in SCALES)
+    ]
+    kind = {"law": {"budget": {"probe": "p", "total": 3.0}}, "declared": "", **given}
+    return Control(
+        name="c", on_error=on_error, probes=(ReadProbe("p", 1, where),), choices=tuple(choices),
+        **kind,
+    )  # fmt: skip
+
+
+def request(one: Control, calls: DeclaredCalls | None = None) -> ControlledRequest:
+    scheduler = SimpleNamespace()
+    DECLARED.set(scheduler, {} if calls is None else {one.declared: calls})
+    asked = SimpleNamespace(request_id="r", num_prompt_tokens=PROMPT)
+    found = controlled(scheduler, asked, one)
+    assert controlled(scheduler, asked, one) is found
+    return found
+
+
+def run_of(first: int, *scores: float) -> ScoreRun:
+    return ScoreRun(first, np.array([[-9.0, score] for score in scores], np.float32))
+
+
+def declared(function: Any, seconds: float = 0.2) -> DeclaredCalls:
+    name = f"made_{id(function)}"
+    globals()[name] = function
+    return DeclaredCalls("d", DeclaredController(f"{__name__}:{name}", seconds=seconds))
+
+
+def asking(calls: DeclaredCalls, on_error: str = "keep") -> ControlledRequest:
+    found = request(control(declared="d", law={}, on_error=on_error), calls)
+    assert found.take([run_of(0, 1.0)], PROMPT, int)
+    return found
+
+
+def test_a_position_is_given_once_and_a_rejected_draft_never():
+    one = request(control())
+    assert one.take([run_of(0, 1, 2)], 4, int)  # a chunk of the prompt
+    assert one.observed(False).tokens == 0
+    assert one.take([run_of(2, 3, 4)], 4, int)
+    seen = one.observed(False)
+    assert (seen.tokens, seen.scores["p"].tolist()) == (1, [1, 2, 3, 4])
+    one.unseen = {}
+    # Two of three drafts were accepted: the tokens of 4, 5 and 6 are known.
+    assert one.take([run_of(4, 5, 6, 7, 8)], 7, int)
+    assert one.observed(True).scores["p"].tolist() == [5, 6, 7]
+    assert one.observed(False).tokens == 4
+    one.unseen = {}
+    # A preemption: all is computed again.
+    assert not one.take([run_of(0, 1, 2, 3), run_of(3, 4, 5, 6, 7)], 8, int)
+    assert one.take([run_of(6, 7, 8)], 8, int)
+    assert one.observed(False).scores["p"].tolist() == [8]
+
+
+def test_only_selected_tokens_are_given():
+    one = request(control(Where((), (Match(((4, None),), (7,)),))))
+    assert not one.take([run_of(0, 1, 2, 3, 4, 5)], 6, lambda _: 3)
+    assert one.take([run_of(5, 6, 7)], 7, lambda position: 7 if position == 6 else 3)
+    assert one.observed(False).scores["p"].tolist() == [7]
+
+
+def test_a_step_that_a_preemption_overtook_is_known():
+    from vllm.v1.request import RequestStatus
+
+    for status, stale, expected in (
+        (RequestStatus.RUNNING, 0, False), (RequestStatus.PREEMPTED, 0, True),
+        (RequestStatus.RUNNING, 2, True),
+    ):  # fmt: skip
+        asked = SimpleNamespace(status=status, num_stale_output_tokens=stale)
+        assert is_overtaken(asked) is expected
+
+
+def test_an_answer_is_a_version_a_stop_or_a_failure():
+    answers: list[Any] = []
+    calls = declared(lambda _: answers[-1])
+    one = asking(calls)
+
+    def answer(value: Any) -> Decision:
+        answers.append(value)
+        one.unseen = {"p": [0.0]}
+        (found,) = decide([one])
+        return found
+
+    def number(value: Any) -> int | None:
+        version = answer(value).version
+        return None if version is None else version.number
+
+    assert [number(each) for each in (None, 1, 0.5, 0.5, {"edits": "calm", "scale": 0.5})] == [
+        None, None, 3, None, 6,
+    ]  # fmt: skip
+    # A scale alone is one of the edits given last; edits alone have their own strength.
+    assert [number(each) for each in (1.0, {"edits": ""}, {"scale": 0})] == [4, 1, 2]
+    assert answer({"stop": True}) == Decision(reason="controller:c")
+    for value in (
+        "much", float("nan"), 0.3, {"edits": "who"}, {"edits": []}, {"stop": 1}, {"stop": False},
+        {"stop": True, "scale": 1}, {"what": 1}, [1.0], True,
+    ):  # fmt: skip
+        one.has_failed = False
+        found = answer(value)
+        assert found.version is not None, value
+        assert found.version.number == 6 + 2, value
+        assert one.has_failed
+        assert answer(0.5) == Decision(), "it is not called again"
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("keep", (7, b"0")), ("off", (8, b"1")), ("end", None)]
+)
+def test_a_failure_is_what_the_policy_says(policy, expected):
+    def fails(_):
+        raise KeyError("it")
+
+    (found,) = decide([asking(declared(fails), policy)])
+    if expected is None:
+        assert found.is_error
+        assert found.reason == "controller 'c' failed: KeyError('it')"
+    else:
+        assert (found.version.number, found.version.plan) == expected
+
+
+def test_a_step_waits_no_longer_than_the_limit_and_the_others_are_called_in_the_next_one():
+    go, seen = threading.Event(), []
+
+    def slow(observed):
+        seen.append(observed.scores["p"].tolist())
+        if len(seen) == 1:
+            go.wait(30)
+        return 0.5
+
+    calls = declared(slow, seconds=0.1)
+    first, second = asking(calls), asking(calls)
+    quick = request(control())
+    quick.take([run_of(0, 9.0)], PROMPT, int)
+    begun = time.monotonic()
+    found = decide([first, quick, second])
+    assert time.monotonic() - begun < 5
+    assert [one and one.version and one.version.number for one in found] == [7, 2, None]
+    assert (first.has_failed, second.has_failed) == (True, False)
+    second.take([run_of(1, 2.0)], PROMPT, int)
+    (found,) = decide([second])
+    assert (found.version.number, seen) == (3, [[1.0], [1.0, 2.0]])
+    go.set()
+
+
+def test_code_that_hangs_in_many_requests_is_not_called_any_more(monkeypatch):
+    go = threading.Event()
+    calls = declared(lambda _: go.wait(30), seconds=0.01)
+    monkeypatch.setattr(controller_calls, "MOST_HANGING", 2)
+    for _ in range(2):
+        assert decide([asking(calls)])[0].version.number == 7
+    before = threading.active_count()
+    (found,) = decide([asking(calls, "end")])
+    assert found.reason == "controller 'c' failed: it has not returned from 2 earlier calls"
+    assert threading.active_count() == before
+    go.set()
+    for thread in calls._hanging:
+        thread.join(5)
+    monkeypatch.setattr(calls, "seconds", 5)
+    assert decide([asking(calls)])[0].version.number == 7  # True is no answer
+    assert not calls._hanging
+
+
+def test_a_class_is_made_for_each_request_and_what_cannot_be_imported_says_so():
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def __call__(self, observed: Any) -> float:
+            self.count += 1
+            return [1.0, 0.5][self.count - 1]
+
+    calls = declared(Counter)
+    ones = [asking(calls), asking(calls)]
+    for expected in (None, 3):
+        for one in ones:
+            one.unseen = {"p": [0.0]}
+        found = [each.version and each.version.number for each in decide(ones)]
+        assert found == [expected] * 2
+    for path, words in (("no.such:Name", "cannot be imported"), ("os:sep", "neither")):
+        with pytest.raises(ConfigError, match=words):
+            DeclaredCalls("d", DeclaredController(path))
