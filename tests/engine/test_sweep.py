@@ -40,6 +40,8 @@ TOLERANCE = 1e-4
 QUIET: dict[str, Any] = {"use_tqdm": False}
 PLACE = ("resid_post", 1)
 SPARSE = RandomSae("gated", 64, 40, "blocks.1.hook_resid_post")
+# So that a single feature changes what comes next.
+SPARSE.tensors["W_dec"] *= 8
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +216,8 @@ def test_features_are_patched_one_by_one(
 ) -> None:
     positions = [15, 30, 32]
     rows = oracle.rows(ids(llm, CLEAN), [PLACE])[PLACE]
-    # The most active ones, not in the order of their ids.
-    features = SPARSE.encode(rows).mean(0).topk(4).indices.tolist()
+    # Active ones, not in the order of their ids.
+    features = SPARSE.encode(rows[positions]).amin(0).topk(4).indices.tolist()
     # One that is not of this tap too.
     average = {PLACE: 4 * rows.mean(0), ("resid_pre", 1): rows[0]}
     llm.vectors.register("average", average)
@@ -244,7 +246,7 @@ def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(
 ) -> None:
     groups = {"country": list(range(14, 19)), "last": [32]}
     active = SPARSE.encode(oracle.rows(ids(llm, CLEAN), [PLACE])[PLACE])
-    features = sorted(active.mean(0).topk(2).indices.tolist())
+    features = sorted(active[14:19].amin(0).topk(2).indices.tolist())
     found = llm.sweep(
         CORRUPT, CLEAN, LogitDiff(A, B), sae=sparse, features=features, groups=groups, **QUIET
     )
@@ -263,7 +265,7 @@ def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(
         ("sae", {"sae": "gone", "features": 3}),
         ("sae", {"sae": "top", "features": 3, "layers": 1, "sites": "resid_pre"}),
         ("features", {"features": [3, 40]}),
-        ("sites", {"features": 3, "layers": 1, "sites": "router"}),
+        ("sites", {"features": 3, "layers": 1, "sites": "mlp_in"}),
         ("layers", {"features": 3, "layers": 3}),
     ],
 )
