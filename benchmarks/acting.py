@@ -1,7 +1,7 @@
 """Cost of what acts on a running request: gates that latch, probes that stop, controllers.
 
-    python benchmarks/acting.py [--shapes 8b] [--batches 256] [--plain-engines 2] [--no-served] \
-        [--kv-gib 4] [--rounds 5] [--seconds 400] [--json FILE]
+    python benchmarks/acting.py [--shapes 8b] [--batches 256] [--plain-engines 2] \
+        [--by sequences streams] [--kv-gib 4] [--rounds 5] [--seconds 400] [--json FILE]
 
 Seconds of one step in which each sequence generates a token. All sequences ask for the same, at
 the middle layer, and all edits are too small to change the values:
@@ -13,13 +13,13 @@ the middle layer, and all edits are too small to change the values:
   never reached; "switching": at 0, so that strengths change often.
 
 Then the same on `AsyncLLM`, with a stream for each sequence, without gates and with a controller
-beside the engine (async controller). Variants take turns as in overhead.py. With
-`--plain-engines 1`, "plain" and "plain again" are one engine, where memory is short.
+beside the engine (async controller). `--by` selects one of the two. Variants take turns as in
+overhead.py. With `--plain-engines 1`, "plain" and "plain again" are one engine, where memory is
+short.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import inspect
@@ -36,6 +36,7 @@ import shapes
 
 SKIPPED, STEPS = 8, 48
 NEVER = 1e30
+BY = ["sequences", "streams"]
 WITHOUT, WITH = "midstream", "midstream with gate_states"
 # By variant: the engine, and the name of what is asked.
 OFFLINE = {
@@ -63,21 +64,21 @@ def main() -> int:
     parser = engines.arguments(__doc__, list(shapes.SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=[256])
     parser.add_argument("--plain-engines", type=int, choices=(1, 2), default=2)
-    parser.add_argument("--served", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--by", nargs="+", choices=BY, default=BY)
     args = parser.parse_args()
     run = engines.Run("acting", args, plain_engines=args.plain_engines, shapes={})
     for shape in args.shapes:
         into = run.results["shapes"][shape] = {}
-        for is_served in (False, True)[: 1 + args.served]:
+        for by in args.by:
+            is_served = by == "streams"
             wanted = SERVED if is_served else OFFLINE
             makers = engines_of(shape, args, is_served)
             with run.limited(), run.engines(makers, ("plain", WITHOUT)) as started:
-                if not is_served:
-                    into |= started[WITHOUT].call(engines.describe)
+                into |= started[WITHOUT].call(described if is_served else engines.describe)
                 for batch in args.batches:
-                    name = f"decode, {batch} {'streams' if is_served else 'sequences'}"
                     function = stream_step if is_served else decode_step
-                    run.measure(into, name, variants(started, wanted, function, shape, batch))
+                    given = variants(started, wanted, function, shape, batch)
+                    run.measure(into, f"decode, {batch} {by}", given)
     return run.finish()
 
 
@@ -188,6 +189,11 @@ def served(model: Path, settings: dict[str, Any], midstream: dict[str, Any]) -> 
         return llm
 
     return Streams(make)
+
+
+def described(streams: Streams) -> dict[str, Any]:
+    """Return the description of midstream's `AsyncLLM`."""
+    return engines.description(streams.llm.vllm_config, streams.llm.info)
 
 
 def stream_step(streams: Streams, name: str, shape: str, batch: int) -> float:

@@ -165,7 +165,7 @@ def bystander(llm: Any, name: str, batch: int, length: int, slowest: bool) -> fl
     """
     own, *_ = overhead.random_prompts(1, overhead.PROMPT)
     prompts = [own, *overhead.random_prompts(batch - 1, length)]
-    params = overhead.sampling(SKIPPED + STEPS + overhead.LAST)
+    params = overhead.sampling(SKIPPED + overhead.LAST + (0 if slowest else STEPS))
     with token_times(llm) as times:
         llm.generate(prompts, params, use_tqdm=False, **asked(name, batch, batch - 1))
     between = [after - before for before, after in itertools.pairwise(times)]

@@ -1,7 +1,7 @@
 """Activation patching: cells per second of `llm.sweep`, against one request or forward per cell.
 
     python benchmarks/sweep.py [--shapes 0.6b] [--model FOLDER] [--lengths 68] [--positions 68] \
-        [--sites resid_pre attn_out mlp_out] [--loop 256] [--rounds 3] [--seconds 280] [--json FILE]
+        [--sites resid_pre attn_out mlp_out] [--loop 128] [--rounds 3] [--seconds 280] [--json FILE]
 
 The grid is every layer at some sites, and the last positions of a prompt of random tokens; the
 metric is the difference of two logits. The defaults are the sites of TransformerLens's
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--lengths", nargs="+", type=int, default=[68], help="of prompts")
     parser.add_argument("--positions", type=int, default=68, help="columns of the grid")
     parser.add_argument("--sites", nargs="+", default=["resid_pre", "attn_out", "mlp_out"])
-    parser.add_argument("--loop", type=int, default=256, help="cells of the variants with a loop")
+    parser.add_argument("--loop", type=int, default=128, help="cells of the variants with a loop")
     parser.set_defaults(shapes=["0.6b"])
     args = parser.parse_args()
     run = engines.Run("sweep", args, positions=args.positions, sites=args.sites, shapes={})

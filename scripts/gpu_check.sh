@@ -88,8 +88,9 @@ for shape in ${SHAPES:-0.6b 8b}; do
   bench against against-$shape against --shapes $shape
   bench attention attention-$shape attention_cost --shapes $shape
   bench lens lens-$shape lens_cost --shapes $shape
-  bench sae sae-$shape sae_cost --shapes $shape --kv-gib 4
-  bench acting acting-$shape acting --shapes $shape --kv-gib 4 --plain-engines "$plain"
+  bench sae sae-$shape sae_cost --shapes $shape --kv-gib 4 --rounds 3
+  bench acting acting-$shape acting --shapes $shape --kv-gib 4 --plain-engines "$plain" --by sequences
+  bench acting acting-streams-$shape acting --shapes $shape --kv-gib 4 --by streams --rounds 3
 done
 bench sweep sweep sweep
 bench serving serving serving -- --max-model-len=2048

@@ -12,10 +12,12 @@ import pytest
 import torch
 from support.engines import engine, greedy
 from support.patching import Patch, PatchOracle, put
+from support.sae_oracle import RandomSae
 from torch import Tensor
 
 from midstream import (
     KL,
+    SAE,
     Capture,
     LogitDiff,
     LogProb,
@@ -36,15 +38,31 @@ LONGER = "The capital of France is the city of"
 A, B = 70, 71
 TOLERANCE = 1e-4
 QUIET: dict[str, Any] = {"use_tqdm": False}
+PLACE = ("resid_post", 1)
+SPARSE = RandomSae("gated", 64, 40, "blocks.1.hook_resid_post")
+# So that a single feature changes what comes next.
+SPARSE.tensors["W_dec"] *= 8
 
 
 @pytest.fixture(scope="module")
 def llm(talking_llama: Path) -> Iterator[Any]:
     settings = {"max_num_batched_tokens": 512, "max_num_seqs": 32, "block_size": 32}
     with engine(
-        talking_llama, **settings, enable_prefix_caching=True, midstream={"sites": SITES}
+        talking_llama,
+        **settings,
+        enable_prefix_caching=True,
+        midstream={"sites": SITES, "readout_bytes": 1 << 16},
     ) as found:
         yield found
+
+
+@pytest.fixture
+def sparse(llm: Any, tmp_path: Path) -> Iterator[str]:
+    for name, sae in (("sparse", SPARSE), ("top", RandomSae("topk", 64, 40, "blocks.1.hook_z"))):
+        llm.saes.register(name, SAE.load(sae.write(tmp_path / name)))
+    yield "sparse"
+    for name in llm.saes.names:
+        llm.saes.remove(name)
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +195,86 @@ def test_heads_are_patched_one_by_one(llm: Any, oracle: PatchOracle) -> None:
     assert found.values.shape == (1, 3, 2, 2)
     assert np.ptp(wanted) > 0.1
     assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
+
+
+def of_feature(nth: int, values: dict[int, float], alpha: float = 1.0) -> Patch:
+    """A hook that sets the activation of a feature at some positions, each to its value."""
+
+    def change(hidden: Tensor) -> None:
+        for place, value in values.items():
+            active = SPARSE.encode(hidden[[place]])[0, nth]
+            hidden[place] += (alpha * (value - active)).float() * SPARSE.tensors["W_dec"][nth]
+
+    return Patch(PLACE, change)
+
+
+@pytest.mark.parametrize(
+    ("source", "alpha"), [(CLEAN, 1.0), (CLEAN, 0.25), (0, 1.0), (3.5, 1.0), ("mean:average", -0.5)]
+)
+def test_features_are_patched_one_by_one(
+    llm: Any, oracle: PatchOracle, sparse: str, source: Any, alpha: float
+) -> None:
+    positions = [15, 30, 32]
+    rows = oracle.rows(ids(llm, CLEAN), [PLACE])[PLACE]
+    # Active ones, not in the order of their ids.
+    features = SPARSE.encode(rows[positions]).amin(0).topk(4).indices.tolist()
+    # One that is not of this tap too.
+    average = {PLACE: 4 * rows.mean(0), ("resid_pre", 1): rows[0]}
+    llm.vectors.register("average", average)
+    given = {CLEAN: rows, "mean:average": average[PLACE].expand(33, -1)}
+    active = SPARSE.encode(given[source]) if source in given else torch.full((33, 40), source)
+    found = llm.sweep(
+        CORRUPT, source, LogitDiff(A, B), sae=sparse, features=features, alpha=alpha,
+        positions=positions, **QUIET,
+    )  # fmt: skip
+    cells = [
+        of_feature(nth, {place: float(active[place, nth])}, alpha)
+        for place, nth in product(positions, sorted(features))
+    ]
+    assert features != sorted(features)
+    wanted = difference(oracle.logprobs(ids(llm, CORRUPT), cells))
+    assert found.dims == ("site", "layer", "position", "feature")
+    assert found.coords["feature"] == sorted(features)
+    assert (found.coords["site"], found.coords["layer"]) == (["resid_post"], [1])
+    assert np.ptp(wanted) > 0.05
+    assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
+    assert found.receipts.status == "ok"
+
+
+def test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions(
+    llm: Any, oracle: PatchOracle, sparse: str
+) -> None:
+    groups = {"country": list(range(14, 19)), "last": [32]}
+    active = SPARSE.encode(oracle.rows(ids(llm, CLEAN), [PLACE])[PLACE])
+    features = sorted(active[14:19].amin(0).topk(2).indices.tolist())
+    found = llm.sweep(
+        CORRUPT, CLEAN, LogitDiff(A, B), sae=sparse, features=features, groups=groups, **QUIET
+    )
+    cells = [
+        of_feature(nth, {place: float(active[place, nth]) for place in places})
+        for places, nth in product(groups.values(), features)
+    ]
+    wanted = difference(oracle.logprobs(ids(llm, CORRUPT), cells))
+    assert np.ptp(wanted) > 0.1
+    assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("sae", {"sae": "gone", "features": 3}),
+        ("sae", {"sae": "top", "features": 3, "layers": 1, "sites": "resid_pre"}),
+        ("features", {"features": [3, 40]}),
+        ("sites", {"features": 3, "layers": 1, "sites": "mlp_in"}),
+        ("layers", {"features": 3, "layers": 3}),
+    ],
+)
+def test_features_that_cannot_be_patched_are_refused_by_their_argument(
+    llm: Any, sparse: str, path: str, more: dict[str, Any]
+) -> None:
+    with pytest.raises(SpecError) as error:
+        llm.sweep(CORRUPT, 0, LogProb(A), **{"sae": sparse, **more}, **QUIET)
+    assert error.value.path == path
 
 
 def test_alpha_interpolates_and_a_mask_chooses_components(llm: Any, oracle: PatchOracle) -> None:

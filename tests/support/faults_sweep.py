@@ -22,6 +22,27 @@ SWEEPS: tuple[Fault, ...] = (
         ENGINE + "::test_heads_are_patched_one_by_one",
     ),
     Fault(
+        "The activation of a source's feature lacks the SAE's bias",
+        "sweep/feature_patch.py",
+        "@ one.encoder[0].numpy() + one.bias[0]",
+        "@ one.encoder[0].numpy()",
+        ENGINE + "::test_features_are_patched_one_by_one",
+    ),
+    Fault(
+        "A patched feature gets all of the source's activation, whatever alpha is",
+        "sweep/feature_patch.py",
+        '("add", alpha * value)',
+        '("add", value)',
+        ENGINE + "::test_features_are_patched_one_by_one",
+    ),
+    Fault(
+        "The feature of a group is patched at all positions with each of the activations",
+        "sweep/feature_patch.py",
+        "else [[one] for one in positions]",
+        "else [list(positions)] * len(values)",
+        ENGINE + "::test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions",
+    ),
+    Fault(
         "The values of cells are in the order of the runs instead of the grid's",
         "sweep/job.py",
         "            self._values[run.cell.index] = value\n",

@@ -28,12 +28,14 @@ class OfflineSweeps:
         source: Any,
         metric: Metric | MetricFunction | Mapping[str, Any] | str,
         *,
-        layers: LayersLike = "all",
-        sites: SitesLike = "resid_pre",
+        layers: LayersLike | None = None,
+        sites: SitesLike | None = None,
         positions: PositionsLike | None = None,
         exclude: PositionsLike | None = None,
         groups: Mapping[str, PositionsLike] | None = None,
         heads: IndicesLike | Literal["all"] | None = None,
+        sae: str | None = None,
+        features: IndicesLike | None = None,
         align: Any = "exact",
         alpha: NumberLike = 1.0,
         mask: Any = None,
@@ -57,17 +59,22 @@ class OfflineSweeps:
                 "zero"; `"mean:NAME"` or `Named(NAME)`, a registered vector for all positions; an
                 output with `activations`, or these; or `{(site, layer): [rows, width]}`, a row for
                 each position from 0, or one for all of them. At `z`, `q`, `k` and `v` rows are of
-                all heads.
+                all heads. With `features` also a number: their activation.
             metric: `LogProb(token)`, `LogitDiff(a, b)`, `KL()` or `Recovered(metric)` of the token
                 that follows the prompt; their JSON forms; or a function that returns a number for
                 an output of `generate`. `KL` needs the tap `final_norm`.
-            layers, sites: any form of Layers and Sites: which vectors are patched.
+            layers, sites: any form of Layers and Sites: which vectors are patched. Default: every
+                layer at `resid_pre`; with `sae` where it was trained.
             positions: any form of Positions: one cell for each selected token. Default: the prompt.
             exclude: positions to leave out.
             groups: instead of `positions`: positions that are patched together, by name, as
                 `{"subject": Text("Japan"), "all": "prompt"}`; one cell for each name.
             heads: at `q`, `k`, `v` and `z`: "all", a head, or a list of heads: one cell for each.
                 None: all heads together.
+            sae: name of a registered SAE (`llm.saes`), with `features`.
+            features: ids of features of `sae`: one cell for each. Its activation a becomes
+                (1 − alpha) · a + alpha · that of the source vector, and nothing else changes, as in
+                `Feature`.
             align: where the lengths of the two prompts differ, "suffix" or "prefix": positions
                 correspond if they are equally far from the end, or from the beginning. Or
                 `{position of the prompt: position of the source}`. Positions without one of the
@@ -89,8 +96,8 @@ class OfflineSweeps:
         from midstream.runtime.frontend.request.prompt.tokenized import is_chat
 
         request = SweepRequest(
-            source, metric, layers, sites, positions, exclude, groups, heads, align, alpha, mask,
-            repeats,
+            source, metric, layers, sites, positions, exclude, groups, heads, sae, features, align,
+            alpha, mask, repeats,
         )  # fmt: skip
         llm: Any = self
         front = llm._front_end  # noqa: SLF001

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from midstream.sweep import Sweep, SweepRequest
 
+# Name of the SAE in an engine of the command.
+_NAME = "sae"
 _METRICS = {"logprob": 1, "logit-diff": 2, "kl": 0}
 # A part of a metric: a JSON text, or anything without a colon.
 _PART = re.compile(r'("(?:[^"\\]|\\.)*"|[^:]*)(?::|$)')
@@ -38,7 +41,7 @@ def sweep(
         typer.Option(
             metavar="TEXT",
             help="What its vectors are replaced by: the clean prompt; zero; mean:NAME of a vector "
-            "that the server has; or JSON, such as token ids.",
+            "that the server has; JSON, such as token ids; or with --features an activation.",
         ),
     ],
     metric: Annotated[
@@ -55,13 +58,28 @@ def sweep(
     url: Annotated[
         str, typer.Option(help="Use this server, whose key is in VLLM_API_KEY, if it has one.")
     ] = "",
-    layers: Annotated[str, typer.Option(help="Layers, such as 10,20 or -1; or all.")] = "all",
-    sites: Annotated[str, typer.Option(help="Sites, such as resid_pre,mlp_out.")] = "resid_pre",
+    layers: Annotated[
+        str, typer.Option(help="Layers, such as 10,20 or -1; or all. Default: all, or --sae's.")
+    ] = "",
+    sites: Annotated[
+        str,
+        typer.Option(help="Sites, such as resid_pre,mlp_out. Default: resid_pre, or --sae's."),
+    ] = "",
     positions: Annotated[
         str, typer.Option(help="Positions: prompt, last_prompt, 0,-1, or JSON.")
     ] = "prompt",
     heads: Annotated[
         str, typer.Option(help="Heads at q, k, v and z: all, or numbers such as 0,3.")
+    ] = "",
+    sae: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH",
+            help="With --features: folder or file of a sparse autoencoder; with --url its name.",
+        ),
+    ] = "",
+    features: Annotated[
+        str, typer.Option(help="Features of --sae to patch one by one, such as 7,1207.")
     ] = "",
     align: Annotated[
         str, typer.Option(help="Prompts of different lengths: suffix, prefix, or exact.")
@@ -106,12 +124,14 @@ def sweep(
         from midstream.sweep import SweepRequest
 
         request = SweepRequest(
-            _as_chat(read_source_option(source), chat),
+            _as_chat(read_source_option(source, of_features=bool(features)), chat),
             read_metric_option(metric),
-            layers=read_layers(layers),
-            sites=[name.strip() for name in sites.split(",")],
+            layers=read_layers(layers) if layers else None,
+            sites=[name.strip() for name in sites.split(",")] if sites else None,
             positions=read_positions(positions),
             heads="all" if heads == "all" else read_numbers("--heads", heads),
+            sae=(sae if url else _NAME) if sae else None,
+            features=read_numbers("--features", features),
             align=align,
             alpha=alpha,
             repeats=repeats,
@@ -126,7 +146,7 @@ def sweep(
             with defaults(ENVIRONMENT), quiet(verbose=verbose, descriptor=2) as console:
                 console.print(f"starting an engine with {model}")
                 settings = {"model": model, "dtype": dtype, **arguments}
-                found = _of_engine(settings, given, request, console.file)
+                found = _of_engine(settings, given, request, sae, console.file)
         if out:
             found.save(Path(out).expanduser())
         if html:
@@ -139,8 +159,11 @@ def sweep(
         typer.echo(f"written: {path}")
 
 
-def read_source_option(text: str) -> Any:
-    """Read a source: JSON if it begins with [ or {, otherwise a text."""
+def read_source_option(text: str, of_features: bool = False) -> Any:
+    """Read a source: JSON if it begins with [ or {, a number for features, otherwise a text."""
+    if of_features:
+        with suppress(ValueError):
+            return float(text)
     return read_json_option("--source", text) if text.startswith(("[", "{")) else text
 
 
@@ -176,7 +199,7 @@ def _as_chat(value: Any, chat: bool) -> Any:
 
 
 def _of_engine(
-    settings: Mapping[str, Any], prompt: Any, request: SweepRequest, terminal: IO[str]
+    settings: Mapping[str, Any], prompt: Any, request: SweepRequest, path: str, terminal: IO[str]
 ) -> Sweep:
     """Return the sweep of a new engine, whose taps are the sites of the sweep.
 
@@ -184,8 +207,14 @@ def _of_engine(
     """
     import torch
 
-    from midstream import LLM
+    from midstream import LLM, SAE
 
+    sae = SAE.load(path) if path else None
+    room = {}
+    if sae is not None:
+        request = request.at_tap(sae.tap)
+        # Of its encoder; see the setting `readout_bytes`.
+        room = {"readout_bytes": 4 * sae.num_features * (sae.width + 2) + 256}
     taps = list(request.sites)
     if request.reads_all:
         taps.append("final_norm")
@@ -196,7 +225,9 @@ def _of_engine(
         return tqdm(*args, **{**named, "file": terminal, "disable": False})
 
     eager = {} if torch.cuda.is_available() else {"enforce_eager": True}
-    llm = LLM(**{**eager, "midstream": {"sites": taps}, **settings})
+    llm = LLM(**{**eager, "midstream": {"sites": taps, **room}, **settings})
+    if sae is not None:
+        llm.saes.register(_NAME, sae)
     return llm.sweep(prompt, **_arguments_of(request), use_tqdm=bar)
 
 
@@ -234,7 +265,7 @@ def _show(found: Sweep, best: int) -> None:
         return
     table = Table()
     for name in (*found.dims, "token", "value"):
-        table.add_column(name, justify="right" if name in ("layer", "value") else "left")
+        table.add_column(name, justify="right" if name in ("layer", "feature", "value") else "left")
     for cell in found.best(best):
         token = json.dumps(cell["token"], ensure_ascii=False)
         labels = [str(cell[name]) for name in found.dims]

@@ -108,4 +108,5 @@ class SweepStream:
         at = dict(zip(dims, index, strict=True))
         labels = {name: coords[name][nth] for name, nth in at.items()}
         places = tuple(self._start["positions"][at["position"]])
-        return SweepCell(index, (labels["site"], labels["layer"]), places, labels.get("head"))
+        tap = (labels["site"], labels["layer"])
+        return SweepCell(index, tap, places, labels.get("head"), labels.get("feature"))

@@ -1,4 +1,4 @@
-"""The cells of a sweep: a grid of sites, layers, positions and heads in one prompt."""
+"""The cells of a sweep: a grid of sites, layers, positions, and heads or features in one prompt."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ class SweepCell:
         index: index of its value in the grid.
         tap: its site and layer.
         positions: the positions that are patched, ascending.
-        head: the head that is patched; None: the whole vector.
+        head: the head that is patched; None: all of them.
+        feature: the feature of the request's SAE that is patched; None: the vector is.
     """
 
     index: tuple[int, ...]
     tap: Tap
     positions: tuple[int, ...]
-    head: int | None
+    head: int | None = None
+    feature: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,31 +90,33 @@ def plan_grid(
     taps = frozenset(find_taps(request.layers, Sites(request.sites), shape, "layers", "sites"))
     layers = sorted({layer for _, layer in taps})
     labels, places = _places(request, prompt)
-    heads = _heads(request, shape, taps)
-    dims = ("site", "layer", "position") + (() if heads is None else ("head",))
+    # The name of the last dimension, and its labels; None: there is none.
+    last = "head" if request.sae is None else "feature"
+    within = _heads(request, shape, taps) if request.sae is None else request.features
+    dims = ("site", "layer", "position") + (() if within is None else (last,))
     coords: dict[str, list[Any]] = {
         "site": list(request.sites),
         "layer": layers,
         "position": labels,
     }
-    if heads is not None:
-        coords["head"] = list(heads)
-    count = len(request.sites) * len(layers) * len(places) * len(heads or (0,))
+    if within is not None:
+        coords[last] = list(within)
+    count = len(request.sites) * len(layers) * len(places) * len(within or (0,))
     if count > most:
         raise SpecError(
             "",
-            f"the grid has {count} cells, more than the limit of {most}; choose layers, positions "
-            "or heads",
+            f"the grid has {count} cells, more than the limit of {most}; choose layers, positions, "
+            "heads or features",
         )
-    columns: Sequence[int | None] = (None,) if heads is None else heads
+    columns: Sequence[int | None] = (None,) if within is None else within
     cells = []
-    for (nth, site), (row, layer), (column, positions), (last, head) in product(
+    for (nth, site), (row, layer), (column, positions), (depth, part) in product(
         enumerate(request.sites), enumerate(layers), enumerate(places), enumerate(columns)
     ):
         tap = (site, layer)
         if tap in taps and _is_given(positions, tap, has_source, rows):
-            index = (nth, row, column) + (() if head is None else (last,))
-            cells.append(SweepCell(index, tap, positions, head))
+            index = (nth, row, column) + (() if part is None else (depth,))
+            cells.append(SweepCell(index, tap, positions, **({} if part is None else {last: part})))
     if not cells:
         raise SpecError(
             "align" if rows is None else "source",

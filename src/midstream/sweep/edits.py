@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.sites import Tap, show_tap
-from midstream.spec import Replace, Scale
+from midstream.spec import Edit, Replace, Scale
 from midstream.spec.shape import ModelShape
 from midstream.spec.vector import Vector
 from midstream.sweep.cells import SweepCell
+from midstream.sweep.feature_patch import FeaturePatch
 from midstream.sweep.request import SweepRequest
+from midstream.sweep.source import NumberSource
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,12 @@ class PatchRows:
 
 
 def edits_of(
-    cell: SweepCell, request: SweepRequest, rows: PatchRows | None, shape: ModelShape
-) -> list[Replace | Scale]:
+    cell: SweepCell,
+    request: SweepRequest,
+    rows: PatchRows | None,
+    shape: ModelShape,
+    features: FeaturePatch | None = None,
+) -> list[Edit]:
     """Return the edits of a cell, which count once for each of its positions.
 
     Args:
@@ -50,7 +56,15 @@ def edits_of(
         request: the sweep.
         rows: what is written; None: zeros.
         shape: the model.
+        features: those of the request's SAE; None: it has none.
     """
+    if features is not None:
+        assert cell.feature is not None
+        values = [request.source.value if isinstance(request.source, NumberSource) else 0.0]
+        if rows is not None:
+            values = features.activations(cell.feature, rows.of(cell.tap, cell.positions))
+        found = features.edits(cell.feature, cell.tap, values, request.alpha, cell.positions)
+        return list(found)
     site, layer = cell.tap
     place: dict[str, Any] = {"site": site, "layer": layer, "positions": list(cell.positions)}
     if cell.head is not None:

@@ -19,17 +19,24 @@ from midstream.results.receipt import Receipt
 from midstream.sites import Tap, show_tap
 from midstream.spec import Capture, CapturedRows, Logits, Plan
 from midstream.spec.captured_rows import OpenRows
-from midstream.spec.named_lookup import Lookup, pick, vectors_of
+from midstream.spec.named_lookup import Lookup, SaeName, pick, vectors_of
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.shape import ModelShape
 from midstream.sweep.alignment import align_positions
 from midstream.sweep.cells import MAX_CELLS, Grid, SweepCell, plan_grid
 from midstream.sweep.edits import PatchRows, check_rows, check_sizes, edits_of
+from midstream.sweep.feature_patch import FeaturePatch
 from midstream.sweep.metrics import Metric, NextToken, Recovered
 from midstream.sweep.receipts import SweepReceipts
 from midstream.sweep.request import SweepRequest
 from midstream.sweep.result import Sweep
-from midstream.sweep.source import NameSource, PromptSource, RowsSource, ZeroSource
+from midstream.sweep.source import (
+    NameSource,
+    NumberSource,
+    PromptSource,
+    RowsSource,
+    ZeroSource,
+)
 from midstream.validation import at
 
 
@@ -120,6 +127,9 @@ class SweepJob:
         Raises:
             SpecError: the engine or the prompts lack something that the sweep names.
         """
+        self._features: FeaturePatch | None = None
+        if request.sae is not None:
+            request = self._find_features(request, context)
         self.request = request
         self._shown = shown or request.metric
         self._shape = context.shape
@@ -130,6 +140,8 @@ class SweepJob:
         self.grid = self._plan(context)
         taps = frozenset(one.tap for one in self.grid.cells)
         check_sizes(request, taps, context.shape)
+        if self._features is not None:
+            self._features.check_width(taps, context.shape)
         if isinstance(request.metric, Recovered) and self._clean_tokens is None:
             raise SpecError(
                 "metric", "Recovered needs a clean run: give a prompt, or an output, as the source"
@@ -193,7 +205,7 @@ class SweepJob:
         for nth, cell in enumerate(self.grid.cells):
             for _ in range(before[nth]):
                 yield self._unpatched_run()
-            edits = edits_of(cell, self.request, self._rows, self._shape)
+            edits = edits_of(cell, self.request, self._rows, self._shape, self._features)
             yield SweepRun(self._prompt.token_ids, self._plan_of(edits), cell)
 
     def add(self, run: SweepRun, output: Any) -> float:
@@ -226,6 +238,15 @@ class SweepJob:
                 tuple(self._seen.receipts), self._seen.prompt_tokens, self._seen.cached_tokens
             ),
         )
+
+    def _find_features(self, request: SweepRequest, context: SweepContext) -> SweepRequest:
+        """Find the features of the SAE, and return the request with its layer and site."""
+        assert request.sae is not None
+        with at("sae"):
+            source = context.lookup(SaeName(request.sae))
+            tap = source.tap if request.left else None
+        self._features = FeaturePatch.of(source, request.features)
+        return request.at_tap(tap)
 
     def _plan(self, context: SweepContext) -> Grid:
         """Return the grid, and prepare rows that are known before any run."""
@@ -266,7 +287,7 @@ class SweepJob:
             taps = dict.fromkeys(one.tap for one in grid.cells)
             self._use(_named_rows(source.name, context.lookup, taps), None)
         else:
-            assert isinstance(source, ZeroSource)
+            assert isinstance(source, (ZeroSource, NumberSource))
         return grid
 
     def _use(

@@ -10,18 +10,19 @@ from typing import Any, Literal
 import numpy as np
 
 from midstream.errors import SpecError
-from midstream.sites import ENDS
+from midstream.sites import ENDS, Tap
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
 from midstream.spec.heads import read_indices
 from midstream.spec.operation import read_scalar
+from midstream.spec.operations.feature import read_sae
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, read_taps
 from midstream.spec.shape import ModelShape
 from midstream.spec.vector import Vector
 from midstream.sweep.alignment import Align, emit_align, read_align
 from midstream.sweep.metrics import Metric, MetricFunction, read_metric
-from midstream.sweep.source import Source, read_source
+from midstream.sweep.source import NumberSource, Source, read_source
 from midstream.validation import MAX_ITEMS, as_list, at, is_int, kind, read_int, show
 
 MAX_REPEATS = 1000
@@ -30,15 +31,16 @@ _GROUP_NAME = 200  # characters
 
 # The fields that a request may lack.
 OPTIONS = (
-    "layers", "sites", "positions", "exclude", "groups", "heads", "align", "alpha", "mask",
-    "repeats",
+    "layers", "sites", "positions", "exclude", "groups", "heads", "sae", "features", "align",
+    "alpha", "mask", "repeats",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, init=False)
 class SweepRequest:
     """A grid of patches of one prompt: each cell replaces the vectors at one site and layer, at one
-    position or group of positions, of all heads or of one, and a metric of the run is returned.
+    position or group of positions, of all heads or of one, or one feature of an SAE in them, and a
+    metric of the run is returned.
 
     Attributes:
         source: what the vectors are replaced by.
@@ -47,6 +49,9 @@ class SweepRequest:
         positions: the positions, one for each cell.
         groups: positions that are patched together, by name; (): each of `positions` alone.
         heads: "all" or attention heads, one for each cell; None: whole vectors.
+        sae: name of the registered SAE whose features are patched; None: vectors are.
+        features: ids of its features, one for each cell, ascending; (): vectors are patched.
+        left: those of "layers" and "sites" that were omitted, and are then the SAE's.
         align: which source position a position is patched from.
         alpha: h ← (1 − alpha) · h + alpha · source.
         dims: the components that are replaced, those of a head with `heads`; (): all.
@@ -61,6 +66,9 @@ class SweepRequest:
     positions: Positions
     groups: tuple[tuple[str, Positions], ...]
     heads: tuple[int, ...] | Literal["all"] | None
+    sae: str | None
+    features: tuple[int, ...]
+    left: tuple[str, ...]
     align: Align
     alpha: float
     dims: tuple[int, ...]
@@ -72,12 +80,14 @@ class SweepRequest:
         self,
         source: Any,
         metric: Metric | MetricFunction | Mapping[str, Any] | str,
-        layers: LayersLike = "all",
-        sites: SitesLike = "resid_pre",
+        layers: LayersLike | None = None,
+        sites: SitesLike | None = None,
         positions: PositionsLike | None = None,
         exclude: PositionsLike | None = None,
         groups: Mapping[str, PositionsLike] | None = None,
         heads: IndicesLike | Literal["all"] | None = None,
+        sae: str | None = None,
+        features: IndicesLike | None = None,
         align: Any = "exact",
         alpha: NumberLike = 1.0,
         mask: Any = None,
@@ -92,7 +102,15 @@ class SweepRequest:
             self._set(source=read_source(source))
         with at("metric"):
             self._set(metric=metric if _is_function(metric) else read_metric(metric))
-        found, chosen = read_taps(layers, sites, "layers", "sites")
+        omitted = tuple(
+            name for name, each in (("layers", layers), ("sites", sites)) if each is None
+        )
+        found, chosen = read_taps(
+            "all" if layers is None else layers,
+            "resid_pre" if sites is None else sites,
+            "layers",
+            "sites",
+        )
         assert found is not None
         assert chosen is not None
         for name in chosen.names:
@@ -104,7 +122,16 @@ class SweepRequest:
                 raise SpecError("sites", "logits are edited by Bias alone; use another site")
         self._set(layers=found, sites=chosen.names)
         self._read_positions(positions, exclude, groups)
-        self._set(heads=_read_heads(heads))
+        self._set(heads=_read_heads(heads), sae=None, features=(), left=())
+        if sae is not None or features is not None:
+            self._read_features(sae, features, mask)
+            self._set(left=omitted)
+        elif isinstance(self.source, NumberSource):
+            raise SpecError(
+                "source",
+                f"{self.source.value:g} is an activation, for `features` of an SAE; vectors are "
+                "patched with 0, rows, or those of a prompt",
+            )
         with at("align"):
             self._set(align=read_align(align))
         with at("alpha"):
@@ -135,6 +162,44 @@ class SweepRequest:
                 "KL reads the logits of all tokens: tap final_norm, "
                 'LLM(…, midstream={"sites": [..., "final_norm"]})',
             )
+
+    def at_tap(self, tap: Tap | None) -> SweepRequest:
+        """Return a copy whose omitted layers and sites are those of an SAE.
+
+        Args:
+            tap: where the SAE was trained; None: it does not say.
+
+        Raises:
+            SpecError: it does not say.
+        """
+        if not self.left:
+            return self
+        if tap is None:
+            raise SpecError(
+                self.left[0], "the SAE has no hook point; give both `layers` and `sites`"
+            )
+        found = copy.copy(self)
+        layers, chosen = read_taps(tap[1], tap[0], "layers", "sites")
+        assert layers is not None
+        assert chosen is not None
+        if "layers" in self.left:
+            object.__setattr__(found, "layers", layers)
+        if "sites" in self.left:
+            object.__setattr__(found, "sites", chosen.names)
+        object.__setattr__(found, "left", ())
+        return found
+
+    def _read_features(self, sae: object, features: object, mask: object) -> None:
+        if features is None:
+            raise SpecError("features", "missing: the ids of features, one cell for each")
+        if sae is None:
+            raise SpecError("sae", "missing: the name of the SAE that `features` are of")
+        for name, value in (("heads", self.heads), ("mask", mask)):
+            if value is not None:
+                raise SpecError(name, "a cell patches one of `features`; omit one of the two")
+        with at("sae"):
+            self._set(sae=read_sae(sae))
+        self._set(features=read_indices(features, "features"))
 
     def _read_positions(
         self, positions: object, exclude: object, groups: Mapping[str, PositionsLike] | None
@@ -203,6 +268,10 @@ class SweepRequest:
             "layers": self.layers.emit(),
             "sites": list(self.sites),
         }
+        for name in self.left:
+            del found[name]
+        if self.sae is not None:
+            found |= {"sae": self.sae, "features": list(self.features)}
         if self.groups:
             found["groups"] = {name: each.emit() for name, each in self.groups}
         else:

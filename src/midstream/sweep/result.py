@@ -40,9 +40,10 @@ class Sweep:
 
     Attributes:
         values: float32, one dimension for each of `dims`.
-        dims: names of the dimensions: "site", "layer", "position", and "head" with heads.
+        dims: names of the dimensions: "site", "layer", "position", and "head" with heads or
+            "feature" with features.
         coords: labels of each dimension: names of sites, layers, positions or names of groups,
-            heads.
+            heads, ids of features.
         metric: the metric; the name of the function, if it was one.
         corrupt: the metric of the prompt without a patch. With `Recovered` this and `clean` are
             values of the metric inside it; those of `Recovered` itself are 0 and 1.
@@ -198,11 +199,11 @@ class Sweep:
 
     def panels(self) -> list[Panel]:
         """Return the two-dimensional slices of the grid. Rows are layers; columns are positions, or
-        heads if there is one position.
+        heads or features if there is one position.
         """
         column = "position"
-        if "head" in self.dims and len(self.coords["position"]) == 1:
-            column = "head"
+        if len(self.dims) > 3 and len(self.coords["position"]) == 1:
+            column = self.dims[3]
         others = [name for name in self.dims if name not in ("layer", column)]
         rows, columns = self.labels("layer"), self.labels(column)
         found = []

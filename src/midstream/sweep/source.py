@@ -16,6 +16,7 @@ from midstream.spec.captured_rows import CapturedRows, is_captured
 from midstream.spec.heads import read_indices
 from midstream.spec.matrix import emit_rows, read_rows
 from midstream.spec.named_vector import Named
+from midstream.spec.operation import read_scalar
 from midstream.validation import MAX_ITEMS, at, is_int, kind, read_fields, read_int
 
 if TYPE_CHECKING:
@@ -50,6 +51,21 @@ class ZeroSource:
     def emit(self) -> object:
         """Return the JSON form."""
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class NumberSource:
+    """An activation, for features of an SAE.
+
+    Attributes:
+        value: the activation, not 0.
+    """
+
+    value: float
+
+    def emit(self) -> object:
+        """Return the JSON form."""
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +122,7 @@ class RowsSource:
         return found
 
 
-Source = PromptSource | ZeroSource | NameSource | RowsSource | CapturedRows
+Source = PromptSource | ZeroSource | NumberSource | NameSource | RowsSource | CapturedRows
 
 
 def read_source(value: Any) -> Source:
@@ -117,14 +133,15 @@ def read_source(value: Any) -> Source:
     Raises:
         SpecError: another form.
     """
-    if isinstance(value, (PromptSource, ZeroSource, NameSource, RowsSource, CapturedRows)):
+    if isinstance(value, (PromptSource, ZeroSource, NumberSource, NameSource, RowsSource)):
+        return value
+    if isinstance(value, CapturedRows):
         return value
     if isinstance(value, str):
         return _read_text(value)
     if is_int(value) or isinstance(value, float):
-        if value == 0:
-            return ZeroSource()
-        raise SpecError("", f"expected {_FORMS}, got {value}")
+        number = read_scalar(value)
+        return NumberSource(number) if number else ZeroSource()
     if isinstance(value, Named):
         return _named(value)
     if is_captured(value):

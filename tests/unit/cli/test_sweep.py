@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import typer
 from starlette.testclient import TestClient
-from support.serving_fake import FakeEngine, make
+from support.sae_oracle import RandomSae
+from support.serving_fake import WIDTH, FakeEngine, make
 from support.sweep_fake import logprob_of
 from typer.testing import CliRunner
 
@@ -21,7 +23,7 @@ from midstream.cli.app import app
 from midstream.cli.sweep import read_metric_option
 from midstream.client import Client
 from midstream.sweep import LogitDiff, LogProb, Sweep, SweepRequest
-from midstream.sweep.source import PromptSource, ZeroSource
+from midstream.sweep.source import NumberSource, PromptSource, ZeroSource
 
 A, B = ord("x"), ord("z")
 DIFF = ["--metric", "logit-diff:x:z", "--sites", "resid_post"]
@@ -35,11 +37,14 @@ class StubLLM:
 
     def __init__(self, **settings):
         self.made.append(settings)
+        self.registered = {}
+        self.saes = SimpleNamespace(register=self.registered.__setitem__)
 
     def sweep(self, prompt, use_tqdm, **given):
         self.asked.append({"prompt": prompt, **given})
         assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
         engine = FakeEngine()
+        engine.vectors.saes = self.registered.__getitem__
         prepared = engine.prepare_sweep(prompt, SweepRequest(**given), {})
         with use_tqdm(total=2, desc="Processed prompts") as bar:
             bar.update(2)
@@ -121,6 +126,23 @@ def test_a_chat_and_kl_get_messages_and_their_taps(run):
     assert settings["midstream"] == {"sites": ["resid_pre", "final_norm"]}
     assert asked["prompt"] == [{"role": "user", "content": "abcd"}]
     assert asked["source"] == PromptSource([{"role": "user", "content": "efgh"}])
+
+
+def test_features_of_an_sae_are_patched_where_it_was_trained(run, tmp_path):
+    sae = RandomSae("standard", WIDTH, 8, "blocks.2.hook_resid_post").write(tmp_path / "sae")
+    done = run("abcd", "--source", "1.5", "--metric", "logprob:x", "--model", "m", "--sae",
+               str(sae), "--features", "5,2", "--json")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    found = Sweep.from_json(json.loads(done.stdout))
+    assert found.coords == {
+        "site": ["resid_post"], "layer": [2], "position": [0, 1, 2, 3], "feature": [2, 5]
+    }  # fmt: skip
+    [settings], [asked] = StubLLM.made, StubLLM.asked
+    assert settings["midstream"] == {
+        "sites": ["resid_post"],
+        "readout_bytes": 4 * 8 * (WIDTH + 2) + 256,
+    }
+    assert asked["source"] == NumberSource(1.5)
 
 
 def test_a_server_returns_the_same_sweep(run, monkeypatch, tmp_path):

@@ -53,6 +53,28 @@ def test_a_request_is_read_from_its_json_form(
     assert again == request
 
 
+@given(FIELDS, st.sampled_from([2.5, -1, 0, "a prompt", {"name": "average"}]))
+def test_a_request_of_features_is_read_from_its_json_form(
+    fields: dict[str, Any], source: Any
+) -> None:
+    others = {name: one for name, one in fields.items() if name not in ("heads", "mask")}
+    request = SweepRequest.parse({**others, "source": source, "sae": "s", "features": [9, 4]})
+    again = SweepRequest.parse(json.loads(json.dumps(request.to_dict())))
+    assert again == request
+    assert again.features == (4, 9)
+    assert set(again.left) == {"layers", "sites"} - set(fields)
+
+
+def test_omitted_layers_and_sites_are_those_of_the_sae() -> None:
+    request = SweepRequest(0, KL(), sae="s", features=3, layers=[0, 2])
+    placed = request.at_tap(("mlp_out", 1))
+    assert (placed.layers.indices, placed.sites, placed.left) == ((0, 2), ("mlp_out",), ())
+    with pytest.raises(SpecError, match="has no hook point") as error:
+        request.at_tap(None)
+    assert error.value.path == "sites"
+    assert SweepRequest(0, KL()).at_tap(None).sites == ("resid_pre",)
+
+
 def test_defaults_are_all_layers_at_resid_pre_and_each_token_of_the_prompt() -> None:
     request = SweepRequest("a prompt", KL())
     assert request.layers.indices == "all"
@@ -113,6 +135,14 @@ def test_integers_of_a_mask_are_indices_and_other_numbers_weights(
     [
         ({"source": ""}, "source"),
         ({"source": 1}, "source"),
+        ({"source": float("nan"), "sae": "a", "features": 3}, "source"),
+        ({"sae": "a"}, "features"),
+        ({"features": 3}, "sae"),
+        ({"sae": 3, "features": 3}, "sae"),
+        ({"sae": "a", "features": [3, 3]}, "features"),
+        ({"sae": "a", "features": "all"}, "features"),
+        ({"sae": "a", "features": 3, "heads": "all"}, "heads"),
+        ({"sae": "a", "features": 3, "mask": [1]}, "mask"),
         ({"source": None}, "source"),
         ({"source": {}}, "source"),
         ({"source": {("nowhere", 3): [1.0]}}, "source"),

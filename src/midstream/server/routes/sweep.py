@@ -49,7 +49,7 @@ _SCHEMA = {
         "prompt": {"description": "Text, token ids, or the messages of a chat."},
         "source": {
             "description": 'A prompt; 0; `{"name": …}`, a registered vector; `{"captured": id}`, '
-            'cached rows; or `{"rows": {"resid_pre.3": …}}`.'
+            'cached rows; `{"rows": {"resid_pre.3": …}}`; or with `features` a number.'
         },
         "metric": {
             "description": '`{"logprob": token}`, `{"logit_diff": [a, b]}`, `"kl"`, or '
@@ -61,6 +61,8 @@ _SCHEMA = {
         "exclude": {},
         "groups": {"description": "Instead of `positions`: positions by name.", "type": "object"},
         "heads": {},
+        "sae": {"type": "string", "description": "A registered SAE, with `features`."},
+        "features": {"description": "Ids of features of `sae`: one cell for each."},
         "align": {},
         "alpha": {"type": "number", "default": 1.0},
         "mask": {},

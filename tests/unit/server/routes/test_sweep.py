@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.serving_fake import refused, rows, scope_of, serving
+from support.sae_cases import random_sae
+from support.serving_fake import WIDTH, refused, rows, scope_of, serving
 from support.sweep_fake import logprob_of, unpatched
 
 from midstream.errors import BusyError, SpecError
@@ -90,6 +91,24 @@ async def test_a_stream_has_start_every_cell_result_and_done():
     }  # fmt: skip
     # The two unpatched runs, the cells and the three repeats.
     assert result["prompt_tokens"] == 4 * (2 + 16 + 3)
+
+
+async def test_features_of_an_sae_are_a_dimension():
+    async with serving() as (site, client):
+        site.engine.vectors.saes = {"s": random_sae(WIDTH, 8, 0)}.__getitem__
+        body = {**BODY, "source": 1.5, "layers": [1, 3], "sae": "s", "features": [5, 2]}
+        answer = await client.post(PATH, json=body)
+        error = await refused(client.post(PATH, json={**body, "features": [8]}), 400)
+    (_, start), *cells, _, _ = events_of(answer.content)
+    assert start["dims"] == ["site", "layer", "position", "feature"]
+    assert start["coords"]["feature"] == [2, 5]
+    assert len(cells) == start["cells"] == 16
+    for _, value in cells:
+        _, row, place, _ = value["index"]
+        layer = start["coords"]["layer"][row]
+        wanted = logprob_of(A, layer, place) - logprob_of(B, layer, place)
+        assert value["value"] == pytest.approx(wanted)
+    assert error["param"] == "features"
 
 
 async def test_without_a_stream_the_answer_is_one_sweep():

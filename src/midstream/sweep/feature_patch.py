@@ -1,0 +1,100 @@
+"""The edits of a cell that patches one feature of a sparse autoencoder (SAE)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.errors import SpecError
+from midstream.sites import Tap, show_tap
+from midstream.spec import Feature
+from midstream.spec.named_lookup import FeatureSource
+from midstream.spec.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class FeaturePatch:
+    """Features of an SAE, by id, each as an edit of no layer in particular.
+
+    Attributes:
+        by_id: the features.
+    """
+
+    by_id: Mapping[int, Feature]
+
+    @staticmethod
+    def of(source: FeatureSource, ids: Sequence[int]) -> FeaturePatch:
+        """Return features of a registered SAE.
+
+        Raises:
+            SpecError: there is no such feature, or it cannot be changed by itself.
+        """
+        found = {}
+        for nth in ids:
+            try:
+                weights = source.weights_of([nth], "set")
+            except SpecError as error:
+                path = "features" if error.path == "index" else "sae"
+                raise SpecError(path, error.problem) from None
+            found[nth] = Feature(**weights, value=0.0, layer=0)
+        return FeaturePatch(found)
+
+    def check_width(self, taps: frozenset[Tap], shape: ModelShape) -> None:
+        """Check that the SAE reads vectors as wide as those of all cells.
+
+        Raises:
+            SpecError: it does not.
+        """
+        width = next(iter(self.by_id.values())).encoder[0].size
+        for tap in sorted(taps):
+            if shape.width(tap) != width:
+                raise SpecError(
+                    "sites",
+                    f"the SAE reads vectors of {width} numbers, those of {show_tap(tap)} have "
+                    f"{shape.width(tap)}",
+                )
+
+    def activations(self, nth: int, rows: NDArray[np.float32]) -> list[float]:
+        """Return the activation of a feature in each of some vectors [rows, width]."""
+        one = self.by_id[nth]
+        found = rows.astype(np.float64) @ one.encoder[0].numpy() + one.bias[0]
+        return [float(each) for each in np.where(found > one.threshold[0], found, 0.0)]
+
+    def edits(
+        self, nth: int, tap: Tap, values: Sequence[float], alpha: float, positions: Sequence[int]
+    ) -> list[Feature]:
+        """Return edits that make the activation a of a feature (1 − alpha) · a + alpha · value.
+
+        Args:
+            nth: the feature.
+            tap: the site and layer of the vectors.
+            values: one for all positions, or one for each.
+            alpha: share of the value.
+            positions: the positions.
+        """
+        places = [list(positions)] if len(values) == 1 else [[one] for one in positions]
+        found = []
+        for value, where in zip(values, places, strict=True):
+            changes = [("set", value)]
+            if alpha != 1.0:
+                # The second reads nothing, so that the first does not change what it does.
+                changes = [("scale", 1.0 - alpha), ("add", alpha * value)]
+            found += [self._edit(nth, tap, mode, one, where) for mode, one in changes]
+        return found
+
+    def _edit(self, nth: int, tap: Tap, mode: str, value: float, positions: list[int]) -> Feature:
+        one, (site, layer) = self.by_id[nth], tap
+        return Feature(
+            one.encoder,
+            one.decoder,
+            layer,
+            mode,  # type: ignore[arg-type]
+            value,
+            one.bias[0],
+            one.threshold[0],
+            site=site,
+            positions=positions,
+        )
