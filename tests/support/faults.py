@@ -472,6 +472,15 @@ FAULTS: tuple[Fault, ...] = (
         "::test_each_model_replays_its_own_graphs",
     ),
     Fault(
+        "The tapped model is compiled into the untapped model's entry in the compile cache",
+        "runtime/worker/taps/tapped_model.py",
+        "    with set_current_vllm_config(vllm_config), set_model_tag(_TAG):\n",
+        "    vllm_config = without_midstream(vllm_config)\n"
+        "    with set_current_vllm_config(vllm_config), set_model_tag(_TAG):\n",
+        "tests/unit/runtime/worker/taps/test_tapped_model.py"
+        "::test_each_model_has_entries_of_its_own_in_the_compile_cache",
+    ),
+    Fault(
         "The rows that pad an embedding are read as part of it",
         "runtime/models/parameters.py",
         "OuterParameter(rows[: stop - first], first, module.org_vocab_size, False)",
