@@ -211,7 +211,7 @@ def kept(file: dict[str, Any]) -> AttentionRows:
 
 
 def test_sinks_that_keep_vectors_alone_are_rejected_by_name(served: AttentionServed) -> None:
-    with pytest.raises(SpecError, match=r"^capture.*sink: the sink 'store' does not.*npz do"):
+    with pytest.raises(SpecError, match=r"^capture.*sink: the sink 'store' does not.*, `npz` can"):
         served.ask([LONG], [Attention(1, reduce=Entropy(), sink="store")])
     with pytest.raises(SpecError, match=r"^stream: stream=True requires the sink \"memory\""):
         Attention(1, reduce=Entropy(), sink="npz", stream=True)

@@ -87,11 +87,11 @@ class SinkSet:
                     )
                 if isinstance(plan.captures[index], Attention) and not found.keeps_attention:
                     keep = [name for name, one in self._sinks.items() if one.keeps_attention]
-                    known = f"the sinks {listed(keep)}" if keep else "none of this engine's sinks"
                     raise SpecError(
                         "sink",
-                        f"the sink {show(sink)} does not store attention; {known} do: "
-                        "or omit `sink`, for `output.attention`",
+                        f"the sink {show(sink)} does not store attention; of this engine's sinks, "
+                        f"{listed(keep) if keep else 'none'} can; or omit `sink`, for "
+                        "`output.attention`",
                     )
                 found.check(tag, request_id)
 
