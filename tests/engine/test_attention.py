@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.attention_served import (
     MODELS,
     TOLERANCE,
     AttentionServed,
+    difference,
     eager,
     reference,
     scores_of,
@@ -21,6 +23,7 @@ from support.inner_served import PROMPTS, ROOM
 from transformers import AutoTokenizer
 
 from midstream import Attention, Capture, Entropy, Mass, Probe, Scale, SpecError, TopKeys
+from midstream.results.attention import AttentionRows
 from midstream.results.attention_json import from_json, to_json
 
 LONG = PROMPTS[2] * 5  # more than a step takes, and than a sliding window
@@ -38,15 +41,20 @@ PROBES = [
 ]
 
 
-def serve(name: str, folder: Any, **more: Any) -> Iterator[AttentionServed]:
+def serve(
+    name: str, folder: Any, sinks: dict[str, Any] | None = None, **more: Any
+) -> Iterator[AttentionServed]:
     path, model = reference(name, folder)
-    with engine(path, **ROOM, midstream={"sites": ["resid_post", MODELS[name][1]]}, **more) as llm:
+    own = {"sites": ["resid_post", MODELS[name][1]], "sinks": sinks or {}}
+    with engine(path, **ROOM, midstream=own, **more) as llm:
         yield AttentionServed(model, llm)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttentionServed]:
-    yield from serve("llama", tmp_path_factory.mktemp("attention"))
+    folder = tmp_path_factory.mktemp("attention")
+    sinks = {kind: {"root": str(folder / kind)} for kind in ("npz", "store")}
+    yield from serve("llama", folder, sinks=sinks)
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +161,60 @@ def test_probes_read_the_means_of_weights(served: AttentionServed) -> None:
     assert output.num_cached_tokens >= 64
     assert output.probes.positions_of("generated").tolist() == [len(LONG) + nth for nth in range(3)]
     assert served.scores_are(LONG, output, PROBES[1:2]) <= TOLERANCE
+
+
+def test_sinks_get_the_weights_that_outputs_have(served: AttentionServed) -> None:
+    """In each layout; beside vectors, and with others of both on the output."""
+    names = ["full", "top", "mass", "entropy", "scores"]
+    for layout in ("per_file", "packed", "sharded"):
+        stored = [
+            Attention(one.layers, one.heads, one.positions, reduce=one.reduce, name=name,
+                      sink="npz", tag=layout, layout=layout, metadata={"nth": 3})
+            for name, one in zip(names, EVERYTHING, strict=True)
+        ]  # fmt: skip
+        vectors = Capture([1], "resid_post", sink="npz", tag=layout, layout=layout)
+        asked = [*stored, vectors, Capture([2], "resid_post"), EVERYTHING[0]]
+        (output,) = served.ask([LONG], asked)
+        result = output.capture_results["npz"]
+        assert result.status == output.receipt.status == "ok"
+        assert output.activations.keys() == (("resid_post", 2),)
+        assert set(output.attention) == {("", 0), ("", 1), ("", 2)}
+        assert served.assert_is(LONG, output, EVERYTHING[:1]) <= TOLERANCE
+        files = {(one["site"], one["layer"]): one for one in result.manifest["files"]}
+        assert result.manifest["metadata"] == {"nth": 3}
+        weights = served.weights(LONG, output)
+        for one in stored:
+            layers = [layer for site, layer in files if site == f"attention.{one.name}"]
+            every = range(3) if one.layers.indices == "all" else one.layers.indices
+            assert layers == [layer % 3 for layer in every]
+            for layer in layers:
+                rows = kept(files.pop((f"attention.{one.name}", layer)))
+                assert difference(rows, one, weights[layer], LONG) <= TOLERANCE
+        ((tap, one),) = files.items()
+        assert tap == ("resid_post", 1)
+        assert one["rows"] == len(LONG) + 3
+
+
+def kept(file: dict[str, Any]) -> AttentionRows:
+    """Attention of one layer, as a manifest describes it."""
+    start = file.get("prefix", "")
+    with np.load(file["path"]) as found:
+        arrays = {name: found[start + name] for name in file["arrays"]}
+    assert file["rows"] == len(arrays["positions"])
+    for name, form in file["arrays"].items():
+        assert form == {"shape": list(arrays[name].shape), "dtype": str(arrays[name].dtype)}
+    heads = tuple(arrays.pop("heads").tolist())
+    tensors = {name: torch.from_numpy(each) for name, each in arrays.items()}
+    return AttentionRows(
+        file["reduce"], tensors["values"], tensors.get("keys"), tensors["positions"], heads
+    )
+
+
+def test_sinks_that_keep_vectors_alone_are_rejected_by_name(served: AttentionServed) -> None:
+    with pytest.raises(SpecError, match=r"^capture.*sink: the sink 'store' does not.*, `npz` can"):
+        served.ask([LONG], [Attention(1, reduce=Entropy(), sink="store")])
+    with pytest.raises(SpecError, match=r"^stream: stream=True requires the sink \"memory\""):
+        Attention(1, reduce=Entropy(), sink="npz", stream=True)
 
 
 def test_vectors_beside_attention_stay_what_they_are(served: AttentionServed) -> None:

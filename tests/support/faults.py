@@ -12,6 +12,7 @@ from support.faults_fit import FIT
 from support.faults_gates import GATES
 from support.faults_kept import KEPT
 from support.faults_live import LIVE
+from support.faults_models import MODELS
 from support.faults_operations import OPERATIONS
 from support.faults_reuse import REUSE
 from support.faults_sae import SAES
@@ -450,28 +451,6 @@ FAULTS: tuple[Fault, ...] = (
         "::test_rows_that_are_not_packed_count_for_the_limits",
     ),
     Fault(
-        "A step with work runs the untapped model",
-        "runtime/worker/model_runner/hooks.py",
-        "        self._switch.use(self._session.before_forward(batch))\n",
-        "        self._session.before_forward(batch)\n",
-        ENGINE + "test_two_models.py::test_a_step_without_work_reaches_no_tap",
-    ),
-    Fault(
-        "A step without work runs the tapped model",
-        "runtime/worker/session.py",
-        "        return plan is not None\n",
-        "        return True\n",
-        ENGINE + "test_two_models.py::test_a_step_without_work_reaches_no_tap",
-    ),
-    Fault(
-        "The tapped model's steps replay the untapped model's CUDA graphs",
-        "runtime/worker/model_runner/graph_sets.py",
-        "= self._sets[tapped]\n",
-        "= self._sets[False]\n",
-        "tests/unit/runtime/worker/model_runner/test_model_switch.py"
-        "::test_each_model_replays_its_own_graphs",
-    ),
-    Fault(
         "The rows that pad an embedding are read as part of it",
         "runtime/models/parameters.py",
         "OuterParameter(rows[: stop - first], first, module.org_vocab_size, False)",
@@ -481,6 +460,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *GATES,
     *KEPT,
+    *MODELS,
     *REUSE,
     *LIVE,
     *SWEEPS,

@@ -13,6 +13,28 @@ _TOGETHER = f"{_HEAD}test_ranks_call_the_head_together_whatever_each_one_drops_o
 
 ATTENTION = (
     Fault(
+        "A sink that keeps attention is given none",
+        "runtime/frontend/results/delivery.py",
+        "                attention=shown.attention,\n",
+        "                attention=None,\n",
+        f"{_ENGINE}test_sinks_get_the_weights_that_outputs_have",
+    ),
+    Fault(
+        "A sink that keeps vectors alone is given attention, which it loses",
+        "sinks/sink_set.py",
+        "not found.keeps_attention:",
+        "not sink:",
+        f"{_ENGINE}test_sinks_that_keep_vectors_alone_are_rejected_by_name",
+    ),
+    Fault(
+        "A capture for files keeps their layout where no sink is asked for, and is rejected",
+        "spec/capture.py",
+        '"request_id": "", "layout": ""}',
+        '"request_id": ""}',
+        "tests/unit/spec/test_capture.py"
+        "::test_where_its_files_are_laid_out_is_no_part_of_what_is_read",
+    ),
+    Fault(
         "Attention weights are those of all keys where the layer has a sliding window",
         "runtime/worker/attention/layers.py",
         "        window=int(module.sliding_window or 0),\n",

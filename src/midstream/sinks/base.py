@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from midstream.results.activations import Activations
+from midstream.results.attention import AttentionResults
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.sites import Tap
 from midstream.spec import Plan
@@ -78,6 +79,7 @@ class Delivery:
         ranks: per tap with rows, the tensor-parallel ranks that transferred them; empty before
             the last piece.
         layout: layout that the captures name; empty: the sink's own choice.
+        attention: attention weights, for a sink with `keeps_attention`; None: none were asked for.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Delivery:
     return_: str = "gathered"
     ranks: Mapping[Tap, tuple[int, ...]] = field(default_factory=dict)
     layout: str = ""
+    attention: AttentionResults | None = field(default=None, repr=False)
 
 
 class Sink(ABC):
@@ -118,6 +121,8 @@ class Sink(ABC):
             completion is a single piece. A completion that is aborted before its first piece is not
             delivered. Pieces of several completions are interleaved.
         layouts: layouts that a capture may name; empty: none.
+        keeps_attention: whether the sink stores `attention` of a delivery; only with "requests".
+            Otherwise an `Attention` for it is rejected.
         group_seconds: how long a write may wait to be flushed together with others, in seconds, if
             a caller waits for it.
         piece_seconds: with "rows", the interval after which rows of a running completion are
@@ -128,6 +133,7 @@ class Sink(ABC):
 
     wants: ClassVar[Wants] = "requests"
     layouts: ClassVar[tuple[str, ...]] = ()
+    keeps_attention: ClassVar[bool] = False
     group_seconds: float = 0.0
     piece_seconds: float = 1.0
     piece_bytes: int = 16 << 20

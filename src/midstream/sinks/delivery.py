@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from midstream.results.activations import Activations
+from midstream.results.attention import AttentionResults
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.sinks.base import Delivery
 from midstream.sinks.queue import SinkQueue
@@ -52,6 +53,7 @@ class DeliverySource:
         plan: Plan | None,
         receipt: Receipt,
         activations: Activations,
+        attention: AttentionResults | None = None,
         piece: int = 0,
         is_last: bool = True,
         return_: str = "gathered",
@@ -74,6 +76,7 @@ class DeliverySource:
             plan=plan,
             receipt=receipt,
             activations=activations,
+            attention=attention,
             piece=piece,
             is_last=is_last,
             return_=return_,

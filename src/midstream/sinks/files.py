@@ -29,8 +29,9 @@ from midstream.errors import SpecError
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Origin, Sink
 from midstream.sinks.manifest import VERSION, manifest_of
-from midstream.sinks.npz_arrays import Arrays, arrays_of, described
+from midstream.sinks.npz_arrays import Arrays, arrays_of, arrays_of_attention, described, forms
 from midstream.sinks.safe_paths import FOLDER, folder_beneath, is_there
+from midstream.spec.resolve.attention import ATTENTION
 
 MANIFEST = "manifest.json"
 SHARD_FORMAT = "midstream.npz-shards"
@@ -62,6 +63,7 @@ class FileSink(Sink):
 
     group_seconds = 0.01
     layouts = LAYOUTS
+    keeps_attention = True
 
     def __init__(self, root: str, layout: str = PER_FILE) -> None:
         """Args:
@@ -242,7 +244,7 @@ class FileSink(Sink):
         return files, every
 
     def _taps(self, delivery: Delivery) -> Iterator[tuple[dict[str, Any], Arrays]]:
-        """Yield the description and the arrays of each tap."""
+        """Yield the description and the arrays of each tap, and then of each layer's attention."""
         for site, layer in delivery.activations:
             origin = self._described_origin
             width = origin.width((site, layer))
@@ -250,6 +252,11 @@ class FileSink(Sink):
             rows, ranks = len(arrays["positions"]), list(delivery.ranks.get((site, layer), ()))
             one = {"site": site, "layer": layer, "rows": rows, "ranks": ranks}
             yield {**one, **described(arrays, width, origin.hidden_size)}, arrays
+        for (name, layer), found in (delivery.attention or {}).items():
+            site = f"{ATTENTION}.{name}" if name else ATTENTION
+            arrays, ranks = arrays_of_attention(found), list(delivery.ranks.get((site, layer), ()))
+            one = {"site": site, "layer": layer, "rows": len(found), "ranks": ranks}
+            yield {**one, "reduce": found.reduce, "arrays": forms(arrays), "scales": None}, arrays
 
     @property
     def _described_origin(self) -> Origin:

@@ -6,6 +6,7 @@ import logging
 
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Sink
+from midstream.spec.resolve.attention import ATTENTION
 
 NAME = "midstream.captures"
 LEVELS = ("debug", "info", "warning", "error")
@@ -14,8 +15,10 @@ LEVELS = ("debug", "info", "warning", "error")
 class LogSink(Sink):
     """Logs each completion's request, and the number and mean norm of its rows per tap.
 
-    No rows are stored. The logger is `midstream.captures`.
+    No rows are stored. Of attention it logs the number of rows. The logger is `midstream.captures`.
     """
+
+    keeps_attention = True
 
     def __init__(self, level: str = "info") -> None:
         """Args:
@@ -44,6 +47,9 @@ def line(delivery: Delivery) -> str:
         norms = rows.float().norm(dim=1)
         mean = f", mean norm {float(norms.mean()):.4g}" if len(norms) else ""
         taps.append(f"{site} {layer}: {len(rows)} rows{mean}")
+    for (name, layer), found in (delivery.attention or {}).items():
+        site = f"{ATTENTION}.{name}" if name else ATTENTION
+        taps.append(f"{site} {layer}: {len(found)} rows")
     counts = (
         f"{delivery.prompt_tokens} prompt and {len(delivery.generated_token_ids)} generated tokens"
     )

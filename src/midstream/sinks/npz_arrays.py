@@ -12,6 +12,7 @@ from torch import Tensor
 from midstream.codecs import Cast, Codec, Raw, Rp8, Topk8
 from midstream.codecs.affine import HEADER_BYTES, scales_and_zeros
 from midstream.results.activations import Activations
+from midstream.results.attention import AttentionRows
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -41,6 +42,18 @@ def arrays_of(activations: Activations, site: str, layer: int, width: int) -> Ar
     return found
 
 
+def arrays_of_attention(rows: AttentionRows) -> Arrays:
+    """Return the attention of one layer: `values` and, of `top_keys`, `keys` as in `AttentionRows`,
+    `positions` int64 [queries], and `heads` int64 [heads].
+    """
+    found = {"values": rows.values.numpy()}
+    if rows.keys is not None:
+        found["keys"] = rows.keys.numpy()
+    found["positions"] = rows.positions.numpy()
+    found["heads"] = np.asarray(rows.heads, np.int64)
+    return found
+
+
 def _reduced(codec: Codec, data: Tensor, width: int) -> Arrays:
     kept = codec.k if isinstance(codec, Rp8 | Topk8) else width
     scale, zero = scales_and_zeros(data)
@@ -66,11 +79,15 @@ def described(arrays: Arrays, width: int, hidden_size: int) -> dict[str, Any]:
     finite = None if scale is None else scale[np.isfinite(scale)]
     return {
         **({} if width == hidden_size else {"width": width}),
-        "arrays": {
-            name: {"shape": list(each.shape), "dtype": str(each.dtype)}
-            for name, each in arrays.items()
-        },
+        "arrays": forms(arrays),
         "scales": None
         if finite is None or not finite.size
         else {"min": float(finite.min()), "max": float(finite.max())},
+    }
+
+
+def forms(arrays: Arrays) -> dict[str, Any]:
+    """Return the shape and dtype of each array, as JSON values."""
+    return {
+        name: {"shape": list(each.shape), "dtype": str(each.dtype)} for name, each in arrays.items()
     }

@@ -12,6 +12,7 @@ from midstream.sinks.kept_rows import KEPT, KeptRows
 from midstream.sinks.queue import SinkQueue
 from midstream.sinks.registry import make_sink
 from midstream.spec import Capture, Plan
+from midstream.spec.attention import Attention
 from midstream.spec.sink_target import MEMORY
 from midstream.validation import at, hint, listed, show
 
@@ -83,6 +84,14 @@ class SinkSet:
                     known = listed(found.layouts) if found.layouts else "none"
                     raise SpecError(
                         "layout", f"the sink {sink} has no layout {show(layout)}; known: {known}"
+                    )
+                if isinstance(plan.captures[index], Attention) and not found.keeps_attention:
+                    keep = [name for name, one in self._sinks.items() if one.keeps_attention]
+                    raise SpecError(
+                        "sink",
+                        f"the sink {show(sink)} does not store attention; of this engine's sinks, "
+                        f"{listed(keep) if keep else 'none'} can; or omit `sink`, for "
+                        "`output.attention`",
                     )
                 found.check(tag, request_id)
 

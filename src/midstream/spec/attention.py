@@ -12,17 +12,23 @@ from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.capture import REDUCTIONS, Capture
 from midstream.spec.features import Features
 from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike
+from midstream.spec.heads import read_indices
 from midstream.spec.lens import Lens, is_lens
 from midstream.spec.logits import Logits
 from midstream.spec.positions.positions import Positions
-from midstream.spec.sink_target import read_name
+from midstream.spec.sink_target import MEMORY, read_name
 from midstream.validation import at, kind, listed, read_int, show
 
 MAX_TOP_KEYS = 1024
 MAX_FULL_KEYS = 4096
 FULL: Literal["full"] = "full"
 SCORES: Literal["scores"] = "scores"
-_FIELDS = ("heads", "queries", "phase", "exclude", "name", "stream")
+_FIELDS = (
+    "heads", "queries", "phase", "exclude", "name", "stream", "sink", "tag", "request_id",
+    "metadata", "layout",
+)  # fmt: skip
+# Fields that a Capture has in its JSON form alike.
+_PLACE = ("sink", "tag", "request_id", "metadata", "stream", "layout")
 _WORDS = ("top_keys", "mass", "entropy", "full", "scores")
 
 
@@ -91,7 +97,8 @@ class Attention(Capture):
 
     The weights are those of the softmax over all keys that the query sees: the keys at its own
     position and before it, within the layer's sliding window. The rows of an `Attention` are in
-    `output.attention`, see `midstream.results.attention.AttentionResults`.
+    `output.attention`, see `midstream.results.attention.AttentionResults`. With a `sink` they are
+    in the attribute `attention` of what the sink is given.
 
     The engine must tap the queries: `rot_q` in the setting `sites`, or `q` for models without
     rotary embedding.
@@ -112,6 +119,11 @@ class Attention(Capture):
         exclude: PositionsLike | None = None,
         name: str = "",
         stream: bool = False,
+        sink: str = MEMORY,
+        tag: str = "",
+        request_id: str = "",
+        metadata: Mapping[str, Any] | None = None,
+        layout: str = "",
     ) -> None:
         """Create it; each field accepts any of its forms.
 
@@ -125,15 +137,19 @@ class Attention(Capture):
             exclude: queries to exclude.
             name: key of the result, for several of one layer: `output.attention[name, layer]`.
             stream: as in `Capture`.
+            sink: "memory", or the name of a sink that keeps attention, such as `filesystem`.
+            tag, request_id, metadata, layout: as in `Capture`.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
         chosen = None if isinstance(heads, str) and heads == "all" else heads
+        place: dict[str, Any] = {"sink": sink, "tag": tag, "request_id": request_id}
+        place |= {"metadata": metadata, "layout": layout}
         with queries_named():
-            Capture.__init__(
-                self, layers, "rot_q", queries, phase, exclude, stream=stream, heads=chosen
-            )
+            Capture.__init__(self, layers, "rot_q", queries, phase, exclude, stream=stream, **place)
+        if chosen is not None:
+            object.__setattr__(self, "heads", read_indices(chosen, "heads"))
         with at("reduce"):
             object.__setattr__(self, "reduce", read_reduction(reduce))
         with at("name"):
@@ -158,8 +174,8 @@ class Attention(Capture):
         return (self.positions, *keys)
 
     def without_place(self) -> Capture:
-        """Return a copy without `stream`."""
-        if not self.stream:
+        """Return a copy without sink, tag, request_id, metadata, stream and layout."""
+        if self.place == (MEMORY, "", "") and not (self.metadata or self.stream):
             return self
         return Attention(
             self.layers, self.heads, self.positions, reduce=self.reduce, name=self.name
@@ -176,9 +192,8 @@ class Attention(Capture):
         found["reduce"] = self.reduce if isinstance(self.reduce, str) else self.reduce.emit()
         if self.name:
             found["name"] = self.name
-        if self.stream:
-            found["stream"] = True
-        return found
+        given = Capture.to_dict(self)
+        return found | {name: given[name] for name in _PLACE if name in given}
 
 
 def parse_capture(value: object) -> Capture:

@@ -202,8 +202,8 @@ class Capture:
         """Return a copy without sink, tag, request_id, metadata, stream and layout."""
         if self.place == (MEMORY, "", "") and not (self.metadata or self.stream or self.layout):
             return self
-        bare = replace(self, sink=MEMORY, tag="", request_id="", metadata=NO_METADATA)
-        return replace(bare, stream=False, layout="")
+        bare: dict[str, Any] = {"sink": MEMORY, "tag": "", "request_id": "", "layout": ""}
+        return replace(self, **bare, metadata=NO_METADATA, stream=False)
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads; destination fields only where set."""

@@ -7,6 +7,7 @@ import torch
 from support.sinking import activations, delivery
 
 from midstream.results.activations import Activations
+from midstream.results.attention import AttentionResults, AttentionRows
 from midstream.sinks.log import NAME, LogSink
 
 
@@ -24,6 +25,15 @@ def test_a_completion_is_one_line_with_its_taps_rows_and_norms(caplog):
         "request 7, completion 0, tag v1, ok, 3 prompt and 2 generated tokens; "
         "resid_post 1: 2 rows, mean norm 2; resid_post 3: 0 rows"
     )
+
+
+def test_attention_is_counted(caplog):
+    rows = AttentionRows("entropy", torch.ones(2, 4), None, torch.arange(2), (0, 1, 2, 3))
+    found = AttentionResults({("", 1): rows, ("mine", 2): rows})
+    with caplog.at_level(logging.INFO, NAME):
+        LogSink().write(delivery(activations=Activations({}, {}, []), attention=found))
+    (record,) = caplog.records
+    assert record.getMessage().endswith("; attention 1: 2 rows; attention.mine 2: 2 rows")
 
 
 def test_its_level_is_a_setting(caplog):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from midstream.errors import SpecError
-from midstream.spec import Capture, Layers, Positions, Sites
+from midstream.spec import Capture, Layers, Plan, Positions, Sites
 
 FULL = {"layers": [1, -1], "sites": ["resid_mid"], "positions": ["all", 3], "phase": "prompt"}
 
@@ -62,6 +62,12 @@ def test_that_its_rows_are_shown_on_the_way_survives_json_and_is_no_part_of_what
     assert capture != Capture(0)
     assert capture.without_place() == Capture(0)
     assert "stream" not in Capture(0, stream=False).to_dict()
+
+
+def test_where_its_files_are_laid_out_is_no_part_of_what_is_read():
+    stored = Capture(0, sink="npz", tag="a", request_id="b", metadata={"c": 1}, layout="packed")
+    assert stored.without_place() == Capture(0)
+    assert Plan(captures=(stored,)).without_places() == Plan(captures=(Capture(0),))
 
 
 def test_one_field_can_be_replaced():

@@ -142,11 +142,14 @@ def _vectors(rows: Activations, patterns: dict[Tap, int]) -> Activations | None:
     if not taps:
         return None
     given = rows._given  # noqa: SLF001
-    assert isinstance(given, GatheredRows)
+    tokens = rows._given_tokens  # noqa: SLF001
+    if not isinstance(given, GatheredRows):
+        values = {tap: given[tap] for tap in taps}
+        positions = {tap: rows.positions_of(*tap) for tap in taps}
+        return Activations(values, positions, tokens, rows.num_layers, rows.heads)
     # Rows of attention are in groups of their own, as they have another form.
     groups = [group for group in given.groups if group.taps[0] not in patterns]
     mine = GatheredRows(taps, groups)
-    tokens = rows._given_tokens  # noqa: SLF001
     return Activations(mine, mine.positions(), tokens, rows.num_layers, rows.heads)
 
 

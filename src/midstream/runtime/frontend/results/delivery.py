@@ -186,10 +186,11 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
                     chosen = admitted.plan.only(route.captures)
                     rows = _rows_of(rows, chosen, mine.tokens, shape)
                 if route.sink == MEMORY:
-                    shown = with_heads(rows, admitted.heads(route.captures, shape))
-                    shares.append(SinkShare(index, route, None, shown))
+                    of_heads = with_heads(rows, admitted.heads(route.captures, shape))
+                    shares.append(SinkShare(index, route, None, of_heads))
                     continue
                 size = sum(sizes[tap] * count for tap, count in rows.counts().items())
+            shown = parted(rows, admitted)
             delivery = _source(output, completion).delivery(
                 name=route.name,
                 tag=route.tag,
@@ -197,7 +198,8 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
                 layout=route.layout,
                 plan=admitted.own,
                 receipt=mine.receipt,
-                activations=rows,
+                activations=shown.activations or Activations({}, {}, mine.tokens),
+                attention=shown.attention,
                 piece=len(earlier),
                 return_=SHARDED if admitted.plan.sharded else GATHERED,
                 ranks=_ranks_of(mine.blocks),

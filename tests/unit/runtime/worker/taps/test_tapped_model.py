@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from midstream.config.config import KEY
 from midstream.runtime.worker.model_runner.model_switch import PLAIN, TAPPED, ModelSwitch
 from midstream.runtime.worker.taps import tapped_model
-from midstream.runtime.worker.taps.tapped_model import TappedCopies, name_experts
+from midstream.runtime.worker.taps.tapped_model import (
+    TappedCopies,
+    name_experts,
+    separate_compilation,
+)
 
 ROWS, WIDTH = 5, 8
 
@@ -234,3 +239,30 @@ def test_the_op_for_experts_calls_the_router_of_the_model_that_runs(x, target, m
     torch.testing.assert_close(model(x), by_hand)
     switch.use(PLAIN)
     assert torch.equal(model(x), expected)
+
+
+def test_each_model_has_entries_of_its_own_in_the_compile_cache(monkeypatch):
+    """The plain one has those of vLLM without midstream."""
+    from vllm.compilation import backends, wrapper
+    from vllm.config import VllmConfig, get_current_vllm_config
+
+    made = []
+    monkeypatch.setattr(tapped_model, "is_compiled", lambda module: isinstance(module, Backbone))
+    monkeypatch.setattr(
+        wrapper.TorchCompileWithNoGuardsWrapper,
+        "__init__",
+        lambda self: made.append((self, get_current_vllm_config(), backends.model_tag)),
+    )
+    config = VllmConfig(additional_config={KEY: {"enabled": True}, "other": 1})
+    model = Model()
+    model.backbone.vllm_config = config
+    (one,) = TappedCopies(model, [of(model, name) for name in LAYERS]).replacements
+    assert one.plain is model.backbone
+    separate_compilation(one, config)
+    ((module, used, tag),) = made
+    assert module is one.tapped
+    stock = VllmConfig(additional_config={"other": 1}).compute_hash()
+    assert one.plain.vllm_config.compute_hash() == stock
+    for tapped in (used, one.tapped.vllm_config):
+        assert tapped.compute_hash() == config.compute_hash() != stock
+    assert tag == one.tapped._compile_tag != backends.model_tag
