@@ -66,6 +66,7 @@ def main() -> int:
                     page = open_page(browser, width, scheme)
                     VIEWS[view](page, options.url)
                     shot = options.folder / f"studio-{view}-{width}-{scheme}.png"
+                    page.evaluate("scrollTo(0, 0)")
                     page.screenshot(path=shot, full_page=width < 1280)
                     sys.stdout.write(f"{shot}\n")
                     page.context.close()
