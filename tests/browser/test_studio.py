@@ -6,9 +6,11 @@ import json
 import re
 
 import pytest
-from playwright.sync_api import expect
+from support.chromium import sync_api
 from support.studio_page import answer, link, say, with_vector
 from support.studio_server import HOSTILE
+
+expect = sync_api().expect
 
 # ------------------------------------------------------------------ chat
 
