@@ -457,6 +457,8 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead": overhead,
     "attention_cost": overhead,
     "lens_cost": overhead,
+    "sae_cost": overhead,
+    "acting": overhead,
     "overhead_sites": overhead,
     "overhead_tp": overhead,
     "flat_cost": overhead,
