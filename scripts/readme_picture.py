@@ -36,12 +36,12 @@ h1 { font: 600 25px/1.2 var(--sans); margin: 0 0 3px; }
 .col { background: var(--card); border: 1px solid var(--line); border-radius: 12px; }
 .col { padding: 14px 16px; }
 .col h2 { font: 600 15px/1 var(--sans); margin: 0 0 9px; }
-.col p.t { font: 19px/1.7 var(--serif); margin: 0 0 8px; height: 132px; overflow: hidden; }
+.col p.t { font: 19px/1.7 var(--serif); margin: 0 0 8px; height: 104px; overflow: hidden; }
 .col p.t span { background: var(--c); color: var(--i); border-radius: 3px; padding: .12em 0; }
 .col p.t span { white-space: pre-wrap; }
 .col figure { margin: 0; border: 0; padding: 0; } .col .foot { display: none; }
-.midstream table.heat.heat.dense td { height: 17px; min-width: 14px; width: 14px; }
-.midstream table.heat.heat.dense th.side { line-height: 17px; font-size: 10px; }
+.midstream table.heat.heat.dense td { height: 21px; min-width: 14px; width: 14px; }
+.midstream table.heat.heat.dense th.side { line-height: 21px; font-size: 10px; }
 .midstream table.heat.heat.dense th.top { display: none; }
 .base { display: flex; justify-content: space-between; align-items: center; }
 .base { margin-top: 12px; color: var(--soft); }

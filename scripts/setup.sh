@@ -32,4 +32,13 @@ if [ "$build" = cpu ]; then
   # The CPU build of vLLM pulls in CUDA builds of these, which break `import transformers`.
   "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 fi
+case ",$extras," in
+*,dev,*)
+  # For tests/browser, which are skipped without one.
+  if ! command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null 2>&1; then
+    "$venv/bin/python" -m playwright install chromium ||
+      echo "no Chromium: tests/browser will be skipped (apt-get install chromium)"
+  fi
+  ;;
+esac
 echo "$wanted" > "$stamp"

@@ -66,6 +66,7 @@ def main() -> int:
                     page = open_page(browser, width, scheme)
                     VIEWS[view](page, options.url)
                     shot = options.folder / f"studio-{view}-{width}-{scheme}.png"
+                    page.evaluate("scrollTo(0, 0)")
                     page.screenshot(path=shot, full_page=width < 1280)
                     sys.stdout.write(f"{shot}\n")
                     page.context.close()
@@ -140,9 +141,9 @@ def layers(page: Any, url: str) -> None:
 def patching(page: Any, url: str) -> None:
     state = {"answer": " Paris", "other": " Tokyo"}
     go(page, url, "patching", prompt="The capital of Japan is", source="The capital of France is",
-       site="resid_pre", **state)  # fmt: skip
+       **state)  # fmt: skip
     page.get_by_role("button", name="Patch every cell").click()
-    page.get_by_text("noise floor").wait_for(timeout=SWEEP_MS)
+    page.get_by_text("noise floor").or_(page.get_by_role("alert")).wait_for(timeout=SWEEP_MS)
     page.locator(".grid td[data-at='15,3']").click()
     page.evaluate("scrollTo(0, 0)")
 

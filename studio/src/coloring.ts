@@ -11,6 +11,8 @@ import { number, text, type State } from "./state";
 import { visible, type TokenText } from "./tokens";
 
 export interface Coloring {
+  /** Tells it from others: its scores are read only where it was asked for, unless `field` is null. */
+  key: string;
   paint: Paint | null;
   /** The field `midstream` of the request; null: none is needed. */
   field: Record<string, unknown> | null;
@@ -91,6 +93,8 @@ function featureControls(context: Context, state: State, set: Set): HTMLElement[
   ];
 }
 
+type Unkeyed = Omit<Coloring, "key">;
+
 const NOTHING = {
   python: { names: [], named: {} },
   field: null,
@@ -100,6 +104,11 @@ const NOTHING = {
 };
 
 export function coloringOf(context: Context, state: State): Coloring {
+  const made = chosen(context, state);
+  return { ...made, key: JSON.stringify(made.field) };
+}
+
+function chosen(context: Context, state: State): Unkeyed {
   const kind = text(state, "color", "confidence");
   if (kind === "vector" && (directions(context).length || text(state, "vector"))) return byVector(context, state);
   if (kind === "lens") return byLens(context, state);
@@ -112,7 +121,7 @@ export function coloringOf(context: Context, state: State): Coloring {
   };
 }
 
-function byVector(context: Context, state: State): Coloring {
+function byVector(context: Context, state: State): Unkeyed {
   const { name, vector, layer } = vectorOf(context, state);
   const reading = readingOf(name, layer) ?? { bias: number(state, "bias", 0), unit: number(state, "unit", 1) };
   const isFitted = reading.unit !== 1 || reading.bias !== 0;
@@ -136,7 +145,7 @@ function byVector(context: Context, state: State): Coloring {
   };
 }
 
-function byLens(context: Context, state: State): Coloring {
+function byLens(context: Context, state: State): Unkeyed {
   const kind = text(state, "lens", "logit");
   const layer = number(state, "layer", middle(context.server.sites.get("resid_post") ?? []));
   const word = text(state, "word");
@@ -174,7 +183,7 @@ function byLens(context: Context, state: State): Coloring {
   };
 }
 
-function byFeature(context: Context, state: State): Coloring {
+function byFeature(context: Context, state: State): Unkeyed {
   const sae = text(state, "sae") || context.server.saes[0]!;
   const feature = number(state, "feature", 0);
   const asked = { top: 0, features: [feature], positions: "generated", stream: true };

@@ -3,10 +3,13 @@
 import { h } from "./dom";
 import { Scale, type Paint } from "./scale";
 
-export interface Token {
-  text: string;
+export interface Mark {
   score?: number | undefined;
   note?: string | undefined;
+}
+
+export interface Token extends Mark {
+  text: string;
 }
 
 export class TokenText {
@@ -15,6 +18,8 @@ export class TokenText {
   readonly #text: HTMLElement;
   readonly #readout: HTMLElement;
   readonly #legend: HTMLElement;
+  readonly #foot: HTMLElement;
+  #paint: Paint | null = null;
   #spans: HTMLElement[] = [];
   #active = -1;
   #scale: Scale | null = null;
@@ -24,24 +29,33 @@ export class TokenText {
   #scaledAt = 0;
 
   constructor(
-    label: string,
-    readonly paint: Paint | null,
+    readonly label: string,
+    paint: Paint | null,
   ) {
-    this.#text = h("div", {
-      class: "tokens", role: "group", tabindex: 0,
-      "aria-label": paint ? `${label}. Arrow keys go from token to token.` : label,
-    });
+    this.#text = h("div", { class: "tokens", role: "group" });
     this.#readout = h("output", { class: "readout", "aria-live": "polite" });
     this.#legend = h("div", { class: "legend" });
-    this.element = h("div", { class: "token-text" }, this.#text, paint && h("div", { class: "foot" }, this.#readout, this.#legend));
-    if (!paint) this.#text.removeAttribute("tabindex");
-    else {
-      const at = (event: Event) => this.#spans.indexOf((event.target as HTMLElement).closest?.(".t") as HTMLElement);
-      this.#text.addEventListener("pointerover", (event) => this.show(at(event)));
-      this.#text.addEventListener("click", (event) => this.show(at(event)));
-      this.#text.addEventListener("focus", () => this.show(Math.max(this.#active, 0)));
-      this.#text.addEventListener("keydown", (event) => this.#key(event));
-    }
+    this.#foot = h("div", { class: "foot" }, this.#readout, this.#legend);
+    this.element = h("div", { class: "token-text" }, this.#text, this.#foot);
+    this.#use(paint);
+    const at = (event: Event) => this.#spans.indexOf((event.target as HTMLElement).closest?.(".t") as HTMLElement);
+    this.#text.addEventListener("pointerover", (event) => this.show(at(event)));
+    this.#text.addEventListener("click", (event) => this.show(at(event)));
+    this.#text.addEventListener("focus", () => this.show(Math.max(this.#active, 0)));
+    this.#text.addEventListener("keydown", (event) => this.#key(event));
+  }
+
+  get paint(): Paint | null {
+    return this.#paint;
+  }
+
+  /** Colours the tokens by other scores, one for each. */
+  recolor(paint: Paint | null, marks: readonly Mark[]): void {
+    this.#use(paint);
+    this.tokens.forEach((token, nth) => ((token.score = marks[nth]?.score), (token.note = marks[nth]?.note)));
+    this.#spans.forEach((span) => span.classList.remove("pos", "neg", "on"));
+    this.draw(true);
+    this.show(this.#active);
   }
 
   add(...tokens: Token[]): void {
@@ -94,6 +108,14 @@ export class TokenText {
     this.#repaint = false;
     this.#spans.forEach((_, nth) => this.#color(nth));
     this.#legend.replaceChildren(this.#scale.legend());
+  }
+
+  #use(paint: Paint | null): void {
+    this.#paint = paint;
+    this.#foot.hidden = !paint;
+    this.#text.setAttribute("aria-label", paint ? `${this.label}. Arrow keys go from token to token.` : this.label);
+    if (paint) this.#text.setAttribute("tabindex", "0");
+    else this.#text.removeAttribute("tabindex");
   }
 
   #later(): void {

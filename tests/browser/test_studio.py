@@ -6,9 +6,11 @@ import json
 import re
 
 import pytest
-from playwright.sync_api import expect
+from support.chromium import sync_api
 from support.studio_page import answer, link, say, with_vector
 from support.studio_server import HOSTILE
+
+expect = sync_api().expect
 
 # ------------------------------------------------------------------ chat
 
@@ -55,6 +57,32 @@ def test_tokens_are_coloured_by_a_lens_with_what_it_would_say_next(page, server)
     expect(answer(page).locator(".t")).to_have_count(11)
     answer(page).locator(".t").first.hover()
     expect(answer(page).locator(".readout")).to_contain_text("“␣Paris” 36.8 % at layer 1")
+
+
+def test_another_colouring_recolours_answers_whose_scores_are_there_and_else_says_why_not(
+    page, server
+):
+    with_vector(server)
+    page.goto(link(server, color="vector", vector="mood", layer=2))
+    say(page, "abc")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    page.get_by_label("Colour tokens by").select_option("confidence")
+    answer(page).locator(".t").nth(3).click()
+    expect(answer(page).locator(".readout")).to_have_text("“␣fine”  probability 100 %")
+    page.get_by_label("Colour tokens by").select_option("vector")
+    expect(answer(page).locator(".readout")).to_contain_text("mood 1.72 ")
+    page.get_by_label("Layer").select_option("1")
+    expect(answer(page)).to_contain_text("Not scored by “mood, layer 1” when it was written")
+    expect(answer(page).locator(".readout")).to_contain_text("mood 1.72 ")
+    answer(page).get_by_role("button", name="Answer again").click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.locator("article.assistant")).to_have_count(1)
+    answer(page).locator(".t").nth(3).click()
+    expect(answer(page).locator(".readout")).to_contain_text("mood 0.721 ")
+    assert len(server.bodies) == 2
+    page.get_by_label("Colour tokens by").select_option("none")
+    expect(answer(page).locator(".readout")).to_be_hidden()
+    assert answer(page).locator(".t.pos, .t.neg").count() == 0
 
 
 @pytest.mark.nightly
@@ -151,7 +179,9 @@ def test_plain_and_steered_answers_stream_side_by_side(page, server):
     expect(panes.nth(0).locator(".tokens")).to_have_text("The day is fine, and the sky is blue.")
     expect(panes.nth(1).locator(".tokens")).to_have_text("The day is gloomy, and the sky is blue.")
     expect(panes.nth(1)).to_contain_text("mood +1.5")
-    expect(panes.nth(1)).to_contain_text("11 of 11 edits applied · They part at token 4.")
+    expect(panes.nth(1)).to_contain_text(
+        "11 of 11 edits applied · The answers differ from token 4 on."
+    )
     plans = [body.get("midstream") for body in server.bodies]
     assert (
         sorted(plans, key=str)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from playwright.sync_api import expect
+from support.chromium import sync_api
 from support.studio_page import VIEWS, answer, link, say, with_vector
 from support.studio_server import HOSTILE, MODEL, studio
+
+expect = sync_api().expect
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import pytest
-from playwright.sync_api import Page
 
 from support.studio_server import StudioServer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 V = [1.0, 2.0, 2.0]
 VIEWS = [

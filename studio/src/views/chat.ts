@@ -5,14 +5,24 @@ import { CodePanel, curl, py, pyCall, pyClient } from "../code";
 import { coloringControls, coloringOf } from "../coloring";
 import { emptyState, formatSelect, page, type Context, type View } from "../context";
 import { button, field, h, notice } from "../dom";
-import { generate, pathOf, plainBody, promptOf, type Asked, type Message } from "../generate";
+import { generate, pathOf, plainBody, promptOf, type Asked, type Message, type Piece } from "../generate";
 import { keep, number, text, type State } from "../state";
-import { TokenText } from "../tokens";
+import { TokenText, type Mark } from "../tokens";
 
 const PARTIAL = "midstream.partial";
 
+/** An answer of this tab, with all scores that were read of it. */
+interface Answer {
+  article: HTMLElement;
+  tokens: TokenText;
+  pieces: Piece[];
+  marks: Map<string, Mark[]>;
+  why: HTMLElement;
+}
+
 export function chat(context: Context, state: State): View {
   const messages: Message[] = readMessages(state["m"]);
+  const answers: Answer[] = [];
   let running: AbortController | null = null;
   let partial = "";
   let isLeaving = false;
@@ -30,7 +40,7 @@ export function chat(context: Context, state: State): View {
     keep("chat", state);
     code.update();
   };
-  const onChange = () => save();
+  const onChange = () => (save(), recolor());
 
   const system = h("textarea", { rows: 2, value: text(state, "system"), change: () => ((state["system"] = system.value), save()) });
   const maxTokens = h("input", { type: "number", min: 1, max: 100000, value: number(state, "max", 256), change: () => ((state["max"] = Math.max(1, Math.round(Number(maxTokens.value)) || 256)), save()) });
@@ -89,7 +99,9 @@ export function chat(context: Context, state: State): View {
     save();
     const control = (running = new AbortController());
     const tokens = new TokenText("Answer", coloring.paint);
-    const article = saidBy("assistant", tokens.element);
+    const why = h("p", { class: "hint", "aria-live": "polite" });
+    const article = saidBy("assistant", tokens.element, why);
+    const pieces: Piece[] = [];
     article.setAttribute("aria-busy", "true");
     log.append(article);
     follow(true);
@@ -100,6 +112,7 @@ export function chat(context: Context, state: State): View {
       for await (const update of generate(asked(), control.signal)) {
         start = update.start ?? start;
         const isNear = nearEnd();
+        pieces.push(...update.pieces);
         tokens.add(...update.pieces.map((one) => ({ text: one.text, score: coloring.ofPiece(one) })));
         partial += update.pieces.map((one) => one.text).join("");
         if (update.results) coloring.read(update.results, start, tokens);
@@ -108,17 +121,40 @@ export function chat(context: Context, state: State): View {
       await coloring.end(tokens).catch(() => {});
     } catch (error) {
       if (isLeaving) return;
-      const again = button("Answer again", () => (article.remove(), drop(), void answer()));
+      const again = button("Answer again", () => redo(article));
       if (isAbort(error)) article.append(h("p", { class: "hint" }, "Stopped."));
       else article.append(notice("error", told(error), again));
     }
     tokens.draw(true);
     article.removeAttribute("aria-busy");
     running = null;
+    const marks = new Map([[coloring.key, tokens.tokens.map(({ score, note }) => ({ score, note }))]]);
+    answers.push({ article, tokens, pieces, marks, why });
     if (partial) messages.push({ role: "assistant", content: partial });
     sessionStorage.removeItem(PARTIAL);
     setBusy(false);
     save();
+    recolor();
+  }
+
+  /** Colours the answers as is chosen now, where their scores are known, and else says why not. */
+  function recolor(): void {
+    const coloring = coloringOf(context, state);
+    answers.forEach(({ article, tokens, pieces, marks, why }, nth) => {
+      const known = coloring.field ? marks.get(coloring.key) : pieces.map((one) => ({ score: coloring.ofPiece(one) }));
+      why.replaceChildren();
+      if (known) return tokens.recolor(coloring.paint, known);
+      why.append(`Not scored by “${coloring.paint?.title ?? ""}” when it was written${tokens.paint ? `: coloured by “${tokens.paint.title}”` : ""}. `);
+      if (nth === answers.length - 1 && messages.at(-1)?.role === "assistant") why.append(button("Answer again", () => redo(article)));
+    });
+  }
+
+  function redo(article: HTMLElement): void {
+    if (running) return;
+    article.remove();
+    if (answers.at(-1)?.article === article) answers.pop();
+    drop();
+    void answer();
   }
 
   function drop(): void {
@@ -128,6 +164,7 @@ export function chat(context: Context, state: State): View {
   function clear(): void {
     running?.abort();
     messages.length = 0;
+    answers.length = 0;
     log.replaceChildren(welcome());
     save();
     prompt.focus();
@@ -211,8 +248,8 @@ export function chat(context: Context, state: State): View {
   };
 }
 
-function saidBy(role: Message["role"], content: HTMLElement): HTMLElement {
-  return h("article", { class: `message ${role}` }, h("h2", {}, role === "user" ? "You" : role === "system" ? "System" : "Model"), content);
+function saidBy(role: Message["role"], ...content: HTMLElement[]): HTMLElement {
+  return h("article", { class: `message ${role}` }, h("h2", {}, role === "user" ? "You" : role === "system" ? "System" : "Model"), ...content);
 }
 
 function readMessages(value: unknown): Message[] {

@@ -34,8 +34,8 @@ export function library(context: Context, state: State): View {
       list.replaceChildren(emptyState("No vectors yet", "Fit one to pairs of texts, or register a file. Then colour a chat by it, or steer with it."));
       return;
     }
-    const head = h("tr", {}, ...["Name", "Where", "Norm", ""].map((one) => h("th", { scope: "col" }, one)));
-    list.replaceChildren(h("table", { class: "plain" }, h("thead", {}, head), h("tbody", {}, ...vectors.map(vectorRow))));
+    const head = h("tr", {}, ...["Name", "Where", "Norm", ""].map((one) => h("th", { scope: "col", class: one === "Norm" ? "num" : null }, one)));
+    list.replaceChildren(h("table", { class: "plain vectors" }, h("thead", {}, head), h("tbody", {}, ...vectors.map(vectorRow))));
   }
 
   function vectorRow(one: VectorInfo): HTMLElement {
@@ -256,11 +256,13 @@ function fitResult(name: string, found: Json): HTMLElement {
     return h("tr", { class: one.layer === best ? "best" : null }, h("th", { scope: "row" }, String(one.layer)), h("td", { class: "bar-cell" }, bar), h("td", { class: "num" }, one.score.auc.toFixed(3)), h("td", { class: "num" }, short(one.score.d_prime)));
   });
   const head = h("tr", {}, ...["Layer", "", "AUC", "d′"].map((one) => h("th", { scope: "col" }, one)));
+  const box = h("div", { class: "scroll short" }, h("table", { class: "plain auc" }, h("caption", {}, `Scores on held-out texts, ${found.num_folds} folds`), h("thead", {}, head), h("tbody", {}, ...rows)));
+  requestAnimationFrame(() => (box.scrollTop = (box.querySelector<HTMLElement>("tr.best")?.offsetTop ?? 0) - box.clientHeight / 2));
   return h(
     "div",
     { class: "stack" },
-    notice("ok", `${name} is registered at ${found.layers.length} layers. Held-out rows are told apart best at layer ${best}.`, links),
-    h("div", { class: "scroll short" }, h("table", { class: "plain auc" }, h("caption", {}, `Scores on held-out rows, ${found.num_folds} folds`), h("thead", {}, head), h("tbody", {}, ...rows))),
+    notice("ok", `${name} is registered at ${found.layers.length} layers. Held-out texts are separated best at layer ${best}.`, links),
+    box,
   );
 }
 

@@ -132,7 +132,7 @@ export function patching(context: Context, state: State): View {
         "div",
         { class: "pair" },
         field("Site", select((sites.length ? sites : [site()]).map((one) => [one, one]), site(), (value) => ((state["site"] = value), save()))),
-        field("Other length", select([["", "refuse"], ["suffix", "align ends"], ["prefix", "align starts"]], text(state, "align"), (value) => ((state["align"] = value), save()))),
+        field("Other length", select([["", "reject"], ["suffix", "align ends"], ["prefix", "align starts"]], text(state, "align"), (value) => ((state["align"] = value), save()))),
       ),
       h("div", { class: "row" }, runButton, stopButton),
     ),

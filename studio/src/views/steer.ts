@@ -185,7 +185,7 @@ function pane(title: string, subtitle: string): Pane {
 function compare(plain: TokenText, steered: TokenText, element: HTMLElement): void {
   const nth = steered.tokens.findIndex((one, at) => one.text !== plain.tokens[at]?.text);
   if (!steered.tokens.length || !plain.tokens.length) return;
-  const told = nth < 0 ? "Both answers are the same." : `They part at token ${nth + 1}.`;
+  const told = nth < 0 ? "Both answers are the same." : `The answers differ from token ${nth + 1} on.`;
   element.querySelector(".pane-foot")!.append(element.querySelector(".pane-foot")!.textContent ? ` · ${told}` : told);
 }
 
