@@ -127,9 +127,7 @@ class SweepJob:
         Raises:
             SpecError: the engine or the prompts lack something that the sweep names.
         """
-        self._features: FeaturePatch | None = None
-        if request.sae is not None:
-            request = self._find_features(request, context)
+        request, self._features = _with_features(request, context)
         self.request = request
         self._shown = shown or request.metric
         self._shape = context.shape
@@ -239,15 +237,6 @@ class SweepJob:
             ),
         )
 
-    def _find_features(self, request: SweepRequest, context: SweepContext) -> SweepRequest:
-        """Find the features of the SAE, and return the request with its layer and site."""
-        assert request.sae is not None
-        with at("sae"):
-            source = context.lookup(SaeName(request.sae))
-            tap = source.tap if request.left else None
-        self._features = FeaturePatch.of(source, request.features)
-        return request.at_tap(tap)
-
     def _plan(self, context: SweepContext) -> Grid:
         """Return the grid, and prepare rows that are known before any run."""
         request, shape, prompt = self.request, context.shape, self._prompt.prompt
@@ -356,6 +345,18 @@ class SweepJob:
             return value
         assert self._clean is not None
         return (value - self._corrupt) / (self._clean - self._corrupt)
+
+
+def _with_features(
+    request: SweepRequest, context: SweepContext
+) -> tuple[SweepRequest, FeaturePatch | None]:
+    """Return a request with the layer and site of its SAE, and its features; None: it has none."""
+    if request.sae is None:
+        return request, None
+    with at("sae"):
+        source = context.lookup(SaeName(request.sae))
+        tap = source.tap if request.left else None
+    return request.at_tap(tap), FeaturePatch.of(source, request.features)
 
 
 def _opened(source: CapturedRows, open_rows: OpenRows) -> RowsSource:

@@ -124,8 +124,8 @@ class SweepRequest:
         self._read_positions(positions, exclude, groups)
         self._set(heads=_read_heads(heads), sae=None, features=(), left=())
         if sae is not None or features is not None:
-            self._read_features(sae, features, mask)
-            self._set(left=omitted)
+            name, ids = _read_features(sae, features, {"heads": heads, "mask": mask})
+            self._set(sae=name, features=ids, left=omitted)
         elif isinstance(self.source, NumberSource):
             raise SpecError(
                 "source",
@@ -188,18 +188,6 @@ class SweepRequest:
             object.__setattr__(found, "sites", chosen.names)
         object.__setattr__(found, "left", ())
         return found
-
-    def _read_features(self, sae: object, features: object, mask: object) -> None:
-        if features is None:
-            raise SpecError("features", "missing: the ids of features, one cell for each")
-        if sae is None:
-            raise SpecError("sae", "missing: the name of the SAE that `features` are of")
-        for name, value in (("heads", self.heads), ("mask", mask)):
-            if value is not None:
-                raise SpecError(name, "a cell patches one of `features`; omit one of the two")
-        with at("sae"):
-            self._set(sae=read_sae(sae))
-        self._set(features=read_indices(features, "features"))
 
     def _read_positions(
         self, positions: object, exclude: object, groups: Mapping[str, PositionsLike] | None
@@ -306,6 +294,22 @@ def _check_prompt_only(positions: Positions) -> None:
             raise SpecError(path, f'a sweep patches the prompt; "{item}" is not in it')
     if positions.phase == "generated":
         raise SpecError("", 'a sweep patches the prompt; the phase is "generated"')
+
+
+def _read_features(
+    sae: object, features: object, others: Mapping[str, object]
+) -> tuple[str, tuple[int, ...]]:
+    """Return the name of an SAE, and ids of its features; `others` must be omitted."""
+    if features is None:
+        raise SpecError("features", "missing: the ids of features, one cell for each")
+    if sae is None:
+        raise SpecError("sae", "missing: the name of the SAE that `features` are of")
+    for name, value in others.items():
+        if value is not None:
+            raise SpecError(name, "a cell patches one of `features`; omit one of the two")
+    with at("sae"):
+        found = read_sae(sae)
+    return found, read_indices(features, "features")
 
 
 def _read_heads(value: object) -> tuple[int, ...] | Literal["all"] | None:
