@@ -175,9 +175,8 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
         """Generate, with captures, edits and probes.
 
         Each of `capture`, `steer`, `edits`, `probes` and `controller` is one value for all prompts,
-        or a list with one entry per prompt; None: nothing. With one prompt, a flat list of edits
-        or probes is that prompt's; with several, give one list per prompt, as in
-        `edits=[[a, b]] * 3`.
+        or a list with one entry each; None: nothing. A flat list of edits or probes is that of one
+        prompt; with several, give lists, as in `edits=[[a, b]] * 3`.
 
         Args:
             prompts: one prompt or a list.
@@ -188,23 +187,21 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
             edits: an operation or its dict with `op`, or a list of them; applied in order, after
                 those of `steer`.
             probes: a `Probe` or its dict, or a list of them.
-            controller: changes the edits by the scores of the probes, between two steps: a law
-                (`Threshold`, `Pid`, `Decay`, `Budget`), the name of a controller of the setting
-                `controllers`, a `Controller` with `mode="sync"`, or its dict.
+            controller: changes the edits by the probes' scores, between two steps: a law, the name
+                of one of the setting `controllers`, a `Controller` with `mode="sync"`, or its dict.
             **vllm_args: other arguments of `vllm.LLM.generate`.
 
         Returns:
             One output per prompt, in order, once the sinks have their rows. Each has
             `activations` (`Activations` or None), `probes` (`Probes` or None) and `receipt`
             (`Receipt` or None); with n > 1 these are on each of its `outputs` instead, and reading
-            them on the output raises AttributeError. If something
-            was captured, `capture_results` has a `CaptureResult` for each sink.
+            them on the output raises AttributeError. If something was captured,
+            `capture_results` has a `CaptureResult` for each sink.
 
         Raises:
             SpecError: an argument is malformed, or the plan cannot be carried out. Prompts of the
                 call that were queued already are aborted.
-            ReceiptError: results differ from their plan; its `outputs` are those of the call. With
-                the setting `on_mismatch="warn"` it is a warning.
+            ReceiptError: results differ from their plan; it has the call's `outputs`.
         """
         check_names("generate", vllm_args, VllmLLM.generate)
         arguments = CallArguments(capture, steer, edits, probes, controller)

@@ -35,7 +35,7 @@ Answer = float | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class NamedEdits:
+class EditSet:
     """A set of edits that a controller in the engine core may choose by name.
 
     Attributes:
@@ -77,7 +77,7 @@ class Controller:
     mode: str
     seconds: float
     on_error: str | None
-    edits: tuple[NamedEdits, ...]
+    edits: tuple[EditSet, ...]
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Controller:
             found.append(replace(one, edits=edits, origins=origins))
         return self._with_edits(tuple(found))
 
-    def _with_edits(self, edits: tuple[NamedEdits, ...]) -> Controller:
+    def _with_edits(self, edits: tuple[EditSet, ...]) -> Controller:
         found = object.__new__(Controller)
         for name in ("decide", "name", "mode", "seconds", "on_error"):
             object.__setattr__(found, name, getattr(self, name))
@@ -261,7 +261,7 @@ def _read_name(value: object) -> str:
     return value
 
 
-def _read_sets(value: object) -> tuple[NamedEdits, ...]:
+def _read_sets(value: object) -> tuple[EditSet, ...]:
     if not isinstance(value, Mapping):
         raise SpecError("edits", f"expected a dict of edits by name, got {kind(value)}")
     found = []
@@ -269,7 +269,7 @@ def _read_sets(value: object) -> tuple[NamedEdits, ...]:
         with at("edits"):
             chosen = _read_name(name)
         with _within(chosen):
-            found.append(NamedEdits(chosen, read_later_edits(edits)))
+            found.append(EditSet(chosen, read_later_edits(edits)))
     return tuple(found)
 
 

@@ -67,7 +67,7 @@ class Plan:
             if len(parts) > MAX_PARTS:
                 raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(parts)}")
         if self.controller is not None:
-            self._check_controller(self.controller)
+            _check_controller(self, self.controller)
         if not (self.captures or self.edits or self.probes):
             raise SpecError("", _EMPTY)
         first: dict[Capture, int] = {}
@@ -100,21 +100,6 @@ class Plan:
                     f"`{probe.name}` is already the name of probes[{owner[probe.name]}]; use "
                     "another name",
                 )
-
-    def _check_controller(self, controller: Controller) -> None:
-        names = [probe.name for probe in self.probes]
-        if not names:
-            raise SpecError("controller", "it reads scores: give the request `probes`")
-        if self.switches:
-            raise SpecError(
-                "controller", "the probes of the request switch its edits (Switch) already"
-            )
-        read = controller.reads
-        if read is not None and read not in names:
-            raise SpecError(
-                f"controller.{controller.law.word}.probe",
-                f"the request has no probe {show(read)}; it has {listed(names)}",
-            )
 
     def __deepcopy__(self, _memo: dict[int, object]) -> Plan:
         # vLLM copies a request's parameters for each prompt; an immutable plan can be shared.
@@ -294,6 +279,21 @@ class Plan:
                 edits.extend(expand(edit))
             origins += [self.origin(index)] * (len(edits) - len(origins))
         return tuple(edits), tuple(origins)
+
+
+def _check_controller(plan: Plan, controller: Controller) -> None:
+    """Check that a controller has scores to read, and alone changes the edits."""
+    names = [probe.name for probe in plan.probes]
+    if not names:
+        raise SpecError("controller", "it reads scores: give the request `probes`")
+    if plan.switches:
+        raise SpecError("controller", "the probes of the request switch its edits (Switch) already")
+    read = controller.reads
+    if read is not None and read not in names:
+        raise SpecError(
+            f"controller.{controller.law.word}.probe",
+            f"the request has no probe {show(read)}; it has {listed(names)}",
+        )
 
 
 def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[T, ...]:

@@ -22,7 +22,7 @@ MOST_HANGING = 8
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class ControllerCall:
     """One call of a controller.
 
     Attributes:
@@ -45,7 +45,7 @@ class Call:
 class _Batch:
     """Calls of one controller in one step."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[ControllerCall]) -> None:
         self.calls = calls
         self.finished = threading.Event()
         self.is_given_up = False
@@ -109,7 +109,7 @@ class DeclaredCalls:
 
         return decide
 
-    def begin(self, calls: Sequence[Call]) -> _Batch:
+    def begin(self, calls: Sequence[ControllerCall]) -> _Batch:
         """Begin calls. Pair it with `finish`."""
         batch = _Batch(calls)
         self._hanging = [thread for thread in self._hanging if thread.is_alive()]
@@ -124,7 +124,7 @@ class DeclaredCalls:
         self._thread.put(batch)
         return batch
 
-    def finish(self, batch: _Batch, deadline: float) -> list[Call]:
+    def finish(self, batch: _Batch, deadline: float) -> list[ControllerCall]:
         """Wait for calls, up to a time of `time.monotonic()`; return those that have begun, each
         done or failed. The others were not made.
         """
@@ -139,7 +139,7 @@ class DeclaredCalls:
             if call.is_done:
                 found.append(call)
             elif call.began:
-                late = Call(call.decide, call.observed, began=True, is_done=True)
+                late = ControllerCall(call.decide, call.observed, began=True, is_done=True)
                 late.error = f"it took more than {self.seconds:g} seconds"
                 found.append(late)
         return found
@@ -154,7 +154,7 @@ def load_all(declared: Mapping[str, DeclaredController]) -> dict[str, DeclaredCa
     return {name: DeclaredCalls(name, one) for name, one in declared.items()}
 
 
-def make_calls(calls: Sequence[tuple[DeclaredCalls, list[Call]]]) -> list[Call]:
+def make_calls(calls: Sequence[tuple[DeclaredCalls, list[ControllerCall]]]) -> list[ControllerCall]:
     """Make calls of several controllers at the same time; return those that were made. A caller
     waits for at most the longest of their limits.
 

@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from midstream.runtime.core.controller_calls import Call, DeclaredCalls, load_all, make_calls
+from midstream.runtime.core.controller_calls import (
+    ControllerCall,
+    DeclaredCalls,
+    load_all,
+    make_calls,
+)
 from midstream.runtime.protocol.control import Control, control_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.step_scores import ScoreRun
@@ -28,7 +33,7 @@ _LOGGER = logging.getLogger("vllm.midstream")
 
 
 @dataclass(slots=True, eq=False)
-class ControlledRequest:
+class RunningController:
     """A request with a controller.
 
     Attributes:
@@ -119,7 +124,7 @@ def prepare(engine: Any) -> None:
     DECLARED.set(engine, load_all(controllers_of(engine.vllm_config)))
 
 
-def controlled(scheduler: Any, request: Any, control: Control) -> ControlledRequest:
+def controlled(scheduler: Any, request: Any, control: Control) -> RunningController:
     """Return a request with its controller, which it gets with its first scores.
 
     Args:
@@ -127,7 +132,7 @@ def controlled(scheduler: Any, request: Any, control: Control) -> ControlledRequ
         request: vLLM's Request.
         control: its controller.
     """
-    found: ControlledRequest | None = CONTROLLED.get(request)
+    found: RunningController | None = CONTROLLED.get(request)
     if found is None:
         calls = None
         if control.declared:
@@ -136,23 +141,23 @@ def controlled(scheduler: Any, request: Any, control: Control) -> ControlledRequ
         else:
             ((word, given),) = control.law.items()
             decide = read_law(word, given)
-        found = ControlledRequest(request, control, decide, calls)
+        found = RunningController(request, control, decide, calls)
         CONTROLLED.set(request, found)
     return found
 
 
-def decide(requests: Sequence[ControlledRequest]) -> list[Decision]:
+def decide(requests: Sequence[RunningController]) -> list[Decision]:
     """Call the controllers of requests that have new scores, and return what becomes of each.
 
     Args:
         requests: each has scores that its controller was not given.
     """
-    calls: dict[int, Call] = {}
-    batches: dict[int, tuple[DeclaredCalls, list[Call]]] = {}
+    calls: dict[int, ControllerCall] = {}
+    batches: dict[int, tuple[DeclaredCalls, list[ControllerCall]]] = {}
     for nth, one in enumerate(requests):
         if one.has_failed:
             continue
-        calls[nth] = Call(one.decide, one.observed(one.calls is not None))
+        calls[nth] = ControllerCall(one.decide, one.observed(one.calls is not None))
         if one.calls is not None:
             batches.setdefault(id(one.calls), (one.calls, []))[1].append(calls[nth])
         else:
@@ -179,7 +184,7 @@ def decide(requests: Sequence[ControlledRequest]) -> list[Decision]:
     return found
 
 
-def _answered(one: ControlledRequest, answer: object) -> Decision:
+def _answered(one: RunningController, answer: object) -> Decision:
     """Return what becomes of a request by an answer.
 
     Raises:
@@ -217,7 +222,7 @@ def _answered(one: ControlledRequest, answer: object) -> Decision:
     raise ValueError(f"the scale {scale:g} is none of those that it has: {scales}")
 
 
-def _failed(one: ControlledRequest, problem: str) -> Decision:
+def _failed(one: RunningController, problem: str) -> Decision:
     """Return what becomes of a request whose controller failed."""
     control = one.control
     one.has_failed = True

@@ -13,7 +13,7 @@ from midstream.spec.controller import Controller
 from midstream.spec.positions.position_set import Where
 
 
-class Choice(ProtocolMessage, frozen=True, array_like=True):
+class VersionChoice(ProtocolMessage, frozen=True, array_like=True):
     """One of the versions of a request's plan that its controller may choose.
 
     Attributes:
@@ -61,11 +61,11 @@ class Control(ProtocolMessage, frozen=True, array_like=True):
     declared: str
     on_error: str
     probes: tuple[ReadProbe, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[VersionChoice, ...]
 
 
 def control_of(
-    controller: Controller, on_error: str, plan: ResolvedPlan, choices: tuple[Choice, ...]
+    controller: Controller, on_error: str, plan: ResolvedPlan, choices: tuple[VersionChoice, ...]
 ) -> Control:
     """Return the message of a controller.
 

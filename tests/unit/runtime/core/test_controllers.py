@@ -14,10 +14,10 @@ from midstream.config.controllers import DeclaredController
 from midstream.errors import ConfigError
 from midstream.runtime.core import controller_calls
 from midstream.runtime.core.controller_calls import DeclaredCalls
-from midstream.runtime.core.controllers import ControlledRequest, Decision, controlled, decide
+from midstream.runtime.core.controllers import Decision, RunningController, controlled, decide
 from midstream.runtime.core.probe_stops import is_overtaken
 from midstream.runtime.protocol.cache_keys import CacheKeys
-from midstream.runtime.protocol.control import Choice, Control, ReadProbe
+from midstream.runtime.protocol.control import Control, ReadProbe, VersionChoice
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.step_scores import ScoreRun
 from midstream.runtime.vllm.attributes import DECLARED
@@ -31,7 +31,7 @@ SCALES = (1.0, 0.0, 0.5)
 
 def control(where: Where = EVERYWHERE, on_error: str = "keep", **given: Any) -> Control:
     choices = [
-        Choice(name, scale, PlanVersion(1 + nth, b"%d" % nth, KEYS))
+        VersionChoice(name, scale, PlanVersion(1 + nth, b"%d" % nth, KEYS))
         for nth, (name, scale) in enumerate((n, s) for n in ("", "calm") for s in SCALES)
     ]
     kind = {"law": {"budget": {"probe": "p", "total": 3.0}}, "declared": "", **given}
@@ -41,7 +41,7 @@ def control(where: Where = EVERYWHERE, on_error: str = "keep", **given: Any) -> 
     )  # fmt: skip
 
 
-def request(one: Control, calls: DeclaredCalls | None = None) -> ControlledRequest:
+def request(one: Control, calls: DeclaredCalls | None = None) -> RunningController:
     scheduler = SimpleNamespace()
     DECLARED.set(scheduler, {} if calls is None else {one.declared: calls})
     asked = SimpleNamespace(request_id="r", num_prompt_tokens=PROMPT)
@@ -60,7 +60,7 @@ def declared(function: Any, seconds: float = 0.2) -> DeclaredCalls:
     return DeclaredCalls("d", DeclaredController(f"{__name__}:{name}", seconds=seconds))
 
 
-def asking(calls: DeclaredCalls, on_error: str = "keep") -> ControlledRequest:
+def asking(calls: DeclaredCalls, on_error: str = "keep") -> RunningController:
     found = request(control(declared="d", law={}, on_error=on_error), calls)
     assert found.take([run_of(0, 1.0)], PROMPT, int)
     return found

@@ -11,12 +11,12 @@ from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
 from midstream.runtime.frontend.request.switches import joint_need
-from midstream.runtime.protocol.control import Choice, control_of, control_source
+from midstream.runtime.protocol.control import VersionChoice, control_of, control_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.segments import Room
 from midstream.spec import Plan
 from midstream.spec.control_laws import MOST_SCALES
-from midstream.spec.controller import Controller, NamedEdits
+from midstream.spec.controller import Controller, EditSet
 from midstream.spec.operations.strength import with_strength
 from midstream.validation import at, listed, read_float32, show
 
@@ -51,7 +51,7 @@ def with_controller(
     with at("controller"):
         check_edits_can_change(plan)
         scales, on_error = _read(controller, declared)
-        sets = (NamedEdits("", plan.edits, plan.origins), *controller.edits)
+        sets = (EditSet("", plan.edits, plan.origins), *controller.edits)
         if len(sets) * len(scales) > MOST_SCALES:
             raise SpecError(
                 "",
@@ -60,7 +60,7 @@ def with_controller(
             )
     bare = replace(plan, probes=tuple(one.replace(act=None) for one in plan.probes))
     bare = replace(bare, controller=None)
-    choices: list[Choice] = []
+    choices: list[VersionChoice] = []
     later: dict[int, LaterPlan] = {}
     needs = [prepared.need]
     for one in sets:
@@ -68,7 +68,7 @@ def with_controller(
             found = _version(prepared, bare, one, scale, prepare)
             number = 1 + len(choices)
             version = PlanVersion(number, found.packed, found.keys)
-            choices.append(Choice(one.name, scale, version))
+            choices.append(VersionChoice(one.name, scale, version))
             later[number] = LaterPlan(found.plan, control_source(controller.name, one.name), scale)
             needs.append(found.need)
     for number in range(1, 1 + len(choices)):
@@ -103,7 +103,7 @@ def _read(
 def _version(
     prepared: PreparedPlan,
     bare: Plan,
-    chosen: NamedEdits,
+    chosen: EditSet,
     scale: float,
     prepare: Callable[[Plan], PreparedPlan],
 ) -> PreparedPlan:
