@@ -93,6 +93,7 @@ def _request_schema() -> dict[str, Any]:
             "probes": one_or_more(
                 "Probes: one score per token.",
                 direction={},
+                mlp={},
                 attention={},
                 layer={},
                 head={},

@@ -47,6 +47,7 @@ from midstream.spec.resolve.resolved import (
     limited,
 )
 from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
+from midstream.spec.selection import Layers
 from midstream.spec.shape import ModelShape, VectorSize
 from midstream.validation import at
 
@@ -195,18 +196,30 @@ class _Resolver:
     def _add_probe(self, probe: Probe, source: int) -> None:
         if any(one.name == probe.name for one in self._probes):
             raise SpecError("name", f"a probe of the request is named `{probe.name}` as well")
-        found = self._resolve_probe(probe)
-        self._probes.append(replace(found, act=probe.act, source=source))
+        *parts, found = self._resolve_probe(probe)
+        self._probes += [replace(one, source=source, part_of=probe.name) for one in parts]
+        self._probes.append(replace(found, name=probe.name, act=probe.act, source=source))
 
-    def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
+    def _resolve_probe(self, probe: Probe) -> list[ResolvedProbe]:
+        """Return one probe without a name for each layer, in the order of a forward pass."""
+        where = self._select(probe.positions)
         if probe.attention is not None:
-            where = self._select(probe.positions)
             given = (self._shape, self._prompt, self._max_tokens)
-            return resolve_attention_probe(probe, self._new_slot(), where, *given)
-        (tap,) = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
-        (step,) = probe.steps(self._shape.size(tap))
-        steps = Steps((replace(step, slot=self._new_slot()),))
-        return ResolvedProbe(probe.name, *tap, steps, self._select(probe.positions))
+            return [resolve_attention_probe(probe, self._new_slot(), where, *given)]
+        taps = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
+        slot = self._new_slot()
+        found: list[ResolvedProbe] = []
+        for tap in taps:
+            steps = probe.steps(self._shape.size(tap))
+            if isinstance(probe.direction, tuple):
+                steps = (steps[self._place_of(tap, probe.layers)],)
+            found.append(ResolvedProbe("", *tap, _scored(steps, slot, bool(found)), where))
+        return found
+
+    def _place_of(self, tap: Tap, layers: Layers) -> int:
+        """Return which of the listed layers a tap is of."""
+        assert layers.indices != "all", "each layer has its own vector"
+        return [find_layer(index, self._shape) for index in layers.indices].index(tap[1])
 
     def _resolve_edit(
         self, edit: Edit, source: int, where: Where | None = None
@@ -220,11 +233,14 @@ class _Resolver:
         bias = bias_of(edit)
         if bias is not None:
             check_sampled(where, self._prompt.length)
-        read, slot, placed = self._gate_tap(edit), None, False
+        *before, read = self._gate_taps(edit)
+        slot, placed = None, False
+        if isinstance(edit, Gate) and read is not None:
+            slot = self._earlier_parts(edit, before, where)
         found = []
         for size, mine in self._by_size(taps):
             if isinstance(edit, Gate) and read is not None:
-                instructions = edit.steps(size, self._shape.size(read))
+                instructions = edit.steps(size, self._shape.size(read), self._row_of(edit, read))
             else:
                 instructions = edit.steps(size)
             if bias is not None:
@@ -236,14 +252,14 @@ class _Resolver:
             if isinstance(edit, Gate) and edit.memory:
                 _check_order(taps, read)
             elif read is not None and not placed:
-                slot, placed = self._gate_slot(read, taps, instructions[0], where), True
+                slot, placed = self._gate_slot(read, taps, instructions[0], where, slot), True
             for steps, part in parts:
                 if isinstance(edit, Gate) and edit.memory:
                     shared = self._scanned_steps(edit, steps, mine, read, where)
                 elif read is None:
                     shared = [Steps(steps)] * len(mine)
                 else:
-                    shared = _gated_steps(steps, mine, read, slot)
+                    shared = _gated_steps(steps, mine, read, slot, bool(before))
                 found += [
                     ResolvedEdit(*tap, own, part, source)
                     for tap, own in zip(mine, shared, strict=True)
@@ -275,31 +291,67 @@ class _Resolver:
                 "use a smaller scale or shorter vectors",
             )
 
-    def _gate_tap(self, edit: Edit) -> Tap | None:
-        """Return the tap that a gate names to be read; None: there is none."""
+    def _gate_taps(self, edit: Edit) -> list[Tap | None]:
+        """Return the taps that a gate names to be read, in the order of a forward pass; None alone:
+        there is none.
+        """
         if not isinstance(edit, Gate) or edit.probe.tap is None:
-            return None
+            return [None]
         site, index = edit.probe.tap
+        taps: list[Tap] = []
         with at("probe"):
-            with at("layer"):
-                tap = (site, find_layer(index, self._shape))
-            check_tapped(tap, self._shape, "site", "layer")
-        return tap
+            for each in edit.probe.layers or (index,):
+                with at("layer"):
+                    taps.append((site, find_layer(each, self._shape)))
+                    if taps[-1] in taps[:-1]:
+                        raise SpecError("", f"layer {each} is listed twice")
+                check_tapped(taps[-1], self._shape, "site", "layer")
+        return [*sorted(taps, key=order)]
+
+    def _row_of(self, edit: Gate, tap: Tap) -> int:
+        layers = edit.probe.layers
+        return self._place_of(tap, Layers(layers)) if layers else 0
+
+    def _earlier_parts(self, edit: Gate, taps: list[Tap | None], where: Where) -> int | None:
+        """Let the score of a gate be added up in the layers before the last that it reads.
+
+        Returns:
+            Its slot; None: there are no such layers.
+        """
+        slot = self._new_slot() if taps else None
+        for nth, tap in enumerate(taps):
+            assert tap is not None
+            assert slot is not None
+            with at("probe"):
+                row = edit.probe.vector(self._shape.size(tap), self._row_of(edit, tap))
+            probe = Instruction(Op.PROBE, row, flags=Flags.FRESH)
+            self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, nth > 0), where))
+        return slot
 
     def _gate_slot(
-        self, tap: Tap, taps: tuple[Tap, ...], gate: Instruction, where: Where
+        self, tap: Tap, taps: tuple[Tap, ...], gate: Instruction, where: Where, slot: int | None
     ) -> int | None:
         """Return the slot of a gate's score, which is read at `tap`; None if the gate applies at
         that tap only.
+
+        Args:
+            tap: the last that is read.
+            taps: those of the edit.
+            gate: the GATE that reads at that tap.
+            where: the positions.
+            slot: that of the score in the layers before; None: it reads one layer.
         """
         _check_order(taps, tap)
         if taps == (tap,):
-            return None
+            return slot
         if tap in taps:
             # The edit stores the score itself, before it changes the vector.
-            return self._new_slot()
+            return self._new_slot() if slot is None else slot
         probe = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH | Flags.COUNTED)
-        return self._shared_slot(tap, probe, where)
+        if slot is None:
+            return self._shared_slot(tap, probe, where)
+        self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, True), where))
+        return slot
 
     def _shared_slot(self, tap: Tap, probe: Instruction, where: Where) -> int:
         """Return the slot of what gates read at a tap, a PROBE or a SCAN without one."""
@@ -329,6 +381,12 @@ class _Resolver:
     def _new_slot(self) -> int:
         self._slots += 1
         return self._slots - 1
+
+
+def _scored(steps: tuple[Instruction, ...], slot: int, adds: bool) -> Steps:
+    """Return the instructions of a probe that stores its score in a slot, or adds to the score."""
+    flags = Flags.COUNTED | (Flags.ADDS if adds else Flags.NONE)
+    return Steps((*steps[:-1], replace(steps[-1].with_flags(flags), slot=slot)))
 
 
 def _functions_of(
@@ -385,14 +443,21 @@ def _with_rows(step: Instruction, chosen: slice, first: int) -> Instruction:
 
 
 def _gated_steps(
-    steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None
+    steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None, adds: bool
 ) -> list[Steps]:
-    """Return the edit's instructions at each tap; the gate reads the score in the slot."""
+    """Return the edit's instructions at each tap; the gate reads the score in the slot, to which
+    it adds at the tap that it reads itself, if there are layers before.
+    """
     if slot is None:
         return [Steps(steps)] * len(taps)
     gate = steps[0]
-    score = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH, slot=slot)
+    flags = Flags.FRESH | (Flags.ADDS if adds else Flags.NONE)
+    score = Instruction(Op.PROBE, gate.read, a=gate.a, flags=flags, slot=slot)
     here = Steps((score, *steps))
+    if adds:
+        # The GATE comes first: the PROBE stores the whole score where the GATE finds a part of it.
+        added = replace(gate, slot=slot, flags=gate.flags | Flags.ADDS)
+        here = Steps((added, score, *steps[1:]))
     by_slot = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
     # This gate does not read the stream, so the first instruction that does needs FRESH.
     later = Steps((by_slot, *refreshed(list(steps[1:]))))

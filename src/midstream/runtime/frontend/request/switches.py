@@ -91,9 +91,20 @@ def _joint_need(needs: Sequence[Need], room: Room) -> Need:
 
 
 def check_acts(plan: ResolvedPlan, workers: Sequence[WorkerInfo], parts: Mapping[Tap, int]) -> None:
-    """Check that the scores of each probe that ends its request or switches its edits are on the
-    worker whose output the engine core reads: the first rank of the last pipeline stage.
+    """Check that a score is read on one pipeline stage, and that the scores of each probe that ends
+    its request or switches its edits are on the worker whose output the engine core reads: the
+    first rank of the last stage.
     """
+    stages = {tap: worker.stage for worker in workers for tap in worker.taps}
+    stage_of = {probe.name: stages[probe.tap] for probe in plan.probes if probe.name}
+    for probe in plan.probes:
+        if probe.part_of and stages[probe.tap] != stage_of[probe.part_of]:
+            path = f"probes[{probe.source}].layer"
+            raise SpecError(
+                path if probe.source >= 0 else f"steering[{probe.source}]",
+                f"layer {probe.layer} is on another pipeline stage than the last layer of the "
+                "probe, and a score is added up on one; use one probe for each stage",
+            )
     last = max(worker.stage for worker in workers)
     on_last = {tap for worker in workers if worker.stage == last for tap in worker.taps}
     for probe in plan.probes:
