@@ -24,7 +24,7 @@ import engines
 import overhead
 import shapes
 
-STEPS, SKIPPED, PROMPT, TOP = 24, 8, 64, 10
+STEPS, SKIPPED, TOP = 24, 8, 10
 OUTSIDE = "every layer captured, decoded outside"
 # By name: the layers of the lens as a fraction of the depth or "all", and who asks.
 LENSES: dict[str, tuple[float | str, bool]] = {
@@ -83,20 +83,9 @@ def _asked(llm: Any, name: str | None, batch: int) -> dict[str, Any]:
     return {"capture": [[lens] if all_ask or nth == batch - 1 else None for nth in range(batch)]}
 
 
-def _generate(llm: Any, name: str | None, batch: int) -> tuple[list[float], list[Any]]:
-    prompts = overhead.random_prompts(batch, PROMPT)
-    params = overhead.sampling(SKIPPED + STEPS + overhead.LAST)
-    with overhead.step_ends(llm) as ends:
-        outputs = llm.generate(prompts, params, use_tqdm=False, **_asked(llm, name, batch))
-    return list(ends), outputs
-
-
 def decode_step(llm: Any, name: str | None, batch: int) -> float:
     """Return the mean seconds of steps in which each sequence generates a token."""
-    ends, _ = _generate(llm, name, batch)
-    # Counted from the end: a step more or less of the prompts does not matter.
-    last = len(ends) - 1 - overhead.LAST
-    return (ends[last] - ends[last - STEPS]) / STEPS
+    return overhead.last_steps(llm, batch, SKIPPED, STEPS, _asked(llm, name, batch))[0]
 
 
 def decode_outside(llm: Any, batch: int) -> float:
@@ -105,9 +94,8 @@ def decode_outside(llm: Any, batch: int) -> float:
     """
     import torch
 
-    ends, outputs = _generate(llm, OUTSIDE, batch)
-    last = len(ends) - 1 - overhead.LAST
-    step = (ends[last] - ends[last - STEPS]) / STEPS
+    given = _asked(llm, OUTSIDE, batch)
+    step, outputs = overhead.last_steps(llm, batch, SKIPPED, STEPS, given)
     norm, head = _decoder(llm)
     start, count = time.perf_counter(), 0
     for output in outputs:

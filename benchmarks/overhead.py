@@ -214,6 +214,27 @@ def step_ends(llm: Any) -> Iterator[list[float]]:
         del engine.step
 
 
+def last_steps(
+    llm: Any, batch: int, skipped: int, steps: int, given: dict[str, Any]
+) -> tuple[float, list[Any]]:
+    """Return the mean seconds of steps in which all sequences generate, and the outputs.
+
+    Steps are counted from the end: one step more or less of the prompts does not matter.
+
+    Args:
+        llm: the engine.
+        batch: number of sequences.
+        skipped: number of tokens generated before these steps.
+        steps: number of steps.
+        given: arguments of `generate`.
+    """
+    params = sampling(skipped + steps + LAST)
+    with step_ends(llm) as ends:
+        outputs = llm.generate(random_prompts(batch, PROMPT), params, use_tqdm=False, **given)
+    last = len(ends) - 1 - LAST
+    return (ends[last] - ends[last - steps]) / steps, outputs
+
+
 def timed(llm: Any, ask: Ask, of: Of, length: int, tokens: int) -> float:
     """Return the seconds of one `generate`."""
     params, prompts = sampling(tokens), random_prompts(of[1], length)

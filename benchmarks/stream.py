@@ -8,8 +8,8 @@ prompt are made, one number of each is read, and they are released. Variants: pl
 engines; the last prompt token of every layer; every token of every layer. They take turns, each
 engine in a process of its own with a core process of its own; figures are medians over rounds.
 
-With --profiles, one more turn of each variant is profiled: `pstats` reads the profile of the event
-loop's thread, in seconds of CPU time, and that of the thread that runs the model, in seconds.
+With --profiles, one more turn of each variant is sampled: the stacks of the event loop's thread and
+of the thread that runs the model, each in a file for flame graph tools; see stack_samples.py.
 
 prompts/s is the slope of a line through the times at which prompts finished, from when
 as many have finished as are in flight until the last is sent: the start and the end do not count.
@@ -18,7 +18,6 @@ as many have finished as are in flight until the last is sent: the start and the
 from __future__ import annotations
 
 import asyncio
-import cProfile
 import functools
 import itertools
 import statistics
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engines
 import overhead
 import shapes
+from stack_samples import StackSamples
 
 PROMPTS = {"tiny": 384, "0.6b": 2048, "8b": 512}
 LAST, EVERY = "last prompt token, every layer", "every token, every layer"
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--in-flight", type=int, default=128)
     parser.add_argument("--variants", nargs="*", default=[*VARIANTS], choices=[*VARIANTS])
-    parser.add_argument("--profiles", type=Path, help="folder for two profiles of each variant")
+    parser.add_argument("--profiles", type=Path, help="folder for two files of each variant")
     args = parser.parse_args()
     about = {"length": args.length, "in_flight": args.in_flight}
     run = engines.Run("stream", args, **about, shapes={})
@@ -123,13 +123,15 @@ class Stream:
         return self._loop.run_until_complete(self._stream(prompts, asked, in_flight))
 
     def profile(self, file: Path, *given: Any) -> None:
-        """Write two profiles of a turn, to names that begin with that of `file`; see `turn`."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._on_model(start_profile)
-        own = cProfile.Profile(time.thread_time)
-        own.runcall(self.turn, *given)
-        own.dump_stats(f"{file}-event-loop.prof")
-        self._on_model(write_profile, f"{file}-model.prof")
+        """Write the stacks of a turn to two files whose names begin with that of `file`; see
+        `turn`.
+        """
+        self._on_model(start_samples)
+        own = StackSamples()
+        own.start()
+        self.turn(*given)
+        own.stop(Path(f"{file}-event-loop.txt"))
+        self._on_model(write_samples, f"{file}-model.txt")
 
     def _on_model(self, function: Any, *given: Any) -> None:
         self._loop.run_until_complete(self._llm.collective_rpc(function, args=given))
@@ -166,16 +168,15 @@ class Stream:
         return rate, nbytes // len(ends)
 
 
-def start_profile(worker: Any) -> None:
-    """Start a profile of the thread that runs the model."""
-    worker.profile_of_thread = cProfile.Profile(time.perf_counter)
-    worker.profile_of_thread.enable()
+def start_samples(worker: Any) -> None:
+    """Start to sample the thread that runs the model."""
+    worker.stack_samples = StackSamples()
+    worker.stack_samples.start()
 
 
-def write_profile(worker: Any, file: str) -> None:
-    """Stop the profile of the thread that runs the model, and write it."""
-    worker.profile_of_thread.disable()
-    worker.profile_of_thread.dump_stats(file)
+def write_samples(worker: Any, file: str) -> None:
+    """Stop, and write the samples of the thread that runs the model."""
+    worker.stack_samples.stop(Path(file))
 
 
 @functools.lru_cache(1)

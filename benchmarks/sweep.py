@@ -1,10 +1,12 @@
 """Activation patching: cells per second of `llm.sweep`, against one request or forward per cell.
 
-    python benchmarks/sweep.py [--shapes 0.6b] [--model FOLDER] [--lengths 9 128] [--positions 9] \
-        [--loop 64] [--rounds 3] [--seconds 280] [--json FILE]
+    python benchmarks/sweep.py [--shapes 0.6b] [--model FOLDER] [--lengths 68] [--positions 68] \
+        [--sites resid_pre attn_out mlp_out] [--loop 256] [--rounds 3] [--seconds 280] [--json FILE]
 
-The grid is every layer at `resid_pre`, and the last positions of a prompt of random tokens; the
-metric is the difference of two logits. Variants, on the same weights:
+The grid is every layer at some sites, and the last positions of a prompt of random tokens; the
+metric is the difference of two logits. The defaults are the sites of TransformerLens's
+`get_act_patch_block_every` and 68 tokens: 5,712 cells of the 0.6B shape. Variants, on the same
+weights:
 
 - `llm.sweep`: all cells in one batch.
 - one request per cell: the same engine, `generate` with one `Replace` at a time.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import random
 import statistics
 import sys
@@ -31,6 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engines
 import shapes
 
+Cell = tuple[str, int, int]  # site, layer, position
+
 A, B = 17, 29  # tokens of the metric
 SWEEP, REQUESTS, LENS = "llm.sweep", "one request per cell", "TransformerLens"
 
@@ -39,21 +44,24 @@ def main() -> int:
     """Measure every shape, and write the table."""
     parser = engines.arguments(__doc__, list(shapes.SHAPES), rounds=3)
     parser.add_argument("--model", type=Path, help="folder of a model, instead of random weights")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[9, 128], help="of prompts")
-    parser.add_argument("--positions", type=int, default=9, help="columns of the grid")
-    parser.add_argument("--loop", type=int, default=64, help="cells of the variants with a loop")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[68], help="of prompts")
+    parser.add_argument("--positions", type=int, default=68, help="columns of the grid")
+    parser.add_argument("--sites", nargs="+", default=["resid_pre", "attn_out", "mlp_out"])
+    parser.add_argument("--loop", type=int, default=256, help="cells of the variants with a loop")
     parser.set_defaults(shapes=["0.6b"])
     args = parser.parse_args()
-    run = engines.Run("sweep", args, positions=args.positions, shapes={})
+    run = engines.Run("sweep", args, positions=args.positions, sites=args.sites, shapes={})
     for shape in [args.model.name] if args.model else args.shapes:
         model = args.model or with_weights(shape)
-        makers: dict[str, tuple[Any, ...]] = {"midstream": (tapped, model, settings(shape, args))}
+        makers: dict[str, tuple[Any, ...]] = {
+            "midstream": (tapped, model, settings(shape, args), args.sites)
+        }
         if importlib.util.find_spec("transformer_lens"):
             makers[LENS] = bridged, model
         with run.limited(), run.engines(makers, ("midstream",)) as started:
             into = run.results["shapes"][shape] = {**started["midstream"].call(engines.describe)}
             for length in args.lengths:
-                variants = variants_of(started, length, min(args.positions, length), args.loop)
+                variants = variants_of(started, args, length)
                 run.measure(into, f"prompts of {length} tokens", variants, summary)
     return run.finish()
 
@@ -89,11 +97,11 @@ def with_weights(shape: str) -> Path:
     return folder
 
 
-def tapped(model: Path, settings: dict[str, Any]) -> Any:
-    """Create midstream's `LLM` with `resid_pre` tapped."""
+def tapped(model: Path, settings: dict[str, Any], sites: list[str]) -> Any:
+    """Create midstream's `LLM` with these sites tapped."""
     from midstream import LLM
 
-    return LLM(str(model), **settings, midstream={"sites": ["resid_pre"], "layers": "all"})
+    return LLM(str(model), **settings, midstream={"sites": sites, "layers": "all"})
 
 
 def bridged(model: Path) -> Any:
@@ -110,16 +118,19 @@ def bridged(model: Path) -> Any:
     return TransformerBridge.boot_transformers(str(model), **named)
 
 
-def variants_of(started: Any, length: int, positions: int, loop: int) -> dict[str, Any]:
+def variants_of(started: Any, args: Any, length: int) -> dict[str, Any]:
     """Return what runs in turn, by name."""
     call = started["midstream"].call
+    places = range(length - min(args.positions, length), length)
+    grid = list(itertools.product(args.sites, range(call(num_layers)), places))
+    # Cells of the variants with a loop, spread over the grid.
+    cells = sorted(random.Random(0).sample(grid, min(args.loop, len(grid))))
     found = {
-        SWEEP: functools.partial(call, sweep, length, positions, loop),
-        REQUESTS: functools.partial(call, requests, length, positions, loop),
+        SWEEP: functools.partial(call, sweep, length, args.sites, list(places), cells),
+        REQUESTS: functools.partial(call, requests, length, args.sites, cells),
     }
     if LENS in started:
-        layers = call(num_layers)
-        found[LENS] = functools.partial(started[LENS].call, lens, length, positions, loop, layers)
+        found[LENS] = functools.partial(started[LENS].call, lens, length, args.sites, cells)
     return found
 
 
@@ -138,24 +149,23 @@ def prompts(length: int) -> tuple[list[int], list[int]]:
     return corrupt.tolist(), clean.tolist()
 
 
-def chosen(layers: int, length: int, positions: int, loop: int) -> list[tuple[int, int]]:
-    """Return cells spread over the grid, as (layer, position)."""
-    every = [(one, length - positions + nth) for one in range(layers) for nth in range(positions)]
-    return sorted(random.Random(0).sample(every, min(loop, len(every))))
-
-
-def sweep(llm: Any, length: int, positions: int, loop: int) -> dict[str, Any]:
+def sweep(
+    llm: Any, length: int, sites: list[str], places: list[int], cells: list[Cell]
+) -> dict[str, Any]:
     """Time `llm.sweep` of the whole grid."""
     from midstream import LogitDiff
 
     corrupt, clean = prompts(length)
     llm.reset_prefix_cache()
-    places = list(range(length - positions, length))
+    given = {"sites": sites, "positions": places, "use_tqdm": False}
     start = time.perf_counter()
-    found = llm.sweep(corrupt, clean, LogitDiff(A, B), positions=places, use_tqdm=False)
+    found = llm.sweep(corrupt, clean, LogitDiff(A, B), **given)
     seconds = time.perf_counter() - start
-    cells = chosen(num_layers(llm), length, positions, loop)
-    values = [float(found.values[0, layer, place - places[0]]) for layer, place in cells]
+    order = found.coords["site"]
+    values = [
+        float(found.values[order.index(site), layer, place - places[0]])
+        for site, layer, place in cells
+    ]
     return {
         "seconds": seconds,
         "cells": found.values.size,
@@ -165,7 +175,7 @@ def sweep(llm: Any, length: int, positions: int, loop: int) -> dict[str, Any]:
     }
 
 
-def requests(llm: Any, length: int, positions: int, loop: int) -> dict[str, Any]:
+def requests(llm: Any, length: int, sites: list[str], cells: list[Cell]) -> dict[str, Any]:
     """Time one request per cell."""
     from vllm import SamplingParams
 
@@ -174,15 +184,14 @@ def requests(llm: Any, length: int, positions: int, loop: int) -> dict[str, Any]
     corrupt, clean = prompts(length)
     llm.reset_prefix_cache()
     params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=[A, B])
-    cells = chosen(num_layers(llm), length, positions, loop)
     start = time.perf_counter()
     source = llm.generate(
-        {"prompt_token_ids": clean}, params, capture=Capture("all", "resid_pre"), use_tqdm=False
+        {"prompt_token_ids": clean}, params, capture=Capture("all", sites), use_tqdm=False
     )[0]
     values = []
-    for layer, place in cells:
-        row = source.activations["resid_pre", layer][place]
-        edit = Replace(row, layer, site="resid_pre", positions=place)
+    for site, layer, place in cells:
+        row = source.activations[site, layer][place]
+        edit = Replace(row, layer, site=site, positions=place)
         prompt = {"prompt_token_ids": corrupt}
         output = llm.generate(prompt, params, edits=edit, use_tqdm=False)[0]
         found = output.outputs[0].logprobs[0]
@@ -191,30 +200,34 @@ def requests(llm: Any, length: int, positions: int, loop: int) -> dict[str, Any]
     return {"seconds": seconds, "cells": len(cells), "values": values}
 
 
-def lens(model: Any, length: int, positions: int, loop: int, layers: int) -> dict[str, Any]:
+def lens(model: Any, length: int, sites: list[str], cells: list[Cell]) -> dict[str, Any]:
     """Time TransformerLens's loop over cells."""
     import pandas
     import torch
     from transformer_lens import patching
 
     corrupt, clean = (torch.tensor([one], device=model.cfg.device) for one in prompts(length))
-    cells = chosen(layers, length, positions, loop)
+    values: dict[Cell, float] = {}
     start = time.perf_counter()
     with torch.inference_mode():
-        _, cache = model.run_with_cache(clean, names_filter=lambda name: "resid_pre" in name)
-        found = patching.generic_activation_patch(
-            model,
-            corrupt,
-            cache,
-            lambda logits: logits[0, -1, A].float() - logits[0, -1, B].float(),
-            patching.layer_pos_patch_setter,
-            "resid_pre",
-            index_axis_names=None,
-            index_df=pandas.DataFrame(cells, columns=["layer", "pos"]),
+        _, cache = model.run_with_cache(
+            clean, names_filter=lambda name: any(site in name for site in sites)
         )
-        values = found.tolist()
+        for site in sites:
+            mine = [cell for cell in cells if cell[0] == site]
+            found = patching.generic_activation_patch(
+                model,
+                corrupt,
+                cache,
+                lambda logits: logits[0, -1, A].float() - logits[0, -1, B].float(),
+                patching.layer_pos_patch_setter,
+                site,
+                index_axis_names=None,
+                index_df=pandas.DataFrame([cell[1:] for cell in mine], columns=["layer", "pos"]),
+            )
+            values |= zip(mine, found.tolist(), strict=True)
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "cells": len(cells), "values": values}
+    return {"seconds": seconds, "cells": len(cells), "values": [values[cell] for cell in cells]}
 
 
 def summary(values: dict[str, list[Any]]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Writer of the tables of README.md and docs/benchmarks.md from benchmarks/results/*.json.
+"""Writer of the tables of README.md, docs/benchmarks.md and benchmarks/results/README.md.
 
     python benchmarks/table.py [--check]
 
-The README has three figures of the latest results of the 8B shape on a GPU; the page has every
-result.
+The README has three figures of the latest results of the 8B shape on a GPU, the document the tables
+of these results, and the folder of the results every one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import markers
 
 RESULTS = markers.ROOT / "benchmarks" / "results"
+# Of these benchmarks README.md has figures, and the document tables.
+LEADING = ("overhead", "stream")
 
 
 def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, str]]:
@@ -26,24 +28,29 @@ def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, st
     found = read() if results is None else results
     return {
         "README.md": {"figures": figures(found)},
-        "docs/benchmarks.md": {"benchmarks": "\n\n".join(render(one) for one in found)},
+        "docs/benchmarks.md": {"benchmarks": "\n\n".join(map(render, latest_8b(found).values()))},
+        "benchmarks/results/README.md": {"benchmarks": "\n\n".join(map(render, found))},
     }
+
+
+def latest_8b(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the latest results of `LEADING` benchmarks of the 8B shape on a GPU, by benchmark."""
+    latest = {
+        one["benchmark"]: one
+        for one in results
+        if one["machine"]["device"] != "cpu" and "8b" in one.get("shapes", ())
+    }
+    return {name: latest[name] for name in LEADING if name in latest}
 
 
 def figures(results: list[dict[str, Any]]) -> str:
     """Return figures that make a point, of the latest results of the 8B shape on a GPU, each with
     its script, result and machine.
     """
-    latest = {
-        one["benchmark"]: one
-        for one in results
-        if one["machine"]["device"] != "cpu" and "8b" in one.get("shapes", ())
-    }
     rows = []
-    for name, read_figures in (("overhead", _overhead_figures), ("stream", _stream_figures)):
-        if name in latest:
-            source = _source(latest[name])
-            rows += [[*row, source] for row in read_figures(latest[name]["shapes"]["8b"])]
+    for name, result in latest_8b(results).items():
+        read_figures = _overhead_figures if name == "overhead" else _stream_figures
+        rows += [[*row, _source(result)] for row in read_figures(result["shapes"]["8b"])]
     return markers.table(["", "measured", "script, result, machine"], rows) if rows else ""
 
 
@@ -450,6 +457,8 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead": overhead,
     "attention_cost": overhead,
     "lens_cost": overhead,
+    "sae_cost": overhead,
+    "acting": overhead,
     "overhead_sites": overhead,
     "overhead_tp": overhead,
     "flat_cost": overhead,

@@ -29,7 +29,7 @@ bench() { # GROUP NAME SCRIPT OPTIONS… A benchmark that stops by itself; print
 }
 
 every="kernel transport v2 v1 inner spec mix serve stale parity identical overhead flat stream capture"
-every+=" against attention lens serving disk"
+every+=" against attention lens sae acting sweep serving disk"
 # With two GPUs (four for some checks), also the checks of several ranks.
 [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && every+=" ranks overhead-tp"
 wanted=" ${CHECKS:-$every} "
@@ -76,6 +76,9 @@ bench overhead-tp overhead-tp overhead --tp 2 --shapes 8b --batches --asked "add
 asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
 asked parity && check parity "$python" benchmarks/parity.py --json "$out/parity.json"
 asked parity && grep -E '^(float32|bfloat16)' "$out/parity.log"
+# Four engines of 8B do not fit on a GPU of 80 GiB.
+memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
+plain=$((${memory:-0} > 100000 ? 2 : 1))
 for shape in ${SHAPES:-0.6b 8b}; do
   bench identical identical-$shape identical --shapes $shape
   bench overhead overhead-$shape overhead --shapes $shape
@@ -85,7 +88,10 @@ for shape in ${SHAPES:-0.6b 8b}; do
   bench against against-$shape against --shapes $shape
   bench attention attention-$shape attention_cost --shapes $shape
   bench lens lens-$shape lens_cost --shapes $shape
+  bench sae sae-$shape sae_cost --shapes $shape --kv-gib 4
+  bench acting acting-$shape acting --shapes $shape --kv-gib 4 --plain-engines "$plain"
 done
+bench sweep sweep sweep
 bench serving serving serving -- --max-model-len=2048
 bench disk disk disk --gib 8 /dev/shm "${TMPDIR:-/tmp}"
 printf '\n%s' "$table"

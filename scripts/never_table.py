@@ -1,4 +1,4 @@
-"""Writer of the table of docs/never.md from the faults that scripts/broken_builds.py injects.
+"""Writer of the table of docs/never.md: faults of scripts/broken_builds.py, by part.
 
 scripts/never_table.py [--check]
 """
@@ -6,6 +6,7 @@ scripts/never_table.py [--check]
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -14,6 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import markers
 from support.faults import FAULTS
 
+# A part with so many faults has three examples.
+MANY = 10
+
 
 def pages() -> dict[str, dict[str, str]]:
     """Return every block, by page and name."""
@@ -21,12 +25,19 @@ def pages() -> dict[str, dict[str, str]]:
 
 
 def faults() -> str:
-    """Return the table of faults, each with the test that fails on a build with the fault."""
-    rows = []
+    """Return the number of faults of each part of the package, with the first ones."""
+    found: dict[str, list[str]] = defaultdict(list)
     for fault in FAULTS:
-        file, _, name = fault.test.partition("::")
-        rows.append([fault.never, f"`{Path(file).stem}`: `{name or 'all'}`"])
-    return markers.table(["what must never happen", "test that fails on a build with it"], rows)
+        parts = Path(fault.file).parts[:-1]
+        found["/".join(parts[: 2 if parts[:1] == ("runtime",) else 1]) or "midstream"].append(
+            fault.never
+        )
+    rows = [
+        [f"`{part}`", str(len(each)), "; ".join(each[: 3 if len(each) >= MANY else 1])]
+        for part, each in sorted(found.items(), key=lambda one: -len(one[1]))
+    ]
+    rows.append(["all", str(len(FAULTS)), ""])
+    return markers.table(["part", "faults", "for example"], rows)
 
 
 if __name__ == "__main__":

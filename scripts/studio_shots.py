@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILT = ROOT / "src" / "midstream" / "server" / "studio"
 WIDTHS = (1280, 390)
 WAIT_MS = 60_000
+# A sweep of every cell, on a slow machine.
+SWEEP_MS = 600_000
 
 CHEERFUL = (
     ("I feel wonderful today.", "I feel terrible today."),
@@ -140,7 +142,7 @@ def patching(page: Any, url: str) -> None:
     go(page, url, "patching", prompt="The capital of Japan is", source="The capital of France is",
        site="resid_pre", **state)  # fmt: skip
     page.get_by_role("button", name="Patch every cell").click()
-    page.get_by_text("noise floor").wait_for()
+    page.get_by_text("noise floor").wait_for(timeout=SWEEP_MS)
     page.locator(".grid td[data-at='15,3']").click()
     page.evaluate("scrollTo(0, 0)")
 

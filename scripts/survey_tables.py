@@ -11,7 +11,17 @@ import markers
 from midstream.sites import INNER
 
 DATA = markers.ROOT / "docs/data/models.json"
+KINDS = ("vLLM", "Transformers backend")
 OUTCOMES = ("ok", "not comparable", "refused", "not compared", "cannot be built", "wrong")
+
+# What a reason of the survey contains, by how the page says it.
+REASONS = {
+    "vLLM itself differs in the logits of plain requests": "vLLM itself differs from",
+    "its layer class is not in the table": "does not know what",
+    "its layers were not found": "its decoder layers were not found",
+    "four streams (AltUp), not one": "four streams",
+    "vLLM differs, and transformers' model fails": "transformers' model fails after",
+}
 
 
 def blocks() -> dict[str, str]:
@@ -36,35 +46,29 @@ def blocks() -> dict[str, str]:
 def counts(found: dict[str, Any]) -> str:
     """Return the table of the number of architectures by outcome, with date and versions."""
     models = list(found["models"].values())
-    kinds = ("vLLM", "Transformers backend")
     rows = []
     for outcome in OUTCOMES:
         each = [
             sum(one["outcome"] == outcome and one["runs"] == kind for one in models)
-            for kind in kinds
+            for kind in KINDS
         ]
         rows.append([outcome, *map(str, each), str(sum(each))])
-    table = markers.table(["result", "vLLM's own models", *kinds[1:], "total"], rows, numbers=True)
+    table = markers.table(["result", "vLLM's own models", *KINDS[1:], "total"], rows, numbers=True)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return f"{table}\n\nOn {found['date']}, with {versions}."
 
 
 def right(models: dict[str, dict[str, Any]]) -> str:
-    """Return the table of architectures that are ok: missing and uncompared sites, error."""
+    """Return the table of architectures that are ok: those that lack the same sites."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, one in models.items():
+        absent = (_sites(_outer(one["lacking"])), _sites(_outer(one["not compared"])))
+        found[absent][one["runs"]].append(f"`{_plain(name)}`")
     rows = [
-        [
-            f"`{name}`",
-            "backend" if one["runs"] != "vLLM" else "vLLM",
-            ", ".join(f"`{_short(each)}`" for each in one["layer_classes"]),
-            _sites(_outer(one["lacking"])),
-            _sites(_outer(one["not compared"])),
-            f"{one['worst']:.0e}",
-            "wider" if one["reason"] else "",
-        ]
-        for name, one in models.items()
+        [lacking, not_compared, *(", ".join(by_kind[kind]) for kind in KINDS)]
+        for (lacking, not_compared), by_kind in sorted(found.items())
     ]
-    head = ["architecture", "run by", "layers", "missing", "not compared", "worst error", "bound"]
-    return markers.table(head, rows)
+    return markers.table(["missing", "not compared", *KINDS], rows)
 
 
 def inner(models: dict[str, dict[str, Any]]) -> str:
@@ -78,7 +82,7 @@ def inner(models: dict[str, dict[str, Any]]) -> str:
             for part in parts
         )
         has = _names([site for site in INNER if site not in absent])
-        found[(has, *cells)].append(f"`{name}`")
+        found[(has, *cells)].append(f"`{_plain(name)}`")
     rows = [
         [", ".join(names), *cells]
         for cells, names in sorted(found.items(), key=lambda each: (-len(each[0][0]), each))
@@ -101,14 +105,26 @@ def _outer(reasons: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def by_reason(models: dict[str, dict[str, Any]]) -> str:
-    """Return the table of other architectures, by reason."""
+    """Return the table of other architectures, by the first words of the reason."""
     if not models:
         return "None."
     found: dict[str, list[str]] = defaultdict(list)
     for name, one in models.items():
-        found[_cell(one["reason"])].append(f"`{name}`")
+        found[_cell(_kind(one["reason"]))].append(f"`{_plain(name)}`")
     rows = [[reason, ", ".join(names)] for reason, names in sorted(found.items())]
     return markers.table(["reason", "architectures"], rows)
+
+
+def _kind(reason: str) -> str:
+    """Return what reasons of one kind have in common."""
+    for kind, said in REASONS.items():
+        if said in reason:
+            return kind
+    return reason.partition(": ")[0]
+
+
+def _plain(name: str) -> str:
+    return name.removesuffix("ForCausalLM")
 
 
 def _sites(reasons: dict[str, list[str]]) -> str:
@@ -117,14 +133,6 @@ def _sites(reasons: dict[str, list[str]]) -> str:
 
 def _names(sites: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in sites)
-
-
-def _short(name: str) -> str:
-    """Return the name of a layer class in the other tables of the page."""
-    if name.startswith("transformers.models."):
-        _, _, folder, _, cls = name.split(".")
-        return f"{folder}.{cls}"
-    return name.removeprefix("model_executor.models.").removeprefix("models.")
 
 
 def _cell(reason: str) -> str:

@@ -77,8 +77,6 @@ from midstream.version import __version__
 
 if TYPE_CHECKING:
     from midstream.api.async_llm import AsyncLLM
-    from midstream.api.control_laws import Budget, Decay, Pid, Threshold
-    from midstream.api.controller import Controller
     from midstream.api.llm import LLM
     from midstream.api.sampling_params import SamplingParams
     from midstream.client import AsyncClient, Client, extra_body
@@ -88,6 +86,8 @@ if TYPE_CHECKING:
     from midstream.results.stack import stack
     from midstream.runtime.install import activate
     from midstream.sae.sae import SAE
+    from midstream.spec.control_laws import Budget, Decay, Pid, Threshold
+    from midstream.spec.controller import Controller
     from midstream.store import open_store
     from midstream.sweep import KL, LogitDiff, LogProb, Recovered, Sweep
 
@@ -189,11 +189,11 @@ _LAZY = {
     "Activations": "midstream.results.activations",
     "AsyncClient": "midstream.client",
     "AsyncLLM": "midstream.api.async_llm",
-    "Budget": "midstream.api.control_laws",
-    "Controller": "midstream.api.controller",
-    "Decay": "midstream.api.control_laws",
-    "Pid": "midstream.api.control_laws",
-    "Threshold": "midstream.api.control_laws",
+    "Budget": "midstream.spec.control_laws",
+    "Controller": "midstream.spec.controller",
+    "Decay": "midstream.spec.control_laws",
+    "Pid": "midstream.spec.control_laws",
+    "Threshold": "midstream.spec.control_laws",
     "Client": "midstream.client",
     "Direction": "midstream.fit",
     "Directions": "midstream.fit",

@@ -35,6 +35,8 @@ PAGES = [
     "docs/sinks.md",
     "docs/steering.md",
 ]
+# Their snippets stand under `if __name__ == "__main__":`.
+AS_A_FILE = ("docs/probing.md", "docs/quickstart.md")
 MODEL = ".models/SmolLM2-135M-Instruct"
 HIDDEN = 64
 # What the snippets do not say, and what makes a start take seconds.
@@ -125,7 +127,7 @@ def test_the_snippets_of_a_page_run_one_after_the_other(
 ) -> None:
     monkeypatch.chdir(folder)
     # The guide's program for AsyncLLM starts an engine process of its own: it is only defined.
-    namespace = {"__name__": "__main__" if page == "docs/quickstart.md" else "docs"}
+    namespace = {"__name__": "__main__" if page in AS_A_FILE else "docs"}
     blocks = snippets(page)
     assert blocks
     for line, text in blocks:

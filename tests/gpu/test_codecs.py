@@ -28,6 +28,12 @@ def test_a_gpu_writes_the_bytes_that_a_cpu_writes(spec, dtype):
     expected = codec(spec).encode(rows)
     found = codec(spec).encode(rows.cuda())
     assert found.is_cuda
+    if spec.startswith("cast"):
+        # A NaN has many representations.
+        mine, theirs = (codec(spec).decode(each, 576, dtype) for each in (found.cpu(), expected))
+        assert torch.equal(mine.isnan(), theirs.isnan())
+        assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7))
+        return
     if not spec.startswith("rp8"):
         assert torch.equal(found.cpu(), expected)
         return

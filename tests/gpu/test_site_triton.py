@@ -143,7 +143,8 @@ def test_the_kernel_replays_in_a_graph_over_new_contents(width, maps):
         made.run()
     for fresh in cases:
         for name, value in vars(fresh).items():
-            getattr(made, name).copy_(value)
+            if value is not None:  # what these cases have no use of
+                getattr(made, name).copy_(value)
         graph.replay()
         for _ in range(2):
             site_ref(*fresh.arguments())

@@ -190,8 +190,8 @@ def test_a_round_that_would_not_end_in_time_does_not_begin(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["against", "capture_cost", "disk", "flat_cost", "identical", "layer_scaling", "lens_cost",
-     "overhead", "serving", "step_cost", "stream"],
+    ["acting", "against", "capture_cost", "disk", "flat_cost", "identical", "layer_scaling",
+     "lens_cost", "overhead", "sae_cost", "serving", "step_cost", "stream"],
 )  # fmt: skip
 def test_scripts_that_time_engines_have_a_limit_and_five_rounds(name: str) -> None:
     text = (BENCHMARKS / f"{name}.py").read_text()

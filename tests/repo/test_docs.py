@@ -234,7 +234,8 @@ def test_the_readme_s_figures_are_of_the_latest_run_of_the_8b_shape_on_a_gpu() -
     assert "at most +0.4 %; plain vLLM against itself: up to +1.0 %" in figures
     assert "+1.2 % with one vector for all, +1.4 % with 256 different ones" in figures
     assert set(re.findall(r"results/(\w+)\.json", figures)) == {"later"}
-    assert pages["docs/benchmarks.md"]["benchmarks"].count("8b, runner v2") == 3
+    assert pages["docs/benchmarks.md"]["benchmarks"].count("8b, runner v2") == 1
+    assert pages["benchmarks/results/README.md"]["benchmarks"].count("8b, runner v2") == 3
 
 
 def test_a_result_of_an_unknown_benchmark_is_refused_by_name() -> None:

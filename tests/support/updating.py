@@ -87,13 +87,23 @@ def check_replay(
         is_greedy: whether the tokens are the likeliest ones.
     """
     receipt = completion.receipt
-    assert receipt.status == "ok", receipt
     where = {one.number: one.positions for one in receipt.versions} or {0: (0, 1 << 30)}
     edits = [
         HookEdit(edit.site, edit.layer, edit.vector, edit.scale, _both(edit.where, *where[number]))
         for number, each in versions.items()
         for edit in each
     ]
+    _compare(oracle, prompt, completion, edits, is_greedy)
+
+
+def _compare(
+    oracle: Oracle,
+    prompt: Sequence[int],
+    completion: Any,
+    edits: Sequence[HookEdit],
+    is_greedy: bool = True,
+) -> None:
+    assert completion.receipt.status == "ok", completion.receipt
     whole = [*prompt, *completion.token_ids][:-1]
     logits, seen = oracle.run(whole, edits)
     if is_greedy:
@@ -122,3 +132,28 @@ def steer(vector: Tensor, layer: int, scale: float = 1.0, **more: Any) -> tuple[
 def everything() -> Capture:
     """Every row of every layer."""
     return Capture("all")
+
+
+def check_versions(
+    oracle: Oracle,
+    prompt: Sequence[int],
+    completion: Any,
+    sets: Mapping[str, Sequence[HookEdit]],
+) -> None:
+    """Compare a completion whose controller chose versions with transformers; see `check_replay`.
+
+    Args:
+        oracle: the reference.
+        prompt: its prompt.
+        completion: with `activations` of every layer, `receipt`, and greedy tokens.
+        sets: the edits by the name of their set; under "" those that it was sent with.
+    """
+    versions = completion.receipt.versions
+    edits = []
+    for one in versions:
+        name = one.source.removesuffix(" failed").partition("/")[2]
+        for edit in sets[name]:
+            where = _both(edit.where, *one.positions)
+            scale = edit.scale * one.scale
+            edits.append(HookEdit(edit.site, edit.layer, edit.vector, scale, where))
+    _compare(oracle, prompt, completion, edits if versions else list(sets[""]))

@@ -12,8 +12,9 @@ from typing import Any
 
 from midstream.compat.foreign_fields import OWN
 from midstream.errors import SpecError
-from midstream.spec import Capture, Edit, Plan, Probe
+from midstream.spec import Capture, Controller, Edit, Plan, Probe
 from midstream.spec.capture import bad_capture
+from midstream.spec.control_laws import Law
 from midstream.validation import is_int
 
 # One part of a plan or its dict, for all prompts; or a list of parts, or one entry per prompt.
@@ -23,8 +24,11 @@ _EditPart = Edit | Mapping[str, Any] | None
 EditArgument = _EditPart | Sequence[_EditPart | Sequence[_EditPart]]
 _ProbePart = Probe | Mapping[str, Any] | None
 ProbeArgument = _ProbePart | Sequence[_ProbePart | Sequence[_ProbePart]]
+_Controller = Controller | Law | Mapping[str, Any] | str | None
+ControllerArgument = _Controller | Sequence[_Controller]
 
-# A list of these may be the parts of one prompt; a list of captures has one entry per prompt.
+# A list of these may be the parts of one prompt; lists of captures and of
+# controllers have one entry per prompt.
 _SEVERAL = ("steer", "edits", "probes")
 _PART = re.compile(r"\b(?:capture|edits|probes)\[\d+\]")
 _WHAT = {"steer": "edits", "edits": "edits", "probes": "probes"}
@@ -38,6 +42,7 @@ class CallArguments:
     steer: Any = None
     edits: Any = None
     probes: Any = None
+    controller: Any = None
 
     @property
     def nothing(self) -> bool:
@@ -92,7 +97,7 @@ class CallArguments:
             return None
         mine, begin = value, name
         if nth is not None and (
-            isinstance(value, (list, tuple)) and (name == "capture" or _is_per_prompt(value))
+            isinstance(value, (list, tuple)) and (name not in _SEVERAL or _is_per_prompt(value))
         ):
             mine, begin = value[nth], f"{name}[{nth}]"
         # A plan numbers its parts even if the caller gave a single one.
@@ -122,11 +127,12 @@ class CallArguments:
             "steer": self.steer,
             "edits": self.edits,
             "probes": self.probes,
+            "controller": self.controller,
         }
 
 
 # Arguments of these types are immutable; a list or a dict may change from call to call.
-_IMMUTABLE = (type(None), Capture, Edit, Probe)
+_IMMUTABLE = (type(None), Capture, Edit, Probe, Controller, str)
 _CACHED_PLANS = 64
 
 
@@ -138,12 +144,12 @@ class PromptArguments:
     steer: Any = field(default=None, compare=False)
     edits: Any = field(default=None, compare=False)
     probes: Any = field(default=None, compare=False)
+    controller: Any = field(default=None, compare=False)
     key: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         # Prompts with the same arguments share a plan, which is parsed once.
-        parts = (self.capture, self.steer, self.edits, self.probes)
-        object.__setattr__(self, "key", tuple(id(part) for part in parts))
+        object.__setattr__(self, "key", tuple(id(part) for part in self._parts))
 
     def plan(self) -> Plan | None:
         """Return the plan; None: all arguments are None. The same immutable objects give the same
@@ -152,9 +158,12 @@ class PromptArguments:
         Raises:
             SpecError: an argument is malformed; the path is relative to the plan.
         """
-        parts = (self.capture, self.steer, self.edits, self.probes)
-        is_fixed = all(isinstance(one, _IMMUTABLE) for one in parts)
+        is_fixed = all(isinstance(one, _IMMUTABLE) for one in self._parts)
         return _cached_plan(self) if is_fixed else _plan(self)
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.capture, self.steer, self.edits, self.probes, self.controller
 
 
 def _plan(arguments: PromptArguments) -> Plan | None:
@@ -165,7 +174,7 @@ def _plan(arguments: PromptArguments) -> Plan | None:
         if not named:
             raise SpecError("edits", "the list is empty; leave it out to ask for none")
         edits = named if edits is None else [*named, *_as_list(edits)]
-    return Plan.make(capture=arguments.capture, edits=edits, probes=arguments.probes)
+    return Plan.make(arguments.capture, edits, arguments.probes, arguments.controller)
 
 
 # The cache keeps the arguments alive, so that no other object gets one of their ids.

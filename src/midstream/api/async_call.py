@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 
 from midstream.api.arguments import CallArguments
-from midstream.api.controller import ControlledRequest, Controller, check_controlled
+from midstream.api.controller import ControlledRequest, check_controlled
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.last_token import (
     LastTokenRequest,
@@ -27,6 +27,7 @@ from midstream.runtime.frontend.input_session import InputSession, with_call_pla
 from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.spec import Plan
+from midstream.spec.controller import Controller
 
 
 class AsyncEngineCall:

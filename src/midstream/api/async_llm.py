@@ -23,13 +23,13 @@ from vllm.v1.executor.abstract import Executor
 from midstream.api.arguments import (
     CallArguments,
     CaptureArgument,
+    ControllerArgument,
     EditArgument,
     ProbeArgument,
     check_names,
 )
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.async_registries import AsyncRegistries
-from midstream.api.controller import Controller
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.evaluations import AsyncEvaluations
 from midstream.api.outputs import GenerateOutput
@@ -48,6 +48,7 @@ from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_script
+from midstream.spec.controller import Controller
 
 
 class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, VllmAsyncLLM):
@@ -210,7 +211,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
         steer: EditArgument = None,
         edits: EditArgument = None,
         probes: ProbeArgument = None,
-        controller: Controller | None = None,
+        controller: ControllerArgument = None,
         **vllm_args: Any,
     ) -> AsyncGenerator[GenerateOutput, None]:
         """Generate, with captures, edits and probes.
@@ -227,8 +228,9 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
             edits: an operation or its dict with `op`, or a list of them; applied in order, after
                 those of `steer`.
             probes: a `Probe` or its dict, or a list of them.
-            controller: changes the edits by the scores of the probes; needs n = 1 and outputs
-                before the last.
+            controller: changes the edits by the scores of the probes. A `Controller` with
+                `mode="async"` runs beside the engine, and needs n = 1 and outputs before the last.
+                The others run in the engine core between two steps: see `LLM.generate`.
             **vllm_args: other arguments of vLLM's `generate`.
 
         Yields:
@@ -253,8 +255,11 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
         check_names("generate", vllm_args, VllmAsyncLLM.generate)
         if self._front_end is None:
             await self.ready()
-        arguments = CallArguments(capture, steer, edits, probes)
-        call = AsyncEngineCall(self, self._front, self._default_capture, arguments, controller)
+        beside, within = None, controller
+        if isinstance(controller, Controller) and controller.mode == "async":
+            beside, within = controller, None
+        arguments = CallArguments(capture, steer, edits, probes, within)
+        call = AsyncEngineCall(self, self._front, self._default_capture, arguments, beside)
         if request_id is None:
             request_id = uuid.uuid4().hex
         outputs = call.outputs(prompt, sampling_params, request_id, vllm_args)

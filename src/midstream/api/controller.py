@@ -1,7 +1,7 @@
-"""`Controller`: Python code that changes the edits of a running request by its probes' scores.
+"""Controllers with `mode="async"`: Python code beside an asynchronous engine.
 
-It runs beside the engine: its answer becomes an update when it is ready, and holds from the next
-position that is not scheduled yet. Neither the engine nor another request ever waits for it.
+An answer becomes an update when it is ready, and holds from the next position that is not scheduled
+yet. Neither the engine nor another request ever waits for it.
 """
 
 from __future__ import annotations
@@ -11,81 +11,17 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import Any
 
 from midstream.errors import BusyError, ControllerError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.plan_changes import PlanChanges
 from midstream.spec import Plan
-from midstream.validation import at, read_float32, read_word, show
+from midstream.spec.control_laws import Observed
+from midstream.spec.controller import Controller
+from midstream.validation import read_float32, show
 
 _LOGGER = logging.getLogger(__name__)
-POLICIES = ("keep", "off", "end")
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """What a controller is given.
-
-    Attributes:
-        request_id: the request's id.
-        tokens: number of tokens generated so far.
-        scores: float32 [n], by probe: its scores since the controller was called last; at first
-            those of the prompt too. n may be 0.
-    """
-
-    request_id: str
-    tokens: int
-    scores: Mapping[str, Tensor]
-
-
-# A scale; or `scale` and `edits` as in `AsyncLLM.update`; None: no change.
-Answer = float | Mapping[str, Any] | None
-
-
-class Controller:
-    """Python code that is called with a request's new scores, and answers with a scale, or with
-    `{"scale": …, "edits": […]}` as in `AsyncLLM.update`; or with None, for no change.
-
-    While it computes, the engine goes on, and scores gather for its next call.
-    """
-
-    def __init__(
-        self,
-        decide: Callable[[Observed], Answer],
-        *,
-        name: str = "local",
-        seconds: float = 1.0,
-        on_error: Literal["keep", "off", "end"] = "keep",
-    ) -> None:
-        """Create it; several requests may have it.
-
-        Args:
-            decide: a function, or an object with `__call__`, which is copied for each request, so
-                that it may keep state; see `midstream.api.control_laws`.
-            name: the source "controller:NAME" of its versions in receipts.
-            seconds: longest time of one call.
-            on_error: what happens if a call raises, takes longer, or answers anything else. It is
-                not called for that request again, and "keep": its edits stay as they are; "off":
-                they are turned off; "end": `generate` raises ControllerError, and the request is
-                aborted. The first two are logged.
-
-        Raises:
-            SpecError: an argument is malformed; the path is its name.
-        """
-        if not callable(decide):
-            raise SpecError("decide", f"expected a function, got {show(decide)}")
-        self.decide = decide
-        self.name = name
-        with at("seconds"):
-            self.seconds = read_float32(seconds)
-            if self.seconds <= 0:
-                raise SpecError("", f"expected more than 0 seconds, got {seconds}")
-        with at("on_error"):
-            self.on_error = read_word(on_error, POLICIES)
 
 
 class ControlledRequest:
@@ -101,6 +37,7 @@ class ControlledRequest:
         request_id: its id.
         """
         self._controller = controller
+        assert not isinstance(controller.decide, str)
         self._decide = copy.copy(controller.decide)
         self._changes = changes
         self._call_plan = call_plan
@@ -186,6 +123,8 @@ def check_controlled(plan: Plan | None, params: Any) -> None:
     """
     if plan is None or not plan.probes:
         raise SpecError("controller", "it reads scores: give the request `probes`")
+    if plan.controller is not None:
+        raise SpecError("controller", "the request has a controller in the engine core already")
     if plan.switches:
         raise SpecError("controller", "the probes of the request switch its edits (Switch) already")
     if params.n > 1 or params.output_kind.name == "FINAL_ONLY":

@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from midstream.api.arguments import (
     CallArguments,
     CaptureArgument,
+    ControllerArgument,
     EditArgument,
     ProbeArgument,
     check_names,
@@ -168,13 +169,15 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
         steer: EditArgument = None,
         edits: EditArgument = None,
         probes: ProbeArgument = None,
+        controller: ControllerArgument = None,
         **vllm_args: Any,
     ) -> list[GenerateOutput]:
         """Generate, with captures, edits and probes.
 
-        Each of `capture`, `steer`, `edits` and `probes` is one value for all prompts, or a list
-        with one entry per prompt; None: nothing. With one prompt, a flat list of edits or probes
-        is that prompt's; with several, give one list per prompt, as in `edits=[[a, b]] * 3`.
+        Each of `capture`, `steer`, `edits`, `probes` and `controller` is one value for all prompts,
+        or a list with one entry per prompt; None: nothing. With one prompt, a flat list of edits
+        or probes is that prompt's; with several, give one list per prompt, as in
+        `edits=[[a, b]] * 3`.
 
         Args:
             prompts: one prompt or a list.
@@ -185,6 +188,9 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
             edits: an operation or its dict with `op`, or a list of them; applied in order, after
                 those of `steer`.
             probes: a `Probe` or its dict, or a list of them.
+            controller: changes the edits by the scores of the probes, between two steps: a law
+                (`Threshold`, `Pid`, `Decay`, `Budget`), the name of a controller of the setting
+                `controllers`, a `Controller` with `mode="sync"`, or its dict.
             **vllm_args: other arguments of `vllm.LLM.generate`.
 
         Returns:
@@ -201,7 +207,7 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
                 the setting `on_mismatch="warn"` it is a warning.
         """
         check_names("generate", vllm_args, VllmLLM.generate)
-        arguments = CallArguments(capture, steer, edits, probes)
+        arguments = CallArguments(capture, steer, edits, probes, controller)
         call = self._call(arguments, list_prompts(prompts))
         params = call.with_plans(sampling_params)
         return call.run(
@@ -217,6 +223,7 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
         steer: EditArgument = None,
         edits: EditArgument = None,
         probes: ProbeArgument = None,
+        controller: ControllerArgument = None,
         **vllm_args: Any,
     ) -> list[GenerateOutput]:
         """Answer conversations; see `generate`, and `vllm.LLM.chat` for its other arguments.
@@ -224,7 +231,7 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
         Positions may select messages: see `Role`.
         """
         check_names("chat", vllm_args, VllmLLM.chat)
-        arguments = CallArguments(capture, steer, edits, probes)
+        arguments = CallArguments(capture, steer, edits, probes, controller)
         talks = conversations(messages)
         template = template_arguments(VllmLLM.chat, args, vllm_args)
         # vLLM's default is the template that the engine was created with.

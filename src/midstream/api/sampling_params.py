@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from midstream.api.arguments import check_names
@@ -15,7 +16,7 @@ from midstream.validation import listed
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
 
-_PLAN = ("capture", "edits", "probes")
+_PLAN = ("capture", "edits", "probes", "controller")
 OWN = (*ARGUMENTS, *_PLAN)
 
 
@@ -23,7 +24,8 @@ class PlanForm(dict[str, Any]):
     """JSON form of a plan, which vLLM copies and packs like any dict; its repr omits vectors."""
 
     def __repr__(self) -> str:
-        parts = ", ".join(f"{len(value)} {name}" for name, value in self.items())
+        counts = {name: len(value) for name, value in self.items() if name != "controller"}
+        parts = ", ".join(f"{count} {name}" for name, count in counts.items())
         return f"<midstream plan: {parts}>"
 
 
@@ -92,6 +94,7 @@ class SamplingParams(metaclass=_Factory):
             `activations`; results of other sinks are in `capture_results`.
         edits: edits of any kind, applied in order, after the steering vectors.
         probes: scores to compute.
+        controller: changes the edits by the scores, see `LLM.generate`.
 
     The result is vLLM's own object, which vLLM copies, packs and validates as usual. `isinstance(x,
     midstream.SamplingParams)` is true for every `vllm.SamplingParams`. The class's other
@@ -118,7 +121,7 @@ def read_plan(given: dict[str, Any]) -> Plan | None:
     found = tuple(read_edits(given))
     if own is None:
         return Plan(edits=found) if found else None
-    return Plan(own.captures, (*found, *own.edits), own.probes)
+    return replace(own, edits=(*found, *own.edits))
 
 
 def _vllm() -> type[VllmSamplingParams]:

@@ -17,7 +17,7 @@ from midstream.errors import SpecError
 VLLM_LENS, EASYSTEER, FORK = "vllm-lens", "EasySteer", "the vLLM fork with steering"
 
 # Fields inside `midstream`, which are misplaced anywhere else.
-OWN = ("capture", "edits", "steer", "probes")
+OWN = ("capture", "edits", "steer", "probes", "controller")
 # Dicts in a body that vLLM ignores; clients put fields there that belong to the body itself.
 _IGNORED = ("extra_body", "extra_args", "sampling_params")
 _NEAR = 2  # edits between a name and its misspelling

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from midstream import sites
+from midstream.config.controllers import plain_controllers
 from midstream.config.http import plain_http, read_http
 from midstream.config.reader import check_mapping, check_names, read_bool, read_choice, read_count
 from midstream.config.sinks import plain_sinks
@@ -132,6 +133,10 @@ class Config:
         hooks: "local": requests from Python may have edits by Python functions, see `Local`. The
             engine then runs eagerly, without compilation and CUDA graphs, as if `enforce_eager`
             were set. "off": such edits are rejected.
+        controllers: Python code that requests may name as their controller, by name:
+            "package.module:Name" of a class or function, or a dict of `path`, `scales` (what it may
+            answer, besides 0 and 1), `seconds` (the longest time that a step waits for it, default
+            0.1) and `on_error`; see `Controller`. It runs in the engine core's process.
         sinks: sinks for captured rows besides the request's output: settings by name, such as
             `{"store": {"root": "acts"}}`, or one string `"filesystem:root=acts"`.
         vectors: named vectors from the start: paths of `.safetensors`, `.npz`, `.gguf` or `.json`
@@ -172,6 +177,7 @@ class Config:
     check_ranks: bool = False
     tapped_model: str = "startup"
     hooks: str = "off"
+    controllers: Mapping[str, Any] = field(default_factory=dict)
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     vectors: Mapping[str, str] = field(default_factory=dict)
     lenses: Mapping[str, str] = field(default_factory=dict)
@@ -215,6 +221,8 @@ class Config:
         read_bool(f"{KEY}.check_ranks", given.get("check_ranks", False))
         if "reconstruct" in given:
             given["reconstruct"] = _reconstruct(given["reconstruct"])
+        if "controllers" in given:
+            given["controllers"] = plain_controllers(given["controllers"])
         if given.get("sinks", {}) != {}:
             given["sinks"] = plain_sinks(given["sinks"])
         if "vectors" in given:

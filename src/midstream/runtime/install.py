@@ -15,8 +15,10 @@ from typing import Any
 
 from midstream.compat.act_environment import is_capture_worker
 from midstream.config.config import KEY, from_additional_config, is_complete, is_enabled
+from midstream.config.controllers import load, read_controllers
 from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime.core import (
+    controllers,
     failed_requests,
     plan_versions,
     prefix_cache,
@@ -137,6 +139,8 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
             plain = Settings(found.to_dict())
             check_sinks(plain.sinks)
             check_steering(plain)
+            for name, declared in read_controllers(plain.controllers).items():
+                load(name, declared)
             args.additional_config = {**(args.additional_config or {}), KEY: plain}
             if found.hooks == "local" and not args.enforce_eager:
                 _LOGGER.warning('midstream: the engine runs eagerly, as hooks is "local"')
@@ -209,6 +213,7 @@ def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> A
     """
     if is_enabled(vllm_config.additional_config):
         vector_updates.prepare(engine)
+        controllers.prepare(engine)
         end_with_parent()
     return original(engine, vllm_config)
 

@@ -9,6 +9,7 @@ from midstream.spec.act import Flag, Stop, Switch
 from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import CapturedRows
+from midstream.spec.controller import Controller
 from midstream.spec.features import Features
 from midstream.spec.instructions import Instruction
 from midstream.spec.lens import Lens
@@ -56,6 +57,7 @@ __all__ = [
     "Capture",
     "CapturedRows",
     "Clamp",
+    "Controller",
     "Edit",
     "Entropy",
     "Feature",

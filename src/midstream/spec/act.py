@@ -156,16 +156,7 @@ class Switch(Condition):
             SpecError: a field is malformed, or an edit cannot be switched on.
         """
         Condition.__init__(self, above=above, below=below, for_=for_, pool=pool)
-        given = edits if isinstance(edits, (list, tuple)) else (edits,)
-        if len(given) > MAX_PARTS:
-            raise SpecError("edits", f"expected at most {MAX_PARTS}, got {len(given)}")
-        found = []
-        for nth, one in enumerate(given):
-            with at(f"edits[{nth}]" if given is edits else "edits"):
-                edit = parse_edit(one)
-                _check_switched(edit)
-                found.append(edit)
-        object.__setattr__(self, "edits", tuple(found))
+        object.__setattr__(self, "edits", read_later_edits(edits))
         object.__setattr__(self, "origins", ())
 
     def emit(self) -> dict[str, Any]:
@@ -188,17 +179,53 @@ class Switch(Condition):
         Raises:
             SpecError: a name is unknown, or has no vector for a requested tap.
         """
-        edits: list[Edit] = []
-        origins: list[int] = []
-        for nth, edit in enumerate(self.edits):
-            with at(f"edits[{nth}]"):
-                edits += bind_edit(edit, lookup, num_layers)
-            origin = self.origins[nth] if self.origins else nth
-            origins += [origin] * (len(edits) - len(origins))
+        edits, origins = bind_later_edits(self.edits, self.origins, lookup, num_layers)
         found = copy.copy(self)
-        object.__setattr__(found, "edits", tuple(edits))
-        object.__setattr__(found, "origins", tuple(origins))
+        object.__setattr__(found, "edits", edits)
+        object.__setattr__(found, "origins", origins)
         return found
+
+
+def read_later_edits(value: object) -> tuple[Edit, ...]:
+    """Read the edits that a running request is given: one or its dict, or a list or tuple of these,
+    which may be empty.
+
+    Raises:
+        SpecError: one is malformed, or needs what is found when a request begins; the path starts
+            with `edits`.
+    """
+    given = value if isinstance(value, (list, tuple)) else (value,)
+    if len(given) > MAX_PARTS:
+        raise SpecError("edits", f"expected at most {MAX_PARTS}, got {len(given)}")
+    found = []
+    for nth, one in enumerate(given):
+        with at(f"edits[{nth}]" if given is value else "edits"):
+            edit = parse_edit(one)
+            _check_switched(edit)
+            found.append(edit)
+    return tuple(found)
+
+
+def bind_later_edits(
+    given: Sequence[Edit], known: Sequence[int], lookup: Lookup, num_layers: int | None
+) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
+    """Return edits with names replaced by their registered vectors, and each one's index before.
+
+    Args:
+        given: the edits.
+        known: their indices before an earlier binding; empty: there was none.
+        lookup, num_layers: see `Plan.bind`.
+
+    Raises:
+        SpecError: a name is unknown, or has no vector for a requested tap.
+    """
+    edits: list[Edit] = []
+    origins: list[int] = []
+    for nth, edit in enumerate(given):
+        with at(f"edits[{nth}]"):
+            edits += bind_edit(edit, lookup, num_layers)
+        origins += [known[nth] if known else nth] * (len(edits) - len(origins))
+    return tuple(edits), tuple(origins)
 
 
 def _check_switched(edit: Edit) -> None:

@@ -1,4 +1,6 @@
-"""`Plan`: the captures, edits and probes of one request, as given; see `resolve`."""
+"""`Plan`: the captures, edits and probes of one request, and its controller, as given; see
+`resolve`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ from midstream.spec.attention import parse_capture
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import OpenRows
 from midstream.spec.consumers import names_consumers, read_consumers
+from midstream.spec.controller import Controller
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit, bind_edit, fill_edit, parse_edit
 from midstream.spec.probe import Probe
 from midstream.spec.shape import ModelShape
-from midstream.validation import MAX_PARTS, at, kind, read_fields, read_json
+from midstream.validation import MAX_PARTS, at, kind, listed, read_fields, read_json, show
 
 T = TypeVar("T")
 
@@ -37,10 +40,13 @@ class Plan:
         probes: scores to compute after the edits at the same site; names are unique.
         origins: after `bind`, each edit's index before binding; empty: unchanged.
         coming_from: (field, tool) of each field of another tool that was translated into the plan.
+        controller: changes its edits by the scores of its probes in the engine core; None: nothing
+            does.
 
     Raises:
         SpecError: all are empty, a capture is given twice, two captures with the same destination
-            have different metadata, or two probes have the same name.
+            have different metadata, two probes have the same name, or the controller has nothing
+            to read.
     """
 
     captures: tuple[Capture, ...] = ()
@@ -48,6 +54,7 @@ class Plan:
     probes: tuple[Probe, ...] = ()
     origins: tuple[int, ...] = ()
     coming_from: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    controller: Controller | None = None
 
     def __post_init__(self) -> None:
         for name, parts, form, shown in (
@@ -59,6 +66,8 @@ class Plan:
                 raise SpecError(name, f"expected a tuple of {shown}; see Plan.make")
             if len(parts) > MAX_PARTS:
                 raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(parts)}")
+        if self.controller is not None:
+            self._check_controller(self.controller)
         if not (self.captures or self.edits or self.probes):
             raise SpecError("", _EMPTY)
         first: dict[Capture, int] = {}
@@ -92,6 +101,21 @@ class Plan:
                     "another name",
                 )
 
+    def _check_controller(self, controller: Controller) -> None:
+        names = [probe.name for probe in self.probes]
+        if not names:
+            raise SpecError("controller", "it reads scores: give the request `probes`")
+        if self.switches:
+            raise SpecError(
+                "controller", "the probes of the request switch its edits (Switch) already"
+            )
+        read = controller.reads
+        if read is not None and read not in names:
+            raise SpecError(
+                f"controller.{controller.law.word}.probe",
+                f"the request has no probe {show(read)}; it has {listed(names)}",
+            )
+
     def __deepcopy__(self, _memo: dict[int, object]) -> Plan:
         # vLLM copies a request's parameters for each prompt; an immutable plan can be shared.
         return self
@@ -101,7 +125,7 @@ class Plan:
         """Read a plan from its JSON form: a dict, or JSON text as `str` or UTF-8 `bytes`.
 
         The form is `{"capture": {…} | [{…}], "edits": {"op": "steer", …} | [{…}], "probes":
-        {…} | [{…}]}`; each field is optional.
+        {…} | [{…}], "controller": "name" | {…}}`; each field is optional.
 
         Raises:
             SpecError: a field is unknown, missing, malformed or empty.
@@ -110,7 +134,9 @@ class Plan:
             return value
         if isinstance(value, (str, bytes)):
             value = read_json(value)
-        given = read_fields(value, required=(), optional=("capture", "edits", "probes"))
+        given = read_fields(
+            value, required=(), optional=("capture", "edits", "probes", "controller")
+        )
         for name, part in given.items():
             if part is None:
                 raise SpecError(name, f"expected a dict or a list, got {kind(part)}")
@@ -120,7 +146,12 @@ class Plan:
         return plan
 
     @staticmethod
-    def make(capture: object = None, edits: object = None, probes: object = None) -> Plan | None:
+    def make(
+        capture: object = None,
+        edits: object = None,
+        probes: object = None,
+        controller: object = None,
+    ) -> Plan | None:
         """Create a plan from Python values; None if all arguments are None.
 
         Args:
@@ -128,6 +159,7 @@ class Plan:
                 or a dict by sink, see `read_consumers`.
             edits: None, an edit or a dict with `op`, or a list or tuple of these.
             probes: None, a Probe or dict, or a list or tuple of these.
+            controller: None, or any form of `Controller.parse`.
 
         Raises:
             SpecError: see `parse`.
@@ -135,12 +167,15 @@ class Plan:
         if names_consumers(capture):
             with at("capture"):
                 capture = read_consumers(capture)
-        if capture is None and edits is None and probes is None:
+        if all(part is None for part in (capture, edits, probes, controller)):
             return None
+        with at("controller"):
+            chosen = None if controller is None else Controller.parse(controller)
         return Plan(
             _read_parts("capture", capture, parse_capture),
             _read_parts("edits", edits, parse_edit),
             _read_parts("probes", probes, Probe.parse),
+            controller=chosen,
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -152,6 +187,8 @@ class Plan:
             found["edits"] = [edit.to_dict() for edit in self.edits]
         if self.probes:
             found["probes"] = [probe.to_dict() for probe in self.probes]
+        if self.controller is not None:
+            found["controller"] = self.controller.to_dict()
         return found
 
     def to_json(self) -> str:
@@ -160,7 +197,8 @@ class Plan:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
-        parts = (*self.edits, *self.probes, *self.switches)
+        own = () if self.controller is None else (self.controller,)
+        parts = (*self.edits, *self.probes, *self.switches, *own)
         return tuple(dict.fromkeys(name for part in parts for name in part.names()))
 
     @property
@@ -177,6 +215,8 @@ class Plan:
         """Whether the selected positions depend on more of the prompt than its length."""
         found = [edit.positions for edit in self.edits]
         found += [edit.positions for switch in self.switches for edit in switch.edits]
+        sets = () if self.controller is None else self.controller.edits
+        found += [edit.positions for one in sets for edit in one.edits]
         found += [one for capture in self.captures for one in capture.selections]
         found += [one for probe in self.probes for one in probe.selections]
         return any(positions.needs_prompt for positions in found)
@@ -206,14 +246,21 @@ class Plan:
             SpecError: a name is unknown, or has no vector for a requested tap. The path is
                 relative to this plan.
         """
-        if all(part.is_bound for part in (*self.edits, *self.probes)):
+        own = () if self.controller is None else (self.controller,)
+        if all(part.is_bound for part in (*self.edits, *self.probes, *own)):
             return self
         edits, origins = self._expanded(lambda edit: bind_edit(edit, lookup, num_layers))
         probes: list[Probe] = []
         for index, probe in enumerate(self.probes):
             with at(f"probes[{index}]"):
                 probes.extend(probe.bind(lookup, num_layers))
-        return Plan(self.captures, edits, tuple(probes), origins, self.coming_from)
+        controller = self.controller
+        if controller is not None:
+            with at("controller"):
+                controller = controller.bind(lookup, num_layers)
+        return Plan(
+            self.captures, edits, tuple(probes), origins, self.coming_from, controller=controller
+        )
 
     def expanded(self, expand: Callable[[Edit], tuple[Edit, ...]]) -> Plan:
         """Return the plan with each edit replaced by those that `expand` returns for it.

@@ -22,7 +22,8 @@ from midstream import (
     Switch,
     Threshold,
 )
-from midstream.api.controller import ControlledRequest, Observed, check_controlled
+from midstream.api.controller import ControlledRequest, check_controlled
+from midstream.spec.control_laws import Observed
 
 CALL_PLAN = object()
 

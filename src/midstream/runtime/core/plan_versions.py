@@ -24,12 +24,15 @@ from midstream.runtime.protocol.rpc import (
     arguments_of,
     read_request,
 )
-from midstream.runtime.vllm.attributes import CHANGED_KEYS, EXECUTOR
+from midstream.runtime.vllm.attributes import CHANGED_KEYS, DECLARED, EXECUTOR
 
 
 def prepare(engine: Any) -> None:
-    """Let the scheduler of an engine core reach the workers. May be called more than once."""
+    """Let the scheduler of an engine core reach the workers and the declared controllers. May be
+    called more than once.
+    """
     EXECUTOR.set(engine.scheduler, engine.model_executor)
+    DECLARED.set(engine.scheduler, DECLARED.get(engine) or {})
 
 
 def answer_rpc(engine: Any, method: object, args: Sequence[object]) -> list[Any] | None:
@@ -80,7 +83,7 @@ def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion]]) -> 
     """
     messages = []
     for request, version in changes:
-        position = next_position(request)
+        position = next_position(scheduler, request)
         _set_keys(request, position, version, scheduler.hash_block_size)
         uid = uid_of(request.sampling_params)
         assert uid is not None
@@ -91,7 +94,7 @@ def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion]]) -> 
     return {one.request_id: one.position for one in messages}
 
 
-def next_position(request: Any) -> int:
+def next_position(scheduler: Any, request: Any) -> int:
     """Return the first position of a request that no step was scheduled with.
 
     Draft tokens of scheduled steps count as accepted: positions of rejected ones are computed again
@@ -101,9 +104,18 @@ def next_position(request: Any) -> int:
     if request.num_preemptions:
         # It is computed anew, from the first position on. Each token but the last was computed
         # before, and tokens of steps that were in flight then are still to come.
-        late = getattr(request, "num_stale_output_tokens", request.num_in_flight_tokens)
-        position = max(position, request.num_tokens - 1 + late)
+        position = max(position, request.num_tokens - 1 + _late_tokens(scheduler, request))
     return position
+
+
+def _late_tokens(scheduler: Any, request: Any) -> int:
+    """Return the most tokens that a preempted request may still get of steps before that."""
+    late = getattr(request, "num_stale_output_tokens", None)
+    if late is None:
+        # Tokens in flight are also those of its prompt that are being computed again.
+        is_async = scheduler.scheduler_config.async_scheduling
+        late = request.num_output_placeholders if is_async else request.num_in_flight_tokens
+    return int(late)
 
 
 def _set_keys(request: Any, position: int, version: PlanVersion, block_size: int) -> None:

@@ -1,5 +1,5 @@
-"""Probes that end their request or switch its edits: their conditions are evaluated in the order of
-the tokens, on the scores that arrive with each step.
+"""Probes that end their request or switch its edits, and controllers: conditions are evaluated in
+the order of the tokens, on the scores that arrive with each step.
 
 The tokens that the step sampled are cut where a request ends, so no output has a token beyond the
 one whose score met the condition. Other edits hold from the next position that is not scheduled.
@@ -8,9 +8,10 @@ one whose score met the condition. Other edits hold from the next position that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from midstream.runtime.core.controllers import controlled, decide
 from midstream.runtime.core.ended_requests import add_end
 from midstream.runtime.core.plan_versions import change_plans
 from midstream.runtime.protocol.acting_probes import ActingProbe, stop_reason
@@ -37,17 +38,21 @@ class ProbeProgress:
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """A condition that was met.
+    """A condition that was met, or a controller's answer.
 
     Attributes:
-        name: name of the probe.
-        position: position of the token whose score met it.
+        name: name of the probe or the controller.
+        position: position of the token whose score met it, or that has the last score.
         version: see `ActingProbe`.
+        reason: the stop reason, if it ends the request; None: that of the probe.
+        is_error: whether the request ends with an error.
     """
 
     name: str
     position: int
     version: PlanVersion | None = None
+    reason: str | None = None
+    is_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,9 @@ class _Evaluated:
         progress: how far its probes are then.
         firing: the condition that was met and ends it; None: none was.
         switched: those that were met and switch its edits, in the order of positions.
+        runs: the scores.
+        token: returns the token of a position.
+        chosen: the version that its controller chose; None: what held before.
     """
 
     request: Any
@@ -69,6 +77,9 @@ class _Evaluated:
     progress: ProbeProgress
     firing: Firing | None
     switched: tuple[Firing, ...]
+    runs: Sequence[ScoreRun]
+    token: Callable[[int], int]
+    chosen: PlanVersion | None = None
 
 
 def update_from_output(
@@ -85,35 +96,78 @@ def update_from_output(
         request = scheduler.requests.get(name)
         if request is not None and not request.is_finished():
             found.append(_evaluate(request, runs, _sampled(output, name)))
+    found = _controlled(scheduler, found)
     ended = []
     for one in found:
         if one.firing is not None and not _cut(output, one, one.firing):
             # Nothing is left: vLLM would look for a token where there are prompt logprobs.
             logprobs = output.prompt_logprobs_dict.get(one.request.request_id)
-            ended += [(one, one.firing, logprobs) for _ in _finish(scheduler, one.request)]
+            ended += [
+                (one, one.firing, logprobs) for _ in _finish(scheduler, one.request, one.firing)
+            ]
     outputs = original(scheduler, scheduled, output)
     changes = []
     for one in found:
+        if one.chosen is not None and not one.request.is_finished():
+            changes.append((one.request, one.chosen))
         # vLLM drops the tokens of some steps that a preemption overtook. Draft tokens of these
         # were evaluated in vain.
         if one.request.num_tokens == one.known < one.stop:
             continue
         PROBE_PROGRESS.set(one.request, one.progress)
         if one.firing is not None and not one.request.is_finished():
-            ended += [(one, one.firing, None) for _ in _finish(scheduler, one.request)]
+            ended += [(one, one.firing, None) for _ in _finish(scheduler, one.request, one.firing)]
         if not one.request.is_finished():
             versions = [firing.version for firing in one.switched]
             changes += [(one.request, version) for version in versions if version is not None]
     change_plans(scheduler, changes)
     for one, firing, logprobs in ended:
-        add_end(outputs, one.request, stop_reason(firing.name), logprobs)
+        add_end(outputs, one.request, firing.reason or stop_reason(firing.name), logprobs)
     return outputs
 
 
-def _finish(scheduler: Any, request: Any) -> Any:
+def _controlled(scheduler: Any, found: Sequence[_Evaluated]) -> list[_Evaluated]:
+    """Call the controllers of requests, and add what they answered."""
+    controllers = {}
+    for nth, one in enumerate(found):
+        payload = payload_of(one.request.sampling_params)
+        control = None if payload is None else payload.control
+        if control is not None:
+            mine = controlled(scheduler, one.request, control)
+            # What vLLM may drop is computed again, and taken then.
+            stop = one.known if is_overtaken(one.request) else one.stop
+            if mine.take(one.runs, stop, one.token):
+                controllers[nth] = mine
+    out = list(found)
+    for (nth, mine), decision in zip(
+        controllers.items(), decide(list(controllers.values())), strict=True
+    ):
+        one, name = out[nth], mine.control.name
+        at = mine.reached - 1
+        if decision.reason is not None and (one.firing is None or at < one.firing.position):
+            firing = Firing(name, at, reason=decision.reason, is_error=decision.is_error)
+            out[nth] = replace(one, firing=firing)
+        elif decision.version is not None:
+            out[nth] = replace(one, chosen=decision.version)
+    return out
+
+
+def is_overtaken(request: Any) -> bool:
+    """Return whether a preemption may have overtaken a step of a request: it is to be computed
+    anew.
+    """
     from vllm.v1.request import RequestStatus
 
-    return scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_STOPPED)
+    is_stale = getattr(request, "num_stale_output_tokens", 0) > 0
+    return is_stale or request.status == RequestStatus.PREEMPTED
+
+
+def _finish(scheduler: Any, request: Any, firing: Firing) -> Any:
+    from vllm.v1.request import RequestStatus
+
+    stopped, failed = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ERROR
+    status = failed if firing.is_error else stopped
+    return scheduler.finish_requests([request.request_id], status)
 
 
 def _sampled(output: Any, name: str) -> Sequence[int]:
@@ -137,7 +191,7 @@ def _evaluate(request: Any, runs: list[ScoreRun], sampled: Sequence[int]) -> _Ev
         return int(found)
 
     progress, firing, switched = advance(probes, before, runs, stop, token)
-    return _Evaluated(request, known, stop, progress, firing, switched)
+    return _Evaluated(request, known, stop, progress, firing, switched, runs, token)
 
 
 def advance(

@@ -182,7 +182,7 @@ class BaseFrontEnd:
             )
         if own is not None:
             check_streams(own, kind, self._deltas)
-        check_stop_strings(prepared.acts, params.stop)
+        check_stop_strings(prepared.acts, prepared.control, params.stop)
         one = prepared.need
         need = one.times(params.n)
         chosen = self._chosen_replica(request)
@@ -192,7 +192,10 @@ class BaseFrontEnd:
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)
         set_payload(
-            request, RequestPayload(uid, prepared.packed, prepared.keys, acts=prepared.acts)
+            request,
+            RequestPayload(
+                uid, prepared.packed, prepared.keys, acts=prepared.acts, control=prepared.control
+            ),
         )
         self._needs[uid] = need
         if reused is not None:

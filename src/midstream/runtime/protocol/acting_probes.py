@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from midstream.errors import SpecError
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
+from midstream.runtime.protocol.control import Control, control_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.spec import ResolvedPlan, Stop, Switch
 from midstream.spec.act import Condition
@@ -63,8 +64,10 @@ def switch_source(name: str) -> str:
     return f"probe:{name}"
 
 
-def check_stop_strings(acts: Sequence[ActingProbe], strings: str | Sequence[str] | None) -> None:
-    """Check that no stop string reads like the stop reason of a probe.
+def check_stop_strings(
+    acts: Sequence[ActingProbe], control: Control | None, strings: str | Sequence[str] | None
+) -> None:
+    """Check that no stop string reads like the stop reason of a probe or of a controller.
 
     Raises:
         SpecError: one does.
@@ -77,3 +80,9 @@ def check_stop_strings(acts: Sequence[ActingProbe], strings: str | Sequence[str]
                 f"`{stop_reason(probe.name)}` is the stop reason of the probe `{probe.name}`; use "
                 "another name for the probe",
             )
+    if control is not None and control_source(control.name) in known:
+        raise SpecError(
+            "stop",
+            f"`{control_source(control.name)}` is the stop reason of the controller; use another "
+            "name for it",
+        )

@@ -11,6 +11,7 @@ from midstream.errors import SpecError
 from midstream.runtime.protocol.acting_probes import ActingProbe
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.codec import ProtocolMessage
+from midstream.runtime.protocol.control import Control
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.validation import read_message
 
@@ -39,6 +40,8 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
         kept: rows that need not be computed; None: all rows that `keys` names must be.
         acts: its probes that end it or switch its edits. With any, the workers report its scores in
             each step.
+        control: its controller in the engine core; None: it has none. The scores are reported as
+            with `acts`.
     """
 
     uid: str
@@ -47,6 +50,12 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
     vectors: VectorUpdate | None = None
     kept: ReusableRows | None = None
     acts: tuple[ActingProbe, ...] = ()
+    control: Control | None = None
+
+    @property
+    def reports(self) -> bool:
+        """Whether the workers report its scores in each step."""
+        return bool(self.acts) or self.control is not None
 
     def first_read(self, resets: int) -> int | None:
         """Return the first position whose row must be computed; None: there is none.

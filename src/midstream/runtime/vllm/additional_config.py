@@ -13,6 +13,7 @@ from midstream.compat.act_environment import (
     is_capture_worker,
 )
 from midstream.config.config import KEY, Config, from_additional_config, from_environment
+from midstream.config.controllers import DeclaredController, read_controllers
 from midstream.config.sinks import read_sinks
 from midstream.config.steering import WEIGHTS
 from midstream.errors import ConfigError, SpecError
@@ -56,7 +57,7 @@ def with_midstream(
 
 
 # Settings that do not change what is compiled.
-_UNHASHED = ("lenses", "saes", "sinks", "steering", "vectors")
+_UNHASHED = ("controllers", "lenses", "saes", "sinks", "steering", "vectors")
 
 
 class Settings(dict[str, Any]):
@@ -67,6 +68,7 @@ class Settings(dict[str, Any]):
     engine's config for draft models by its fields, so these are not attributes of the config.
 
     Attributes:
+        controllers: declared controllers, as `plain_controllers` returns them.
         sinks: the sinks' settings, as `plain_sinks` returns them.
         vectors: files of named vectors, as `plain_vectors` returns them.
         lenses, saes: files of lenses and of sparse autoencoders, as `plain_weights` returns them.
@@ -83,6 +85,7 @@ class Settings(dict[str, Any]):
             replicas: number of engines on this machine.
         """
         super().__init__({name: value for name, value in plain.items() if name not in _UNHASHED})
+        self.controllers: Mapping[str, Mapping[str, Any]] = plain["controllers"]
         self.sinks: Mapping[str, Mapping[str, Any]] = plain["sinks"]
         self.vectors: Mapping[str, str] = plain["vectors"]
         self.lenses: Mapping[str, str] = plain["lenses"]
@@ -118,6 +121,12 @@ def check_steering(settings: Settings) -> None:
             read_tier(value, TIERS[tier])
         except SpecError as error:
             raise ConfigError(f"{KEY}.steering.{error.under(tier)}") from None
+
+
+def controllers_of(vllm_config: Any) -> dict[str, DeclaredController]:
+    """Return the declared controllers of an engine, by name."""
+    found = (vllm_config.additional_config or {}).get(KEY)
+    return read_controllers(found.controllers if isinstance(found, Settings) else {})
 
 
 def steers(additional_config: object) -> bool:

@@ -40,6 +40,10 @@ FAILURES: Attribute[dict[str, Any]] = Attribute("midstream_failures")
 STEP_SCORES: Attribute[Any] = Attribute("midstream_step_scores")
 # On a Request in the engine core: the ProbeProgress of its probes that act.
 PROBE_PROGRESS: Attribute[Any] = Attribute("midstream_probe_progress")
+# On a Request in the engine core: the ControlledRequest of its controller.
+CONTROLLED: Attribute[Any] = Attribute("midstream_controlled")
+# On an EngineCore and its Scheduler: its declared controllers by name.
+DECLARED: Attribute[dict[str, Any]] = Attribute("midstream_declared_controllers")
 # On an EngineCore: changes of the workers' vectors that arrived and were not sent yet, in order.
 VECTOR_UPDATES: Attribute[deque[Any]] = Attribute("midstream_vector_updates")
 # On a KVCacheManager: how often its prefix cache was reset, if the front end keeps rows.

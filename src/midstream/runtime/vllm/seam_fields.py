@@ -223,6 +223,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
             "is_finished",
             "num_computed_tokens",
             "num_in_flight_tokens",
+            "num_output_placeholders",
             "num_preemptions",
             "num_tokens",
             "take_events",
@@ -231,7 +232,12 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         f"{_CHANGED}; the tokens of requests that a probe stops are cut",
     ),
     Fields("vllm.v1.request", "Request", ("num_stale_output_tokens",), _CHANGED, since="0.32"),
-    Fields("vllm.v1.core.sched.scheduler", "Scheduler", ("hash_block_size",), _CHANGED),
+    Fields(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        ("hash_block_size", "scheduler_config"),
+        _CHANGED,
+    ),
     Fields(
         "vllm.v1.request",
         "RequestStatus",

@@ -55,7 +55,11 @@ class Executor:
 
 
 def scheduler_of(*requests):
-    found = SimpleNamespace(requests={one.request_id: one for one in requests}, hash_block_size=4)
+    found = SimpleNamespace(
+        requests={one.request_id: one for one in requests},
+        hash_block_size=4,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+    )
     EXECUTOR.set(found, Executor())
     return found
 
@@ -85,7 +89,20 @@ def scheduler_of(*requests):
 def test_a_version_begins_where_nothing_was_scheduled(state, position):
     request = Request()
     vars(request).update(state)
-    assert next_position(request) == position
+    assert next_position(scheduler_of(request), request) == position
+
+
+def test_tokens_that_a_preempted_request_computes_again_are_not_late_ones():
+    """Before 0.32 vLLM has no count of late ones. With asynchronous scheduling it knows how many
+    tokens a request has yet to get.
+    """
+    request = Request()
+    more = {"num_computed_tokens": 4, "num_in_flight_tokens": 4, "num_output_placeholders": 1}
+    vars(request).update(more, num_preemptions=1)
+    scheduler = scheduler_of(request)
+    assert next_position(scheduler, request) == 17
+    scheduler.scheduler_config.async_scheduling = True
+    assert next_position(scheduler, request) == 14
 
 
 def test_blocks_are_hashed_again_from_where_a_version_begins():

@@ -52,7 +52,7 @@ def check(fake: Fake, span: tuple[int, int], seen: dict[str, ScoreBlock]) -> Non
 
 
 @pytest.mark.parametrize("lag", [None, 2])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(rounds(suite=2, nightly=10)))
 def test_each_request_is_told_the_scores_of_the_span_it_asks_for(seed, lag):
     draw = random.Random(seed)
     engine = FakeEngine(seed, lag=lag)

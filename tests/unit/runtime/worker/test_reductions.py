@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.fake_steps import make_buffers
+from support.nightly import rounds
 from torch import Tensor
 
 from midstream.codecs import Raw
@@ -62,7 +63,7 @@ def expected(kind: str, rows: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(rounds(suite=2, nightly=12)))
 def test_any_pieces_of_any_requests_give_what_numpy_gives(seed: int, dtype: torch.dtype) -> None:
     """Requests come and go, and their rows in pieces; values are far from 0 and close together."""
     draw, numbers = random.Random(seed), torch.Generator().manual_seed(seed)

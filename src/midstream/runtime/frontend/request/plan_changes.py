@@ -237,6 +237,8 @@ class PlanChanges:
             check_edits_can_change(own)
         if own is not None and own.switches:
             raise SpecError("", "a request whose probes switch its edits cannot be updated as well")
+        if own is not None and own.controller is not None:
+            raise SpecError("", 'a request with a controller in mode="sync" cannot be updated')
         if not history.request_ids or self._admission.is_waiting(uid):
             raise BusyError(
                 f"request {history.name!r} waits for capacity; update it when it runs", 1

@@ -17,6 +17,7 @@ from midstream.runtime.frontend.request.budget import (
     need_of,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.controlled import with_controller
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.readouts import (
     Registries,
@@ -30,6 +31,7 @@ from midstream.runtime.frontend.request.switches import check_acts, with_switche
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.rank_parts import check_parts
 from midstream.runtime.protocol.worker_info import this_process
+from midstream.runtime.vllm.additional_config import controllers_of
 from midstream.sites import Tap, order
 from midstream.spec import (
     Attention,
@@ -105,6 +107,7 @@ class PlanResolver:
         # By id of the plan, length of the prompt and max_tokens: a plan that is the very object
         # that was resolved before is not compared part by part, as for `_by_length`.
         self._recent: dict[tuple[int, int, int | None], _Recent] = {}
+        self._declared = controllers_of(engine.vllm_config)
         self.registries = Registries()
         self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
 
@@ -246,17 +249,18 @@ class PlanResolver:
         check_parts(resolved, self._parts)
         _check_functions(resolved, workers)
         _check_gates(resolved, workers)
-        check_acts(resolved, workers, self._parts)
+        is_controlled = plan is not None and plan.controller is not None
+        check_acts(resolved, is_controlled, workers, self._parts)
         # Workers do not read the prompt's length: without it, prompts of any length have one plan,
         # which a worker reads once.
         packed = to_bytes(replace(resolved, prompt_len=1), frozenset(named))
         prepared = PreparedPlan(resolved, need, packed, cache_keys(resolved))
-        return with_switches(
-            prepared,
-            given,
-            lambda later: self._finish(later, before, also, prompt, max_tokens),
-            self._info.room,
-        )
+
+        def prepare(later: Plan) -> PreparedPlan:
+            return self._finish(later, before, also, prompt, max_tokens)
+
+        prepared = with_switches(prepared, given, prepare, self._info.room)
+        return with_controller(prepared, given, prepare, self._info.room, self._declared)
 
     def _max_row_bytes(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:
         length = self._max_length

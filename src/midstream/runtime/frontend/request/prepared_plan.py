@@ -9,6 +9,7 @@ from midstream.runtime.frontend.request.budget import Need, prompt_bytes, return
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.protocol.acting_probes import ActingProbe
 from midstream.runtime.protocol.cache_keys import CacheKeys
+from midstream.runtime.protocol.control import Control
 from midstream.spec import ModelShape, Plan, ResolvedPlan
 
 
@@ -22,7 +23,8 @@ class PreparedPlan:
         packed: the resolved plan as bytes.
         keys: its prefix-cache keys.
         acts: its probes that end the request or switch its edits.
-        later: the versions that these switch to, by number.
+        control: its controller in the engine core; None: it has none.
+        later: the versions that these change to, by number.
     """
 
     plan: ResolvedPlan
@@ -30,6 +32,7 @@ class PreparedPlan:
     packed: bytes
     keys: CacheKeys
     acts: tuple[ActingProbe, ...] = ()
+    control: Control | None = None
     later: Mapping[int, LaterPlan] = field(default_factory=dict)
     _returned: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
 

@@ -63,10 +63,10 @@ def with_switches(
     acts = acting_probes(prepared.plan, versions)
     if not later:
         return replace(prepared, acts=acts)
-    return replace(prepared, acts=acts, later=later, need=_joint_need(needs, room))
+    return replace(prepared, acts=acts, later=later, need=joint_need(needs, room))
 
 
-def _joint_need(needs: Sequence[Need], room: Room) -> Need:
+def joint_need(needs: Sequence[Need], room: Room) -> Need:
     """Return the capacity that all versions of a request's plan take together.
 
     Args:
@@ -90,10 +90,23 @@ def _joint_need(needs: Sequence[Need], room: Room) -> Need:
     return found
 
 
-def check_acts(plan: ResolvedPlan, workers: Sequence[WorkerInfo], parts: Mapping[Tap, int]) -> None:
-    """Check that a score is read on one pipeline stage, and that the scores of each probe that ends
-    its request or switches its edits are on the worker whose output the engine core reads: the
-    first rank of the last stage.
+def check_acts(
+    plan: ResolvedPlan,
+    is_controlled: bool,
+    workers: Sequence[WorkerInfo],
+    parts: Mapping[Tap, int],
+) -> None:
+    """Check that a score is read on one pipeline stage, and that the scores that the engine core
+    needs are on the worker whose output it reads: the first rank of the last stage.
+
+    Args:
+        plan: the plan.
+        is_controlled: whether the request has a controller in the engine core.
+        workers: the workers.
+        parts: number of parts of the vectors that the ranks have in parts, by tap.
+
+    Raises:
+        SpecError: they are not.
     """
     stages = {tap: worker.stage for worker in workers for tap in worker.taps}
     stage_of = {probe.name: stages[probe.tap] for probe in plan.probes if probe.name}
@@ -108,18 +121,22 @@ def check_acts(plan: ResolvedPlan, workers: Sequence[WorkerInfo], parts: Mapping
     last = max(worker.stage for worker in workers)
     on_last = {tap for worker in workers if worker.stage == last for tap in worker.taps}
     for probe in plan.probes:
-        if probe.act is None or isinstance(probe.act, Flag):
+        is_acting = probe.act is not None and not isinstance(probe.act, Flag)
+        is_read = is_controlled and probe.name and probe.source >= 0
+        if not is_acting and not is_read:
             continue
         path = f"probes[{probe.source}]" if probe.source >= 0 else f"steering[{probe.source}]"
+        path += ".act" if is_acting else ""
+        what = "a probe that stops or switches" if is_acting else "a probe of a controller"
         if probe.tap not in on_last:
             raise SpecError(
-                f"{path}.act",
-                f"layer {probe.layer} is on an earlier pipeline stage; a probe that stops or "
-                "switches reads a layer of the last one",
+                path,
+                f"layer {probe.layer} is on an earlier pipeline stage; {what} reads a layer of the "
+                "last one",
             )
         if parts.get(probe.tap, 1) > 1:
             raise SpecError(
-                f"{path}.act",
-                f"{probe.site} is split over tensor-parallel ranks; a probe that stops or "
-                "switches reads a site of the residual stream",
+                path,
+                f"{probe.site} is split over tensor-parallel ranks; {what} reads a site of the "
+                "residual stream",
             )

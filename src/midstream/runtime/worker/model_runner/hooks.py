@@ -58,7 +58,7 @@ class Hooks:
             if payload is not None:
                 self._switch.prepare()
                 requests.grow(new.req_id, payload.uid, new.prompt_token_ids)
-                computed, reports = new.num_computed_tokens, bool(payload.acts)
+                computed, reports = new.num_computed_tokens, payload.reports
                 requests.add(new.req_id, payload.uid, payload.plan, computed, reports)
         return nonfinite
 

@@ -70,7 +70,9 @@ def run(seed, lag):
     return engine, fakes, got
 
 
-@pytest.mark.parametrize(("seed", "lag"), [(0, None), (1, 0), (2, 2), (5, 5), (4, 1)])
+@pytest.mark.parametrize(
+    ("seed", "lag"), [(0, None), (2, 2), (5, 5), pytest.param(1, 0, marks=pytest.mark.nightly)]
+)
 def test_each_row_comes_once_while_its_request_runs_or_at_its_end(seed, lag):
     engine, fakes, got = run(seed, lag)
     assert sum(map(len, got.values())) > 50

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.fake_steps import TAPS, WIDTH, Fake, FakeEngine
+from support.nightly import rounds
 from support.plans import plan_of, random_plan, random_ranges, where_of
 from support.stored import SEGMENT, make_arena
 from torch import Tensor
@@ -195,7 +196,7 @@ def assert_logits(state) -> int:
     return count
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(rounds(suite=2, nightly=12)))
 def test_ranks_call_the_head_together_whatever_each_one_drops_or_cannot_run(seed):
     """Each rank is a thread, with an arena and tables of its own size. A rank that left out a call
     of the head, or called it with other rows, would make the other wait in vain.

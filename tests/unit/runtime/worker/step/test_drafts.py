@@ -108,8 +108,19 @@ class Decoding:
             self.depart()
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["exact", "late"])
-@pytest.mark.parametrize(("seed", "lag"), [(0, None), (1, 0), (2, 1), (3, 4)])
+@pytest.mark.parametrize(
+    ("seed", "lag", "late"),
+    [
+        (0, None, False),
+        (1, 0, True),
+        (2, 1, True),
+        (3, 4, False),
+        pytest.param(0, None, True, marks=pytest.mark.nightly),
+        pytest.param(1, 0, False, marks=pytest.mark.nightly),
+        pytest.param(2, 1, False, marks=pytest.mark.nightly),
+        pytest.param(3, 4, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_of_random_drafts_only_what_was_accepted_remains(seed, lag, late):
     run = Decoding(seed, late, lag)
     run.run(60)

@@ -1,0 +1,117 @@
+"""Parser of the setting `controllers`: Python code that requests may have as their controller.
+
+Only its form is checked here; `load` imports the code where the engine starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.config.reader import check_mapping, check_names
+from midstream.errors import ConfigError, SpecError
+from midstream.spec.control_laws import MOST_SCALES
+from midstream.spec.controller import POLICIES, read_seconds
+from midstream.validation import read_float32, read_word
+
+_SETTING = "midstream.controllers"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredController:
+    """A controller of the setting.
+
+    Attributes:
+        path: "package.module:Name" of a class without arguments, of which each request has an
+            object, or of a function.
+        scales: every scale that it may answer, besides 0 and 1.
+        seconds: the longest time that a step waits for it.
+        on_error: its policy, unless a request has another; see `Controller`.
+    """
+
+    path: str
+    scales: tuple[float, ...] = ()
+    seconds: float = _SECONDS
+    on_error: str = "keep"
+
+
+def read_controllers(value: object) -> dict[str, DeclaredController]:
+    """Return the setting `controllers` by name.
+
+    Raises:
+        ConfigError: it is malformed.
+    """
+    found = {}
+    for name, given in check_mapping(_SETTING, value, "a dict of controllers by name").items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{_SETTING}: name {name!r}: expected 1 to 64 of the characters A-Z a-z 0-9 _ . -"
+            )
+        fields = {"path": given} if isinstance(given, str) else given
+        found[name] = _read(f"{_SETTING}.{name}", fields)
+    return found
+
+
+def plain_controllers(value: object) -> dict[str, dict[str, Any]]:
+    """Return the setting `controllers` as JSON values.
+
+    Raises:
+        ConfigError: it is malformed.
+    """
+    return {
+        name: {
+            "path": one.path,
+            "scales": list(one.scales),
+            "seconds": one.seconds,
+            "on_error": one.on_error,
+        }
+        for name, one in read_controllers(value).items()
+    }
+
+
+def load(name: str, declared: DeclaredController) -> Callable[[], Callable[..., Any]]:
+    """Import the code of a controller, and return a function that makes one for a request.
+
+    Raises:
+        ConfigError: it cannot be imported, or is neither a class nor a function.
+    """
+    module, _, path = declared.path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # whatever its module raises
+        raise ConfigError(
+            f"{_SETTING}.{name}: {declared.path} cannot be imported: {error!r}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{_SETTING}.{name}: {declared.path} is neither a class nor a function")
+    if isinstance(found, type):
+        return found
+    return lambda: found
+
+
+def _read(path: str, given: object) -> DeclaredController:
+    fields: Mapping[str, Any] = check_mapping(path, given, '"package.module:Name" or a dict')
+    check_names(path, fields, ("path", "scales", "seconds", "on_error"))
+    where = fields.get("path")
+    if not isinstance(where, str) or not _PATH.fullmatch(where):
+        raise ConfigError(f'{path}.path: expected "package.module:Name", got {where!r}')
+    try:
+        scales = fields.get("scales", ())
+        if not isinstance(scales, (list, tuple)) or len(scales) > MOST_SCALES:
+            raise SpecError("scales", f"expected a list of at most {MOST_SCALES} numbers")
+        return DeclaredController(
+            where,
+            tuple(read_float32(scale) for scale in scales),
+            read_seconds(fields.get("seconds", _SECONDS)),
+            read_word(fields.get("on_error", "keep"), POLICIES),
+        )
+    except SpecError as error:
+        raise ConfigError(f"{path}: {error}") from None

@@ -1,0 +1,166 @@
+"""Calls of declared controllers, in threads of the engine core, within a time limit.
+
+Each declared controller has one thread, which makes its calls of a step one after the other. If
+they take longer than the limit, the step goes on: the call that runs has failed, its thread is left
+alone until it returns, and the calls behind it are postponed to the next step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from midstream.config.controllers import DeclaredController, load
+from midstream.spec.control_laws import Observed
+
+# Threads of a controller that have not returned. With so many, its calls fail at once.
+MOST_HANGING = 8
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a controller.
+
+    Attributes:
+        decide: the controller of the request.
+        observed: what it is given.
+        began: whether it has begun.
+        answer: what it returned.
+        error: why it failed; None: it has not.
+        is_done: whether it returned or raised.
+    """
+
+    decide: Callable[[Observed], Any]
+    observed: Observed
+    began: bool = False
+    answer: Any = None
+    error: str | None = None
+    is_done: bool = False
+
+
+class _Batch:
+    """Calls of one controller in one step."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = calls
+        self.finished = threading.Event()
+        self.is_given_up = False
+
+
+class _CallThread:
+    """A thread that makes the calls of batches, until it is left alone."""
+
+    def __init__(self, name: str) -> None:
+        self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
+        self.thread = threading.Thread(
+            target=self._run, name=f"midstream controller {name}", daemon=True
+        )
+        self.thread.start()
+
+    def put(self, batch: _Batch | None) -> None:
+        """Let it make the calls of a batch; None: let it end."""
+        self._batches.put(batch)
+
+    def _run(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            for call in batch.calls:
+                if batch.is_given_up:
+                    break
+                call.began = True
+                try:
+                    call.answer = call.decide(call.observed)
+                except BaseException as error:  # noqa: BLE001 - the policy decides
+                    call.error = repr(error)
+                call.is_done = True
+            batch.finished.set()
+
+
+class DeclaredCalls:
+    """The calls of one declared controller."""
+
+    def __init__(self, name: str, declared: DeclaredController) -> None:
+        """Import its code.
+
+        Args:
+            name: its name.
+            declared: what the setting says of it.
+
+        Raises:
+            ConfigError: it cannot be imported.
+        """
+        self.seconds = declared.seconds
+        self._name = name
+        self._make = load(name, declared)
+        self._thread: _CallThread | None = None
+        self._hanging: list[threading.Thread] = []
+
+    def new(self) -> Callable[[Observed], Any]:
+        """Return a controller for one request, which is made in its first call."""
+        made: list[Callable[[Observed], Any]] = []
+
+        def decide(observed: Observed) -> Any:
+            if not made:
+                made.append(self._make())
+            return made[0](observed)
+
+        return decide
+
+    def begin(self, calls: Sequence[Call]) -> _Batch:
+        """Begin calls. Pair it with `finish`."""
+        batch = _Batch(calls)
+        self._hanging = [thread for thread in self._hanging if thread.is_alive()]
+        if len(self._hanging) >= MOST_HANGING:
+            for call in calls:
+                call.error = f"it has not returned from {len(self._hanging)} earlier calls"
+                call.began = call.is_done = True
+            batch.finished.set()
+            return batch
+        if self._thread is None:
+            self._thread = _CallThread(self._name)
+        self._thread.put(batch)
+        return batch
+
+    def finish(self, batch: _Batch, deadline: float) -> list[Call]:
+        """Wait for calls, up to a time of `time.monotonic()`; return those that have begun, each
+        done or failed. The others were not made.
+        """
+        if not batch.finished.wait(max(0.0, deadline - time.monotonic())):
+            batch.is_given_up = True
+            assert self._thread is not None
+            self._hanging.append(self._thread.thread)
+            self._thread.put(None)
+            self._thread = None
+        found = []
+        for call in batch.calls:
+            if call.is_done:
+                found.append(call)
+            elif call.began:
+                late = Call(call.decide, call.observed, began=True, is_done=True)
+                late.error = f"it took more than {self.seconds:g} seconds"
+                found.append(late)
+        return found
+
+
+def load_all(declared: Mapping[str, DeclaredController]) -> dict[str, DeclaredCalls]:
+    """Import the code of declared controllers.
+
+    Raises:
+        ConfigError: that of one cannot be imported.
+    """
+    return {name: DeclaredCalls(name, one) for name, one in declared.items()}
+
+
+def make_calls(calls: Sequence[tuple[DeclaredCalls, list[Call]]]) -> list[Call]:
+    """Make calls of several controllers at the same time; return those that were made. A caller
+    waits for at most the longest of their limits.
+
+    Args:
+        calls: the calls of each controller.
+    """
+    begun = time.monotonic()
+    batches = [(one, one.begin(mine)) for one, mine in calls]
+    return [call for one, batch in batches for call in one.finish(batch, begun + one.seconds)]

@@ -1,0 +1,121 @@
+"""Controllers in the engine core: the versions of a request's plan that they may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from midstream.config.controllers import DeclaredController
+from midstream.errors import SpecError
+from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
+from midstream.runtime.frontend.request.switches import joint_need
+from midstream.runtime.protocol.control import Choice, control_of, control_source
+from midstream.runtime.protocol.plan_version import PlanVersion
+from midstream.runtime.protocol.segments import Room
+from midstream.spec import Plan
+from midstream.spec.control_laws import MOST_SCALES
+from midstream.spec.controller import Controller, NamedEdits
+from midstream.spec.operations.strength import with_strength
+from midstream.validation import at, listed, read_float32, show
+
+
+def with_controller(
+    prepared: PreparedPlan,
+    plan: Plan | None,
+    prepare: Callable[[Plan], PreparedPlan],
+    room: Room,
+    declared: Mapping[str, DeclaredController],
+) -> PreparedPlan:
+    """Return a prepared plan with its controller, and the versions that it may choose: each set of
+    edits with each scale.
+
+    The capacity and the vectors are those of all versions together: none has to be waited for when
+    one is chosen.
+
+    Args:
+        prepared: the plan without them.
+        plan: the request's own plan, bound; None: it has none.
+        prepare: prepares a version.
+        room: capacity of a worker.
+        declared: the controllers of the engine, by name.
+
+    Raises:
+        SpecError: a version cannot be carried out for the request, or the engine has no such
+            controller.
+    """
+    controller = None if plan is None else plan.controller
+    if plan is None or controller is None:
+        return prepared
+    with at("controller"):
+        check_edits_can_change(plan)
+        scales, on_error = _read(controller, declared)
+        sets = (NamedEdits("", plan.edits, plan.origins), *controller.edits)
+        if len(sets) * len(scales) > MOST_SCALES:
+            raise SpecError(
+                "",
+                f"it chooses from {len(scales)} scales of {len(sets)} sets of edits, and the limit "
+                f"is {MOST_SCALES} versions; use fewer, such as a larger `step`",
+            )
+    bare = replace(plan, probes=tuple(one.replace(act=None) for one in plan.probes))
+    bare = replace(bare, controller=None)
+    choices: list[Choice] = []
+    later: dict[int, LaterPlan] = {}
+    needs = [prepared.need]
+    for one in sets:
+        for scale in scales:
+            found = _version(prepared, bare, one, scale, prepare)
+            number = 1 + len(choices)
+            version = PlanVersion(number, found.packed, found.keys)
+            choices.append(Choice(one.name, scale, version))
+            later[number] = LaterPlan(found.plan, control_source(controller.name, one.name), scale)
+            needs.append(found.need)
+    for number in range(1, 1 + len(choices)):
+        failed = control_source(controller.name, choices[number - 1].edits, has_failed=True)
+        later[len(choices) + number] = replace(later[number], source=failed)
+    control = control_of(controller, on_error, prepared.plan, tuple(choices))
+    need = joint_need(needs, room)
+    return replace(prepared, control=control, later=later, need=need)
+
+
+def _read(
+    controller: Controller, declared: Mapping[str, DeclaredController]
+) -> tuple[tuple[float, ...], str]:
+    """Return the scales that a controller may answer, 1 and 0 first, and its policy."""
+    scales: tuple[float, ...] = ()
+    on_error = "keep"
+    if isinstance(controller.decide, str):
+        found = declared.get(controller.decide)
+        if found is None:
+            known = f"declared are {listed(sorted(declared))}" if declared else "none is declared"
+            raise SpecError(
+                "",
+                f"the engine has no controller {show(controller.decide)}; {known} by the setting "
+                "`controllers`",
+            )
+        scales, on_error = found.scales, found.on_error
+    else:
+        scales = tuple(read_float32(scale) for scale in controller.law.scales())
+    return tuple(dict.fromkeys((1.0, 0.0, *scales))), controller.on_error or on_error
+
+
+def _version(
+    prepared: PreparedPlan,
+    bare: Plan,
+    chosen: NamedEdits,
+    scale: float,
+    prepare: Callable[[Plan], PreparedPlan],
+) -> PreparedPlan:
+    """Return a version of a plan: with some edits and a factor on their strength."""
+    try:
+        edits = with_strength(chosen.edits, scale)
+        found = prepare(replace(bare, edits=edits, origins=chosen.origins if edits else ()))
+        check_same_reads(prepared.plan, found.plan)
+    except SpecError as error:
+        if not chosen.name and scale == 1:
+            raise  # an error of the request's own plan
+        shown = f", scale {scale:g}" if scale != 1 else ""
+        path = f"controller.edits.{chosen.name}" if chosen.name else "controller"
+        raise SpecError(path, f"{error} (version of the plan{shown})") from None
+    return found

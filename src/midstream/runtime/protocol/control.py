@@ -1,0 +1,103 @@
+"""A request's controller, as the engine core runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from midstream.runtime.protocol.codec import Natural, ProtocolMessage
+from midstream.runtime.protocol.plan_version import PlanVersion
+from midstream.spec import ResolvedPlan
+from midstream.spec.control_laws import emit_law
+from midstream.spec.controller import Controller
+from midstream.spec.positions.position_set import Where
+
+
+class Choice(ProtocolMessage, frozen=True, array_like=True):
+    """One of the versions of a request's plan that its controller may choose.
+
+    Attributes:
+        edits: name of the set of edits; empty: the request's own.
+        scale: factor on their strength.
+        version: the version.
+    """
+
+    edits: str
+    scale: float
+    version: PlanVersion
+
+
+class ReadProbe(ProtocolMessage, frozen=True, array_like=True):
+    """A probe whose scores a controller is given.
+
+    Attributes:
+        name: name of the probe.
+        slot: column of its scores.
+        where: the positions that it selects.
+    """
+
+    name: str
+    slot: Natural
+    where: Where
+
+
+class Control(ProtocolMessage, frozen=True, array_like=True):
+    """A request's controller.
+
+    Attributes:
+        name: name of the controller in receipts.
+        law: the JSON form of a law; empty: it is declared.
+        declared: name of the declared controller; empty: it is a law.
+        on_error: what happens if it fails: "keep", "off" or "end".
+        probes: whose scores it is given.
+        choices: what it may choose. The first is the plan that the request was sent with, the
+            second has the same edits with the strength 0. Numbers of versions are 1, 2, … in this
+            order. A version with the number of a choice plus that of all choices is the same plan,
+            kept since the controller failed.
+    """
+
+    name: str
+    law: Mapping[str, Any]
+    declared: str
+    on_error: str
+    probes: tuple[ReadProbe, ...]
+    choices: tuple[Choice, ...]
+
+
+def control_of(
+    controller: Controller, on_error: str, plan: ResolvedPlan, choices: tuple[Choice, ...]
+) -> Control:
+    """Return the message of a controller.
+
+    Args:
+        controller: the controller.
+        on_error: its policy.
+        plan: the plan of its request.
+        choices: what it may choose.
+    """
+    is_declared = isinstance(controller.decide, str)
+    probes = [
+        ReadProbe(probe.name, probe.slot, probe.where)
+        for probe in plan.probes
+        if probe.name and probe.source >= 0
+    ]
+    return Control(
+        name=controller.name,
+        law={} if is_declared else emit_law(controller.law),
+        declared=str(controller.decide) if is_declared else "",
+        on_error=on_error,
+        probes=tuple(probes),
+        choices=choices,
+    )
+
+
+def control_source(name: str, edits: str = "", has_failed: bool = False) -> str:
+    """Return the source of a version of a plan that a controller chose.
+
+    Args:
+        name: name of the controller.
+        edits: name of the set of edits; empty: the request's own.
+        has_failed: whether it holds since the controller failed.
+    """
+    chosen = f"controller:{name}/{edits}" if edits else f"controller:{name}"
+    return f"{chosen} failed" if has_failed else chosen

@@ -1,0 +1,226 @@
+"""Control laws for `Controller`: threshold with hysteresis, PID, decay and budget.
+
+Each is an object that is called with what was observed and returns a scale. Laws with the same
+parameters are equal, whatever they have observed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from midstream.errors import SpecError
+from midstream.spec.argument_names import read_named
+from midstream.validation import at, kind, listed, read_float32, read_int
+
+# Most scales, times sets of edits, that a controller in the engine core chooses from.
+MOST_SCALES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a controller is given.
+
+    Attributes:
+        request_id: the request's id; in `mode="sync"`, vLLM's own, which begins with it.
+        tokens: number of tokens generated so far.
+        scores: float32 [n], by probe: its scores since the controller was called last; at first
+            those of the prompt too. n may be 0.
+    """
+
+    request_id: str
+    tokens: int
+    scores: Mapping[str, Any]
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Threshold:
+    """`on` once a score of the probe exceeds `above`, then `off` once one is at most `below`.
+
+    Attributes:
+        probe: name of the probe.
+        above, below: the thresholds, below ≤ above; None: `above`, without hysteresis.
+        on, off: the scales. It is off at first.
+    """
+
+    probe: str
+    above: float
+    below: float | None = None
+    on: float = 1.0
+    off: float = 0.0
+    _is_on: bool = field(default=False, init=False, compare=False)
+    word: ClassVar[str] = "threshold"
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        if self.below is not None and self.below > self.above:
+            raise SpecError(
+                "below", f"expected at most `above`, {self.above:g}, got {self.below:g}"
+            )
+
+    def __call__(self, observed: Observed) -> float:
+        below = self.above if self.below is None else self.below
+        for score in observed.scores[self.probe].tolist():
+            self._is_on = score > (below if self._is_on else self.above)
+        return self.on if self._is_on else self.off
+
+    def scales(self) -> tuple[float, ...]:
+        """Return every scale that it may answer."""
+        return self.off, self.on
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Pid:
+    """scale = 1 + kp · e + ki · Σe + kd · Δe, with e = target − score of the latest token.
+
+    The sum is not increased while the scale is at a limit. Scales are rounded to multiples of
+    `step`: each different one takes room on the workers until its request ends.
+
+    Attributes:
+        probe: name of the probe.
+        target: what its score is to be.
+        kp, ki, kd: gains, for each token.
+        low, high: limits of the scale.
+        step: distance between scales.
+    """
+
+    probe: str
+    target: float
+    kp: float
+    ki: float = 0.0
+    kd: float = 0.0
+    low: float = 0.0
+    high: float = 2.0
+    step: float = 0.125
+    _sum: float = field(default=0.0, init=False, compare=False)
+    _last: float | None = field(default=None, init=False, compare=False)
+    word: ClassVar[str] = "pid"
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        if not self.low <= self.high or self.step <= 0:
+            raise SpecError("low", "expected low ≤ high, and a step above 0")
+
+    def __call__(self, observed: Observed) -> float | None:
+        scale = None
+        for score in observed.scores[self.probe].tolist():
+            error = self.target - score
+            change = 0.0 if self._last is None else error - self._last
+            wanted = 1.0 + self.kp * error + self.ki * (self._sum + error) + self.kd * change
+            scale = min(max(wanted, self.low), self.high)
+            if scale == wanted:
+                self._sum += error
+            self._last = error
+        return None if scale is None else round(scale / self.step) * self.step
+
+    def scales(self) -> tuple[float, ...]:
+        """Return every scale that it may answer, or more than `MOST_SCALES` of them."""
+        first, last = round(self.low / self.step), round(self.high / self.step)
+        last = min(last, first + MOST_SCALES)
+        return tuple(nth * self.step for nth in range(first, last + 1))
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Decay:
+    """The scale halves after each `half_life` generated tokens, in steps of a half; below `least`
+    it is 0.
+
+    Attributes:
+        half_life: number of tokens, at least 1.
+        least: the smallest scale but 0.
+    """
+
+    half_life: int
+    least: float = 0.01
+    word: ClassVar[str] = "decay"
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        if self.half_life < 1:
+            raise SpecError("half_life", f"expected at least 1 token, got {self.half_life}")
+
+    def __call__(self, observed: Observed) -> float:
+        scale = float(0.5 ** (observed.tokens // self.half_life))
+        return scale if scale >= self.least else 0.0
+
+    def scales(self) -> tuple[float, ...]:
+        """Return every scale that it may answer, or more than `MOST_SCALES` of them."""
+        halves = (0.5**nth for nth in range(MOST_SCALES + 1))
+        return (0.0, *(scale for scale in halves if scale >= self.least))
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Budget:
+    """Scale 1 until the scores of the probe above 0 add up to `total`, then 0.
+
+    Attributes:
+        probe: name of the probe.
+        total: the budget.
+    """
+
+    probe: str
+    total: float
+    _spent: float = field(default=0.0, init=False, compare=False)
+    word: ClassVar[str] = "budget"
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+    def __call__(self, observed: Observed) -> float:
+        self._spent += sum(max(score, 0.0) for score in observed.scores[self.probe].tolist())
+        return 1.0 if self._spent < self.total else 0.0
+
+    def scales(self) -> tuple[float, ...]:
+        """Return every scale that it may answer."""
+        return 0.0, 1.0
+
+
+Law = Threshold | Pid | Decay | Budget
+LAWS: dict[str, type[Law]] = {each.word: each for each in (Threshold, Pid, Decay, Budget)}
+
+
+def read_law(word: str, value: object) -> Law:
+    """Read a law of its JSON form, the dict of its parameters.
+
+    Args:
+        word: one of `LAWS`.
+        value: the dict.
+
+    Raises:
+        SpecError: it is malformed; the path is relative to `value`.
+    """
+    parameters = [each for each in dataclasses.fields(LAWS[word]) if each.init]
+    names = [each.name for each in parameters]
+    if not isinstance(value, Mapping):
+        raise SpecError("", f"expected a dict of {listed(names)}, got {kind(value)}")
+    needed = [each.name for each in parameters if each.default is dataclasses.MISSING]
+    return LAWS[word](**read_named(value, needed, names[len(needed) :]))
+
+
+def emit_law(law: Law) -> dict[str, Any]:
+    """Return the JSON form of a law, such as `{"threshold": {"probe": "p", "above": 2.0}}`."""
+    given = {each.name: each for each in dataclasses.fields(law) if each.init}
+    values = {name: getattr(law, name) for name in given}
+    return {law.word: {name: v for name, v in values.items() if v != given[name].default}}
+
+
+def _check_numbers(law: Law) -> None:
+    """Read the parameters of a law: finite numbers, and the name of a probe.
+
+    Raises:
+        SpecError: one is malformed; the path is its name.
+    """
+    for each in dataclasses.fields(law):
+        value = getattr(law, each.name)
+        if not each.init or (value is None and each.default is None):
+            continue
+        with at(each.name):
+            if each.name == "probe":
+                if not isinstance(value, str):
+                    raise SpecError("", f"expected the name of a probe, got {kind(value)}")
+            elif each.type == "int":
+                setattr(law, each.name, read_int(value))
+            else:
+                setattr(law, each.name, read_float32(value))
