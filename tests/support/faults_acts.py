@@ -83,7 +83,7 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "The layers of a probe have each other's vectors, if they are not listed in their order",
         "spec/resolve/resolve.py",
-        "                steps = (steps[self._place_of(tap, probe.layers)],)\n",
+        "                steps = (steps[_place_of(self._shape, tap, probe.layers)],)\n",
         "                steps = (steps[len(found)],)\n",
         FORMS + "::test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once",
     ),

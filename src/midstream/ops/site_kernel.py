@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from midstream.ops import layout
-from midstream.ops.activations_kernel import activated, sigmoid
+from midstream.ops.activations.kernel import activated, sigmoid
 from midstream.ops.layout import Flags, Op
 
 _TOKENS = tl.constexpr(layout.TOKEN_COLUMNS)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.ops import layout
-from midstream.ops.activations import activated, norm, sigmoid
+from midstream.ops.activations.reference import activated, norm, sigmoid
 from midstream.ops.layout import Flags, Op
 from midstream.ops.row_views import Index, by_unit, index, spaced
 from midstream.ops.sae.reference import SaeBuffers, reconstruct
@@ -428,9 +428,9 @@ class _Work:
             elif op in _REPLACING:
                 base = self.base[rows]
                 if op is Op.RAISE:
-                    vectors = vectors + self._above(base, which)
+                    vectors = vectors + _above(self._device, base, which)
                 elif op is Op.MAP:
-                    vectors = vectors + self._mapped(base, words[:, layout.READ])
+                    vectors = vectors + _mapped(self._device, base, words[:, layout.READ])
                 vectors = vectors - base
         vectors = self._masked(vectors, words)
         # The product is rounded separately, so that +v and −v cancel exactly.
@@ -440,20 +440,6 @@ class _Work:
         else:
             self.delta[rows] += change
         self._moved = True
-
-    def _above(self, base: Tensor, which: Ints) -> Tensor:
-        """Return what a RAISE makes of components where its vector is 0, [n, 1]."""
-        margin = self._device.params[torch.from_numpy(which.astype(np.int64)), layout.B]
-        largest = base.amax(1)
-        return (largest + margin * largest.abs().clamp_min(1.0))[:, None]
-
-    def _mapped(self, base: Tensor, starts: Ints) -> Tensor:
-        """Return the products of each row with its matrix, [n, W]."""
-        found = torch.empty_like(base)
-        for start in np.unique(starts):
-            mine = torch.from_numpy(starts == start)
-            found[mine] = base[mine] @ self._device.matrix(int(start)).T
-        return found
 
     def _code(self, at: Rows, words: Ints) -> None:
         """Store what the SAEs make of rows `at`."""
@@ -494,3 +480,19 @@ class _Work:
             x[torch.from_numpy(scored)] += self._device.scores[place]
         step = torch.from_numpy((words[:, layout.FLAGS] & _STEP) != 0)
         self.gate[index(at)] = torch.where(step, (x > b).float(), sigmoid(c * (x - b)))
+
+
+def _above(device: _Device, base: Tensor, which: Ints) -> Tensor:
+    """Return what a RAISE makes of components where its vector is 0, [n, 1]."""
+    margin = device.params[torch.from_numpy(which.astype(np.int64)), layout.B]
+    largest = base.amax(1)
+    return (largest + margin * largest.abs().clamp_min(1.0))[:, None]
+
+
+def _mapped(device: _Device, base: Tensor, starts: Ints) -> Tensor:
+    """Return the products of each row with its matrix, [n, W]."""
+    found = torch.empty_like(base)
+    for start in np.unique(starts):
+        mine = torch.from_numpy(starts == start)
+        found[mine] = base[mine] @ device.matrix(int(start)).T
+    return found

@@ -25,8 +25,8 @@ from midstream.spec.named_lookup import (
 from midstream.spec.named_vector import Named
 from midstream.spec.operation import Operation, read_scalar
 from midstream.spec.operations.gate_memory import Hold, Memory
+from midstream.spec.operations.gate_probe import Reading
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
-from midstream.spec.operations.reading import Reading
 from midstream.spec.operations.route import Route
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites
@@ -115,11 +115,8 @@ class Gate:
             object.__setattr__(self, "sharpness", found)
         memory = Memory.read(hold, smooth, release, self.threshold, self.sharpness)
         if memory and self.probe.layers:
-            raise SpecError(
-                "probe.layer",
-                "a gate with memory (hold, smooth, release) reads one layer, got "
-                f"{len(self.probe.layers)}",
-            )
+            problem = "a gate with memory (hold, smooth, release) reads one layer, got several"
+            raise SpecError("probe.layer", problem)
         object.__setattr__(self, "hold", memory.hold)
         object.__setattr__(self, "smooth", memory.smooth)
         object.__setattr__(self, "release", memory.release)

@@ -212,14 +212,9 @@ class _Resolver:
         for tap in taps:
             steps = probe.steps(self._shape.size(tap))
             if isinstance(probe.direction, tuple):
-                steps = (steps[self._place_of(tap, probe.layers)],)
+                steps = (steps[_place_of(self._shape, tap, probe.layers)],)
             found.append(ResolvedProbe("", *tap, _scored(steps, slot, bool(found)), where))
         return found
-
-    def _place_of(self, tap: Tap, layers: Layers) -> int:
-        """Return which of the listed layers a tap is of."""
-        assert layers.indices != "all", "each layer has its own vector"
-        return [find_layer(index, self._shape) for index in layers.indices].index(tap[1])
 
     def _resolve_edit(
         self, edit: Edit, source: int, where: Where | None = None
@@ -233,20 +228,22 @@ class _Resolver:
         bias = bias_of(edit)
         if bias is not None:
             check_sampled(where, self._prompt.length)
-        *before, read = self._gate_taps(edit)
+        *before, read = _gate_taps(self._shape, edit)
         slot, placed = None, False
         if isinstance(edit, Gate) and read is not None:
             slot = self._earlier_parts(edit, before, where)
         found = []
         for size, mine in self._by_size(taps):
             if isinstance(edit, Gate) and read is not None:
-                instructions = edit.steps(size, self._shape.size(read), self._row_of(edit, read))
+                instructions = edit.steps(
+                    size, self._shape.size(read), _row_of(self._shape, edit, read)
+                )
             else:
                 instructions = edit.steps(size)
             if bias is not None:
                 instructions = with_switch(instructions, len(self._biases), size)
                 self._biases.append(ResolvedBias(*map(tuple, zip(*bias.tokens, strict=True))))
-            self._check_reach(edit, instructions)
+            _check_reach(self._shape, edit, instructions)
             with at("edit") if isinstance(edit, Gate) else nullcontext():
                 parts = _place_rows(instructions, where)
             if isinstance(edit, Gate) and edit.memory:
@@ -277,41 +274,6 @@ class _Resolver:
             found.setdefault((size, size.heads, size.routing), []).append(tap)
         return [(shape.size(mine[0]), tuple(mine)) for mine in found.values()]
 
-    def _check_reach(self, edit: Edit, instructions: tuple[Instruction, ...]) -> None:
-        """Check that the edit of a vector of usual length stays within the stream's range."""
-        if isinstance(edit.edit if isinstance(edit, Gate) else edit, Route):
-            return  # No layer squares logits, and a Route bounds what it makes of them.
-        limit = limit_of(self._shape.dtype)
-        reach = max(step.reach for step in instructions)
-        if reach > limit:
-            raise SpecError(
-                "scale" if isinstance(edit, Steer) else "",
-                f"the edit adds a vector of length {reach:.3g}; the limit for "
-                f"{self._shape.dtype} is {limit:.3g}, beyond which the model's layers overflow: "
-                "use a smaller scale or shorter vectors",
-            )
-
-    def _gate_taps(self, edit: Edit) -> list[Tap | None]:
-        """Return the taps that a gate names to be read, in the order of a forward pass; None alone:
-        there is none.
-        """
-        if not isinstance(edit, Gate) or edit.probe.tap is None:
-            return [None]
-        site, index = edit.probe.tap
-        taps: list[Tap] = []
-        with at("probe"):
-            for each in edit.probe.layers or (index,):
-                with at("layer"):
-                    taps.append((site, find_layer(each, self._shape)))
-                    if taps[-1] in taps[:-1]:
-                        raise SpecError("", f"layer {each} is listed twice")
-                check_tapped(taps[-1], self._shape, "site", "layer")
-        return [*sorted(taps, key=order)]
-
-    def _row_of(self, edit: Gate, tap: Tap) -> int:
-        layers = edit.probe.layers
-        return self._place_of(tap, Layers(layers)) if layers else 0
-
     def _earlier_parts(self, edit: Gate, taps: list[Tap | None], where: Where) -> int | None:
         """Let the score of a gate be added up in the layers before the last that it reads.
 
@@ -323,7 +285,7 @@ class _Resolver:
             assert tap is not None
             assert slot is not None
             with at("probe"):
-                row = edit.probe.vector(self._shape.size(tap), self._row_of(edit, tap))
+                row = edit.probe.vector(self._shape.size(tap), _row_of(self._shape, edit, tap))
             probe = Instruction(Op.PROBE, row, flags=Flags.FRESH)
             self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, nth > 0), where))
         return slot
@@ -331,15 +293,8 @@ class _Resolver:
     def _gate_slot(
         self, tap: Tap, taps: tuple[Tap, ...], gate: Instruction, where: Where, slot: int | None
     ) -> int | None:
-        """Return the slot of a gate's score, which is read at `tap`; None if the gate applies at
-        that tap only.
-
-        Args:
-            tap: the last that is read.
-            taps: those of the edit.
-            gate: the GATE that reads at that tap.
-            where: the positions.
-            slot: that of the score in the layers before; None: it reads one layer.
+        """Return the slot of a gate's score, whose last part is read at `tap`; `slot` is that
+        of the parts before, if there are any. None: the gate reads and applies at that tap only.
         """
         _check_order(taps, tap)
         if taps == (tap,):
@@ -381,6 +336,50 @@ class _Resolver:
     def _new_slot(self) -> int:
         self._slots += 1
         return self._slots - 1
+
+
+def _place_of(shape: ModelShape, tap: Tap, layers: Layers) -> int:
+    """Return which of the listed layers a tap is of."""
+    assert layers.indices != "all", "each layer has its own vector"
+    return [find_layer(index, shape) for index in layers.indices].index(tap[1])
+
+
+def _row_of(shape: ModelShape, edit: Gate, tap: Tap) -> int:
+    layers = edit.probe.layers
+    return _place_of(shape, tap, Layers(layers)) if layers else 0
+
+
+def _gate_taps(shape: ModelShape, edit: Edit) -> list[Tap | None]:
+    """Return the taps that a gate names to be read, in the order of a forward pass; None alone:
+    there is none.
+    """
+    if not isinstance(edit, Gate) or edit.probe.tap is None:
+        return [None]
+    site, index = edit.probe.tap
+    taps: list[Tap] = []
+    with at("probe"):
+        for each in edit.probe.layers or (index,):
+            with at("layer"):
+                taps.append((site, find_layer(each, shape)))
+                if taps[-1] in taps[:-1]:
+                    raise SpecError("", f"layer {each} is listed twice")
+            check_tapped(taps[-1], shape, "site", "layer")
+    return [*sorted(taps, key=order)]
+
+
+def _check_reach(shape: ModelShape, edit: Edit, instructions: tuple[Instruction, ...]) -> None:
+    """Check that the edit of a vector of usual length stays within the stream's range."""
+    if isinstance(edit.edit if isinstance(edit, Gate) else edit, Route):
+        return  # No layer squares logits, and a Route bounds what it makes of them.
+    limit = limit_of(shape.dtype)
+    reach = max(step.reach for step in instructions)
+    if reach > limit:
+        raise SpecError(
+            "scale" if isinstance(edit, Steer) else "",
+            f"the edit adds a vector of length {reach:.3g}; the limit for "
+            f"{shape.dtype} is {limit:.3g}, beyond which the model's layers overflow: "
+            "use a smaller scale or shorter vectors",
+        )
 
 
 def _scored(steps: tuple[Instruction, ...], slot: int, adds: bool) -> Steps:
