@@ -34,6 +34,7 @@ from midstream.results.local_info import LocalInfo
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.spec import (
+    MLP,
     Ablate,
     Affine,
     Attention,
@@ -130,6 +131,7 @@ __all__ = [
     "LogProb",
     "LogitDiff",
     "Logits",
+    "MLP",
     "Mass",
     "MidstreamError",
     "MissingExtraError",

@@ -64,7 +64,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A gate's reading is missing from the prefix-cache key",
         "runtime/protocol/cache_keys.py",
-        "        if not probe.name:\n            # What gates",
+        "        if not probe.name and not probe.part_of:\n            # What gates",
         "        if False:\n            # What gates",
         "tests/unit/runtime/protocol/test_cache_keys.py::test_what_a_gate_reads_is_in_the_key",
     ),

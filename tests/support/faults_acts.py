@@ -7,6 +7,7 @@ from support.fault import Fault
 CORE = "tests/unit/runtime/core/test_probe_stops.py"
 ENGINE = "tests/engine/test_probe_stops.py"
 SWITCHES = "tests/engine/test_switches.py"
+FORMS = "tests/engine/test_probe_forms.py"
 
 ACTS: tuple[Fault, ...] = (
     Fault(
@@ -71,5 +72,41 @@ ACTS: tuple[Fault, ...] = (
         "        vectors=tuple(dict.fromkeys(one for need in needs for one in need.vectors)),\n",
         "",
         SWITCHES + "::test_vectors_that_the_workers_lack_are_sent_with_the_request",
+    ),
+    Fault(
+        "The layers of a probe overwrite its score, which is that of the last one",
+        "ops/site_ref.py",
+        "        score = read + a + torch.where(adds, self._device.scores[place], 0.0)\n",
+        "        score = read + a\n",
+        FORMS + "::test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once",
+    ),
+    Fault(
+        "The layers of a probe have each other's vectors, if they are not listed in their order",
+        "spec/resolve/resolve.py",
+        "                steps = (steps[_place_of(self._shape, tap, probe.layers)],)\n",
+        "                steps = (steps[len(found)],)\n",
+        FORMS + "::test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once",
+    ),
+    Fault(
+        "A gate of several layers reads the last one alone",
+        "spec/resolve/resolve.py",
+        "        added = replace(gate, slot=slot, flags=gate.flags | Flags.ADDS)\n",
+        "        added = gate\n",
+        FORMS + "::test_a_gate_reads_the_sum_of_several_layers_at_the_last_of_them_or_later",
+    ),
+    Fault(
+        "Parts of a probe's score are in the keys of the prefix cache",
+        "runtime/protocol/cache_keys.py",
+        "        if not probe.name and not probe.part_of:\n",
+        "        if not probe.name:\n",
+        FORMS + "::test_a_probe_of_several_layers_reuses_the_cache_of_requests_without_it",
+    ),
+    Fault(
+        "A version of a plan holds one position late on the worker",
+        "runtime/worker/request_state.py",
+        "            self.segments = spliced(self.segments, later.plan.segments, later.position)\n",
+        "            first = later.position + 1\n"
+        "            self.segments = spliced(self.segments, later.plan.segments, first)\n",
+        CORE,
     ),
 )

@@ -210,6 +210,7 @@ def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list
 
     steps = []
     probed = draw.integers(2)
+    written = set()
     for _ in range(count):
         op = _OTHERS[int(draw.integers(len(_OTHERS)))]
         flags = Flags(int(draw.integers(2 * max(Flags))))
@@ -221,6 +222,11 @@ def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list
             slot = int(draw.integers(3))
         if op is Op.PROBE:
             slot = 3 + int(draw.integers(3))
+            # So is one that is added to.
+            flags &= ~Flags.ADDS if slot in written else ~Flags.NONE
+            written.add(slot)
+        flags &= ~Flags.ADDS if op not in (Op.GATE, Op.PROBE) else ~Flags.NONE
+        flags &= ~Flags.UNITS if op is not Op.PROBE else ~Flags.NONE
         shrink = 0.3 / math.sqrt(width)
         a, b, c, d = {
             Op.ADD: (normal(), 0, 0, 0),
@@ -234,6 +240,7 @@ def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list
             Op.RAISE: (draw.random(), abs(normal()), 0, 0),
             Op.GATE: (normal(), normal(), normal() * float(draw.choice([1, 1e30])), 0),
             Op.PROBE: (normal(), 0, 0, 0),
+            Op.UNIT: (normal(), normal(), int(draw.integers(4)), 0),
         }[op]
         listed = draw.integers(3) == 0
         ids = tuple(sorted({int(each) for each in draw.integers(0, VOCABULARY, 4)}))
@@ -352,6 +359,7 @@ class _Run:
         self.base = entered
         self.delta = torch.zeros_like(entered)
         self.gate = 1.0
+        self.units = 0.0
         self.done = 0
         self.spoiled = False
 
@@ -373,13 +381,20 @@ class _Run:
         chosen = bank[mask - 1] != 0 if mask else torch.ones_like(self.base) != 0
         seen = torch.where(chosen, self.base, 0.0)
         x = float(seen.double() @ bank[read].double()) if op in _READERS else 0.0
+        if op == Op.UNIT:
+            self.units += b * _ACTIVATIONS[int(c)](x + a)
+            return
+        if op == Op.PROBE and Flags.UNITS in flags:
+            x, self.units = self.units, 0.0
+        stored = float(self.case.scores[self.row, slot - 1])
         if op == Op.GATE:
-            self.set_gate(x + a if slot == 0 else float(self.case.scores[self.row, slot - 1]), b, c)
+            read = 0.0 if slot and Flags.ADDS not in flags else x + a
+            self.set_gate(read + stored if slot else read, b, c)
             if Flags.STEP in flags:
                 self.gate = float(self.seen > b)
             return
         if op == Op.PROBE:
-            self.case.scores[self.row, slot - 1] = x + a
+            self.case.scores[self.row, slot - 1] = x + a + (stored if Flags.ADDS in flags else 0.0)
             self.spoiled |= not math.isfinite(self.case.scores[self.row, slot - 1])
             return
         active = x + a if x + a > b else 0.0
@@ -428,7 +443,13 @@ class _Run:
 
 
 _OTHERS = [op for op in Op if op not in (Op.MAP, Op.SCAN, Op.CODE, Op.RECONSTRUCT)]
-_READERS = (Op.CLIP, Op.LINEAR, Op.FEATURE, Op.GATE, Op.PROBE)
+_READERS = (Op.CLIP, Op.LINEAR, Op.FEATURE, Op.GATE, Op.PROBE, Op.UNIT)
+_ACTIVATIONS = (
+    lambda x: max(x, 0.0),
+    lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2))),
+    math.tanh,
+    lambda x: x / (1 + math.exp(-x)) if x > -700 else 0.0,
+)
 
 # Sums over a row are taken in another order: relative to the row's largest value.
 _TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}

@@ -1,5 +1,6 @@
 """Random runs of a worker's session and the engine core's part, without an engine: requests with
-probes that stop them, in chunks, with drafts, with steps that are scheduled ahead, and preempted.
+probes that stop them or switch their edits, in chunks, with drafts, with steps that are scheduled
+ahead, and preempted.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,22 @@ from midstream.ops.layout import Flags, Op
 from midstream.runtime.core.probe_stops import update_from_output
 from midstream.runtime.protocol.acting_probes import acting_probes
 from midstream.runtime.protocol.cache_keys import cache_keys
+from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
 from midstream.runtime.protocol.request_payload import RequestPayload
-from midstream.runtime.vllm.attributes import STEP_SCORES
-from midstream.spec import Instruction, Match, ResolvedPlan, ResolvedProbe, Steps, Stop, Where
+from midstream.runtime.protocol.rpc import ChangePlans, read_request
+from midstream.runtime.protocol.segments import APPLIED_0, UNSEEN
+from midstream.runtime.vllm.attributes import EXECUTOR, STEP_SCORES
+from midstream.spec import (
+    Instruction,
+    Match,
+    ResolvedEdit,
+    ResolvedPlan,
+    ResolvedProbe,
+    Steps,
+    Stop,
+    Switch,
+    Where,
+)
 from midstream.spec.resolve.wire import to_bytes
 from support.conditions import first_met
 from support.fake_steps import TAPS, WIDTH, FakeEngine, applies, view_of
@@ -45,6 +59,9 @@ class Asked:
         computed: its tokens before the next step.
         shown: the tokens that left in outputs.
         reason: the stop reason of its last output.
+        reached: number of its positions that steps were scheduled with.
+        begun: first position of the last step that arrived.
+        changes: each change of its plan.
     """
 
     request_id: str
@@ -57,15 +74,41 @@ class Asked:
     reason: str | None = None
     status: str = ""
     client_index: int = 0
+    reached: int = 0
+    begun: int = 0
+    changes: list[PlanChange] = field(default_factory=list)
+    num_preemptions: int = 0
+    block_hashes: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        switches = [one for one in self.plan.probes if isinstance(one.act, Switch)]
+        versions = {one.name: self._version(nth) for nth, one in enumerate(switches, 1)}
         self.all_token_ids = list(self.prompt)
         self.tokens = list(self.prompt)
         payload = RequestPayload(
             self.request_id, to_bytes(self.plan), cache_keys(self.plan),
-            acts=acting_probes(self.plan),
+            acts=acting_probes(self.plan, versions),
         )  # fmt: skip
         self.sampling_params = SimpleNamespace(extra_args={"midstream": payload})
+
+    def _version(self, number: int) -> PlanVersion:
+        """The plan with so many edits of each token, which add nothing and are counted."""
+        zeros = Vector.parse([0.0] * WIDTH)
+        step = Instruction(Op.ADD, write=(zeros,), a=1.0, flags=Flags.COUNTED)
+        edit = ResolvedEdit(*TAP, Steps((step,) * number), Where(((0, None),)))
+        plan = replace(self.plan, edits=(edit,))
+        return PlanVersion(number, to_bytes(plan), cache_keys(plan))
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.computed
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        return len(self.tokens) - self.num_tokens
+
+    def update_block_hashes(self) -> None:
+        return None
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +134,7 @@ class Step:
     """A step in flight: of each request the number of its tokens, and what was sampled."""
 
     scheduled: dict[str, int]
+    starts: dict[str, int]
     sampled: dict[str, list[int]]
     output: Any
     dropped: set[str] = field(default_factory=set)
@@ -108,8 +152,22 @@ class StoppingRun:
         self.every = dict(self.requests)
         self.flight: deque[Step] = deque()
         self.waits: set[str] = set()  # preempted, until all of their steps have arrived
+        self.hash_block_size = 4
+        EXECUTOR.set(self, self)
         for one in self.every.values():
             self._enter(one)
+
+    def collective_rpc(self, _method: object, args: Any, non_block: bool) -> None:
+        """The executor: workers learn of other versions."""
+        message = read_request(args[0])
+        assert isinstance(message, ChangePlans)
+        assert non_block
+        for change in message.changes:
+            one = self.every[change.request_id]
+            assert change.position >= one.reached
+            assert change.position == one.reached or one.num_preemptions
+            one.changes.append(change)
+            self.engine.session.requests.change(change)
 
     def _enter(self, one: Asked) -> None:
         plan = one.sampling_params.extra_args["midstream"].plan
@@ -128,11 +186,12 @@ class StoppingRun:
                 Where(((1, 3), (size + 1, size + 9))),
                 Where(((0, 1),), (Match(((size, None),), (1, 4), draw.random() < 0.5),)),
             ])  # fmt: skip
-            act = Stop(
+            fields: dict[str, Any] = dict(
                 **{draw.choice(["above", "below"]): draw.randint(-10, 10) / 4 + 1 / 1024},
                 for_=draw.choice([1, 1, 2, 3]),
                 pool=draw.choice(["none", "none", "max", "mean:3", "ema:0.5"]),
             )
+            act = Switch([], **fields) if draw.random() < 0.5 else Stop(**fields)
             probes.append(ResolvedProbe(f"p{slot}", *TAP, steps, where, act=act))
         prompt = draw.choices(range(WORDS), k=size)
         return Asked(name, prompt, ResolvedPlan(size, (), (), tuple(probes)), draw.randint(1, 16))
@@ -193,9 +252,12 @@ class StoppingRun:
             for step in mine:
                 step.dropped.add(name)
             one.tokens = list(one.all_token_ids)
+            if mine:
+                one.reached = min(one.reached, one.num_tokens - 1)
         elif mine:
             self.waits.add(name)
         one.computed = 0
+        one.num_preemptions += 1
         if self.draw.random() < 0.5:
             self._enter(one)  # V2 announces a resumed request as a new one
 
@@ -224,6 +286,7 @@ class StoppingRun:
                 sampled[name] = [*drafts[:accepted], self.draw.randrange(WORDS)]
                 one.tokens += sampled[name]
                 one.computed += accepted
+            one.reached = max(one.reached, one.computed)
         if scheduled:
             output = SimpleNamespace(
                 sampled_token_ids=list(sampled.values()),
@@ -231,7 +294,8 @@ class StoppingRun:
                 prompt_logprobs_dict={},
             )
             self._compute(scheduled, computed, rows, output)
-            self.flight.append(Step(scheduled, sampled, output))
+            starts = dict(zip(scheduled, computed, strict=True))
+            self.flight.append(Step(scheduled, starts, sampled, output))
 
     def _compute(
         self, scheduled: dict[str, int], computed: list[int], rows: Any, output: Any
@@ -262,6 +326,8 @@ class StoppingRun:
             STEP_SCORES.set(step.output, pickle.loads(pickle.dumps(scores)))
         sampled = [list(one) for one in step.output.sampled_token_ids]
         before = step.output.sampled_token_ids
+        for name in step.starts.keys() & self.requests.keys() - step.dropped:
+            self.every[name].begun = step.starts[name]
         found = update_from_output(self._take, self, step, step.output)
         assert before == sampled, "the runner's own lists were changed"
         for outputs in found.values():
@@ -278,15 +344,21 @@ class StoppingRun:
 
     # -- what must be so -------------------------------------------------------------------------
 
-    def check(self) -> int:
-        """Check each request's end against the definition of its conditions, on the tokens that
-        were shown; return how many a probe ended.
+    def check(self) -> tuple[int, int]:
+        """Check each request's end, and the versions of its plan, against the definition of its
+        conditions, on the tokens that were shown; return how many a probe ended, and how many
+        switches there were.
         """
         ended = 0
         for one in self.every.values():
             tokens = [*one.prompt, *one.shown]
-            met = [self._met(probe, tokens) for probe in one.plan.probes]
-            first = min((place for place in met if place is not None), default=None)
+            self._check_versions(one, tokens)
+            met = {
+                probe.name: place
+                for probe in one.plan.probes
+                if isinstance(probe.act, Stop) and (place := self._met(probe, tokens)) is not None
+            }
+            first = min(met.values(), default=None)
             if one.reason == "length":
                 # The last token was never computed on, or is a draft that was not waited for.
                 assert first is None or first == len(tokens) - 1
@@ -294,9 +366,34 @@ class StoppingRun:
                 continue
             ended += 1
             assert first is not None
-            assert one.reason == f"probe:p{met.index(first)}"
+            assert one.reason == f"probe:{min(met, key=lambda name: (met[name], name))}"
             assert len(one.shown) == max(0, first + 1 - len(one.prompt))
-        return ended
+        return ended, sum(len(one.changes) for one in self.every.values())
+
+    def _check_versions(self, one: Asked, tokens: list[int]) -> None:
+        """A probe switches once, after the token that met its condition, unless that step was the
+        request's last; and each position was computed under the version that held there.
+        """
+        switches = [probe for probe in one.plan.probes if isinstance(probe.act, Switch)]
+        changes = {change.number: change for change in one.changes}
+        assert len(changes) == len(one.changes)
+        for number, probe in enumerate(switches, 1):
+            place, change = self._met(probe, tokens), changes.get(number)
+            if change is not None:
+                assert place is not None
+                assert place < change.position
+            elif place is not None:
+                assert place >= one.begun
+        (state,) = self.engine.take(one.request_id)
+        length = min(len(tokens) - 1, len(state.done))
+        for position in range(length):
+            if state.done[position] == UNSEEN:
+                continue
+            version = 0
+            for change in one.changes:
+                version = change.number if change.position <= position else version
+            probes = sum(contains(probe.where.possible, position) for probe in one.plan.probes)
+            assert state.done[position] == APPLIED_0 + version + probes, (one.request_id, position)
 
     def _met(self, probe: ResolvedProbe, tokens: list[int]) -> int | None:
         places = [place for place, token in enumerate(tokens) if applies(probe.where, place, token)]
@@ -304,3 +401,7 @@ class StoppingRun:
         fields = {"above": probe.act.above, "below": probe.act.below}
         nth = first_met(scores, **fields, for_=probe.act.for_, pool=probe.act.pool)
         return None if nth is None else places[nth]
+
+
+def contains(ranges: Any, position: int) -> bool:
+    return any(start <= position and (stop is None or position < stop) for start, stop in ranges)

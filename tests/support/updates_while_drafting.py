@@ -1,5 +1,6 @@
-"""Tests of updates in an engine that drafts, for `system/test_updates_drafts.py`. They run in a
-process of their own: vLLM's drafter imports numba, with which no second engine starts on a CPU.
+"""Tests of updates and switches in an engine that drafts, for `system/test_updates_drafts.py`. They
+run in a process of their own: vLLM's drafter imports numba, with which no second engine starts on a
+CPU.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from midstream import Gate, Steer
+from midstream import Gate, Probe, Steer, Switch
 from midstream.errors import SpecError
+from support.conditions import first_met
 from support.engines import engine, greedy
 from support.oracle import HookEdit, Oracle
 from support.updating import PROMPT, Stepped, check_replay, everything, held, steer, vector
@@ -95,3 +98,41 @@ def test_with_drafts_a_position_has_the_version_that_held_when_it_was_scheduled(
     counts = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
     drafted = counts["vllm:spec_decode_num_draft_tokens"]
     assert drafted > counts["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_with_drafts_a_probe_switches_after_the_token_that_met_its_condition(
+    drafting: Any, oracle: Oracle
+) -> None:
+    """Scores of drafts count once these are accepted; edits hold where the receipt says."""
+    prompt = [5, 17, 33, 5, 17, 33, 5, 17]
+    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
+    asked = {"edits": [first], "capture": everything()}
+
+    def probe(act: Any = None) -> Probe:
+        return Probe(torch.stack([vector(3), vector(4)]), [0, 1], name="p", act=act,
+                     phase="generated")  # fmt: skip
+
+    run = Stepped(drafting)
+    for nth in range(4):
+        run.add(f"r{nth}", prompt[nth:], greedy(40), probes=probe(), **asked)
+    free = {name: one.probes["p"].tolist() for name, one in run.finish().items()}
+    drafting.reset_prefix_cache()
+    run = Stepped(drafting)
+    wanted = {}
+    for nth, scores in enumerate(free.values()):
+        # Repeated tokens are drafted: what they read is about as high each time.
+        threshold = sorted(scores[:-4])[-8] - 1e-3
+        wanted[nth] = len(prompt) - nth + first_met(scores, above=threshold)
+        act = Switch([second], above=threshold)
+        run.add(f"r{nth}", prompt[nth:], greedy(40), probes=probe(act), **asked)
+    outputs = run.finish()
+    for nth, place in wanted.items():
+        found = outputs[f"r{nth}"].outputs[0]
+        (action,) = found.receipt.actions
+        assert (action.kind, action.position) == ("switch", place)
+        start = held(found.receipt)[1][0]
+        # The step that computed it may have accepted drafts beyond it, three at most.
+        assert place < start <= place + 4
+        check_replay(oracle, prompt[nth:], found, {0: [hook], 1: [later]})
+    counts = {one.name: getattr(one, "value", 0) for one in drafting.get_metrics()}
+    assert counts["vllm:spec_decode_num_accepted_tokens"] > 0

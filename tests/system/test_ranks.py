@@ -27,13 +27,16 @@ from support.adversary import Bench, Totals
 from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import assert_idle_and_clean
+from support.conditions import first_met
 from support.engines import GPU_MEMORY, engine, greedy, tokens
 from support.inner_oracle import INNER, InnerOracle
 from support.nightly import rounds
+from support.oracle import Oracle
 from support.oracle_edits import EVERY_SITE
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
+from support.updating import check_replay, steer, vector
 
-from midstream import Capture, Gate, SamplingParams, SpecError, Steer
+from midstream import Capture, Gate, Probe, SamplingParams, SpecError, Steer, Switch
 from midstream.sites import INNER as INSIDE
 from midstream.spec.operations import KINDS_BY_OP
 
@@ -279,6 +282,35 @@ def test_each_of_several_completions_gets_its_own_shards(model: Model, tensor: A
             assert MEASURE.error(mine.activations[tap], rows) < MEASURE.rows
 
 
+def test_probes_switch_edits_on_both_ranks_before_the_same_step(model: Model, tensor: Any) -> None:
+    """One of several layers and an MLP, against transformers with the edits of each version."""
+    (first, hook), (second, later) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
+    module = torch.nn.Sequential(
+        torch.nn.Linear(tiny.HIDDEN, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)
+    )
+    rows = torch.stack([vector(3), vector(4)])
+    probes = {
+        "layers": Probe(rows, layer=[0, 2], name="layers", phase="generated"),
+        "mlp": Probe.from_torch(module, layer=1, name="mlp", phase="generated"),
+    }
+    prompt = list(model.families[0][30:50])
+    oracle = Oracle(model.path, "model.layers", "post_attention_layernorm")
+    asked = {"edits": [first], "capture": Capture("all"), "use_tqdm": False}
+    for name, probe in probes.items():
+        params = greedy(16, detokenize=False)
+        free = model.single.generate(tokens(prompt), params, probes=probe, **asked)[0]
+        scores = free.probes[name].tolist()
+        place = max(range(3, 12), key=scores.__getitem__)
+        threshold = scores[place] - 1e-2 * abs(scores[place])
+        switch = probe.replace(act=Switch([second], above=threshold))
+        (found,) = tensor.generate(tokens(prompt), params, probes=switch, **asked)[0].outputs
+        (action,) = found.receipt.actions
+        assert action.position == len(prompt) + first_met(scores, above=threshold)
+        assert [one.number for one in found.receipt.versions] == [0, 1]
+        check_replay(oracle, prompt, found, {0: [hook], 1: [later]}, is_greedy=not GPUS)
+        assert_idle_and_clean(tensor)
+
+
 def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> None:
     both = [Capture(0, return_="gathered"), Capture(1, return_="sharded")]
     with pytest.raises(SpecError, match=r"\[1\]\.return: sharded, and that of .* is gathered"):
@@ -336,3 +368,16 @@ def test_ranks_give_what_one_rank_gives(
     with ranks(model.path, **mixed(**{"midstream": settings(), **args})) as llm:
         assert [(w.stage, w.tensor_rank) for w in llm.info.workers] == places
         run_the_mix(model, llm, tmp_path)
+        if places[-1][0]:
+            check_no_score_of_two_stages(llm, model)
+
+
+def check_no_score_of_two_stages(llm: Any, model: Model) -> None:
+    """Layers of one probe, or of one gate, are on one pipeline stage; others are rejected."""
+    rows = torch.stack([vector(nth) for nth in range(tiny.LAYERS)])
+    probe = Probe(rows, layer=range(tiny.LAYERS))
+    with pytest.raises(SpecError, match="layer 0 is on another pipeline stage than the last"):
+        one(llm, model, 0, probes=probe)
+    gate = Gate(Steer(vector(3), tiny.LAYERS - 1), probe)
+    with pytest.raises(SpecError, match="layer 0, which is on another pipeline stage"):
+        one(llm, model, 0, edits=gate)

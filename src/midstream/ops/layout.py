@@ -23,11 +23,16 @@ first `GATE`), a program is a list of instructions, each of which adds f · v to
 | `RECONSTRUCT` | a | s − b · h, s what the last `CODE` made of the token |
 | `GATE` | none: g = σ(c · (x − b)), or x > b with `STEP`; x = ⟨h, read⟩ + a, or a score | |
 | `PROBE` | none: score = ⟨h, read⟩ + a | |
+| `UNIT` | none: u = u + b · act(⟨h, read⟩ + a), act the activation of number c | |
 | `SCAN` | none: a score of all tokens of a request, in order; see below | |
 | `CODE` | none: s = what an SAE makes of h; read is its description | |
 
 An instruction with a mask, a vector of ones and zeros, reads and changes only the components where
 the mask is one: in its row of the table, h and v are zero elsewhere. m is that of all components.
+
+A `UNIT` is a hidden unit of a small MLP: u, which is 0 at first, takes the place of ⟨h, read⟩ in
+the `PROBE` with `UNITS` that follows, and is 0 again. With `ADDS`, what a `PROBE` or `GATE` reads
+is added to the score in its slot, which is of the same token at an earlier site.
 
 A program has at most one `MAP` or `CODE` at a site, and nothing before it changes h. So what it
 computes is of the stream on entry, and kernels of their own do so for all rows before the programs
@@ -145,6 +150,7 @@ class Op(IntEnum):
     PROBE = 12
     SCAN = 13
     CODE = 14
+    UNIT = 15
 
 
 class Flags(IntFlag):
@@ -158,6 +164,8 @@ class Flags(IntFlag):
     ROW_BY_POSITION: the write vector begins the token's position times its length after WRITE.
     STEP: the gate is 0 or 1.
     OTHER_IDS: the instruction applies to tokens whose id is *not* in its list.
+    ADDS: the score in the slot is added to what is read.
+    UNITS: a PROBE reads the sum of the UNITs before it, not the stream.
     """
 
     NONE = 0
@@ -168,6 +176,8 @@ class Flags(IntFlag):
     ROW_BY_POSITION = 16
     STEP = 32
     OTHER_IDS = 64
+    ADDS = 128
+    UNITS = 256
 
 
 # A plain integer: operations on flags take several times as long.
@@ -203,6 +213,10 @@ def kind_of(ops: Sequence[Op], plain: bool) -> int:
     if any(op < Op.GATE for op in ops[:place]):
         raise ValueError(f"an instruction before the {ops[place].name} changes h")
     return WITH_MAP + place if ops[place] is Op.MAP else -1 - place
+
+
+# Activations of UNITs, by number. `gelu` is x · Φ(x), with the error function.
+ACTIVATIONS = ("relu", "gelu", "tanh", "silu")
 
 
 def limit_of(dtype: str) -> float:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from midstream.ops import layout
+from midstream.ops.activations.kernel import activated, sigmoid
 from midstream.ops.layout import Flags, Op
 
 _TOKENS = tl.constexpr(layout.TOKEN_COLUMNS)
@@ -50,6 +51,8 @@ _COUNTED = tl.constexpr(int(Flags.COUNTED))
 _ROW_BY_POSITION = tl.constexpr(int(Flags.ROW_BY_POSITION))
 _STEP = tl.constexpr(int(Flags.STEP))
 _OTHER_IDS = tl.constexpr(int(Flags.OTHER_IDS))
+_ADDS = tl.constexpr(int(Flags.ADDS))
+_UNITS = tl.constexpr(int(Flags.UNITS))
 
 _ADD_MATCHED = tl.constexpr(int(Op.ADD_MATCHED))
 _CLIP = tl.constexpr(int(Op.CLIP))
@@ -63,6 +66,7 @@ _MAP = tl.constexpr(int(Op.MAP))
 _RECONSTRUCT = tl.constexpr(int(Op.RECONSTRUCT))
 _GATE = tl.constexpr(int(Op.GATE))
 _PROBE = tl.constexpr(int(Op.PROBE))
+_UNIT = tl.constexpr(int(Op.UNIT))
 
 _IDS_BLOCK = tl.constexpr(128)
 NEIGHBOURS = tl.constexpr(8)  # values of a row that are in the same thread
@@ -119,10 +123,11 @@ def _masked(values, mask, bank, columns, inside, unit: tl.constexpr):
 
 
 @triton.jit
-def _is_reading(op, slot):
+def _is_reading(op, slot, flags):
     """Return whether an instruction reads ⟨h, read⟩."""
-    gate = (op == _GATE) & (slot == 0)
-    return ((op >= _CLIP) & (op <= _FEATURE)) | gate | (op == _PROBE)
+    gate = (op == _GATE) & ((slot == 0) | ((flags & _ADDS) != 0))
+    probe = (op == _PROBE) & ((flags & _UNITS) == 0)
+    return ((op >= _CLIP) & (op <= _FEATURE)) | gate | probe | (op == _UNIT)
 
 
 @triton.jit
@@ -174,12 +179,6 @@ def _any_beyond(x, limit: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x):
-    small = tl.exp(-tl.abs(x))
-    return tl.div_rn(tl.where(x >= 0.0, 1.0, small), 1.0 + small)
-
-
-@triton.jit
 def _product(at, instructions, numbers, bank, columns, inside, unit: tl.constexpr):
     """Return what a plain addition adds, and 1 if it counts, else 0."""
     word = instructions + at * _INSTRUCTIONS
@@ -221,6 +220,7 @@ def _run(
     delta = tl.zeros([columns.shape[0]], dtype=tl.float32)
     base = _entered(half, rest, inside, has_residual)
     gate = tl.full((), 1.0, tl.float32)
+    units = tl.full((), 0.0, tl.float32)
     done = tl.full((), 0, tl.int32)
     for at in range(start, start + count):
         word = instructions + at * _INSTRUCTIONS
@@ -240,7 +240,7 @@ def _run(
             if ((flags & _FRESH) != 0) & (at != start):
                 base = _entered(half, rest, inside, has_residual) + delta
             x = tl.full((), 0.0, tl.float32)
-            if _is_reading(op, slot):
+            if _is_reading(op, slot, flags):
                 read = tl.load(word + _READ).to(tl.int64) * unit
                 vector = tl.load(bank + read + columns, mask=inside, other=0.0)
                 seen = _masked(base, mask, bank, columns, inside, unit)
@@ -297,17 +297,24 @@ def _run(
                         scaled = (entered + delta) * tl.div_rn(old, new) - entered
                         change = _masked(scaled - delta, mask, bank, columns, inside, unit)
                         delta = tl.where(change == 0.0, delta, scaled)
+            elif op == _UNIT:
+                units += tl.load(param + _B) * activated(x + a, tl.load(param + _C))
             elif op == _GATE:
                 x += a
                 if slot > 0:
-                    x = tl.load(slots + slot - 1)
+                    x = tl.where((flags & _ADDS) != 0, x, 0.0) + tl.load(slots + slot - 1)
                 b = tl.load(param + _B)
                 c = tl.load(param + _C)
-                gate = _sigmoid(c * (x - b))
+                gate = sigmoid(c * (x - b))
                 if (flags & _STEP) != 0:
                     gate = tl.where(x > b, 1.0, 0.0)
             elif (op == _PROBE) & (slot > 0):
+                if (flags & _UNITS) != 0:
+                    x = units
+                    units = tl.full((), 0.0, tl.float32)
                 x += a
+                if (flags & _ADDS) != 0:
+                    x += tl.load(slots + slot - 1)
                 tl.store(slots + slot - 1, x)
                 tl.store(totals + _NONFINITE, 1, mask=is_infinite(x))
             done += ((flags & _COUNTED) != 0).to(tl.int32)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.activations.reference import activated, norm, sigmoid
 from midstream.ops.layout import Flags, Op
 from midstream.ops.row_views import Index, by_unit, index, spaced
 from midstream.ops.sae.reference import SaeBuffers, reconstruct
@@ -30,6 +31,7 @@ _FRESH, _GATED, _KEEP, _COUNTED = (
 _ROW_BY_POSITION, _STEP, _OTHER_IDS = (
     int(each) for each in (Flags.ROW_BY_POSITION, Flags.STEP, Flags.OTHER_IDS)
 )
+_ADDS, _UNITS = int(Flags.ADDS), int(Flags.UNITS)
 _READING = (Op.CLIP, Op.LINEAR, Op.FEATURE)
 _REPLACING = (Op.REPLACE, Op.RAISE, Op.MAP)
 
@@ -243,6 +245,7 @@ class _Work:
         entered: float32 [n, W], the stream on entry; None if no program reads it.
         base: float32 [n, W], h: the stream at the last FRESH.
         gate: float32 [n].
+        units: float32 [n], the sum of UNITs that nothing has read yet.
         done: int32 [n], COUNTED instructions executed.
         spoiled: bool [n], whether a probe's score is not finite; False: none is.
     """
@@ -260,6 +263,7 @@ class _Work:
         self._device, self._rows, self._words = device, rows, words
         self.delta = torch.zeros(rows.size, hidden.shape[1])
         self.gate = torch.ones(rows.size)
+        self.units = torch.zeros(rows.size)
         self.done = np.zeros(rows.size, np.int32)
         self.spoiled: Flagged = False
         self.entered: Tensor | None = None
@@ -324,13 +328,10 @@ class _Work:
         elif op is Op.PROBE:
             stored = words[:, layout.SLOT] > 0
             if stored.any():
-                score = self._read(index(at), words) + a
-                rows = torch.from_numpy(self._rows[at[stored]])
-                slots = torch.from_numpy(words[stored, layout.SLOT].astype(np.int64) - 1)
-                self._device.scores[rows, slots] = score[torch.from_numpy(stored)]
-                infinite = stored & ~np.isfinite(score.numpy())
-                if infinite.any():
-                    self.spoiled = np.isin(np.arange(len(self.delta)), at[infinite]) | self.spoiled
+                self._store(at[stored], words[stored], a[torch.from_numpy(stored)])
+        elif op is Op.UNIT:
+            read = self._read(index(at), words) + a
+            self.units[index(at)] += b * activated(read, c)
         elif op is Op.CODE:
             self._code(at, words)
         elif op is not Op.SCAN:  # whose score is there already
@@ -357,13 +358,33 @@ class _Work:
         """Return ⟨h, read⟩, [n]."""
         return (self._seen(rows, words) * self._device.vectors(words[:, layout.READ])).sum(1)
 
+    def _store(self, at: Rows, words: Ints, a: Tensor) -> None:
+        """Store the scores that PROBEs read of rows `at`."""
+        place = self._places(at, words[:, layout.SLOT])
+        adds = torch.from_numpy((words[:, layout.FLAGS] & _ADDS) != 0)
+        summed = (words[:, layout.FLAGS] & _UNITS) != 0
+        read = torch.where(
+            torch.from_numpy(summed), self.units[index(at)], self._read(index(at), words)
+        )
+        if summed.any():
+            self.units[index(at[summed])] = 0.0
+        score = read + a + torch.where(adds, self._device.scores[place], 0.0)
+        self._device.scores[place] = score
+        infinite = ~np.isfinite(score.numpy())
+        if infinite.any():
+            self.spoiled = np.isin(np.arange(len(self.delta)), at[infinite]) | self.spoiled
+
+    def _places(self, at: Rows, slots: Ints) -> tuple[Tensor, Tensor]:
+        """Return the rows and columns of scores of rows `at` in slots, counted from 1."""
+        return torch.from_numpy(self._rows[at]), torch.from_numpy(slots.astype(np.int64) - 1)
+
     def _factor(
         self, op: Op, rows: Index, words: Ints, params: tuple[Tensor, Tensor, Tensor, Tensor]
     ) -> Tensor:
         """Return the factor f of the table in `layout`, [n], before gating."""
         a, b, c, d = params
         if op is Op.ADD_MATCHED:
-            return a * _norm(self._seen(rows, words))
+            return a * norm(self._seen(rows, words))
         if op is Op.SCALE:
             return a - 1
         if op not in _READING:
@@ -407,9 +428,9 @@ class _Work:
             elif op in _REPLACING:
                 base = self.base[rows]
                 if op is Op.RAISE:
-                    vectors = vectors + self._above(base, which)
+                    vectors = vectors + _above(self._device, base, which)
                 elif op is Op.MAP:
-                    vectors = vectors + self._mapped(base, words[:, layout.READ])
+                    vectors = vectors + _mapped(self._device, base, words[:, layout.READ])
                 vectors = vectors - base
         vectors = self._masked(vectors, words)
         # The product is rounded separately, so that +v and −v cancel exactly.
@@ -419,20 +440,6 @@ class _Work:
         else:
             self.delta[rows] += change
         self._moved = True
-
-    def _above(self, base: Tensor, which: Ints) -> Tensor:
-        """Return what a RAISE makes of components where its vector is 0, [n, 1]."""
-        margin = self._device.params[torch.from_numpy(which.astype(np.int64)), layout.B]
-        largest = base.amax(1)
-        return (largest + margin * largest.abs().clamp_min(1.0))[:, None]
-
-    def _mapped(self, base: Tensor, starts: Ints) -> Tensor:
-        """Return the products of each row with its matrix, [n, W]."""
-        found = torch.empty_like(base)
-        for start in np.unique(starts):
-            mine = torch.from_numpy(starts == start)
-            found[mine] = base[mine] @ self._device.matrix(int(start)).T
-        return found
 
     def _code(self, at: Rows, words: Ints) -> None:
         """Store what the SAEs make of rows `at`."""
@@ -453,8 +460,8 @@ class _Work:
         assert self.entered is not None, "a program with KEEP is not plain"
         rows = index(at)
         stream = self.entered[rows] + self.delta[rows]
-        wanted, norm = _norm(self._seen(rows, words)), _norm(self._masked(stream, words))
-        ratio = torch.where((norm == 0) | (norm == wanted), 1.0, wanted / norm)
+        wanted, found = norm(self._seen(rows, words)), norm(self._masked(stream, words))
+        ratio = torch.where((found == 0) | (found == wanted), 1.0, wanted / found)
         # Not an addition to delta: where delta is large, its last digit may be larger than h.
         change = stream * ratio[:, None] - self.entered[rows]
         kept = (ratio[:, None] == 1) | (self._masked(torch.ones_like(stream), words) == 0)
@@ -463,25 +470,29 @@ class _Work:
     def _set_gates(self, at: Rows, words: Ints, a: Tensor, b: Tensor, c: Tensor) -> None:
         slots = words[:, layout.SLOT]
         scored = slots > 0
-        x = torch.empty(at.size)
-        if not scored.all():
-            rows = index(at[~scored])
-            mine = torch.from_numpy(~scored)
-            x[mine] = self._read(rows, words[~scored]) + a[mine]
+        reads = ~scored | ((words[:, layout.FLAGS] & _ADDS) != 0)
+        x = torch.zeros(at.size)
+        if reads.any():
+            mine = torch.from_numpy(reads)
+            x[mine] = self._read(index(at[reads]), words[reads]) + a[mine]
         if scored.any():
-            rows = torch.from_numpy(self._rows[at[scored]])
-            columns = torch.from_numpy(slots[scored].astype(np.int64) - 1)
-            x[torch.from_numpy(scored)] = self._device.scores[rows, columns]
+            place = self._places(at[scored], slots[scored])
+            x[torch.from_numpy(scored)] += self._device.scores[place]
         step = torch.from_numpy((words[:, layout.FLAGS] & _STEP) != 0)
-        self.gate[index(at)] = torch.where(step, (x > b).float(), _sigmoid(c * (x - b)))
+        self.gate[index(at)] = torch.where(step, (x > b).float(), sigmoid(c * (x - b)))
 
 
-def _norm(vectors: Tensor) -> Tensor:
-    """Return ‖v‖ of each row, [n]; bit-identical for equal rows of one batch."""
-    return (vectors * vectors).sum(1).sqrt()
+def _above(device: _Device, base: Tensor, which: Ints) -> Tensor:
+    """Return what a RAISE makes of components where its vector is 0, [n, 1]."""
+    margin = device.params[torch.from_numpy(which.astype(np.int64)), layout.B]
+    largest = base.amax(1)
+    return (largest + margin * largest.abs().clamp_min(1.0))[:, None]
 
 
-def _sigmoid(x: Tensor) -> Tensor:
-    """Return σ(x) without overflow; exactly 0 or 1 for large |x|."""
-    small = torch.exp(-x.abs())
-    return torch.where(x >= 0, 1.0, small) / (1.0 + small)
+def _mapped(device: _Device, base: Tensor, starts: Ints) -> Tensor:
+    """Return the products of each row with its matrix, [n, W]."""
+    found = torch.empty_like(base)
+    for start in np.unique(starts):
+        mine = torch.from_numpy(starts == start)
+        found[mine] = base[mine] @ device.matrix(int(start)).T
+    return found

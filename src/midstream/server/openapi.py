@@ -98,6 +98,7 @@ def _request_schema() -> dict[str, Any]:
             "probes": one_or_more(
                 "Probes: one score per token.",
                 direction={},
+                mlp={},
                 attention={},
                 layer={},
                 head={},

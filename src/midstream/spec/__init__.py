@@ -14,6 +14,7 @@ from midstream.spec.features import Features
 from midstream.spec.instructions import Instruction
 from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
+from midstream.spec.mlp import MLP
 from midstream.spec.named_vector import Named
 from midstream.spec.operations import (
     Ablate,
@@ -69,6 +70,7 @@ __all__ = [
     "LoReFT",
     "Local",
     "Logits",
+    "MLP",
     "Mass",
     "Match",
     "ModelShape",

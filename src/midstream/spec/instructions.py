@@ -28,7 +28,7 @@ class Instruction:
         a, b, c, d: parameters, float32.
         flags: modifiers.
         slot: column of the scores that a PROBE or SCAN writes or a GATE reads; None: none. A GATE
-            without a slot reads the stream.
+            without a slot reads the stream, one with `Flags.ADDS` both.
         first: position of the first write vector, if there are several.
         mask: ones and zeros: the components that the instruction reads and changes; None: all.
         hold: of a SCAN: number of tokens for which it stays open.
@@ -51,7 +51,7 @@ class Instruction:
     def reads(self) -> bool:
         """Whether the instruction reads the stream's vector, rather than only adds to it."""
         if self.op is Op.GATE:
-            return self.slot is None
+            return self.read is not None
         return self.op is not Op.ADD or bool(int(self.flags) & _KEEP)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
@@ -38,8 +39,8 @@ def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
     """
     import numpy as np
 
-    *scalers, last = _steps(classifier)
-    name = _name_of(last)
+    *scalers, last = steps_of(classifier)
+    name = name_of(last)
     if name not in CLASSIFIERS:
         raise SpecError(
             "",
@@ -59,23 +60,38 @@ def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
         )
     vector: NDArray[np.float64] = weights[0]
     bias = float(np.asarray(found.intercept_, np.float64).reshape(-1)[0])
+    rows, biases = unscaled(scalers, vector[None], np.array([bias]))
+    return rows[0], float(biases[0])
+
+
+def unscaled(
+    scalers: Sequence[Any], rows: NDArray[np.float64], biases: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return weights [n, width] and biases [n] for vectors that are not scaled, from those for
+    scaled ones.
+
+    Raises:
+        SpecError: a scaler is not fitted.
+    """
+    import numpy as np
+
     for scaler in reversed(scalers):
         if not hasattr(scaler, "n_features_in_"):
             raise SpecError("", f"`{_SCALER}` is not fitted; call fit first")
         if scaler.with_std:
-            vector = vector / np.asarray(scaler.scale_, np.float64)
+            rows = rows / np.asarray(scaler.scale_, np.float64)
         if scaler.with_mean:
-            bias -= float(vector @ np.asarray(scaler.mean_, np.float64))
-    return vector, bias
+            biases = biases - rows @ np.asarray(scaler.mean_, np.float64)
+    return rows, biases
 
 
-def _steps(classifier: Any) -> list[Any]:
+def steps_of(classifier: Any) -> list[Any]:
     """Return the steps of a pipeline, or the classifier alone."""
-    if _name_of(classifier) != _PIPELINE:
+    if name_of(classifier) != _PIPELINE:
         return [classifier]
     steps = [step for _, step in classifier.steps if step not in (None, "passthrough")]
     for step in steps[:-1]:
-        if _name_of(step) != _SCALER:
+        if name_of(step) != _SCALER:
             raise SpecError(
                 "", f"a `Pipeline` may have `{_SCALER}` before its classifier, got {kind(step)}"
             )
@@ -84,7 +100,7 @@ def _steps(classifier: Any) -> list[Any]:
     return steps
 
 
-def _name_of(value: object) -> str:
+def name_of(value: object) -> str:
     """Return the name of scikit-learn's class; "" of any other, subclasses included."""
     found = type(value)
     return found.__name__ if found.__module__.partition(".")[0] == "sklearn" else ""

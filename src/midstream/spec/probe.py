@@ -1,11 +1,11 @@
-"""`Probe`: a score of selected tokens: linear at one tap, or of their attention in one layer."""
+"""`Probe`: a score of selected tokens: of their vectors, or of their attention in one layer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
@@ -19,17 +19,26 @@ from midstream.spec.forms import (
     NumberLike,
     PhaseLike,
     PositionsLike,
+    RowsOrNames,
     SitesLike,
-    VectorOrName,
 )
 from midstream.spec.instructions import Instruction
 from midstream.spec.linear_classifier import read_linear
+from midstream.spec.matrix import is_matrix
+from midstream.spec.mlp import MLP
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.named_vector import Named, read_direction
-from midstream.spec.operation import Operation, by_value, read_scalar
+from midstream.spec.operation import Operation, by_value, read_scalar, rows_by_value
 from midstream.spec.positions.positions import Positions
+from midstream.spec.row_per_layer import check_per_layer, is_by_layer, read_per_layer
+from midstream.spec.selection import Layers
+from midstream.spec.trained_mlp import is_network, read_module, read_network
 from midstream.spec.vector import Vector
-from midstream.validation import at, kind, show
+from midstream.validation import at, kind, listed, show
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
@@ -39,7 +48,10 @@ class Probe(Operation):
     """A probe of the selected tokens: one score for each, linear or of their attention.
 
     With `direction`, score = ⟨h, direction⟩ + bias at one tap, where h includes all edits at that
-    tap. Alain and Bengio 2016 (linear probes, arXiv:1610.01644).
+    tap. Alain and Bengio 2016 (linear probes, arXiv:1610.01644). With one direction per layer, the
+    score is the sum over layers, plus the bias once: a linear probe of the layers' joined vectors.
+
+    With `mlp`, the score is the output of a network with one hidden layer, plus the bias.
 
     With `attention`, the score is the mean over `heads` of what the token's query attends to in one
     layer: `Mass(positions)`, the sum of the weights of the keys at these positions, or `Entropy()`,
@@ -50,25 +62,28 @@ class Probe(Operation):
     meet a condition.
 
     Attributes:
-        direction: a vector of the model's hidden size, or a name; None: see `attention`.
+        direction: a vector of the model's hidden size, or a name; with several layers a tuple of
+            one vector per layer; None: see `mlp` and `attention`.
         bias: in units of the score.
         name: key of the scores in the output; 1 to 64 of the characters A–Z a–z 0–9 _ . : -
-        attention: what is read of the attention weights; None: see `direction`.
+        attention: what is read of the attention weights; None: see `direction` and `mlp`.
+        mlp: the network; None: see `direction` and `attention`.
         act: what is done when the scores meet a condition; None: they are returned only.
-        layers: one.
+        layers: one; with `direction` maybe several.
         sites: one; not read with `attention`.
     """
 
-    direction: Vector | Named | None
+    direction: Vector | Named | tuple[Vector, ...] | None
     bias: float
     name: str
     attention: Mass | Entropy | None
+    mlp: MLP | None
     act: Act | None
 
     @accept_spellings
     def __init__(
         self,
-        direction: VectorOrName | None = None,
+        direction: RowsOrNames | None = None,
         layer: LayersLike | None = None,
         bias: NumberLike = 0.0,
         site: SitesLike | None = None,
@@ -79,13 +94,17 @@ class Probe(Operation):
         head: IndicesLike | Literal["all"] | None = None,
         *,
         attention: Mass | Entropy | Mapping[str, Any] | str | None = None,
+        mlp: MLP | Mapping[str, Any] | None = None,
         act: Act | Mapping[str, Any] | None = None,
     ) -> None:
         """Create a probe; each field accepts any of its forms.
 
         Args:
-            direction: any form of Vector.parse, or a name. Either this or `attention` is given.
-            layer: an int; may be omitted for the name of a vector registered for one tap.
+            direction: any form of Vector.parse, or a name; for several layers a matrix with one row
+                per layer, `{layer: vector}`, or a name that is registered for all of them. One of
+                this, `mlp` and `attention` is given.
+            layer: an int, or a list; may be omitted for the name of a vector registered for one
+                tap.
             bias: a number.
             site: a site's name or alias; default "resid_post".
             name: None: "probe".
@@ -96,19 +115,28 @@ class Probe(Operation):
                 direction then has the size of a head. With `attention` the query heads, one or
                 more; None or "all": all of the layer.
             attention: `Mass(positions)`, `Entropy()`, or the JSON form of one.
+            mlp: `MLP(…)`, or its dict; it reads one layer.
             act: `Stop(…)`, `Switch(…)`, `Flag(…)`, or the JSON form of one. The positions are then
                 known before the request ends: not "last".
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        if (direction is None) == (attention is None):
-            problem = "missing: give a direction, or `attention`"
-            if direction is not None:
-                problem = "a probe reads a direction or attention; use one probe for each"
-            raise SpecError("direction" if direction is None else "attention", problem)
-        with at("direction"):
-            self._set(direction=None if direction is None else read_direction(direction))
+        forms = {"direction": direction, "mlp": mlp, "attention": attention}
+        given = [word for word, value in forms.items() if value is not None]
+        if len(given) != 1:
+            problem = "missing: give a direction, `mlp` or `attention`"
+            if given:
+                problem = f"a probe has one of {listed(forms)}; use one probe for each"
+            raise SpecError(given[-1] if given else "direction", problem)
+        if direction is not None and (is_by_layer(direction) or is_matrix(direction)):
+            found, layer = read_per_layer("direction", direction, layer)
+            self._set(direction=found)
+        else:
+            with at("direction"):
+                self._set(direction=None if direction is None else read_direction(direction))
+        with at("mlp"):
+            self._set(mlp=None if mlp is None else MLP.parse(mlp))
         with at("attention"):
             self._set(attention=None if attention is None else _read_attention(attention))
         with at("bias"):
@@ -126,13 +154,7 @@ class Probe(Operation):
             self._set(left=("site",))
         elif len(self.heads) > 1:
             raise SpecError("head", "a probe reads one head; use one probe per head")
-        layers = self.layers.indices
-        several = layers == "all" or len(layers) > 1
-        if several and "layer" not in self.left and self.sites.in_layers:
-            shown = '"all"' if layers == "all" else f"{len(layers)} layers"
-            raise SpecError(
-                "layer", f"a probe reads one layer, got {shown}; use one probe per layer"
-            )
+        _check_layers(self)
         if self.act is not None and "last" in self.positions.include:
             raise SpecError(
                 self.positions.path(self.positions.include.index("last")),
@@ -154,20 +176,54 @@ class Probe(Operation):
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
     ) -> Probe:
-        """Return the probe whose scores are the `decision_function` of a linear classifier.
+        """Return the probe whose scores are the `decision_function` of a classifier.
+
+        Of an `MLPClassifier`, which has none, they are the log odds of its second class.
 
         Args:
             classifier: a fitted binary `LogisticRegression`, `LinearDiscriminantAnalysis`,
-                `RidgeClassifier` or `LinearSVC`, or the CV form of the first and third; or a
-                `Pipeline` of `StandardScaler` and one of them. Weights are rounded to float32.
-            layer, site, name, positions, phase, exclude: see the constructor.
+                `RidgeClassifier` or `LinearSVC`, or the CV form of the first and third; an
+                `MLPClassifier` of one hidden layer; or a `Pipeline` of `StandardScaler` and one of
+                them. Weights are rounded to float32.
+            layer: several if it was fitted on the joined vectors of these layers, in this order.
+            site, name, positions, phase, exclude: see the constructor.
 
         Raises:
             SpecError: another classifier, one that is not fitted, or one of more than two classes.
         """
+        place: dict[str, Any] = {"layer": layer, "site": site, "name": name}
+        where: dict[str, Any] = {"positions": positions, "phase": phase, "exclude": exclude}
         with at("classifier"):
+            if is_network(classifier):
+                mlp, bias = read_network(classifier)
+                return Probe(mlp=mlp, bias=bias, **place, **where)
             weights, bias = read_linear(classifier)
-        return Probe(weights, layer, bias, site, name, positions, phase, exclude)
+            rows = _per_layer(weights, layer)
+        return Probe(rows, bias=bias, **place, **where)
+
+    @staticmethod
+    def from_torch(
+        module: object,
+        layer: LayersLike | None = None,
+        site: SitesLike | None = None,
+        name: str | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+    ) -> Probe:
+        """Return the probe whose scores are the output of a torch module of one output.
+
+        Args:
+            module: an `nn.Sequential` of a `Linear`, a `ReLU`, `GELU`, `Tanh` or `SiLU`, and a
+                `Linear` with one output; `Dropout` is skipped. Weights are rounded to float32.
+            layer, site, name, positions, phase, exclude: see the constructor.
+
+        Raises:
+            SpecError: another module, or one of more than one output.
+        """
+        with at("module"):
+            mlp, bias = read_module(module)
+        return Probe(None, layer, bias, site, name, positions, phase, exclude, mlp=mlp)
 
     def _check_alone(self, site: SitesLike | None) -> None:
         """Check that a probe of attention has nothing that only a direction has."""
@@ -180,6 +236,8 @@ class Probe(Operation):
         found: dict[str, Any] = {"direction": self.direction, "bias": self.bias}
         if self.attention is not None:
             found = {"attention": self.attention}
+        elif self.mlp is not None:
+            found = {"mlp": self.mlp, "bias": self.bias}
         found["name"] = self.name
         return found if self.act is None else {**found, "act": self.act}
 
@@ -202,11 +260,7 @@ class Probe(Operation):
         # super() without arguments fails here: `slots=True` replaces the class.
         found = Operation.bind(self, lookup, num_layers)
         if len(found) > 1:
-            raise SpecError(
-                "layer",
-                f"`{self.names()[0]}` is registered for {len(found)} taps, but a probe reads one "
-                "tap; give `layer` and `site`",
-            )
+            found = (_joined(self, found),)
         if isinstance(self.act, Switch) and not self.act.is_bound:
             with at("act.switch"):
                 act = self.act.bind(lookup, num_layers)
@@ -219,17 +273,69 @@ class Probe(Operation):
         return is_act_bound and not self.names()
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        assert self.direction is not None, "attention is not read by instructions"
-        with at("direction"):
-            direction = by_value(self.direction, width)
-        return (
-            Instruction(
-                Op.PROBE,
-                read=direction,
-                a=float32(self.bias),
-                flags=Flags.FRESH | Flags.COUNTED,
-            ),
+        assert self.attention is None, "attention is not read by instructions"
+        flags, bias = Flags.FRESH | Flags.COUNTED, float32(self.bias)
+        if self.mlp is not None:
+            with at("mlp"):
+                units = self.mlp.units(width)
+            return *units, Instruction(Op.PROBE, a=bias, flags=Flags.UNITS | Flags.COUNTED)
+        assert self.direction is not None
+        if not isinstance(self.direction, tuple):
+            with at("direction"):
+                row = by_value(self.direction, width)
+            return (Instruction(Op.PROBE, row, a=bias, flags=flags),)
+        # One for each layer, in the order that is given. The first has the bias.
+        rows = rows_by_value("direction", self.direction, width)
+        return tuple(
+            Instruction(Op.PROBE, read=row, a=0.0 if nth else bias, flags=flags)
+            for nth, row in enumerate(rows)
         )
+
+
+def _check_layers(probe: Probe) -> None:
+    """Check that there is one layer, or one direction for each."""
+    if isinstance(probe.direction, tuple):
+        check_per_layer("direction", len(probe.direction), probe.layers)
+        return
+    layers = probe.layers.indices
+    several = layers == "all" or len(layers) > 1
+    if not several or "layer" in probe.left or not probe.sites.in_layers:
+        return
+    if probe.direction is None:
+        what = "a probe of attention" if probe.mlp is None else "an MLP"
+        shown = '"all"' if layers == "all" else f"{len(layers)} layers"
+        raise SpecError("layer", f"{what} reads one layer, got {shown}; use one probe for each")
+    if layers == "all":
+        raise SpecError("layer", 'expected layers, got "all"; list those that the probe reads')
+    if isinstance(probe.direction, Vector):
+        raise SpecError(
+            "direction",
+            f"expected one row per layer, [{len(layers)}, width], got one vector; the score is "
+            "the sum over layers",
+        )
+
+
+def _joined(probe: Probe, found: tuple[Probe, ...]) -> Probe:
+    """Return the probe of several layers with the vectors of a name at these."""
+    sites = {one.sites for one in found}
+    if "layer" in probe.left or len(sites) > 1:
+        raise SpecError(
+            "layer",
+            f"`{probe.names()[0]}` is registered for {len(found)} taps, of which a probe reads "
+            "one, or those of one site in the layers that it lists; give `layer` and `site`",
+        )
+    rows = tuple(one.direction for one in found)
+    layers = [one.layers.indices[0] for one in found]
+    return probe.replace(direction=rows, layer=layers, site=found[0].sites)
+
+
+def _per_layer(weights: NDArray[np.float64], layer: LayersLike | None) -> NDArray[np.float64]:
+    """Return [layers, width] weights of joined vectors; [width] for one layer."""
+    layers = Layers("all") if layer is None else Layers.parse(layer)
+    count = 1 if layers.indices == "all" else len(layers.indices)
+    if weights.size % count:
+        raise SpecError("", f"it has {weights.size} weights, which {count} layers cannot share")
+    return weights if count == 1 else weights.reshape(count, -1)
 
 
 def _read_attention(value: object) -> Mass | Entropy:

@@ -343,7 +343,8 @@ def _nbytes(edit: Edit) -> int:
     """Return the size of the vectors that an edit holds, in bytes."""
     if isinstance(edit, Gate):
         direction = edit.probe.direction
-        return _nbytes(edit.edit) + (4 * direction.size if isinstance(direction, Vector) else 0)
+        read = direction if isinstance(direction, tuple) else (direction,)
+        return _nbytes(edit.edit) + sum(4 * row.size for row in read if isinstance(row, Vector))
     values = edit.own().values()
     rows = [row for value in values for row in (value if isinstance(value, tuple) else (value,))]
     return sum(4 * row.size for row in rows if isinstance(row, Vector))

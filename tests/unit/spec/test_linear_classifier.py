@@ -11,6 +11,7 @@ from sklearn.linear_model import (
     RidgeClassifierCV,
     SGDClassifier,
 )
+from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import MinMaxScaler, StandardScaler
 from sklearn.svm import SVC, LinearSVC
@@ -63,3 +64,54 @@ def test_what_is_no_fitted_binary_linear_classifier_is_rejected() -> None:
     ):
         with pytest.raises(SpecError, match=match):
             Probe.from_sklearn(classifier, 3)
+
+
+def test_a_classifier_of_joined_layers_has_one_row_for_each() -> None:
+    joined = np.hstack([ROWS, ROWS[::-1] * 2])
+    classifier = make_pipeline(StandardScaler(), LogisticRegression()).fit(joined, LABELS)
+    probe = Probe.from_sklearn(classifier, layer=[7, 2])
+    rows = np.stack([row.numpy() for row in probe.direction]).astype("f8")
+    scores = joined[:, :5] @ rows[0] + joined[:, 5:] @ rows[1] + probe.bias
+    np.testing.assert_allclose(scores, classifier.decision_function(joined), atol=1e-5)
+    with pytest.raises(SpecError, match="classifier: it has 10 weights, which 3 layers cannot"):
+        Probe.from_sklearn(classifier, layer=[1, 2, 3])
+
+
+@pytest.mark.filterwarnings("ignore:Stochastic Optimizer")
+def test_a_network_that_is_no_small_binary_one_is_rejected() -> None:
+    three = np.arange(60) % 3
+    cases = [
+        (MLPClassifier((4,)), "`MLPClassifier` is not fitted"),
+        (MLPClassifier((4, 4), max_iter=2).fit(ROWS, LABELS), "expected one hidden layer, got 2"),
+        (MLPClassifier((4,), max_iter=2).fit(ROWS, three), "expected two classes, got 3"),
+        (
+            MLPClassifier((4,), "logistic", max_iter=2).fit(ROWS, LABELS),
+            "expected activation .*'logistic'",
+        ),
+    ]
+    for classifier, problem in cases:
+        with pytest.raises(SpecError, match="classifier: " + problem):
+            Probe.from_sklearn(classifier, layer=1)
+
+
+def test_a_module_that_is_no_small_network_is_rejected() -> None:
+    from torch import nn
+
+    class Own(nn.Sequential):
+        pass
+
+    cases = [
+        (nn.Linear(4, 1), "got `Linear`"),
+        (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), "got `Sequential` of"),
+        (nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 1)), "'Sigmoid'"),
+        (nn.Sequential(nn.Linear(4, 3), nn.GELU("tanh"), nn.Linear(3, 1)), "by tanh"),
+        (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), "one output, got 2"),
+        (Own(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), "got `Own`"),
+    ]
+    for module, problem in cases:
+        with pytest.raises(SpecError, match=f"module: .*{problem}"):
+            Probe.from_torch(module, layer=1)
+    bare = nn.Sequential(
+        nn.Linear(4, 3, bias=False), nn.SiLU(), nn.Dropout(), nn.Linear(3, 1, bias=False)
+    )
+    assert Probe.from_torch(bare, layer=1).bias == 0.0

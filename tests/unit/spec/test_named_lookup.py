@@ -180,7 +180,7 @@ def test_a_probe_by_name_is_at_the_one_tap_of_the_name():
         (Gate(Steer(V3, "all"), "low"), "probe.layer", "missing: `low` is registered for several"),
         (Gate(Steer(V3, 4), Reading("sad", layer=3)), "probe.layer", "for resid_post at layer 3"),
         (Gate(Steer(V3, 4), "nobody"), "probe.direction", "no vector is registered"),
-        (Probe("happy"), "layer", "`happy` is registered for 3 taps, but a probe reads one"),
+        (Probe("happy"), "layer", "`happy` is registered for 3 taps, of which"),
         (Probe("happy", 5), "layer", "`happy` is registered for 2 taps"),
     ],
 )

@@ -124,7 +124,7 @@ def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
     for one in plan.functions:
         parts.append((one.where.ranges, [one.site, one.layer, one.key]))
     for probe in plan.probes:
-        if not probe.name:
+        if not probe.name and not probe.part_of:
             # What gates read is part of what they do.
             parts.append((probe.where.possible, [probe.site, probe.layer, probe.steps.digest]))
     return parts

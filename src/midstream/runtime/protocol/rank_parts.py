@@ -47,8 +47,16 @@ def check_parts(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> None:
                 )
     for probe in plan.probes:
         # Parts of scores that are returned are added up in the front end.
-        if probe.attention is None and probe.tap in parts and not probe.name:
+        if probe.attention is not None or probe.tap not in parts:
+            continue
+        if not probe.name and not probe.part_of:
             raise _needs_all(probe.site, "a gate that reads it").under("edits")
+        if any(step.op is Op.UNIT for step in probe.steps.instructions):
+            raise SpecError(
+                f"probes[{probe.source}].mlp" if probe.source >= 0 else f"steering[{probe.source}]",
+                f"{probe.site} is split over {parts[probe.tap]} ranks, and a hidden unit needs all "
+                "of it; read a site of the residual stream, or use tensor_parallel_size=1",
+            )
     for one in plan.functions:
         if (one.site, one.layer) in parts:
             raise _needs_all(one.site, "a function").under(f"edits[{one.source}]")
@@ -75,7 +83,9 @@ def _needs_all(site: str, what: str) -> SpecError:
 
 def _is_local(step: Instruction, parts: int) -> bool:
     """Return whether each rank can run an instruction on its part."""
-    if step.op in (Op.PROBE, Op.RAISE, Op.MAP) or (step.op is Op.GATE and step.read is not None):
+    if step.op in (Op.PROBE, Op.UNIT, Op.RAISE, Op.MAP) or (
+        step.op is Op.GATE and step.read is not None
+    ):
         return False
     read: set[int] = set()
     if step.op in _READING and step.read is not None:

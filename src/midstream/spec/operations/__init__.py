@@ -15,7 +15,8 @@ from midstream.spec.operations.bias import Bias
 from midstream.spec.operations.captured_edits import fill_edit, has_captured
 from midstream.spec.operations.clamp import Clamp
 from midstream.spec.operations.feature import Feature
-from midstream.spec.operations.gate import Gate, Reading
+from midstream.spec.operations.gate import Gate
+from midstream.spec.operations.gate_probe import Reading
 from midstream.spec.operations.local import Local
 from midstream.spec.operations.named_edits import bind_edit
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.sites import ENDS, Tap
 from midstream.spec.algebra import float32
-from midstream.spec.argument_names import accept_spellings, read_named
-from midstream.spec.forms import LayersLike, NumberLike, SitesLike, VectorOrName
-from midstream.spec.heads import head_size, padded, read_indices
+from midstream.spec.argument_names import accept_spellings
+from midstream.spec.forms import NumberLike, VectorOrName
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_lookup import (
     Lookup,
@@ -24,141 +22,16 @@ from midstream.spec.named_lookup import (
     taps_of,
     vectors_of,
 )
-from midstream.spec.named_vector import Named, read_direction
-from midstream.spec.operation import SITE, Operation, by_value, read_scalar
+from midstream.spec.named_vector import Named
+from midstream.spec.operation import Operation, read_scalar
 from midstream.spec.operations.gate_memory import Hold, Memory
+from midstream.spec.operations.gate_probe import Reading
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
 from midstream.spec.operations.route import Route
 from midstream.spec.positions.positions import Positions
-from midstream.spec.selection import LOGITS, Layers, Sites, read_taps
+from midstream.spec.selection import Layers, Sites
 from midstream.spec.shape import VectorSize
-from midstream.spec.vector import Vector
 from midstream.validation import at, read_fields, read_word
-
-_LATE = (
-    "a gate cannot read attention: its weights are computed after the forward pass, when the edit "
-    "has been applied; give a direction"
-)
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class Reading:
-    """The probe of a gate: score = ⟨h, direction⟩ + bias.
-
-    Attributes:
-        direction: a vector of the size of those that are read, or a name; with `head`, of a head's.
-        bias: in units of the score.
-        head: the attention head whose part of h is read; None: all of h is.
-        tap: (canonical site, layer) at which h is read; layer −1 is the last. None: the tap of
-            the edit, with earlier edits applied.
-    """
-
-    direction: Vector | Named
-    bias: float
-    head: int | None
-    tap: Tap | None
-
-    @accept_spellings
-    def __init__(
-        self,
-        direction: VectorOrName,
-        bias: NumberLike = 0.0,
-        layer: LayersLike | None = None,
-        site: SitesLike | None = None,
-        head: SupportsIndex | None = None,
-    ) -> None:
-        """Create a reading; each field accepts any of its forms.
-
-        Args:
-            direction: any form of Vector.parse, or a name.
-            bias: a number.
-            layer: an int; None: the tap of the edit.
-            site: a site's name or alias, only with `layer` unless it has none; default
-                "resid_post".
-            head: the attention head that is read, where the vectors are of heads. None: all.
-
-        Raises:
-            SpecError: a field is malformed; its path starts with the field's name.
-        """
-        with at("direction"):
-            object.__setattr__(self, "direction", read_direction(direction))
-        with at("bias"):
-            object.__setattr__(self, "bias", read_scalar(bias))
-        heads = () if head is None else read_indices(head, "head")
-        if len(heads) > 1:
-            raise SpecError("head", f"a gate reads one head, got {len(heads)}")
-        object.__setattr__(self, "head", heads[0] if heads else None)
-        tap = None
-        layers, sites = read_taps(layer, site, "layer", "site")
-        if sites is not None and not sites.in_layers:
-            if len(sites) > 1:
-                raise SpecError("site", f"a gate reads one site, got {len(sites)}")
-            if "logits" in sites:
-                raise SpecError("site", LOGITS)
-            tap = sites.names[0], ENDS[sites.names[0]]
-        elif layers is not None:
-            if layers.indices == "all" or len(layers.indices) > 1:
-                raise SpecError("layer", "a gate reads one layer, expected an `int`")
-            if sites is not None and len(sites) > 1:
-                raise SpecError("site", f"a gate reads one site, got {len(sites)}")
-            tap = (SITE if sites is None else sites.names[0], layers.indices[0])
-        elif sites is not None:
-            raise SpecError(
-                "layer", "missing: `site` requires `layer`; omit both to read the edit's own tap"
-            )
-        object.__setattr__(self, "tap", tap)
-
-    @staticmethod
-    def parse(value: object) -> Reading:
-        """Read a Reading, a Probe of all positions, a direction, or a dict of the arguments.
-
-        Raises:
-            SpecError: another form, or a field is unknown, missing or malformed.
-        """
-        if isinstance(value, Reading):
-            return value
-        if isinstance(value, Operation) and not value.op:
-            return _from_probe(value)
-        given: Any = value
-        if isinstance(value, Mapping) and "attention" in value:
-            raise SpecError("attention", _LATE)
-        if isinstance(value, Mapping) and not {"f32", "name"} & set(value):
-            return Reading(
-                **read_named(
-                    value, required=("direction",), optional=("bias", "layer", "site", "head")
-                )
-            )
-        return Reading(given)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the JSON form, which `parse` reads."""
-        found: dict[str, object] = {"direction": self.direction.emit(), "bias": self.bias}
-        if self.head is not None:
-            found["head"] = self.head
-        if self.tap is not None:
-            found |= {"layer": self.tap[1], "site": self.tap[0]}
-            if self.tap[0] in ENDS:
-                del found["layer"]
-        return found
-
-    def at_tap(self, direction: Vector, tap: Tap | None) -> Reading:
-        """Return a copy with the direction by value, read at `tap`."""
-        site, layer = (None, None) if tap is None else tap
-        layer = None if site in ENDS else layer
-        return Reading(direction, self.bias, layer, site, self.head)
-
-    def vector(self, size: VectorSize) -> Vector:
-        """Return the direction for vectors of one size: zero outside of the head.
-
-        Raises:
-            SpecError: it has another size, or is a name that was not bound.
-        """
-        if self.head is None:
-            with at("direction"):
-                return by_value(self.direction, size)
-        part = head_size((self.head,), size, where="the site that it reads")
-        with at("direction"):
-            return padded(by_value(self.direction, part), self.head, size)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -213,7 +86,7 @@ class Gate:
         Args:
             edit: an edit, or a dict with `op`.
             probe: any form of Reading.parse: a direction, a dict of `direction`, `bias`, `layer`,
-                `site` and `head`, or a Probe.
+                `site` and `head`, or a Probe of directions.
             threshold: a number.
             sharpness: a number, or None.
             hold: "rest", or a number of tokens from 1.
@@ -241,6 +114,9 @@ class Gate:
                 )
             object.__setattr__(self, "sharpness", found)
         memory = Memory.read(hold, smooth, release, self.threshold, self.sharpness)
+        if memory and self.probe.layers:
+            problem = "a gate with memory (hold, smooth, release) reads one layer, got several"
+            raise SpecError("probe.layer", problem)
         object.__setattr__(self, "hold", memory.hold)
         object.__setattr__(self, "smooth", memory.smooth)
         object.__setattr__(self, "release", memory.release)
@@ -303,18 +179,21 @@ class Gate:
         """Return the device instructions for vectors of one size; see `steps`."""
         return self.steps(width if isinstance(width, VectorSize) else VectorSize(width))
 
-    def steps(self, size: VectorSize, read: VectorSize | None = None) -> tuple[Instruction, ...]:
+    def steps(
+        self, size: VectorSize, read: VectorSize | None = None, row: int = 0
+    ) -> tuple[Instruction, ...]:
         """Return a GATE that reads the vector, then the edit's instructions with flag GATED.
 
         Args:
             size: number of components of the vectors at the edit's tap.
             read: the same of those that the gate reads; None: it is the edit's tap.
+            row: of several layers that are read, the index of the one whose part the GATE reads.
 
         Raises:
             SpecError: a vector has another width, or is a name that was not bound.
         """
         with at("probe"):
-            direction = self.probe.vector(size if read is None else read)
+            direction = self.probe.vector(size if read is None else read, row)
         with at("edit"):
             steps = self.edit.steps(size)
         step = self.sharpness is None
@@ -340,7 +219,7 @@ class Gate:
     @property
     def is_bound(self) -> bool:
         """Whether `bind` would return the gate itself."""
-        return self.edit.is_bound and isinstance(self.probe.direction, Vector)
+        return self.edit.is_bound and not isinstance(self.probe.direction, Named)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Gate, ...]:
         """Return copies with names replaced by vectors: one Gate per edit that binding gives.
@@ -357,11 +236,15 @@ class Gate:
         with at("edit"):
             edits = self.edit.bind(lookup, num_layers)
         direction = self.probe.direction
-        if isinstance(direction, Vector):
+        if not isinstance(direction, Named):
             return tuple(self._wrap(edit, self.probe) for edit in edits)
         with at("probe"):
             with at("direction"):
                 registered = vectors_of(direction.name, lookup)
+            if self.probe.layers:
+                layers = from_start(Layers(self.probe.layers), num_layers)
+                probe = self.probe.at_layers(direction.name, registered, layers)
+                return tuple(self._wrap(edit, probe) for edit in edits)
             return tuple(
                 gate
                 for edit in edits
@@ -419,18 +302,3 @@ def _read_inner(value: object) -> PlainEdit:
     with at("op"):
         word = read_word(value["op"], known)
     return PLAIN[word].parse(value)
-
-
-def _from_probe(probe: Any) -> Reading:
-    """Return the reading of a `Probe`. Its module imports this one."""
-    if probe.direction is None:
-        raise SpecError("attention", _LATE)
-    if probe.positions != Positions("all"):
-        raise SpecError(
-            "positions", "a gate uses the edit's positions; give a probe without positions"
-        )
-    layers = probe.layers.indices
-    layer = None if "layer" in probe.left or layers == "all" else layers[0]
-    named = layer is not None or not probe.sites.in_layers
-    site = probe.sites.names[0] if named and "site" not in probe.left else None
-    return Reading(probe.direction, probe.bias, layer, site, *probe.heads)

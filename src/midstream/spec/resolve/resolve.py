@@ -47,6 +47,7 @@ from midstream.spec.resolve.resolved import (
     limited,
 )
 from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
+from midstream.spec.selection import Layers
 from midstream.spec.shape import ModelShape, VectorSize
 from midstream.validation import at
 
@@ -195,18 +196,25 @@ class _Resolver:
     def _add_probe(self, probe: Probe, source: int) -> None:
         if any(one.name == probe.name for one in self._probes):
             raise SpecError("name", f"a probe of the request is named `{probe.name}` as well")
-        found = self._resolve_probe(probe)
-        self._probes.append(replace(found, act=probe.act, source=source))
+        *parts, found = self._resolve_probe(probe)
+        self._probes += [replace(one, source=source, part_of=probe.name) for one in parts]
+        self._probes.append(replace(found, name=probe.name, act=probe.act, source=source))
 
-    def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
+    def _resolve_probe(self, probe: Probe) -> list[ResolvedProbe]:
+        """Return one probe without a name for each layer, in the order of a forward pass."""
+        where = self._select(probe.positions)
         if probe.attention is not None:
-            where = self._select(probe.positions)
             given = (self._shape, self._prompt, self._max_tokens)
-            return resolve_attention_probe(probe, self._new_slot(), where, *given)
-        (tap,) = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
-        (step,) = probe.steps(self._shape.size(tap))
-        steps = Steps((replace(step, slot=self._new_slot()),))
-        return ResolvedProbe(probe.name, *tap, steps, self._select(probe.positions))
+            return [resolve_attention_probe(probe, self._new_slot(), where, *given)]
+        taps = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
+        slot = self._new_slot()
+        found: list[ResolvedProbe] = []
+        for tap in taps:
+            steps = probe.steps(self._shape.size(tap))
+            if isinstance(probe.direction, tuple):
+                steps = (steps[_place_of(self._shape, tap, probe.layers)],)
+            found.append(ResolvedProbe("", *tap, _scored(steps, slot, bool(found)), where))
+        return found
 
     def _resolve_edit(
         self, edit: Edit, source: int, where: Where | None = None
@@ -220,30 +228,35 @@ class _Resolver:
         bias = bias_of(edit)
         if bias is not None:
             check_sampled(where, self._prompt.length)
-        read, slot, placed = self._gate_tap(edit), None, False
+        *before, read = _gate_taps(self._shape, edit)
+        slot, placed = None, False
+        if isinstance(edit, Gate) and read is not None:
+            slot = self._earlier_parts(edit, before, where)
         found = []
         for size, mine in self._by_size(taps):
             if isinstance(edit, Gate) and read is not None:
-                instructions = edit.steps(size, self._shape.size(read))
+                instructions = edit.steps(
+                    size, self._shape.size(read), _row_of(self._shape, edit, read)
+                )
             else:
                 instructions = edit.steps(size)
             if bias is not None:
                 instructions = with_switch(instructions, len(self._biases), size)
                 self._biases.append(ResolvedBias(*map(tuple, zip(*bias.tokens, strict=True))))
-            self._check_reach(edit, instructions)
+            _check_reach(self._shape, edit, instructions)
             with at("edit") if isinstance(edit, Gate) else nullcontext():
                 parts = _place_rows(instructions, where)
             if isinstance(edit, Gate) and edit.memory:
                 _check_order(taps, read)
             elif read is not None and not placed:
-                slot, placed = self._gate_slot(read, taps, instructions[0], where), True
+                slot, placed = self._gate_slot(read, taps, instructions[0], where, slot), True
             for steps, part in parts:
                 if isinstance(edit, Gate) and edit.memory:
                     shared = self._scanned_steps(edit, steps, mine, read, where)
                 elif read is None:
                     shared = [Steps(steps)] * len(mine)
                 else:
-                    shared = _gated_steps(steps, mine, read, slot)
+                    shared = _gated_steps(steps, mine, read, slot, bool(before))
                 found += [
                     ResolvedEdit(*tap, own, part, source)
                     for tap, own in zip(mine, shared, strict=True)
@@ -261,45 +274,39 @@ class _Resolver:
             found.setdefault((size, size.heads, size.routing), []).append(tap)
         return [(shape.size(mine[0]), tuple(mine)) for mine in found.values()]
 
-    def _check_reach(self, edit: Edit, instructions: tuple[Instruction, ...]) -> None:
-        """Check that the edit of a vector of usual length stays within the stream's range."""
-        if isinstance(edit.edit if isinstance(edit, Gate) else edit, Route):
-            return  # No layer squares logits, and a Route bounds what it makes of them.
-        limit = limit_of(self._shape.dtype)
-        reach = max(step.reach for step in instructions)
-        if reach > limit:
-            raise SpecError(
-                "scale" if isinstance(edit, Steer) else "",
-                f"the edit adds a vector of length {reach:.3g}; the limit for "
-                f"{self._shape.dtype} is {limit:.3g}, beyond which the model's layers overflow: "
-                "use a smaller scale or shorter vectors",
-            )
+    def _earlier_parts(self, edit: Gate, taps: list[Tap | None], where: Where) -> int | None:
+        """Let the score of a gate be added up in the layers before the last that it reads.
 
-    def _gate_tap(self, edit: Edit) -> Tap | None:
-        """Return the tap that a gate names to be read; None: there is none."""
-        if not isinstance(edit, Gate) or edit.probe.tap is None:
-            return None
-        site, index = edit.probe.tap
-        with at("probe"):
-            with at("layer"):
-                tap = (site, find_layer(index, self._shape))
-            check_tapped(tap, self._shape, "site", "layer")
-        return tap
+        Returns:
+            Its slot; None: there are no such layers.
+        """
+        slot = self._new_slot() if taps else None
+        for nth, tap in enumerate(taps):
+            assert tap is not None
+            assert slot is not None
+            with at("probe"):
+                row = edit.probe.vector(self._shape.size(tap), _row_of(self._shape, edit, tap))
+            probe = Instruction(Op.PROBE, row, flags=Flags.FRESH)
+            self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, nth > 0), where))
+        return slot
 
     def _gate_slot(
-        self, tap: Tap, taps: tuple[Tap, ...], gate: Instruction, where: Where
+        self, tap: Tap, taps: tuple[Tap, ...], gate: Instruction, where: Where, slot: int | None
     ) -> int | None:
-        """Return the slot of a gate's score, which is read at `tap`; None if the gate applies at
-        that tap only.
+        """Return the slot of a gate's score, whose last part is read at `tap`; `slot` is that
+        of the parts before, if there are any. None: the gate reads and applies at that tap only.
         """
         _check_order(taps, tap)
         if taps == (tap,):
-            return None
+            return slot
         if tap in taps:
             # The edit stores the score itself, before it changes the vector.
-            return self._new_slot()
+            return self._new_slot() if slot is None else slot
         probe = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH | Flags.COUNTED)
-        return self._shared_slot(tap, probe, where)
+        if slot is None:
+            return self._shared_slot(tap, probe, where)
+        self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, True), where))
+        return slot
 
     def _shared_slot(self, tap: Tap, probe: Instruction, where: Where) -> int:
         """Return the slot of what gates read at a tap, a PROBE or a SCAN without one."""
@@ -329,6 +336,56 @@ class _Resolver:
     def _new_slot(self) -> int:
         self._slots += 1
         return self._slots - 1
+
+
+def _place_of(shape: ModelShape, tap: Tap, layers: Layers) -> int:
+    """Return which of the listed layers a tap is of."""
+    assert layers.indices != "all", "each layer has its own vector"
+    return [find_layer(index, shape) for index in layers.indices].index(tap[1])
+
+
+def _row_of(shape: ModelShape, edit: Gate, tap: Tap) -> int:
+    layers = edit.probe.layers
+    return _place_of(shape, tap, Layers(layers)) if layers else 0
+
+
+def _gate_taps(shape: ModelShape, edit: Edit) -> list[Tap | None]:
+    """Return the taps that a gate names to be read, in the order of a forward pass; None alone:
+    there is none.
+    """
+    if not isinstance(edit, Gate) or edit.probe.tap is None:
+        return [None]
+    site, index = edit.probe.tap
+    taps: list[Tap] = []
+    with at("probe"):
+        for each in edit.probe.layers or (index,):
+            with at("layer"):
+                taps.append((site, find_layer(each, shape)))
+                if taps[-1] in taps[:-1]:
+                    raise SpecError("", f"layer {each} is listed twice")
+            check_tapped(taps[-1], shape, "site", "layer")
+    return [*sorted(taps, key=order)]
+
+
+def _check_reach(shape: ModelShape, edit: Edit, instructions: tuple[Instruction, ...]) -> None:
+    """Check that the edit of a vector of usual length stays within the stream's range."""
+    if isinstance(edit.edit if isinstance(edit, Gate) else edit, Route):
+        return  # No layer squares logits, and a Route bounds what it makes of them.
+    limit = limit_of(shape.dtype)
+    reach = max(step.reach for step in instructions)
+    if reach > limit:
+        raise SpecError(
+            "scale" if isinstance(edit, Steer) else "",
+            f"the edit adds a vector of length {reach:.3g}; the limit for "
+            f"{shape.dtype} is {limit:.3g}, beyond which the model's layers overflow: "
+            "use a smaller scale or shorter vectors",
+        )
+
+
+def _scored(steps: tuple[Instruction, ...], slot: int, adds: bool) -> Steps:
+    """Return the instructions of a probe that stores its score in a slot, or adds to the score."""
+    flags = Flags.COUNTED | (Flags.ADDS if adds else Flags.NONE)
+    return Steps((*steps[:-1], replace(steps[-1].with_flags(flags), slot=slot)))
 
 
 def _functions_of(
@@ -385,14 +442,21 @@ def _with_rows(step: Instruction, chosen: slice, first: int) -> Instruction:
 
 
 def _gated_steps(
-    steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None
+    steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None, adds: bool
 ) -> list[Steps]:
-    """Return the edit's instructions at each tap; the gate reads the score in the slot."""
+    """Return the edit's instructions at each tap; the gate reads the score in the slot, to which
+    it adds at the tap that it reads itself, if there are layers before.
+    """
     if slot is None:
         return [Steps(steps)] * len(taps)
     gate = steps[0]
-    score = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH, slot=slot)
+    flags = Flags.FRESH | (Flags.ADDS if adds else Flags.NONE)
+    score = Instruction(Op.PROBE, gate.read, a=gate.a, flags=flags, slot=slot)
     here = Steps((score, *steps))
+    if adds:
+        # The GATE comes first: the PROBE stores the whole score where the GATE finds a part of it.
+        added = replace(gate, slot=slot, flags=gate.flags | Flags.ADDS)
+        here = Steps((added, score, *steps[1:]))
     by_slot = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
     # This gate does not read the stream, so the first instruction that does needs FRESH.
     later = Steps((by_slot, *refreshed(list(steps[1:]))))

@@ -196,13 +196,16 @@ class ResolvedProbe:
     Attributes:
         name: key of the score in the output; empty: only gates read the score.
         site, layer: the tap; of attention the site "attention", which is no tap of the engine.
-        steps: one PROBE instruction, or for gates with memory a SCAN, with a slot that is unique in
-            the plan; none for attention.
+        steps: a PROBE instruction, maybe after UNITs, or for gates with memory a SCAN; none for
+            attention. Its slot is unique in the plan, but for the parts of one score, which is the
+            sum of what they read at one tap each.
         where: the positions.
         attention: what is read after the forward pass; None: see `steps`.
         act: what is done when the scores meet a condition. Workers do not have it.
         source: index of the plan's probe; negative: of the server-wide edits and probes, whose
             last is −1. Workers do not have it.
+        part_of: name of the probe that reads the last part of the score of several layers, where
+            this is an earlier part, without a name; else empty. Workers do not have it.
     """
 
     name: str
@@ -213,13 +216,14 @@ class ResolvedProbe:
     attention: SlottedPattern | None = None
     act: Act | None = field(default=None, compare=False)
     source: int = field(default=0, compare=False)
+    part_of: str = field(default="", compare=False)
 
     @property
     def slot(self) -> int:
         """Column of the scores."""
         if self.attention is not None:
             return self.attention.slot
-        slot = self.steps.instructions[0].slot
+        slot = self.steps.instructions[-1].slot
         assert slot is not None
         return slot
 

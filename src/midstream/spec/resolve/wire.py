@@ -85,7 +85,7 @@ class EditMessage(_Message, frozen=True):
 
 
 class ProbeMessage(_Message, frozen=True):
-    """A `ResolvedProbe`; `steps` is the index of its one instruction, null for attention."""
+    """A `ResolvedProbe`; `steps` is the index of its instructions, null for attention."""
 
     name: str
     site: str
@@ -294,11 +294,14 @@ def _read_probe(given: ProbeMessage, steps: Sequence[Steps]) -> ResolvedProbe:
     if given.steps is None:
         raise SpecError("steps", "missing")
     found = _choose("steps", given.steps, steps)
-    if len(found.instructions) != 1 or found.instructions[0].op not in (Op.PROBE, Op.SCAN):
-        raise SpecError("steps", "expected one PROBE or SCAN")
-    if found.instructions[0].slot is None:
+    *units, last = found.instructions
+    if last.op not in (Op.PROBE, Op.SCAN) or any(one.op is not Op.UNIT for one in units):
+        raise SpecError("steps", "expected one PROBE, maybe after UNITs, or one SCAN")
+    if bool(units) != (Flags.UNITS in last.flags):
+        raise SpecError("steps", "expected UNITs and a PROBE that reads them")
+    if last.slot is None:
         raise SpecError("steps", "expected a PROBE or SCAN with a slot")
-    if found.instructions[0].op is Op.SCAN and given.name:
+    if last.op is Op.SCAN and given.name:
         raise SpecError("name", "expected none: a SCAN is read by gates only")
     return ResolvedProbe(given.name, given.site, given.layer, found, given.where)
 

@@ -78,7 +78,7 @@ def test_all_terms_of_an_edit_are_gated_and_only_the_gate_takes_h():
         ({"probe": {}}, "probe", "missing field `direction`"),
         ({"probe": {"directions": [1]}}, "probe", "did you mean `direction`"),
         ({"probe": {"direction": [None]}}, "probe.direction[0]", "got `None`"),
-        ({"probe": {"direction": [1], "layer": "all"}}, "probe.layer", "a gate reads one layer"),
+        ({"probe": {"direction": [1], "layer": "all"}}, "probe.layer", "expected one or several"),
         ({"probe": {"direction": [1], "site": "resid_pre"}}, "probe.layer", "missing: `site`"),
         ({"probe": {"direction": [1], "layer": 0, "site": 1}}, "probe.site", "got `int`"),
         (

@@ -32,7 +32,7 @@ from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.rank_parts import check_parts
 from midstream.runtime.protocol.worker_info import this_process
 from midstream.runtime.vllm.additional_config import controllers_of
-from midstream.sites import order
+from midstream.sites import Tap, order
 from midstream.spec import (
     Attention,
     Capture,
@@ -365,17 +365,20 @@ def _check_gates(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
     stages = {tap: worker.stage for worker in workers for tap in worker.taps}
     if len(set(stages.values())) == 1:
         return
-    read = {probe.slot: (probe.site, probe.layer) for probe in plan.probes}
+    read: dict[int, list[Tap]] = {}
+    for probe in plan.probes:
+        read.setdefault(probe.slot, []).append((probe.site, probe.layer))
     for edit in plan.edits:
         for step in edit.steps.instructions:
             if step.op is Op.PROBE and step.slot is not None:
-                read[step.slot] = (edit.site, edit.layer)
+                read.setdefault(step.slot, []).append((edit.site, edit.layer))
     for edit in plan.edits:
         for step in edit.steps.instructions:
             if step.op is not Op.GATE or step.slot is None:
                 continue
-            site, layer = read[step.slot]
-            if stages[site, layer] != stages[edit.site, edit.layer]:
+            for site, layer in read[step.slot]:
+                if stages[site, layer] == stages[edit.site, edit.layer]:
+                    continue
                 raise SpecError(
                     f"edits[{edit.source}].probe",
                     f"the gate reads {site} of layer {layer}, which is on another pipeline "

@@ -96,8 +96,8 @@ def check_acts(
     workers: Sequence[WorkerInfo],
     parts: Mapping[Tap, int],
 ) -> None:
-    """Check that the scores that the engine core needs are on the worker whose output it reads:
-    the first rank of the last pipeline stage.
+    """Check that a score is read on one pipeline stage, and that the scores that the engine core
+    needs are on the worker whose output it reads: the first rank of the last stage.
 
     Args:
         plan: the plan.
@@ -108,6 +108,16 @@ def check_acts(
     Raises:
         SpecError: they are not.
     """
+    stages = {tap: worker.stage for worker in workers for tap in worker.taps}
+    stage_of = {probe.name: stages[probe.tap] for probe in plan.probes if probe.name}
+    for probe in plan.probes:
+        if probe.part_of and stages[probe.tap] != stage_of[probe.part_of]:
+            path = f"probes[{probe.source}].layer"
+            raise SpecError(
+                path if probe.source >= 0 else f"steering[{probe.source}]",
+                f"layer {probe.layer} is on another pipeline stage than the last layer of the "
+                "probe, and a score is added up on one; use one probe for each stage",
+            )
     last = max(worker.stage for worker in workers)
     on_last = {tap for worker in workers if worker.stage == last for tap in worker.taps}
     for probe in plan.probes:

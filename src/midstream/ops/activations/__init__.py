@@ -1,0 +1,1 @@
+"""Functions of rows and numbers that the `site` op uses: activations, σ and norms."""
