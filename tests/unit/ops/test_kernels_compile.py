@@ -57,7 +57,7 @@ def _kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
 
 def _types(names: list[str], constants: Mapping[str, Any]) -> dict[str, str]:
     """The types of a kernel's arguments, for a model in bfloat16."""
-    groups = {name: "constexpr" for name in constants}
+    groups = dict.fromkeys(constants, "constexpr")
     for group, kind in ((INTEGERS, "*i32"), (FLOATS, "*fp32"), (OF_MODEL, "*bf16")):
         groups |= dict.fromkeys(group, kind)
     return {name: groups.get(name, SCALARS.get(name, "i32")) for name in names}
