@@ -58,8 +58,8 @@ def test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once(
         Probe("both", layer=[-1, 0], name="named", positions="generated"),
         Probe(ROWS[0], 0, name="one"),
     ]
-    cold = ask(llm, PROMPTS, probes=asked)
-    warm = ask(llm, PROMPTS, probes=asked)
+    cold = ask(llm, PROMPTS, probes=[asked] * 2)
+    warm = ask(llm, PROMPTS, probes=[asked] * 2)
     plain = ask(llm, PROMPTS)
     for prompt, output, again, bare in zip(PROMPTS, cold, warm, plain, strict=True):
         assert generated(output) == generated(again) == generated(bare)
@@ -100,7 +100,9 @@ def test_the_scores_of_an_mlp_are_those_of_torchs_module(
     edit = Steer(ROWS[2], 1, 0.7)
     hook = HookEdit("resid_post", 1, ROWS[2], 0.7, lambda _at: True)
     asked = [Probe.from_torch(module, layer=1, name="mlp"), Probe(ROWS[0], 1, name="beside")]
-    for output, prompt in zip(ask(llm, PROMPTS, probes=asked, edits=edit), PROMPTS, strict=True):
+    for output, prompt in zip(
+        ask(llm, PROMPTS, probes=[asked] * 2, edits=edit), PROMPTS, strict=True
+    ):
         rows = sites(oracle, [*prompt, *generated(output)], [hook])["resid_post", 1]
         with torch.no_grad():
             assert torch.allclose(output.probes["mlp"], module(rows)[:, 0], atol=1e-4)
