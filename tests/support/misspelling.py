@@ -13,6 +13,7 @@ ASKED = {
     "edits": [{"op": "steer", "vector": [1.0, 2.0, 3.0], "layer": 1}],
     "steer": {"vector": [1.0, 2.0, 3.0], "layer": 1},
     "probes": {"vector": [1.0, 2.0, 3.0], "layer": 1, "name": "p"},
+    "controller": {"threshold": {"probe": "p", "above": 1.0}},
 }
 
 

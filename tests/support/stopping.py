@@ -153,6 +153,7 @@ class StoppingRun:
         self.flight: deque[Step] = deque()
         self.waits: set[str] = set()  # preempted, until all of their steps have arrived
         self.hash_block_size = 4
+        self.scheduler_config = SimpleNamespace(async_scheduling=False)
         EXECUTOR.set(self, self)
         for one in self.every.values():
             self._enter(one)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from midstream.config.config import KEY
 from midstream.errors import SpecError
+from midstream.spec.control_laws import LAWS
 
 VLLM_LENS, EASYSTEER, FORK = "vllm-lens", "EasySteer", "the vLLM fork with steering"
 
@@ -23,7 +24,7 @@ _IGNORED = ("extra_body", "extra_args", "sampling_params")
 _NEAR = 2  # edits between a name and its misspelling
 # Words within that distance of `midstream` that are names of their own.
 _ENGLISH = ("mainstream",)
-_FORM = ("layer", "layers", "site", "sites", "op", "vector", "positions", "hooks")
+_FORM = ("layer", "layers", "site", "sites", "op", "vector", "positions", "hooks", *LAWS)
 _MAX_FIELDS = 4096
 
 # A JSON key. One with a space is no field: text between quotes is skipped at its first space.
@@ -179,7 +180,7 @@ def _problem(name: str, value: object, place_of: Callable[[str], str]) -> str:
 
 
 def _has_form(value: object) -> bool:
-    """Return whether a value looks like a capture, edit or probe, or a list of these."""
+    """Return whether a value looks like a capture, edit, probe or law, or a list of these."""
     if isinstance(value, (list, tuple)):
         return any(_has_form(each) for each in value[:8])
     if isinstance(value, Mapping):

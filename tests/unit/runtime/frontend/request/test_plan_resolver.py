@@ -58,7 +58,7 @@ def resolver(monkeypatch) -> Any:
     monkeypatch.setattr(
         plan_resolver, "resolve", lambda *given: (made.append(given), resolve(*given))[1]
     )
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64), additional_config={})
     found = PlanResolver(info(), SimpleNamespace(vllm_config=config))
     return SimpleNamespace(resolver=found, made=made)
 
@@ -76,7 +76,7 @@ def prepare(resolver: Any, plan: Plan | None, ids=(1, 2, 3), tokens=4, before=()
 def of_heads(resolver) -> Any:
     """A resolver for `z` of 2 heads."""
     known = info(site="z", heads=2)
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64), additional_config={})
     resolver.resolver = PlanResolver(known, SimpleNamespace(vllm_config=config))
     return resolver
 

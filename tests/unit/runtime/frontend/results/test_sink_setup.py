@@ -17,6 +17,7 @@ from midstream.runtime.vllm.additional_config import Settings
 from midstream.spec.shape import ModelShape
 
 APART = {
+    "controllers": {"a": "package.module:Name"},
     "lenses": {"a": "folder"},
     "saes": {"a": "a"},
     "sinks": {"log": {"level": "debug"}},
@@ -35,6 +36,7 @@ def test_the_sinks_are_there_and_in_no_text_of_the_settings(monkeypatch, copied)
     found = copied(Settings(PLAIN))
     assert json.loads(json.dumps(found)) == {k: v for k, v in PLAIN.items() if k not in APART}
     assert (found.vectors, found.steering) == (APART["vectors"], APART["steering"])
+    assert found.controllers == PLAIN["controllers"]
     assert (found.lenses, found.saes) == (APART["lenses"], APART["saes"])
     config = SimpleNamespace(additional_config={"midstream": found})
     sinks = open_sinks(config, None)

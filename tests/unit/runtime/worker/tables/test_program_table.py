@@ -55,7 +55,7 @@ def test_every_kind_of_edit_is_written():
     buffers = make_buffers()
     tables = ProgramTable(buffers)
     wanted = edits_of(*((nth % NUM_TAPS, steps) for nth, steps in enumerate([*KINDS, rows(3, 40)])))
-    rare = {Op.PROBE, Op.SCAN, Op.MAP, Op.CODE, Op.RECONSTRUCT}
+    rare = {Op.PROBE, Op.UNIT, Op.SCAN, Op.MAP, Op.CODE, Op.RECONSTRUCT}
     assert {step.op for edit in wanted for step in edit.steps} == set(Op) - rare
     assert_program(buffers, tables.acquire_program(wanted), wanted)
 
