@@ -79,13 +79,16 @@ def test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once(
     inspect(llm).check_integrity()
 
 
-def test_a_probe_of_several_layers_reuses_the_cache_of_requests_without_it(llm: Any) -> None:
-    """It changes no KV: its blocks are those of a plain request."""
+def test_a_probe_of_several_layers_shares_the_cache_with_requests_without_it(llm: Any) -> None:
+    """It changes no KV: its blocks are those of a plain request, also where it has scores."""
     prompt = PROMPTS[1]
     ask(llm, [prompt], count=1)
     probe = Probe(ROWS, layers=[0, 1, 2], positions="generated")
-    (output,) = ask(llm, [prompt], probes=probe)
+    (output,) = ask(llm, [prompt], count=40, probes=probe)
     assert output.num_cached_tokens == len(prompt) // 32 * 32
+    whole = [*prompt, *output.outputs[0].token_ids]
+    (again,) = ask(llm, [whole], count=1)
+    assert again.num_cached_tokens == (len(whole) - 1) // 32 * 32 > output.num_cached_tokens
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ ACTS: tuple[Fault, ...] = (
         "runtime/protocol/cache_keys.py",
         "        if not probe.name and not probe.part_of:\n",
         "        if not probe.name:\n",
-        FORMS + "::test_a_probe_of_several_layers_reuses_the_cache_of_requests_without_it",
+        FORMS + "::test_a_probe_of_several_layers_shares_the_cache_with_requests_without_it",
     ),
     Fault(
         "A version of a plan holds one position late on the worker",
