@@ -1,8 +1,8 @@
 """Samples of the stack of a process's main thread, at equal intervals of time.
 
-A sample is taken by a signal between two steps of Python's interpreter, so a long call of C code is
-counted at the line that makes it, waiting included. It costs a few microseconds per sample, and
-profiled code keeps its proportions, which those of `cProfile` do not where calls are small.
+A signal takes each sample, between two steps of Python's interpreter. So a long call of C code is
+counted at the line that makes it, with the time that it waits. `cProfile` adds time to each call,
+and overstates code that makes many small ones.
 """
 
 from __future__ import annotations

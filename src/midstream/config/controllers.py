@@ -14,11 +14,10 @@ from typing import Any
 from midstream.config.reader import check_mapping, check_names
 from midstream.errors import ConfigError, SpecError
 from midstream.spec.control_laws import MOST_SCALES
-from midstream.spec.controller import POLICIES, read_seconds
+from midstream.spec.controller import NAME, POLICIES, read_seconds
 from midstream.validation import read_float32, read_word
 
 _SETTING = "midstream.controllers"
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _SECONDS = 0.1
 
@@ -49,7 +48,7 @@ def read_controllers(value: object) -> dict[str, DeclaredController]:
     """
     found = {}
     for name, given in check_mapping(_SETTING, value, "a dict of controllers by name").items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ConfigError(
                 f"{_SETTING}: name {name!r}: expected 1 to 64 of the characters A-Z a-z 0-9 _ . -"
             )

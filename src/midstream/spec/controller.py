@@ -27,7 +27,7 @@ from midstream.validation import at, kind, listed, read_fields, read_float32, re
 
 _LAWS = (Threshold, Pid, Decay, Budget)
 POLICIES = ("keep", "off", "end")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FORMS = 'the name of a declared controller, or {"threshold": {…}}'
 
 # A scale; or `scale` and `edits` as in `AsyncLLM.update`, or `stop`; None: no change.
@@ -254,7 +254,7 @@ def show_any(value: object) -> str:
 
 
 def _read_name(value: object) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
+    if not isinstance(value, str) or not NAME.fullmatch(value):
         raise SpecError(
             "", f"expected 1 to 64 of the characters A-Z a-z 0-9 _ . -, got {show_any(value)}"
         )
