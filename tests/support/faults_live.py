@@ -48,10 +48,34 @@ LIVE: tuple[Fault, ...] = (
     Fault(
         "A controller that failed is called again",
         "api/controller.py",
-        "        self._failed = True\n        what =",
+        "        self._is_over = True\n        what =",
         "        what =",
         "tests/unit/api/test_controller.py"
         "::test_a_failure_is_what_the_policy_says_and_it_is_not_called_again",
+    ),
+    Fault(
+        "A controller that stopped its request is called again",
+        "api/controller.py",
+        "                self._is_over = True\n                return\n",
+        "                return\n",
+        "tests/unit/api/test_controller.py"
+        "::test_after_an_answer_that_stops_the_request_it_is_not_called_again",
+    ),
+    Fault(
+        "A controller stops a later request that has the id of its own",
+        "runtime/core/ended_requests.py",
+        "if request is not None and uid_of(request.sampling_params) == asked.uid:",
+        "if request is not None:",
+        "tests/unit/runtime/core/test_ended_requests.py"
+        "::test_one_that_ends_by_itself_before_ends_once_and_another_of_its_id_goes_on",
+    ),
+    Fault(
+        "A request that its controller stopped goes on",
+        "runtime/core/ended_requests.py",
+        "    running = [request for name in reasons if",
+        "    running = [request for name in () if",
+        "tests/unit/runtime/core/test_ended_requests.py"
+        "::test_they_end_with_the_tokens_of_the_next_step_and_no_others_do",
     ),
     Fault(
         "Requests with one controller share its state",

@@ -71,7 +71,7 @@ class AsyncEngineCall:
         try:
             call, params = self._begin(prompt, sampling_params)
             if self._controller is not None:
-                check_controlled(call.plan, params)
+                check_controlled(call.plan, params, self._controller)
                 controlled = ControlledRequest(
                     self._controller, front.changes, call.call_plan, request_id
                 )

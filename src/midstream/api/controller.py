@@ -10,16 +10,17 @@ import asyncio
 import copy
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from midstream.errors import BusyError, ControllerError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.plan_changes import PlanChanges
+from midstream.runtime.protocol.acting_probes import check_stop_strings
+from midstream.runtime.protocol.control import control_source
 from midstream.spec import Plan
 from midstream.spec.control_laws import Observed
-from midstream.spec.controller import Controller
-from midstream.validation import read_float32, show
+from midstream.spec.controller import Controller, read_answer
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class ControlledRequest:
         self._request_id = request_id
         self._seen: dict[str, int] = {}
         self._scale = 1.0
-        self._failed = False
+        self._is_over = False  # it is not called again
         self._failure: ControllerError | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -60,7 +61,7 @@ class ControlledRequest:
         """
         if self._failure is not None:
             raise self._failure
-        if self._failed or output.finished or (self._task is not None and not self._task.done()):
+        if self._is_over or output.finished or (self._task is not None and not self._task.done()):
             return
         probes = output.outputs[0].probes or {}
         scores = {name: found[self._seen.get(name, 0) :].clone() for name, found in probes.items()}
@@ -72,7 +73,7 @@ class ControlledRequest:
 
     def close(self) -> None:
         """Forget what it is computing: the request has ended."""
-        self._failed = True
+        self._is_over = True
         if self._task is not None:
             self._task.cancel()
 
@@ -81,17 +82,21 @@ class ControlledRequest:
             answer = await asyncio.wait_for(
                 _in_thread(self._decide, observed), self._controller.seconds
             )
-            await self._change(_read(answer))
+            await self._change(read_answer(answer))
         except Exception as error:  # noqa: BLE001 - whatever it is, the policy decides
-            if not self._failed:
+            if not self._is_over:
                 await self._fail(error)
 
     async def _change(self, change: dict[str, Any]) -> None:
         if not change or (change.get("scale") == self._scale and "edits" not in change):
             return
         edits, scale = change.get("edits"), change.get("scale")
-        source = f"controller:{self._controller.name}"
+        source = control_source(self._controller.name)
         try:
+            if "stop" in change:
+                await self._changes.stop_later(self._call_plan, source)
+                self._is_over = True
+                return
             await self._changes.update_later(self._call_plan, edits, scale, source)
         except BusyError:
             return  # it will be called again
@@ -102,7 +107,7 @@ class ControlledRequest:
         self._scale = 1.0 if scale is None else scale
 
     async def _fail(self, error: Exception) -> None:
-        self._failed = True
+        self._is_over = True
         what = "took too long" if isinstance(error, asyncio.TimeoutError) else repr(error)
         problem = (
             f"controller {self._controller.name!r} of request {self._request_id!r} failed: {what}"
@@ -110,13 +115,18 @@ class ControlledRequest:
         if self._controller.on_error == "end":
             self._failure = ControllerError(problem)
             return
-        _LOGGER.warning("%s; its policy is %s", problem, self._controller.on_error)
+        _LOGGER.warning("%s; its policy is %s", problem, self._controller.on_error or "keep")
         if self._controller.on_error == "off":
             await self._change({"edits": []})
 
 
-def check_controlled(plan: Plan | None, params: Any) -> None:
+def check_controlled(plan: Plan | None, params: Any, controller: Controller) -> None:
     """Check that a request has outputs with scores before its last, and edits that can change.
+
+    Args:
+        plan: the request's own plan.
+        params: vLLM's SamplingParams.
+        controller: its controller in `mode="async"`.
 
     Raises:
         SpecError: it has not.
@@ -139,23 +149,7 @@ def check_controlled(plan: Plan | None, params: Any) -> None:
             "it is given all rows so far, and with DELTA an output has the new ones only; use "
             "output_kind=CUMULATIVE, or a capture without `stream`",
         )
-
-
-def _read(answer: object) -> dict[str, Any]:
-    """Return the arguments of the update that an answer asks for.
-
-    Raises:
-        SpecError: it is no answer.
-    """
-    if answer is None:
-        return {}
-    if isinstance(answer, Mapping):
-        if not set(answer) <= {"scale", "edits"}:
-            raise SpecError(
-                "", f"expected `scale` and `edits`, got {show(str(sorted(map(str, answer))))}"
-            )
-        return dict(answer)
-    return {"scale": read_float32(answer)}
+    check_stop_strings((), controller.name, params.stop)
 
 
 async def _in_thread(decide: Callable[[Observed], Any], observed: Observed) -> Any:

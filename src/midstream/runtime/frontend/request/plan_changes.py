@@ -18,7 +18,7 @@ from midstream.runtime.frontend.request.same_reads import check_edits_can_change
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
-from midstream.runtime.protocol.rpc import UpdatedPlan, UpdatePlan
+from midstream.runtime.protocol.rpc import StopRequests, UpdatedPlan, UpdatePlan
 from midstream.spec import Capture, Plan, ResolvedPlan
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operation import read_scalar
@@ -101,7 +101,8 @@ class PlanChanges:
 
     Attributes:
         send: sends a change to the engine core, and returns its answer.
-        send_later: the same of an asynchronous engine, given the number of the replica too.
+        send_later: the same of an asynchronous engine, given the number of the replica too; it also
+            sends that requests are to stop.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class PlanChanges:
         self._num_layers = num_layers
         self._running: dict[str, PlanHistory] = {}
         self.send: Callable[[UpdatePlan], Sequence[UpdatedPlan]] | None = None
-        self.send_later: Callable[[int, UpdatePlan], Awaitable[Sequence[UpdatedPlan]]] | None = None
+        self.send_later: Callable[[int, Any], Awaitable[Sequence[Any]]] | None = None
 
     def __len__(self) -> int:
         """Return the number of requests whose plans can change."""
@@ -212,6 +213,24 @@ class PlanChanges:
             self._lose(change)
             raise
         return _end(change, answers)
+
+    async def stop_later(self, name: str | CallPlan, reason: str) -> None:
+        """End a running request of an asynchronous engine as stopped, with the tokens of its next
+        step.
+
+        Args:
+            name: see `begin`.
+            reason: the stop reason of its completions.
+
+        Raises:
+            SpecError: the request is not running.
+        """
+        assert self.send_later is not None
+        uid, history = self._find(name)
+        if not self._admission.is_running(uid):
+            raise _ended(history.name)
+        message = StopRequests(uid, list(history.request_ids), reason)
+        await asyncio.shield(self.send_later(self._admission.replica_of(uid), message))
 
     def begin(
         self, name: str | CallPlan, edits: object, scale: object, source: str = "update"
