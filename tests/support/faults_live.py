@@ -47,17 +47,17 @@ LIVE: tuple[Fault, ...] = (
     ),
     Fault(
         "A controller that failed is called again",
-        "api/controller.py",
-        "        self._is_over = True\n        what =",
-        "        what =",
+        "runtime/frontend/request/controller_run.py",
+        "        self.is_over = True\n        problem =",
+        "        problem =",
         "tests/unit/api/test_controller.py"
         "::test_a_failure_is_what_the_policy_says_and_it_is_not_called_again",
     ),
     Fault(
         "A controller that stopped its request is called again",
-        "api/controller.py",
-        "                self._is_over = True\n                return\n",
-        "                return\n",
+        "runtime/frontend/request/controller_run.py",
+        '        if "stop" in asked:\n            self.is_over = True\n',
+        '        if "stop" in asked:\n            pass\n',
         "tests/unit/api/test_controller.py"
         "::test_after_an_answer_that_stops_the_request_it_is_not_called_again",
     ),
@@ -70,19 +70,27 @@ LIVE: tuple[Fault, ...] = (
         "::test_one_that_ends_by_itself_before_ends_once_and_another_of_its_id_goes_on",
     ),
     Fault(
-        "A request that its controller stopped goes on",
+        "A request that its controller stopped has no last output",
         "runtime/core/ended_requests.py",
-        "    running = [request for name in reasons if",
-        "    running = [request for name in () if",
+        "            add_end(outputs, request, reason)\n    return outputs\n",
+        "            pass\n    return outputs\n",
         "tests/unit/runtime/core/test_ended_requests.py"
         "::test_they_end_with_the_tokens_of_the_next_step_and_no_others_do",
     ),
     Fault(
         "Requests with one controller share its state",
-        "api/controller.py",
+        "runtime/frontend/request/controller_run.py",
         "        self._decide = copy.copy(controller.decide)\n",
         "        self._decide = controller.decide\n",
         "tests/unit/api/test_controller.py::test_each_request_has_a_state_of_its_own",
+    ),
+    Fault(
+        "A controller that still computes is called once more",
+        "runtime/frontend/step_controllers.py",
+        "            if one.call is not None or one.run.is_over:\n",
+        "            if one.run.is_over:\n",
+        "tests/unit/runtime/frontend/test_step_controllers.py"
+        "::test_one_that_computes_delays_nobody_and_is_forgotten_with_its_request",
     ),
     Fault(
         "A controller is given the scores of positions that are computed again",

@@ -54,7 +54,7 @@ class Controller:
     """A law or code that is called with a request's new scores, and answers with a scale, a factor
     on the strength of its edits; or with None, for no change.
 
-    - `mode="async"`: Python code beside an `AsyncLLM`, which never waits for it. It may also answer
+    - `mode="async"`: Python code beside an engine, which never waits for it. It may also answer
       with `{"scale": …, "edits": […]}` as in `AsyncLLM.update`; or with `{"stop": True}`, which
       ends the completion some tokens later. While it computes, the engine goes on, and scores
       gather for its next call.
@@ -160,8 +160,8 @@ class Controller:
         if isinstance(value, Controller):
             if value.mode == "async":
                 raise SpecError(
-                    "mode", 'mode="async" is for AsyncLLM.generate; use a law or a declared '
-                    'controller with mode="sync"'
+                    "mode", 'mode="async" is for the argument `controller` of generate and chat; '
+                    'use a law or a declared controller with mode="sync"'
                 )  # fmt: skip
             return value
         if isinstance(value, str):

@@ -125,17 +125,18 @@ def test_a_failure_is_what_the_policy_says_and_it_is_not_called_again(decide, pr
     given = {"seconds": 0.05}
     assert run(counted, outputs, **given) == []
     assert problem in caplog.text
-    assert run(counted, outputs, on_error="off", **given) == [([], None, "controller:local")]
+    assert run(counted, outputs, on_error="off", **given) == [(None, 0.0, "controller:local")]
     with pytest.raises(ControllerError, match=problem):
         run(counted, outputs, on_error="end", **given)
     assert len(calls) == 3
 
 
 def test_after_an_answer_that_stops_the_request_it_is_not_called_again():
-    answers = [0.5, {"stop": True}]
+    answers = [0.5, {"stop": True}, 0.25]
     outputs = [output_of([0.0] * n) for n in (1, 2, 3)]
     found = run(lambda _: answers.pop(0), outputs, name="guard")
     assert found == [(None, 0.5, "controller:guard"), "controller:guard"]
+    assert answers == [0.25]
 
 
 def test_while_it_computes_the_outputs_go_on_and_scores_gather():

@@ -7,22 +7,22 @@ from typing import Any
 
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.rpc import StopRequests
-from midstream.runtime.vllm.attributes import STOP_REASONS
+from midstream.runtime.vllm.attributes import STOPS
 
 
 def stop_later(scheduler: Any, asked: StopRequests) -> None:
-    """Let running requests end as stopped, with the tokens of the step that is taken next.
+    """Let running requests end with the tokens of the step that is taken next.
 
     Args:
         scheduler: vLLM's Scheduler.
         asked: the requests. Those that have ended are ignored.
     """
-    reasons = STOP_REASONS.get(scheduler) or {}
+    stops = STOPS.get(scheduler) or {}
     for name in asked.request_ids:
         request = scheduler.requests.get(name)
         if request is not None and uid_of(request.sampling_params) == asked.uid:
-            reasons[name] = asked.reason
-    STOP_REASONS.set(scheduler, reasons)
+            stops[name] = asked.reason, asked.is_error
+    STOPS.set(scheduler, stops)
 
 
 def update_from_output(
@@ -30,16 +30,16 @@ def update_from_output(
 ) -> Any:
     """Call vLLM's `Scheduler.update_from_output`, and end the requests of `stop_later`."""
     outputs = original(scheduler, scheduled, output)
-    reasons = STOP_REASONS.get(scheduler)
-    if not reasons:
+    stops = STOPS.get(scheduler)
+    if not stops:
         return outputs
     from vllm.v1.request import RequestStatus
 
-    STOP_REASONS.set(scheduler, {})
-    running = [request for name in reasons if (request := scheduler.requests.get(name)) is not None]
-    for request in running:
-        if scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_STOPPED):
-            add_end(outputs, request, reasons[request.request_id])
+    STOPS.set(scheduler, {})
+    for name, (reason, is_error) in stops.items():
+        status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_STOPPED
+        for request in scheduler.finish_requests([name], status):
+            add_end(outputs, request, reason)
     return outputs
 
 

@@ -195,18 +195,20 @@ class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
 
 
 class StopRequests(RpcRequest[Acknowledged], frozen=True):
-    """End running requests as stopped, with the tokens of their next step. The engine core answers
-    this one itself; see `runtime.core.ended_requests`. Requests that have ended are ignored.
+    """End running requests with the tokens of their next step. The engine core answers this one
+    itself; see `runtime.core.ended_requests`. Requests that have ended are ignored.
 
     Attributes:
         uid: midstream's request id.
         request_ids: vLLM's ids of its requests.
         reason: the stop reason of their completions.
+        is_error: whether they end with an error, and not as stopped.
     """
 
     uid: str
     request_ids: list[str]
     reason: str
+    is_error: bool = False
     answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
