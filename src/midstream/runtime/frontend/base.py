@@ -75,7 +75,8 @@ class BaseFrontEnd:
         replicas = 1 + max(worker.replica for worker in info.workers)
         self._workers: list[list[RemoteWorker]] = [[] for _ in range(replicas)]  # of each replica
         for worker in info.workers:
-            self._workers[worker.replica].append(RemoteWorker(worker))
+            remote = RemoteWorker(worker, info.front_ends.number, info.front_ends.count)
+            self._workers[worker.replica].append(remote)
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)
         set_steering(engine.vllm_config, self.vectors, self.steering)
@@ -83,7 +84,8 @@ class BaseFrontEnd:
         weakref.finalize(self, self.sinks.close)
         self._needs: dict[str, Need] = {}
         has_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
-        self._row_reuse = RowReuse(found.reuse_bytes, has_cache, self.sinks.pace)
+        share = info.front_ends.count
+        self._row_reuse = RowReuse(found.reuse_bytes // share, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
         self._resolver = PlanResolver(info, engine)
         self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
@@ -94,11 +96,14 @@ class BaseFrontEnd:
         self._resolver.registries = Registries(self.lenses, self.saes, self.directions)
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
-        self._row_limits = [row_limit(workers, found) for workers in self._workers]
+        self._row_limits = [row_limit(workers, found, share) for workers in self._workers]
         budgets = [CapacityBudget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
         matrices = 4 * info.room.maps * info.shape.hidden_size**2
-        sent = self._sent_vectors = [SentVectors(matrices=matrices) for _ in self._workers]
+        sent = self._sent_vectors = [
+            SentVectors(matrices=matrices, front_end=info.front_ends.number, front_ends=share)
+            for _ in self._workers
+        ]
         lookup, layers = self.vectors.lookup, info.shape.num_layers
         self.changes = PlanChanges(self._resolver, self._admission, sent, lookup, layers)
 
