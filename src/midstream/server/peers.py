@@ -71,7 +71,9 @@ class Peers:
             await app(scope, receive, send)
 
         path = str(self._path(self.front_ends.number))
-        config = uvicorn.Config(from_peer, uds=path, lifespan="off", log_config=None)
+        config = uvicorn.Config(
+            from_peer, uds=path, lifespan="off", log_config=None, access_log=False
+        )
         self._server = _Listener(config)
         self._task = asyncio.create_task(self._server.serve(), name="midstream peers")
 

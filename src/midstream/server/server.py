@@ -106,15 +106,10 @@ class Server:
         self._answers = ResultEncoder(self.settings, self.captures, info.shape.hidden_size, dtype)
         self._template = {name: value for name, value in template.items() if value is not None}
         limits = self.settings
-        llm.intake.limit(limits.waiting_requests, limits.wait_seconds, self._observe_wait)
+        observe = partial(_observe_wait, self.metrics)
+        llm.intake.limit(limits.waiting_requests, limits.wait_seconds, observe)
         audit_log.attach_handlers(limits.log)
-        shared = limits.shared_folder
-        if info.front_ends.count > 1:
-            own = own_folder()
-            self.peers = Peers(own, info.front_ends)
-            shared = shared or str(own / "state")
-        if shared is not None:
-            self._shared = SharedFolder(shared, llm.vectors, llm.steering)
+        self.peers, self._shared = _join(llm, limits.shared_folder)
         self._llm = llm
         audit_log.log_event("ready", version=__version__, taps=len(info.shape.taps))
         # Override the method on this instance only: calls within an HTTP request get its plan.
@@ -178,15 +173,6 @@ class Server:
         client = scope.get("client")
         return client[0] if client else ""
 
-    def opened_rows(self, scope: Scope) -> AbstractContextManager[OpenRows]:
-        """Return the context of a function that returns the cached rows of an id, for edits of a
-        request. Not on the event loop: the rows may be another process's.
-        """
-        peers = self.peers
-        elsewhere = None if peers is None else partial(peers.read_rows, scope)
-        owns = partial(self.owns, scope)
-        return opened_rows(self.captures, owns, self.settings.max_body_bytes, elsewhere)
-
     async def fill(self, scope: Scope, request_field: MidstreamField) -> MidstreamField:
         """Return the field of a request with the cached rows that its edits refer to.
 
@@ -200,7 +186,7 @@ class Server:
         shape = self.llm.info.shape
 
         def filled() -> Plan:
-            with self.opened_rows(scope) as open_rows:
+            with rows_for(self, scope) as open_rows:
                 return plan.fill(open_rows, shape)
 
         try:
@@ -278,10 +264,6 @@ class Server:
             param=param,
         )
 
-    def record_steering(self, state: SteeringState) -> None:
-        """Log a change of server-wide steering."""
-        audit_log.log_event("steering.changed", **_count(state))
-
     def close(self) -> None:
         """Free all cached captures. The engine closes its sinks itself."""
         audit_log.log_event("closing", held_captures=len(self.captures))
@@ -289,15 +271,6 @@ class Server:
         if self.peers is not None:
             self.peers.close()
             remove_if_left()
-
-    def _observe_wait(self, request_id: str, seconds: float | None) -> None:
-        """Log that a request waits for capacity, or for how long it did."""
-        name = request_id[:_ID_SHOWN]
-        if seconds is None:
-            audit_log.log_event("request.waiting", request_id=name)
-            return
-        self.metrics.observe_wait(seconds)
-        audit_log.log_event("request.waited", request_id=name, seconds=round(seconds, 3))
 
     def _generate(
         self, generate: Any, prompt: Any, params: Any, request_id: str, **named: Any
@@ -328,6 +301,41 @@ class Server:
             running = self.running.running(call)
             params = with_plan(params, own)
         return context.track(generate(prompt, params, request_id, **named), params.n, running)
+
+
+def _join(llm: Any, shared: str | None) -> tuple[Peers | None, SharedFolder | None]:
+    """Return the other processes of a server, and the folder by which vectors and steering are
+    theirs and other servers' too; None: there are none.
+    """
+    peers = None
+    if llm.info.front_ends.count > 1:
+        own = own_folder()
+        peers, shared = Peers(own, llm.info.front_ends), shared or str(own / "state")
+    return peers, None if shared is None else SharedFolder(shared, llm.vectors, llm.steering)
+
+
+def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:
+    """Return the context of a function that returns the cached rows of an id, for edits of a
+    request. Not on the event loop: the rows may be another process's.
+    """
+    elsewhere = None if server.peers is None else partial(server.peers.read_rows, scope)
+    owns, most = partial(server.owns, scope), server.settings.max_body_bytes
+    return opened_rows(server.captures, owns, most, elsewhere)
+
+
+def record_steering(state: SteeringState) -> None:
+    """Log a change of server-wide steering."""
+    audit_log.log_event("steering.changed", **_count(state))
+
+
+def _observe_wait(counts: metrics.Metrics, request_id: str, seconds: float | None) -> None:
+    """Log that a request waits for capacity, or for how long it did."""
+    name = request_id[:_ID_SHOWN]
+    if seconds is None:
+        audit_log.log_event("request.waiting", request_id=name)
+        return
+    counts.observe_wait(seconds)
+    audit_log.log_event("request.waited", request_id=name, seconds=round(seconds, 3))
 
 
 def _count(state: SteeringState) -> dict[str, Any]:

@@ -56,17 +56,14 @@ class AsyncFrontEnd(BaseFrontEnd):
         """
         info = describe(answers, FrontEnds.of(engine.vllm_config))
         super().__init__(info, engine, deltas=True, busy=lambda: busy(client))
-        self._engine = engine
-        self._client = client
-        self._usage = WorkersUsage(client)
-        self._replicas = replicas_of(client, self._workers)
+        self._engine, self._client = engine, client
+        self._usage, self._replicas = WorkersUsage(client), replicas_of(client, self._workers)
         self.directions.carry_out_later = self._replicas[0].batcher.carry_out
         self.changes.send_later = partial(call, client)
         self._calls: dict[CallPlan, GenerateCall] = {}
         self._admitted: dict[str, GenerateCall] = {}  # by uid
         self._sessions: dict[str, GenerateCall] = {}  # of streaming input, by vLLM's id
-        self.intake = Intake()
-        self._tasks = BackgroundTasks()
+        self.intake, self._tasks = Intake(), BackgroundTasks()
         self._streamer = RowStreamer(self.sinks, self._release_rows, self._tasks)
         self.completion = AsyncCompletion(
             self.info, self._config, self.info.shape, self.sinks, self._streamer,

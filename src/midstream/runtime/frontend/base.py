@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -74,9 +75,9 @@ class BaseFrontEnd:
         self.info = info
         replicas = 1 + max(worker.replica for worker in info.workers)
         self._workers: list[list[RemoteWorker]] = [[] for _ in range(replicas)]  # of each replica
+        number, share = info.front_ends.number, info.front_ends.count
         for worker in info.workers:
-            remote = RemoteWorker(worker, info.front_ends.number, info.front_ends.count)
-            self._workers[worker.replica].append(remote)
+            self._workers[worker.replica].append(RemoteWorker(worker, number, share))
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)
         set_steering(engine.vllm_config, self.vectors, self.steering)
@@ -84,7 +85,6 @@ class BaseFrontEnd:
         weakref.finalize(self, self.sinks.close)
         self._needs: dict[str, Need] = {}
         has_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
-        share = info.front_ends.count
         self._row_reuse = RowReuse(found.reuse_bytes // share, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
         self._resolver = PlanResolver(info, engine)
@@ -100,10 +100,8 @@ class BaseFrontEnd:
         budgets = [CapacityBudget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
         matrices = 4 * info.room.maps * info.shape.hidden_size**2
-        sent = self._sent_vectors = [
-            SentVectors(matrices=matrices, front_end=info.front_ends.number, front_ends=share)
-            for _ in self._workers
-        ]
+        make = partial(SentVectors, None, matrices, number, share)
+        sent = self._sent_vectors = [make() for _ in self._workers]
         lookup, layers = self.vectors.lookup, info.shape.num_layers
         self.changes = PlanChanges(self._resolver, self._admission, sent, lookup, layers)
 
