@@ -16,6 +16,7 @@ from typing import Any
 from midstream.compat.act_environment import is_capture_worker
 from midstream.config.config import KEY, from_additional_config, is_complete, is_enabled
 from midstream.config.controllers import load, read_controllers
+from midstream.config.server_folder import make_folder
 from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime.core import (
     controllers,
@@ -155,6 +156,8 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
         # Workers check too, but only an error raised here reaches the caller unwrapped.
         check_settings(config)
         plain.replicas = config.parallel_config.data_parallel_size_local
+        if config.parallel_config._api_process_rank < 0:  # noqa: SLF001
+            make_folder()  # of the API servers that this process starts
     return config
 
 

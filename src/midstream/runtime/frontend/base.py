@@ -9,6 +9,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -73,8 +74,9 @@ class BaseFrontEnd:
         self.info = info
         replicas = 1 + max(worker.replica for worker in info.workers)
         self._workers: list[list[RemoteWorker]] = [[] for _ in range(replicas)]  # of each replica
+        number, share = info.front_ends.number, info.front_ends.count
         for worker in info.workers:
-            self._workers[worker.replica].append(RemoteWorker(worker))
+            self._workers[worker.replica].append(RemoteWorker(worker, number, share))
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)
         set_steering(engine.vllm_config, self.vectors, self.steering)
@@ -82,7 +84,7 @@ class BaseFrontEnd:
         weakref.finalize(self, self.sinks.close)
         self._needs: dict[str, Need] = {}
         has_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
-        self._row_reuse = RowReuse(found.reuse_bytes, has_cache, self.sinks.pace)
+        self._row_reuse = RowReuse(found.reuse_bytes // share, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
         self._resolver = PlanResolver(info, engine)
         self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
@@ -93,11 +95,12 @@ class BaseFrontEnd:
         self._resolver.registries = Registries(self.lenses, self.saes, self.directions)
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
-        self._row_limits = [row_limit(workers, found) for workers in self._workers]
+        self._row_limits = [row_limit(workers, found, share) for workers in self._workers]
         budgets = [CapacityBudget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
         matrices = 4 * info.room.maps * info.shape.hidden_size**2
-        sent = self._sent_vectors = [SentVectors(matrices=matrices) for _ in self._workers]
+        make = partial(SentVectors, None, matrices, number, share)
+        sent = self._sent_vectors = [make() for _ in self._workers]
         lookup, layers = self.vectors.lookup, info.shape.num_layers
         self.changes = PlanChanges(self._resolver, self._admission, sent, lookup, layers)
 

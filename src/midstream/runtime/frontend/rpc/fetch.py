@@ -58,7 +58,7 @@ def collect(workers: Sequence[RemoteWorker], uids: list[str]) -> Exchange[dict[s
     Raises:
         RankError: the checksums of two ranks differ.
     """
-    found = yield from _fetch(workers, CollectResults(uids, _mapped(workers)), uids)
+    found = yield from _fetch(workers, CollectResults(uids, *_reader(workers)), uids)
     return found
 
 
@@ -72,14 +72,16 @@ def collect_partial(
         stops: per uid and vLLM's id, the position below which rows are fetched.
     """
     request = CollectPartialRows(
-        {uid: dict(positions) for uid, positions in stops.items()}, _mapped(workers)
+        {uid: dict(positions) for uid, positions in stops.items()}, *_reader(workers)
     )
     found = yield from _fetch(workers, request, [partial_name(uid) for uid in stops])
     return {uid: found[partial_name(uid)] for uid in stops}
 
 
-def _mapped(workers: Sequence[RemoteWorker]) -> list[Any]:
-    return [worker.info.rank for worker in workers if worker.is_mapped]
+def _reader(workers: Sequence[RemoteWorker]) -> tuple[list[Any], int]:
+    """Return the workers whose arena this front end maps, and its number."""
+    mapped = [worker.info.rank for worker in workers if worker.is_mapped]
+    return mapped, workers[0].front_end if workers else 0
 
 
 def _fetch(
