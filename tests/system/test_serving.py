@@ -18,7 +18,7 @@ import torch
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from support import own_process, served_sweeps, serving
-from support.nightly import NIGHTLY
+from support.nightly import NIGHTLY, rounds
 from support.own_process import python
 from support.serving import NAME, Running
 from support.serving_load import load
@@ -95,15 +95,27 @@ def openai(server: Running) -> OpenAI:
 # ---------------------------------------------------------------- as offline
 
 
-@pytest.mark.parametrize("how", ["handle", "inline"])
-@pytest.mark.parametrize("name", CASES)
+def ways(name: str) -> Iterator[Any]:
+    """A case in both ways in which rows come; inline, all of them at night."""
+    yield pytest.param(name, "handle", id=f"{name}-handle")
+    marks = () if name in ("everything", "chat") else pytest.mark.nightly
+    yield pytest.param(name, "inline", id=f"{name}-inline", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "how"), [way for name in CASES for way in ways(name)])
 def test_an_answer_is_bit_by_bit_what_the_offline_engine_gives(client, offline, name, how):
     more = {"activations": how} if CASES[name].asked else {}
     [found] = ask(client, CASES[name], **more).outputs
     assert_equal(plain(found), offline[name])
 
 
-@pytest.mark.parametrize("name", CASES)
+STREAMED = "plain", "everything", "remembered", "chat"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in STREAMED else pytest.param(name, marks=pytest.mark.nightly) for name in CASES],
+)
 def test_a_stream_comes_to_bit_by_bit_what_the_offline_engine_gives(client, offline, name):
     case = CASES[name]
     asked = {**ASKED, **case.asked}
@@ -150,6 +162,9 @@ def test_a_response_has_the_rows_of_its_conversation(client, openai, offline):
 # ---------------------------------------------------------------- as without
 
 
+# By day bodies that do not ask pass the middleware byte by byte (`unit/server`), and an engine with
+# nothing to do is plain vLLM to the bit (`engine/test_off_is_off.py`).
+@pytest.mark.nightly
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", PLAIN)
 def test_who_asks_for_nothing_is_answered_as_by_a_server_without_midstream(
@@ -252,7 +267,9 @@ def fingerprint(client: Client) -> str:
     return found
 
 
-@pytest.mark.parametrize("tier", ["base", "prompt", "generated"])
+@pytest.mark.parametrize(
+    "tier", ["base", pytest.param("prompt", marks=pytest.mark.nightly), "generated"]
+)
 def test_server_wide_steering_is_that_tier_of_every_request_until_it_is_cleared(client, tier):
     phase = None if tier == "base" else tier
     edit = Steer(VECTOR, 3, 0.5, **({} if phase is None else {"phase": phase}))
@@ -382,9 +399,10 @@ def test_rows_of_a_client_that_is_killed_in_mid_stream_are_let_go(server):
 
 def test_sixty_four_clients_with_different_plans_each_get_what_they_asked_for(server):
     before = server.wait_until_idle()["totals"]["completions"].get("ok", 0)
-    report = asyncio.run(load(server.url, 64, 0, 2, server.memory))
+    each = rounds(suite=1, nightly=2)
+    report = asyncio.run(load(server.url, 64, 0, each, server.memory))
     assert report.wrong == []
-    assert report.completions >= 64 * 2
+    assert report.completions >= 64 * each
     status = server.wait_until_idle()
     assert status["totals"]["completions"] == {"ok": before + report.completions}
     assert status["requests"] == status["waiting"] == status["held"]["captures"] == 0
