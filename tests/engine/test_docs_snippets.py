@@ -37,7 +37,7 @@ PAGES = [
 ]
 # Pages whose snippets take longest run at night. That they compile and that the names and arguments
 # in them exist is in `repo/test_docs.py`.
-LONG = ("attention", "attribution", "fitting", "patching", "selecting")
+LONG = ("attention", "attribution", "fitting", "operations", "patching", "selecting")
 # Their snippets stand under `if __name__ == "__main__":`.
 AS_A_FILE = ("docs/probing.md", "docs/quickstart.md")
 MODEL = ".models/SmolLM2-135M-Instruct"
