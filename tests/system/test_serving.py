@@ -18,7 +18,7 @@ import torch
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from support import own_process, served_sweeps, serving
-from support.nightly import NIGHTLY, rounds
+from support.nightly import rounds
 from support.own_process import python
 from support.serving import NAME, Running
 from support.serving_load import load
@@ -32,7 +32,6 @@ from support.serving_offline import (
     assert_equal,
     plain,
 )
-from support.serving_plain import PLAIN, answered
 from support.spans import Spans, collecting
 
 from midstream import Capture, Client, Probe, Steer, extra_body
@@ -71,13 +70,6 @@ def server(smollm2: Path, folder: Path, spans: Spans) -> Iterator[Running]:
     command = serving.command(smollm2, *options)
     protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     with serving.running(command, folder, **protocol, OTEL_BSP_SCHEDULE_DELAY="200") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def without(smollm2: Path, folder: Path) -> Iterator[Running]:
-    """A server without midstream."""
-    with serving.running(serving.plain_command(smollm2), folder) as found:
         yield found
 
 
@@ -157,20 +149,6 @@ def test_a_response_has_the_rows_of_its_conversation(client, openai, offline):
     assert event.type in ("response.completed", "response.incomplete")
     assert event.midstream["receipt"]["status"] == "ok"
     assert event.midstream["probes"]["p"]["scores"] == found.probes["p"].tolist()
-
-
-# ---------------------------------------------------------------- as without
-
-
-# By day bodies that do not ask pass the middleware byte by byte (`unit/server`), and an engine with
-# nothing to do is plain vLLM to the bit (`engine/test_off_is_off.py`).
-@pytest.mark.nightly
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", PLAIN)
-def test_who_asks_for_nothing_is_answered_as_by_a_server_without_midstream(
-    server, without, name, stream
-):
-    assert answered(server, name, stream) == answered(without, name, stream)
 
 
 # ---------------------------------------------------------------- streams
@@ -407,27 +385,6 @@ def test_sixty_four_clients_with_different_plans_each_get_what_they_asked_for(se
     assert status["totals"]["completions"] == {"ok": before + report.completions}
     assert status["requests"] == status["waiting"] == status["held"]["captures"] == 0
     assert status["workers"][0]["arena"]["leases"] == 0
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not NIGHTLY, reason="takes minutes")
-def test_sixty_four_clients_for_two_minutes_take_no_more_memory_than_without_midstream(
-    client, server, without, record_property
-):
-    # Memory of the staging ring is taken as rows first go round.
-    rows, long = server.status()["workers"][0]["ring_rows"], 480
-    for _ in range(rows // (30 * long) + 2):
-        ask(client, Case(" two" * long, {"capture": Capture("all")}), activations="none")
-    report = asyncio.run(load(server.url, 64, 120, 3, server.memory))
-    assert report.wrong == []
-    plain = asyncio.run(load(without.url, 64, 120, 3, without.memory, asks=False))
-    for name, one in (("with", report), ("without", plain)):
-        record_property(f"{name}: seconds of a plain request, median", one.plain_median)
-        record_property(f"{name}: completions", one.completions)
-        record_property(f"{name}: growth by process", one.growth())
-    *others, worker = report.growth()
-    assert max(others) < 32 << 20
-    assert worker < max(0, plain.growth()[-1]) + (64 << 20)
 
 
 def test_sweeps_are_what_the_offline_engine_gives_beside_others(client, server, offline):
