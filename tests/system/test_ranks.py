@@ -197,7 +197,11 @@ def one(llm: Any, model: Model, prompt: int, **asked: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("codec", ["raw", "full8", "topk8:k=8", "rp8:k=16"])
+@pytest.mark.parametrize(
+    "codec",
+    ["raw", "full8"]
+    + [pytest.param(name, marks=pytest.mark.nightly) for name in ("topk8:k=8", "rp8:k=16")],
+)
 def test_shards_make_up_what_the_first_rank_gathers(model: Model, tensor: Any, codec: str) -> None:
     steer = [Steer(torch.full((tiny.HIDDEN,), 0.5), layer=1)]
     found = {}
