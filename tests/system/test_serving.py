@@ -329,16 +329,17 @@ def test_a_handle_is_fetched_in_ranges_listed_and_deleted(client, server):
         one["id"] for one in client.call("GET", "/v1/midstream/captures")["captures"]
     ]
     url = server.url + told["url"]
-    whole = httpx.get(url)
-    assert len(whole.content) == told["bytes"]
-    parts = [
-        httpx.get(url, headers={"range": f"bytes={first}-{first + 4095}"})
-        for first in range(0, told["bytes"], 4096)
-    ]
-    assert {part.status_code for part in parts} == {206}
-    assert b"".join(part.content for part in parts) == whole.content
-    assert httpx.delete(url).status_code == 204
-    assert httpx.get(url).status_code == 404
+    with httpx.Client() as http:
+        whole = http.get(url)
+        assert len(whole.content) == told["bytes"]
+        parts = [
+            http.get(url, headers={"range": f"bytes={first}-{first + 4095}"})
+            for first in range(0, told["bytes"], 4096)
+        ]
+        assert {part.status_code for part in parts} == {206}
+        assert b"".join(part.content for part in parts) == whole.content
+        assert http.delete(url).status_code == 204
+        assert http.get(url).status_code == 404
     assert server.status()["held"] == {"captures": 0, "bytes": 0}
 
 

@@ -19,7 +19,10 @@ from support.serving import Running
 PAGE = "docs/serving.md"
 ADDRESS = "127.0.0.1:8000"
 # What the page does not say, and what makes a start short.
-QUICK = ("--enforce-eager", "--dtype=float32", "--max-model-len=256", "--max-num-seqs=8")
+QUICK = (
+    *("--enforce-eager", "--dtype=float32", "--max-model-len=256", "--max-num-seqs=8"),
+    "--num-gpu-blocks-override=64",
+)
 
 
 def snippets() -> list[tuple[int, str, str]]:
