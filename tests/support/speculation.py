@@ -51,13 +51,13 @@ FAVOURED = {token: 2.0 + token % 5 / 2 for token in range(3, 120, 7)}
 # (name, how many drafts are right, None: random; whether the host learns of it a step later)
 SCRIPTS = [
     ("some right", None, False),
-    ("all wrong, told late", 0, True),
     ("some right, told late", None, True),
 ]
 if NIGHTLY:
     SCRIPTS += [
         ("all right", DRAFTS, False),
         ("all wrong", 0, False),
+        ("all wrong, told late", 0, True),
         ("all right, told late", DRAFTS, True),
     ]
 

@@ -73,6 +73,7 @@ def test_what_midstream_serve_comes_to_is_the_vllm_serve_that_the_page_shows(mon
     assert json.loads(mine[-1]) == json.loads(theirs[-1])
 
 
+@pytest.mark.nightly
 def test_the_example_of_a_client_steers_the_server_and_leaves_it_as_it_was(server, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "examples")
     example = importlib.import_module("steering_client")
