@@ -117,7 +117,7 @@ def test_compiled_too(
         assert int(llm.llm_engine.vllm_config.compilation_config.mode) > 0
         served = Served(name, oracle, llm)
         check_reads(served)
-        check_edits(served, every=10 if NIGHTLY else 20)
+        check_edits(served, every=10 if NIGHTLY else 16)
 
 
 @pytest.mark.model
