@@ -39,20 +39,14 @@ MODELS = [*INNER, pytest.param(EXPERTS[1], marks=pytest.mark.nightly)]
 MODELS.remove(EXPERTS[1])
 # The llama has four heads, two of keys, and a width of all heads that is not the model's.
 ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
-# Every operation takes long: by day on two models, of which one has merged projections of queries,
-# keys and values, and no rotary embedding. What the others' sites are is read by day.
-EDITED = [
-    name if name in ("llama", "gpt2") else pytest.param(name, marks=pytest.mark.nightly)
-    for name in MODELS[:-1]
-] + MODELS[-1:]
+# Every operation takes long: by day on two models, one of them with merged projections of queries,
+# keys and values, and no rotary embedding.
+NIGHT = pytest.mark.nightly
+DAILY = "llama", "gpt2"
+EDITED = [*DAILY, *(pytest.param(name, marks=NIGHT) for name in INNER if name not in DAILY)]
 LONG = 90  # two steps, and two whole blocks
-COMPILED = [
-    "llama",
-    *(
-        pytest.param(name, marks=pytest.mark.nightly)
-        for name in ("gpt2", "phi3", "gemma3", *EXPERTS)
-    ),
-]
+OTHERS = "gpt2", "phi3", "gemma3", *EXPERTS
+COMPILED = ["llama", *(pytest.param(name, marks=NIGHT) for name in OTHERS)]
 # Why each model is without a site.
 REASONS = {
     "rot_q": "no rotary embedding; use q",
@@ -187,11 +181,7 @@ def test_every_operation_at_inner_sites_and_heads_does_what_its_formula_says_in_
 
 
 @ONE
-@pytest.mark.parametrize(
-    "plain_first",
-    [False, pytest.param(True, marks=pytest.mark.nightly)],
-    ids=["edited first", "plain first"],
-)
+@pytest.mark.parametrize("plain_first", [False, pytest.param(True, marks=NIGHT)])
 @pytest.mark.parametrize("head", [None, 1])
 @pytest.mark.parametrize("site", ["k", "v", "rot_k"])
 def test_later_tokens_attend_to_edited_keys_and_values_and_no_other_request_does(
