@@ -90,7 +90,7 @@ def test_the_snippets_of_the_page_run_one_after_the_other(server, folder, monkey
     bin_folder = str(Path(sys.executable).parent)
     environment = serving.environment(PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
     namespace = {"__name__": "__main__"}
-    ran = []
+    ran, epoch = [], server.status()["steering"]["epoch"]
     for line, language, text in snippets():
         if text.startswith(("midstream serve ", "vllm serve ")):
             continue
@@ -109,5 +109,5 @@ def test_the_snippets_of_the_page_run_one_after_the_other(server, folder, monkey
     assert "base64" not in ran[1]
     status = server.status()
     assert status["held"]["captures"] == 0
-    assert status["steering"]["epoch"] == 6
+    assert status["steering"]["epoch"] == epoch + 4
     assert status["vectors"] == 0
