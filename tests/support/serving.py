@@ -55,8 +55,8 @@ class Running:
         self.url = url
         self.process = process
         self._log = log
-        # One for all: to make one takes as long as a request. The server ends idle connections.
-        self._http = httpx.Client(timeout=60, limits=httpx.Limits(keepalive_expiry=2))
+        # One for all: to make one takes as long as a request. It keeps no connection open.
+        self._http = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 
     @property
     def log(self) -> str:
