@@ -370,7 +370,10 @@ def test_scores_of_split_vectors_are_the_sums_of_the_parts_of_the_ranks(alone, s
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["mean", "max", "moments"])
+@pytest.mark.parametrize(
+    "kind",
+    ["moments", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mean", "max"))],
+)
 def test_reduced_rows_of_every_site_are_those_of_one_rank(alone, several, kind):
     """Each rank reduces its parts, of a prompt of two steps too."""
     asked = Capture("all", EVERY, "prompt", reduce=kind)
