@@ -5,6 +5,7 @@ says.
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 from support import controlling
 from support.engines import greedy
-from support.oracle import Oracle
+from support.oracle import HookEdit, Oracle
 from support.updating import (
     PROMPT,
     Stepped,
+    check_replay,
     check_versions,
     everything,
     steer,
@@ -31,6 +33,7 @@ from midstream import (
     Pid,
     Probe,
     ReceiptError,
+    SamplingParams,
     SpecError,
     Steer,
     Switch,
@@ -148,7 +151,6 @@ def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
 
 
 def test_each_completion_of_a_prompt_has_a_controller_of_its_own(llm: Any) -> None:
-    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
@@ -218,6 +220,68 @@ def test_a_failure_is_what_the_policy_says_and_changes_nobody_else(
     assert llm.llm_engine.get_num_unfinished_requests() == 0
 
 
+def test_a_function_beside_the_engine_changes_edits_and_stops_and_no_step_waits_for_it(
+    llm: Any, oracle: Oracle
+) -> None:
+    """An answer holds some tokens later: the receipt says where, and the replay agrees."""
+    go, tokens = threading.Event(), []
+
+    def each_third(seen: Observed) -> float:
+        tokens.append((seen.tokens, len(seen.scores["p"])))
+        return float(seen.tokens // 3 % 2)
+
+    def chooses(seen: Observed) -> Any:
+        return {"edits": [CALM], "scale": 0.5} if seen.tokens >= 4 else None
+
+    def stops(seen: Observed) -> Any:
+        return {"stop": True} if seen.tokens >= 8 else None
+
+    def fails(_: Observed) -> None:
+        raise KeyError("it")
+
+    def hangs(_: Observed) -> None:
+        go.wait(60)
+
+    controllers = [
+        Controller(each_third, name="third", seconds=60),
+        Controller(chooses, seconds=60),
+        Controller(stops, name="limit", seconds=60),
+        Controller(fails),
+        Controller(hangs, seconds=0.01, on_error="off"),
+        Controller(fails, on_error="end"),
+        Controller(hangs, name="late", seconds=60),
+        None,
+    ]
+    with pytest.raises(ReceiptError, match="controller 'local' of request .*KeyError") as caught:
+        ask(llm, *controllers, params=greedy(60))
+    go.set()
+    found = [output.outputs[0] for output in caught.value.outputs]
+    third, chose, stopped, kept, off, ended, late, free = found
+    half = HookEdit(CALM_HOOK.site, CALM_HOOK.layer, CALM_HOOK.vector, 1.5, CALM_HOOK.where)
+    assert len(third.receipt.versions) > 3
+    assert {one.source for one in third.receipt.versions[1:]} == {"controller:third"}
+    assert [one.scale for one in third.receipt.versions[1:3]] == [0.0, 1.0]
+    check_replay(
+        oracle, PROMPT, third, {one.number: [HOOK] for one in third.receipt.versions if one.scale}
+    )
+    # Each score once: all of the prompt and of the tokens before the last one shown.
+    shown = [count for count, _ in tokens]
+    assert shown == sorted(set(shown))
+    assert sum(new for _, new in tokens) == SIZE + shown[-1] - 1
+    assert [one.source for one in chose.receipt.versions[:2]] == ["request", "controller:local"]
+    later = {one.number: [half] for one in chose.receipt.versions[1:]}
+    check_replay(oracle, PROMPT, chose, {0: [HOOK], **later})
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", "controller:limit")
+    assert 8 <= len(stopped.token_ids) < 60
+    assert (ended.finish_reason, len(ended.token_ids) < 60) == ("error", True)
+    assert [one.source for one in off.receipt.versions] == ["request", "controller:local"]
+    check_replay(oracle, PROMPT, off, {0: [HOOK]})
+    for one in (stopped, kept, late, free):
+        assert one.receipt.versions == ()
+        assert one.token_ids == free.token_ids[: len(one.token_ids)]
+        check_replay(oracle, PROMPT, one, {0: [HOOK]})
+
+
 def test_what_cannot_be_controlled_is_rejected_by_its_name(llm: Any) -> None:
     law = Threshold("p", above=1.0)
     many = Pid("p", target=0.0, kp=1.0, step=0.001)
@@ -227,7 +291,9 @@ def test_what_cannot_be_controlled_is_rejected_by_its_name(llm: Any) -> None:
         (Threshold("q", above=1.0), {}, "controller[0].threshold.probe", "no probe 'q'"),
         (law, {"probes": None}, "controller[0]", "give the request `probes`"),
         (many, {}, "controller[0]", "the limit is 64 versions"),
-        (Controller(law), {}, "controller[0].mode", "is for AsyncLLM"),
+        (Controller(law), {"params": SamplingParams(n=2)}, "controller[0]", "n=1"),
+        (Controller(law), {"probes": None}, "controller[0]", "give the request `probes`"),
+        (Controller(law, name="a"), {"params": greedy(4, stop="controller:a")}, "stop", "reason"),
         (Threshold("p", above=1.0, on=0.5), {"edits": latent}, "controller[0]", "no strength"),
         (law, {"probes": probe(Switch([], above=1))}, "controller[0]", "Switch"),
         ({"declared": 3}, {}, "controller[0].declared", "characters"),

@@ -109,10 +109,10 @@ def _compare(
     is_greedy: bool = True,
 ) -> None:
     assert completion.receipt.status == "ok", completion.receipt
-    whole = [*prompt, *completion.token_ids][:-1]
-    logits, seen = oracle.run(whole, edits)
+    # The last token has a row where a probe or a controller stopped the request at it.
+    logits, seen = oracle.run([*prompt, *completion.token_ids], edits)
     if is_greedy:
-        mine = logits[len(prompt) - 1 :]
+        mine = logits[len(prompt) - 1 : -1]
         best = mine.max(-1).values
         chosen = mine.gather(1, torch.tensor(list(completion.token_ids))[:, None])[:, 0]
         assert (best - chosen < TIE).all(), "a token is not the likeliest of the replay"
@@ -144,6 +144,7 @@ def check_versions(
     prompt: Sequence[int],
     completion: Any,
     sets: Mapping[str, Sequence[HookEdit]],
+    is_greedy: bool = True,
 ) -> None:
     """Compare a completion whose controller chose versions with transformers; see `check_replay`.
 
@@ -152,6 +153,7 @@ def check_versions(
         prompt: its prompt.
         completion: with `activations` of every layer, `receipt`, and greedy tokens.
         sets: the edits by the name of their set; under "" those that it was sent with.
+        is_greedy: whether the tokens are the likeliest ones.
     """
     versions = completion.receipt.versions
     edits = []
@@ -161,4 +163,4 @@ def check_versions(
             where = _both(edit.where, *one.positions)
             scale = edit.scale * one.scale
             edits.append(HookEdit(edit.site, edit.layer, edit.vector, scale, where))
-    _compare(oracle, prompt, completion, edits if versions else list(sets[""]))
+    _compare(oracle, prompt, completion, edits if versions else list(sets[""]), is_greedy)

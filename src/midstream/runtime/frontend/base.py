@@ -183,7 +183,8 @@ class BaseFrontEnd:
             )
         if own is not None:
             check_streams(own, kind, self._deltas)
-        check_stop_strings(prepared.acts, prepared.control, params.stop)
+        controller = None if prepared.control is None else prepared.control.name
+        check_stop_strings(prepared.acts, controller, params.stop)
         one = prepared.need
         need = one.times(params.n)
         chosen = self._chosen_replica(request)
@@ -195,7 +196,12 @@ class BaseFrontEnd:
         set_payload(
             request,
             RequestPayload(
-                uid, prepared.packed, prepared.keys, acts=prepared.acts, control=prepared.control
+                uid,
+                prepared.packed,
+                prepared.keys,
+                acts=prepared.acts,
+                control=prepared.control,
+                split=prepared.split,
             ),
         )
         self._needs[uid] = need
