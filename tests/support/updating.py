@@ -23,6 +23,11 @@ def vector(seed: int) -> Tensor:
     return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
+def steps_ahead(llm: Any) -> int:
+    """How many steps are scheduled before the scores of a step are known; none on a CPU."""
+    return int(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+
+
 @dataclass
 class Stepped:
     """Requests that the caller steps.

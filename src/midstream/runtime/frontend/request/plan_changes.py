@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,9 +143,9 @@ class PlanChanges:
         call_plan: CallPlan,
         before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
-        switched: Mapping[int, LaterPlan],
-    ) -> Mapping[int, LaterPlan]:
-        """Add a request that is admitted, and return the versions that its plan will have.
+        later: dict[int, LaterPlan],
+    ) -> None:
+        """Add a request that is admitted.
 
         Args:
             uid: midstream's request id.
@@ -153,14 +153,14 @@ class PlanChanges:
             request: vLLM's EngineCoreRequest.
             call_plan: its own plan.
             before, also: server-wide edits and captures.
-            switched: the versions that its probes may switch to.
+            later: the versions that its probes may switch to; gets all later ones.
         """
         own, asked = call_plan.plan, call_plan
         if own is not None and own.names():
             # A name may mean something else later.
             own = own.bind(self._lookup, self._num_layers)
             call_plan = replace(call_plan, plan=own)
-        found = self._running[uid] = PlanHistory(
+        self._running[uid] = PlanHistory(
             name=request.request_id,
             completions=request.sampling_params.n,
             first=first,
@@ -171,9 +171,8 @@ class PlanChanges:
             prompt=PromptOfRequest.of(request),
             edits=() if own is None else own.edits,
             origins=() if own is None else own.origins,
-            later=dict(switched),
+            later=later,
         )
-        return found.later
 
     def submitted(self, uid: str, request_id: str) -> None:
         """Record the id of a vLLM request that was submitted. Requests that cannot change are
