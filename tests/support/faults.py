@@ -16,6 +16,7 @@ from support.faults_models import MODELS
 from support.faults_operations import OPERATIONS
 from support.faults_reuse import REUSE
 from support.faults_sae import SAES
+from support.faults_servers import SERVERS
 from support.faults_studio import STUDIO
 from support.faults_sweep import SWEEPS
 from support.faults_tools import TOOLS
@@ -469,6 +470,7 @@ FAULTS: tuple[Fault, ...] = (
     *FIT,
     *SAES,
     *VIZ,
+    *SERVERS,
     *STUDIO,
     *OPERATIONS,
     *TOOLS,

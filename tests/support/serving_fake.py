@@ -24,6 +24,7 @@ from midstream.results.plan_update import PlanUpdate
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Captured, Receipt
 from midstream.results.site_table import SiteTable
+from midstream.runtime.frontend.engine_info import FrontEnds
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.intake import Intake
 from midstream.server import endpoint_plugin as plugin
@@ -98,7 +99,11 @@ class FakeEngine(FakeSweeps):
         self.sinks = SinkSet((), ORIGIN)
         self.captures = ServerCaptures(self.sinks, SHAPE)
         self.info = SimpleNamespace(
-            shape=SHAPE, dtype="float32", codec="raw", workers=(SimpleNamespace(runner="fake"),)
+            shape=SHAPE,
+            dtype="float32",
+            codec="raw",
+            workers=(SimpleNamespace(runner="fake"),),
+            front_ends=FrontEnds(),
         )
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(

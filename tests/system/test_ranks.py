@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import tiny
+from support import controlling, tiny
 from support.adversary import Bench, Totals
 from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
@@ -34,9 +34,20 @@ from support.nightly import rounds
 from support.oracle import Oracle
 from support.oracle_edits import EVERY_SITE
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
-from support.updating import check_replay, steer, vector
+from support.updating import check_replay, check_versions, steer, vector
 
-from midstream import Capture, Gate, Probe, SamplingParams, SpecError, Steer, Switch
+from midstream import (
+    Capture,
+    Controller,
+    Decay,
+    Gate,
+    Probe,
+    SamplingParams,
+    SpecError,
+    Steer,
+    Switch,
+    Threshold,
+)
 from midstream.sites import INNER as INSIDE
 from midstream.spec.operations import KINDS_BY_OP
 
@@ -54,7 +65,13 @@ SPLIT = {"q", "rot_q", "z", "mlp_pre", "mlp_pre_linear", "mlp_act"}
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    return {"sites": EVERY, "check_ranks": True, "gate_states": 8, **more}
+    return {
+        "sites": EVERY,
+        "check_ranks": True,
+        "gate_states": 8,
+        "controllers": controlling.DECLARED,
+        **more,
+    }
 
 
 def mixed(**more: Any) -> dict[str, Any]:
@@ -311,6 +328,53 @@ def test_probes_switch_edits_on_both_ranks_before_the_same_step(model: Model, te
         assert_idle_and_clean(tensor)
 
 
+def test_controllers_change_edits_on_both_ranks_before_the_same_step(
+    model: Model, tensor: Any
+) -> None:
+    check_controllers(tensor, model)
+
+
+def check_controllers(llm: Any, model: Model) -> None:
+    """Laws, and declared code that chooses edits and stops: against transformers with the edits of
+    the receipt's versions. The probe and the edits are on the last pipeline stage and on the first.
+    """
+    (own, hook), (calm, calm_hook) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
+    prompt, last = list(model.families[0][30:50]), tiny.LAYERS - 1
+    probe = Probe(vector(3), last, name="p")
+    asked = {"edits": own, "probes": probe, "capture": Capture("all"), "use_tqdm": False}
+    params = greedy(16, detokenize=False)
+    free = model.single.generate(tokens(prompt), params, **asked)[0]
+    middle = float(free.probes["p"][len(prompt) :].median())
+    controllers = [
+        Threshold("p", above=middle, on=0.5, off=1.5),
+        Controller("script", edits={"calm": calm}),
+        Decay(3),
+        Controller("raises", on_error="off"),
+        None,
+    ]
+    outputs = llm.generate(
+        [tokens(prompt)] * len(controllers), params, controller=controllers, **asked
+    )
+    assert_idle_and_clean(llm)
+    oracle = Oracle(model.path, "model.layers", "post_attention_layernorm")
+    sets = {"": [hook], "calm": [calm_hook]}
+    for output in outputs:
+        (found,) = output.outputs
+        check_versions(oracle, prompt, found, sets, is_greedy=not GPUS)
+    threshold, script, decay, failed, plain = (output.outputs[0] for output in outputs)
+    assert len(threshold.receipt.versions) > 1
+    assert len(decay.receipt.versions) > 5
+    assert script.stop_reason == "controller:script"
+    assert [one.source for one in script.receipt.versions] == [
+        "request", "controller:script/calm", "controller:script",
+    ]  # fmt: skip
+    assert [one.source for one in failed.receipt.versions] == [
+        "request", "controller:raises failed",
+    ]  # fmt: skip
+    assert plain.receipt.versions == ()
+    assert plain.token_ids == free.outputs[0].token_ids or GPUS
+
+
 def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> None:
     both = [Capture(0, return_="gathered"), Capture(1, return_="sharded")]
     with pytest.raises(SpecError, match=r"\[1\]\.return: sharded, and that of .* is gathered"):
@@ -370,6 +434,7 @@ def test_ranks_give_what_one_rank_gives(
         run_the_mix(model, llm, tmp_path)
         if places[-1][0]:
             check_no_score_of_two_stages(llm, model)
+            check_controllers(llm, model)
 
 
 def check_no_score_of_two_stages(llm: Any, model: Model) -> None:

@@ -5,61 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 from support import own_process, serving
+from support.left_over import nothing_left
 from support.serving import NAME, Running
-from support.shared_memory import mapped
 
 from midstream import Capture, Client, extra_body
 from midstream.store import open_store
 
-# vLLM's command, which asks for the version of a distribution that builds for the CPU lack.
-VLLM = """
-from importlib import metadata
-version = metadata.version
-def named(name):
-    try:
-        return version(name)
-    except metadata.PackageNotFoundError:
-        if name == "vllm":
-            return "0+cpu"
-        raise
-metadata.version = named
-from vllm.entrypoints.cli.main import main
-main()
-"""
 LONG = {"model": NAME, "prompt": "abcdefgh", "max_tokens": 400, "ignore_eos": True}
-
-
-@contextmanager
-def nothing_left() -> Iterator[Callable[[Running], None]]:
-    """Whatever becomes of the servers that are noted in the block, it all goes with them."""
-    names = set(os.listdir("/dev/shm"))
-    processes: list[psutil.Process] = []
-    memory: set[tuple[str, str, str]] = set()
-
-    def note(server: Running) -> None:
-        processes.extend(server.tree)
-        memory.update(mapped(one.pid for one in server.tree))
-
-    yield note
-    assert processes
-    assert memory, "the server had no shared memory"
-    end = time.monotonic() + 60
-    while left := [one for one in processes if one.is_running() and one.status() != "zombie"]:
-        assert time.monotonic() < end, f"processes are left: {left}"
-        time.sleep(0.2)
-    while kept := memory & mapped():
-        assert time.monotonic() < end, f"shared memory is left: {kept}"
-        time.sleep(0.2)
-    assert not [name for name in set(os.listdir("/dev/shm")) - names if "midstream" in name]
 
 
 @contextmanager
@@ -170,18 +130,6 @@ def test_a_server_that_drains_lets_those_who_asked_end_and_a_long_wait_is_503(
         assert answer.status_code == 200, answer.text
         assert answer.json()["midstream"]["receipt"]["status"] == "ok"
         assert server.stop() == 0, server.log[-3000:]
-
-
-def test_several_api_servers_are_refused(talking_llama, tmp_path):
-    code, out, error = own_process.run(
-        *("-c", VLLM, "serve", talking_llama),
-        *(*serving.OPTIONS, "--api-server-count=2", f"--port={serving.free_port()}"),
-        '--additional-config={"midstream": {}}',
-        timeout=300,
-        env=serving.environment(),
-    )
-    assert code != 0
-    assert "start with --api-server-count 1" in out + error
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from midstream.errors import ConfigError, MissingExtraError
 # vLLM's group of plugin entry points, and the variable that restricts which ones it loads.
 GROUP, PLUGINS = "vllm.general_plugins", "VLLM_PLUGINS"
 ADDITIONAL = "--additional-config"
+# vLLM's option for the number of API server processes.
+COUNT = frozenset({"--api-server-count", "-asc"})
 CONTEXT = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -117,7 +119,7 @@ def server_command(
     words += [ADDITIONAL, json.dumps({**additional, KEY: given})]
     rest = [*words, *_one_front_end([*words, *(f"--{name}" for name in in_file)])]
     _enable_plugin()
-    return [sys.executable, "-m", *_server(model), *rest]
+    return [sys.executable, "-m", *_server(model, rest), *rest]
 
 
 def _enable_plugin() -> None:
@@ -139,22 +141,29 @@ def _enable_plugin() -> None:
 def _one_front_end(given: list[str]) -> list[str]:
     """Return arguments for a single API server process, if the server has replicas.
 
-    midstream needs a single API server; vLLM starts one per replica by default.
+    vLLM starts one per replica by default, and each would have only its part of the capacity.
     """
     named = {word.partition("=")[0].replace("_", "-") for word in given}
     has_replicas = named & {"--data-parallel-size", "-dp"}
-    is_explicit = named & {"--api-server-count", "-asc", "--headless"}
+    is_explicit = named & {*COUNT, "--headless"}
     return ["--api-server-count", "1"] if has_replicas and not is_explicit else []
 
 
-def _server(model: str) -> list[str]:
-    """Return the module of vLLM's server and its first arguments."""
+def _server(model: str, given: list[str]) -> list[str]:
+    """Return the module of vLLM's server and its first arguments.
+
+    Args:
+        model: the model.
+        given: all other arguments.
+    """
     MissingExtraError.require("vllm", "midstream serve")
     try:
         version("vllm")
     except PackageNotFoundError:
         # vLLM's command needs its package metadata, which CPU builds have under another name; its
-        # server module does not.
+        # server module does not, but starts one API server process only.
+        if {word.partition("=")[0].replace("_", "-") for word in given} & COUNT:
+            return ["midstream.cli.vllm_serve", "serve", model]
         return ["vllm.entrypoints.openai.api_server", "--model", model]
     return ["vllm.entrypoints.cli.main", "serve", model]
 

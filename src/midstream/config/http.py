@@ -111,6 +111,19 @@ def _check_folder(value: object) -> None:
         raise ConfigError(f"{_PATH}.shared_folder: expected an absolute path, got {value!r}")
 
 
+# Limits of a server that each of its API server processes has an equal part of.
+_DIVIDED = (
+    "held_bytes", "held_captures", "client_bytes", "client_captures", "waiting_requests",
+    "running_sweeps",
+)  # fmt: skip
+
+
+def divided(settings: HttpSettings, processes: int) -> HttpSettings:
+    """Return the limits of one of several API server processes."""
+    parts = {name: max(1, getattr(settings, name) // processes) for name in _DIVIDED}
+    return replace(settings, **parts)
+
+
 def plain_http(settings: HttpSettings | None) -> bool | dict[str, Any]:
     """Return the JSON form of the settings."""
     if settings is None:

@@ -147,7 +147,7 @@ class CaptureCache:
             with self._lock:
                 self._check(client, nbytes)
             # The copy runs without the lock, so the capacity is checked again after it.
-            file = _file_of(rows)
+            file = file_of(rows)
         try:
             with self._lock:
                 self._check(client, nbytes)
@@ -187,7 +187,7 @@ class CaptureCache:
             kept = self._captures.get(name)
             rows = None if kept is None else kept.rows
         # The rows are packed without the lock. If two readers do it at once, one file is closed.
-        made = None if rows is None else _file_of(rows.tobytes())
+        made = None if rows is None else file_of(rows.tobytes())
         with self._lock:
             if made is not None and kept is not None and kept.rows is not None:
                 kept.file, kept.rows, made = made, None, None
@@ -287,7 +287,7 @@ class CaptureCache:
             )
 
 
-def _file_of(data: bytes) -> int:
+def file_of(data: bytes) -> int:
     """Return a new anonymous file with these bytes.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from midstream.config.http import HttpSettings, admin_key, read_http
+from midstream.config.http import HttpSettings, admin_key, divided, read_http
 from midstream.runtime.vllm.additional_config import key_of_environment, settings_of
 from midstream.server import fingerprint
 from midstream.server.admin_auth import Guard
@@ -48,6 +48,7 @@ class Endpoints:
 
     def __init__(self) -> None:
         self._server: Server | None = None
+        self._app: FastAPI | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add routes and middleware if the server enables midstream.
@@ -67,8 +68,14 @@ class Endpoints:
             # A Unix domain socket is as local as loopback.
             host="localhost" if getattr(args, "uds", None) else args.host,
         )
+        self._app = app
+        # Each API server process has its part of the limits.
+        processes = getattr(args, "api_server_count", None) or 1
         self._server = app.state.midstream = Server(
-            settings, admin=guard.is_open, has_key=has_key, check_host=guard.check_host
+            divided(settings, processes),
+            admin=guard.is_open,
+            has_key=has_key,
+            check_host=guard.check_host,
         )
         for module in _ROUTERS:
             app.include_router(module.router)
@@ -86,6 +93,8 @@ class Endpoints:
             "chat_template_content_format": getattr(args, "chat_template_content_format", None),
         }
         await self._server.start(engine_client, template)
+        if self._server.peers is not None and self._app is not None:
+            self._server.peers.listen(self._app)
 
 
 def _settings(args: Namespace) -> HttpSettings | None:

@@ -57,6 +57,10 @@ GAUGES = (
     ("workers_age_seconds", "Age of the workers' values; 0 if they answered this query.", ()),
     ("steering_epoch", "Number of changes of server-wide steering.", ()),
 )
+# Gauges that each API server process has for itself; the others are the same in all.
+_OF_PROCESS = (
+    "requests_running", "requests_waiting", "sink_unwritten_bytes", "held_captures", "held_bytes",
+)  # fmt: skip
 HISTOGRAMS = (
     ("waiting_seconds", "Time that calls with a plan waited for capacity, if they did.", ()),
 )
@@ -82,10 +86,11 @@ class Metrics:
         }
         self._gauges = {
             name: Gauge(
-                f"midstream:{name}", text, labels, registry=registry, multiprocess_mode="mostrecent"
+                f"midstream:{name}", text, labels, registry=registry,
+                multiprocess_mode="livesum" if name in _OF_PROCESS else "mostrecent",
             )
             for name, text, labels in GAUGES
-        }
+        }  # fmt: skip
         self._histograms = {
             name: Histogram(
                 f"midstream:{name}", text, labels, registry=registry, buckets=_WAIT_BUCKETS
@@ -151,14 +156,15 @@ class Metrics:
             self._set("workers_age_seconds", state["workers_age_seconds"])
         for worker in state["workers"]:
             place = place_of(worker["replica"], worker["stage"], worker["tensor_rank"])
-            self._update_worker(worker, place)
+            self._update_worker(worker, place, is_counting=state["process"]["number"] == 0)
 
-    def _update_worker(self, worker: Mapping[str, Any], place: str) -> None:
+    def _update_worker(self, worker: Mapping[str, Any], place: str, is_counting: bool) -> None:
         arena, steps = worker["arena"], worker["steps"]
-        self._total("steps", steps["steps"], place)
-        self._total("active_steps", steps["active"], place)
-        self._total("planner_seconds", steps["planner_ns"] / 1e9, place)
-        self._total("spills", arena["spills"], place)
+        if is_counting:  # the counters of all processes are added
+            self._total("steps", steps["steps"], place)
+            self._total("active_steps", steps["active"], place)
+            self._total("planner_seconds", steps["planner_ns"] / 1e9, place)
+            self._total("spills", arena["spills"], place)
         self._set("arena_bytes", arena["memory_bytes"], place)
         self._set("arena_free_bytes", arena["free_bytes"], place)
         self._set("arena_disk_bytes", arena["disk_bytes"], place)

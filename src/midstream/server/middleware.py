@@ -74,8 +74,8 @@ class Middleware:
                     await send_error(error, observer)
                     return
             if path.rstrip("/") == _METRICS:
-                await self._server.refresh_metrics()
-            await self._app(scope, receive, observed)
+                await self._server.refresh_metrics(scope)
+            await self._answer(path, scope, receive, observed)
             return
         limit = self._server.settings.max_body_bytes
         headers = Headers(scope=scope)
@@ -95,7 +95,7 @@ class Middleware:
             return
         if context is None:
             given = _FormScan(receive, limit) if is_read and is_form else receive
-            await self._app(scope, given, observed)
+            await self._answer(path, scope, given, observed)
             return
         outgoing = ResponseWriter(context, self._server, observer, on_error)
         token = CURRENT.set(context)
@@ -113,6 +113,20 @@ class Middleware:
         finally:
             CURRENT.reset(token)
             await context.close(self._server.captures)
+
+    async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request without results: this process, or one of the others of this server."""
+        peers = self._server.peers
+        way = peers.way(scope, path) if peers is not None and path.startswith(_OWN) else None
+        if way is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await _read(receive, self._server.settings.max_body_bytes)
+        except HttpError as error:
+            await send_error(error, send)
+            return
+        await way(self._app, scope, body, _Replay(body, receive), send)
 
     def _with_steering(self, send: Send) -> Send:
         """Return a `send` that names the server-wide steering in headers, if there is any."""

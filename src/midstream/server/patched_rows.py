@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from safetensors import safe_open
 
 from midstream.errors import SpecError
 from midstream.results.rows_file import POSITIONS, TOKENS
-from midstream.server.capture_cache import CachedCapture, CaptureCache
+from midstream.server.capture_cache import CachedCapture, CaptureCache, file_of
 from midstream.sites import Tap
 from midstream.spec.captured_rows import OpenRows
 from midstream.spec.matrix import read_rows
@@ -23,7 +24,10 @@ _SHOWN = 8
 
 @contextmanager
 def opened_rows(
-    captures: CaptureCache, owns: Callable[[CachedCapture], bool], most: int
+    captures: CaptureCache,
+    owns: Callable[[CachedCapture], bool],
+    most: int,
+    elsewhere: Callable[[str], bytes | None] | None = None,
 ) -> Iterator[OpenRows]:
     """Yield a function that returns the rows of an id, for as long as the context lasts.
 
@@ -31,6 +35,8 @@ def opened_rows(
         captures: the cache.
         owns: returns whether rows are those of the request's client.
         most: limit for the rows of all edits together, in bytes of float32.
+        elsewhere: returns what another process has cached under an id, as safetensors; None: it
+            has nothing, or there is no other process.
     """
     files: dict[str, _RowsFile] = {}
     budget = _Budget(most)
@@ -40,11 +46,17 @@ def opened_rows(
             if name not in files:
                 found = captures.open(name)
                 if found is None:
-                    raise _unknown(name)
-                stack.callback(captures.end_read, *found)
-                if not owns(found[0]):
-                    raise _unknown(name)
-                path = f"/proc/self/fd/{found[1]}"
+                    data = None if elsewhere is None else elsewhere(name)
+                    if data is None:
+                        raise _unknown(name)
+                    file = file_of(data)
+                    stack.callback(os.close, file)
+                else:
+                    stack.callback(captures.end_read, *found)
+                    if not owns(found[0]):
+                        raise _unknown(name)
+                    file = found[1]
+                path = f"/proc/self/fd/{file}"
                 files[name] = _RowsFile(stack.enter_context(safe_open(path, "pt")), budget)
             return files[name]
 

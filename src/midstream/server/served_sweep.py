@@ -17,8 +17,7 @@ from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import Event
 from midstream.runtime.frontend.request.prompt.tokenized import is_chat
 from midstream.server import audit_log
-from midstream.server.patched_rows import opened_rows
-from midstream.server.server import Server
+from midstream.server.server import Server, rows_for
 from midstream.server.sweep_body import SweepBody
 from midstream.server.sweep_pace import PRIORITY, runs_at_once
 from midstream.sweep import Sweep
@@ -77,8 +76,7 @@ class ServedSweep:
 
         def prepared() -> Any:
             limits = server.settings
-            owns = partial(server.owns, scope)
-            with opened_rows(server.captures, owns, limits.max_body_bytes) as open_rows:
+            with rows_for(server, scope) as open_rows:
                 return llm.prepare_sweep(
                     body.prompt,
                     request,

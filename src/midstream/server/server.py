@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from midstream.config.config import KEY
 from midstream.config.http import HttpSettings
+from midstream.config.server_folder import own_folder, remove_if_left
 from midstream.errors import HttpError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan, plan_of, with_plan
 from midstream.runtime.frontend.results.sink_setup import origin_of
@@ -24,11 +25,13 @@ from midstream.server import audit_log, metrics
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import CURRENT, RequestContext
 from midstream.server.patched_rows import opened_rows
+from midstream.server.peers import Peers
 from midstream.server.request_field import MidstreamField
 from midstream.server.results_json import ResultEncoder
 from midstream.server.running_requests import RunningCall, RunningRequests
 from midstream.server.sweep_pace import SweepPace
 from midstream.spec import Plan
+from midstream.spec.captured_rows import OpenRows
 from midstream.spec.operations import has_captured
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.shared_folder import SharedFolder
@@ -49,7 +52,11 @@ _PATH_SHOWN, _ID_SHOWN = 200, 128
 
 
 class Server:
-    """State that middleware and routes share."""
+    """State that middleware and routes share.
+
+    Attributes:
+        peers: the other API server processes of this server; None: there are none.
+    """
 
     def __init__(
         self,
@@ -77,6 +84,7 @@ class Server:
         self.started = time.time()
         self._llm: Any = None
         self._shared: SharedFolder | None = None
+        self.peers: Peers | None = None
         self._answers: ResultEncoder | None = None
         self._template: dict[str, Any] = {}
         self.running = RunningRequests()
@@ -88,6 +96,9 @@ class Server:
         Args:
             llm: a midstream.AsyncLLM.
             template: arguments of chat templates from the server's settings.
+
+        Raises:
+            ConfigError: the process that started this one did not load midstream.
         """
         await llm.ready()
         info = llm.info
@@ -95,10 +106,10 @@ class Server:
         self._answers = ResultEncoder(self.settings, self.captures, info.shape.hidden_size, dtype)
         self._template = {name: value for name, value in template.items() if value is not None}
         limits = self.settings
-        llm.intake.limit(limits.waiting_requests, limits.wait_seconds, self._observe_wait)
+        observe = partial(_observe_wait, self.metrics)
+        llm.intake.limit(limits.waiting_requests, limits.wait_seconds, observe)
         audit_log.attach_handlers(limits.log)
-        if limits.shared_folder is not None:
-            self._shared = SharedFolder(limits.shared_folder, llm.vectors, llm.steering)
+        self.peers, self._shared = _join(llm, limits.shared_folder)
         self._llm = llm
         audit_log.log_event("ready", version=__version__, taps=len(info.shape.taps))
         # Override the method on this instance only: calls within an HTTP request get its plan.
@@ -175,8 +186,7 @@ class Server:
         shape = self.llm.info.shape
 
         def filled() -> Plan:
-            most = self.settings.max_body_bytes
-            with opened_rows(self.captures, partial(self.owns, scope), most) as open_rows:
+            with rows_for(self, scope) as open_rows:
                 return plan.fill(open_rows, shape)
 
         try:
@@ -222,6 +232,7 @@ class Server:
             "runner": info.workers[0].runner,
             "uptime_seconds": time.time() - self.started,
             "admin": self._admin,
+            "process": asdict(info.front_ends),
             "steering": _count(llm.steering.show()),
             "vectors": len(llm.vectors),
             "vector_names": [one.name for one in llm.vectors.list()],
@@ -233,10 +244,12 @@ class Server:
             **await llm.usage(_USAGE_SECONDS),
         }
 
-    async def refresh_metrics(self) -> None:
-        """Update the metrics, if the engine is ready."""
+    async def refresh_metrics(self, scope: Scope) -> None:
+        """Update the metrics, if the engine is ready; in other processes too."""
         if self._llm is not None and not self._llm.errored:
             await self.metrics.refresh(self.state)
+        if self.peers is not None:
+            await self.peers.refresh_metrics(scope)
 
     def record_refusal(self, scope: Scope, status: int, param: str | None) -> None:
         """Count and log a rejected request."""
@@ -251,23 +264,13 @@ class Server:
             param=param,
         )
 
-    def record_steering(self, state: SteeringState) -> None:
-        """Log a change of server-wide steering."""
-        audit_log.log_event("steering.changed", **_count(state))
-
     def close(self) -> None:
         """Free all cached captures. The engine closes its sinks itself."""
         audit_log.log_event("closing", held_captures=len(self.captures))
         self.captures.close()
-
-    def _observe_wait(self, request_id: str, seconds: float | None) -> None:
-        """Log that a request waits for capacity, or for how long it did."""
-        name = request_id[:_ID_SHOWN]
-        if seconds is None:
-            audit_log.log_event("request.waiting", request_id=name)
-            return
-        self.metrics.observe_wait(seconds)
-        audit_log.log_event("request.waited", request_id=name, seconds=round(seconds, 3))
+        if self.peers is not None:
+            self.peers.close()
+            remove_if_left()
 
     def _generate(
         self, generate: Any, prompt: Any, params: Any, request_id: str, **named: Any
@@ -298,6 +301,41 @@ class Server:
             running = self.running.running(call)
             params = with_plan(params, own)
         return context.track(generate(prompt, params, request_id, **named), params.n, running)
+
+
+def _join(llm: Any, shared: str | None) -> tuple[Peers | None, SharedFolder | None]:
+    """Return the other processes of a server, and the folder by which vectors and steering are
+    theirs and other servers' too; None: there are none.
+    """
+    peers = None
+    if llm.info.front_ends.count > 1:
+        own = own_folder()
+        peers, shared = Peers(own, llm.info.front_ends), shared or str(own / "state")
+    return peers, None if shared is None else SharedFolder(shared, llm.vectors, llm.steering)
+
+
+def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:
+    """Return the context of a function that returns the cached rows of an id, for edits of a
+    request. Not on the event loop: the rows may be another process's.
+    """
+    elsewhere = None if server.peers is None else partial(server.peers.read_rows, scope)
+    owns, most = partial(server.owns, scope), server.settings.max_body_bytes
+    return opened_rows(server.captures, owns, most, elsewhere)
+
+
+def record_steering(state: SteeringState) -> None:
+    """Log a change of server-wide steering."""
+    audit_log.log_event("steering.changed", **_count(state))
+
+
+def _observe_wait(counts: metrics.Metrics, request_id: str, seconds: float | None) -> None:
+    """Log that a request waits for capacity, or for how long it did."""
+    name = request_id[:_ID_SHOWN]
+    if seconds is None:
+        audit_log.log_event("request.waiting", request_id=name)
+        return
+    counts.observe_wait(seconds)
+    audit_log.log_event("request.waited", request_id=name, seconds=round(seconds, 3))
 
 
 def _count(state: SteeringState) -> dict[str, Any]:

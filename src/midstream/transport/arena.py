@@ -80,7 +80,7 @@ class Arena:
         self._numbers = 0
         self._memory_bytes = 0  # total size of segments in memory
         self._spills = 0
-        self._retired: list[int] = []
+        self._described: dict[int, set[int]] = {}  # segments that each reader was told of
         self._leases = Leases()
         # Pinning is slow: the next segment is created while the current one is filled.
         self._maker = ThreadPoolExecutor(1, "midstream arena") if pin else None
@@ -151,16 +151,20 @@ class Arena:
         for segments in self._leases.ended():
             self.release(segments)
 
-    def describe(self, segments: Iterable[int]) -> dict[int, tuple[int, int]]:
+    def describe(self, segments: Iterable[int], reader: int = 0) -> dict[int, tuple[int, int]]:
         """Return (file descriptor, bytes) by segment number, with which a reader maps segments."""
-        return {
+        found = {
             number: (self._segments[number].memory.fd, self._segments[number].memory.nbytes)
             for number in segments
         }
+        self._described.setdefault(reader, set()).update(found)
+        return found
 
-    def take_retired(self) -> list[int]:
-        """Return the numbers of retired segments that were not reported to readers yet."""
-        retired, self._retired = self._retired, []
+    def take_retired(self, reader: int = 0) -> list[int]:
+        """Return the numbers of retired segments that a reader was told of, once."""
+        described = self._described.get(reader, set())
+        retired = sorted(described - self._segments.keys())
+        described.difference_update(retired)
         return retired
 
     def memory_of(self, segment: int) -> Tensor:
@@ -245,7 +249,6 @@ class Arena:
 
     def _retire(self, segment: _Segment) -> None:
         del self._segments[segment.number]
-        self._retired.append(segment.number)
         if not segment.on_disk:
             self._memory_bytes -= segment.memory.nbytes
         segment.memory.close()

@@ -22,7 +22,7 @@ def started(monkeypatch):
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execv", note)
-    monkeypatch.setattr(serve, "_server", lambda model: ["server", model])
+    monkeypatch.setattr(serve, "_server", lambda model, given: ["server", model])
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     return found
 
@@ -131,6 +131,21 @@ def test_a_config_file_that_is_wrong_is_named_and_nothing_starts(started, tmp_pa
     assert result.exit_code == 2
     assert said in " ".join((result.output + result.stderr).replace("│", " ").split())
     assert not started
+
+
+@pytest.mark.parametrize(
+    "words", [["--api-server-count=2"], ["-asc", "2"], ["--api_server_count=2"]]
+)
+def test_several_api_servers_are_started_also_by_builds_without_metadata(monkeypatch, words):
+    def version(name):
+        raise serve.PackageNotFoundError(name)
+
+    monkeypatch.setattr(serve, "version", version)
+    monkeypatch.setattr(serve.MissingExtraError, "require", lambda *names: None)
+    assert serve._server("m", words) == ["midstream.cli.vllm_serve", "serve", "m"]
+    assert serve._server("m", ["--port=1"])[0] == "vllm.entrypoints.openai.api_server"
+    monkeypatch.setattr(serve, "version", lambda name: "1")
+    assert serve._server("m", words) == ["vllm.entrypoints.cli.main", "serve", "m"]
 
 
 def test_replicas_in_a_config_file_get_one_server_too(started, tmp_path):

@@ -29,6 +29,7 @@ STATE: dict[str, Any] = {
     "held": {"captures": 2, "bytes": 300},
     "vectors": 4,
     "steering": {"epoch": 11, "digest": "d"},
+    "process": {"number": 0, "count": 1},
     "workers_age_seconds": 1.5,
     "workers": [
         {
@@ -105,6 +106,13 @@ def test_counters_and_gauges_are_what_the_status_says(metrics, registry):
     assert value(registry, "sink_unwritten_bytes", sink="store") == 70
     assert value(registry, "requests_running") == 3
     assert value(registry, "held_bytes") == 300
+
+
+def test_of_several_processes_one_counts_the_steps_of_the_engine(metrics, registry):
+    metrics.update({**STATE, "process": {"number": 1, "count": 2}})
+    assert value(registry, "completions_total", status="ok") == 5
+    assert value(registry, "arena_bytes", worker="3.1.0") == 1001
+    assert value(registry, "steps_total", worker="3.0.0") in (None, 0)
 
 
 def test_a_counter_grows_by_what_was_counted_since(metrics, registry):

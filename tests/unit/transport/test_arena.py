@@ -73,6 +73,7 @@ def test_beyond_the_budget_all_is_let_in_by_block_for_the_front_door_has_counted
 def test_beyond_the_budget_segments_are_files_without_a_name_that_go_when_they_are_free(tmp_path):
     arena = make_arena(2 * SEGMENT, "spill", str(tmp_path))
     extents = [take(arena, SEGMENT) for _ in range(5)]
+    arena.describe([extent.segment for extent in extents])
     assert arena.used["memory_bytes"] == 2 * SEGMENT
     assert arena.used["disk_bytes"] == 3 * SEGMENT
     assert list(tmp_path.iterdir()) == []
@@ -86,6 +87,17 @@ def test_beyond_the_budget_segments_are_files_without_a_name_that_go_when_they_a
     assert arena.take_retired() == []
     # There is memory again.
     assert take(arena, SEGMENT).segment in (0, 1)
+
+
+def test_each_reader_hears_of_the_segments_it_knows_that_are_gone(tmp_path):
+    arena = make_arena(SEGMENT, "spill", str(tmp_path))
+    kept, *gone, _ = [take(arena, SEGMENT) for _ in range(4)]
+    arena.describe([kept.segment, gone[0].segment], reader=0)
+    arena.describe([gone[0].segment, gone[1].segment], reader=1)
+    arena.release(extent.segment for extent in gone)
+    assert arena.take_retired(0) == [gone[0].segment]
+    assert arena.take_retired(1) == [gone[0].segment, gone[1].segment]
+    assert arena.take_retired(0) == arena.take_retired(1) == arena.take_retired(2) == []
 
 
 def test_a_folder_that_is_not_there_is_told_of(tmp_path):
@@ -116,6 +128,7 @@ def test_what_is_too_large_leaves_room_for_less():
 def test_free_segments_that_are_too_small_make_room_for_a_large_one():
     arena = make_arena(4 * SEGMENT, "drop")
     small = [take(arena, SEGMENT) for _ in range(3)]
+    arena.describe([extent.segment for extent in small])
     arena.release(extent.segment for extent in small)
     assert take(arena, 4 * SEGMENT).memory.numel() == 4 * SEGMENT
     assert arena.used["memory_bytes"] == 4 * SEGMENT

@@ -14,7 +14,7 @@ from midstream.config.config import KEY
 from midstream.errors import BusyError, SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd, set_payload
-from midstream.runtime.frontend.engine_info import describe
+from midstream.runtime.frontend.engine_info import FrontEnds, describe
 from midstream.runtime.frontend.input_session import InputSession, check_session
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.intake import Intake
@@ -54,18 +54,16 @@ class AsyncFrontEnd(BaseFrontEnd):
                 client's tasks, which keep this front end alive, must not keep it alive.
             client: the engine's client of its engine core, or of several.
         """
-        super().__init__(describe(answers), engine, deltas=True, busy=lambda: busy(client))
-        self._engine = engine
-        self._client = client
-        self._usage = WorkersUsage(client)
-        self._replicas = replicas_of(client, self._workers)
+        info = describe(answers, FrontEnds.of(engine.vllm_config))
+        super().__init__(info, engine, deltas=True, busy=lambda: busy(client))
+        self._engine, self._client = engine, client
+        self._usage, self._replicas = WorkersUsage(client), replicas_of(client, self._workers)
         self.directions.carry_out_later = self._replicas[0].batcher.carry_out
         self.changes.send_later = partial(call, client)
         self._calls: dict[CallPlan, GenerateCall] = {}
         self._admitted: dict[str, GenerateCall] = {}  # by uid
         self._sessions: dict[str, GenerateCall] = {}  # of streaming input, by vLLM's id
-        self.intake = Intake()
-        self._tasks = BackgroundTasks()
+        self.intake, self._tasks = Intake(), BackgroundTasks()
         self._streamer = RowStreamer(self.sinks, self._release_rows, self._tasks)
         self.completion = AsyncCompletion(
             self.info, self._config, self.info.shape, self.sinks, self._streamer,
@@ -272,7 +270,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         for things in (self._calls, self._admitted, self._sessions, self._needs, self._reused):
             assert not things
         assert self._admission.waiting + len(self.changes) == 0
-        self.check_vectors(await call_all(self._client, CheckIntegrity()))
+        check = CheckIntegrity(self.info.front_ends.number)
+        self.check_vectors(await call_all(self._client, check))
         assert not any(sent.in_use for sent in self._sent_vectors)
 
     def has_calls(self) -> bool:

@@ -5,11 +5,12 @@ How results are returned to callers differs: see `sync_frontend` and `async_fron
 
 from __future__ import annotations
 
-import uuid
+import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -75,8 +76,9 @@ class BaseFrontEnd:
         self.info = info
         replicas = 1 + max(worker.replica for worker in info.workers)
         self._workers: list[list[RemoteWorker]] = [[] for _ in range(replicas)]  # of each replica
+        number, share = info.front_ends.number, info.front_ends.count
         for worker in info.workers:
-            self._workers[worker.replica].append(RemoteWorker(worker))
+            self._workers[worker.replica].append(RemoteWorker(worker, number, share))
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)
         set_steering(engine.vllm_config, self.vectors, self.steering)
@@ -84,7 +86,7 @@ class BaseFrontEnd:
         weakref.finalize(self, self.sinks.close)
         self._needs: dict[str, Need] = {}
         has_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
-        self._row_reuse = RowReuse(found.reuse_bytes, has_cache, self.sinks.pace)
+        self._row_reuse = RowReuse(found.reuse_bytes // share, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
         self.conversations = Conversations()
         self._resolver = PlanResolver(info, engine)
@@ -96,11 +98,12 @@ class BaseFrontEnd:
         self._resolver.registries = Registries(self.lenses, self.saes, self.directions)
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
-        self._row_limits = [row_limit(workers, found) for workers in self._workers]
+        self._row_limits = [row_limit(workers, found, share) for workers in self._workers]
         budgets = [CapacityBudget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
         matrices = 4 * info.room.maps * info.shape.hidden_size**2
-        sent = self._sent_vectors = [SentVectors(matrices=matrices) for _ in self._workers]
+        make = partial(SentVectors, None, matrices, number, share)
+        sent = self._sent_vectors = [make() for _ in self._workers]
         lookup, layers = self.vectors.lookup, info.shape.num_layers
         self.changes = PlanChanges(self._resolver, self._admission, sent, lookup, layers)
 
@@ -162,11 +165,11 @@ class BaseFrontEnd:
         if own is not None and call_plan.most_bytes is not None:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         admitted = self._attach_payload(request, prepared, own, also)
-        given = (prepared.plan, request, call_plan, before, also, prepared.later, recalled)
         if admitted is None:
             return None
-        later = self.changes.add(admitted.uid, *given)
-        return replace(admitted, later=later, recalled=recalled)
+        given = (prepared.plan, request, call_plan, before, also, admitted.later, recalled)
+        self.changes.add(admitted.uid, *given)
+        return admitted if recalled is None else replace(admitted, recalled=recalled)
 
     def _attach_payload(
         self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
@@ -190,25 +193,31 @@ class BaseFrontEnd:
             )
         if own is not None:
             check_streams(own, kind, self._deltas)
-        check_stop_strings(prepared.acts, prepared.control, params.stop)
+        controller = None if prepared.control is None else prepared.control.name
+        check_stop_strings(prepared.acts, controller, params.stop)
         one = prepared.need
         need = one.times(params.n)
         chosen = self._chosen_replica(request)
         limits = self._row_limits if chosen is None else [self._row_limits[chosen]]
         check_rows(need, max(limits, key=lambda one: one.limit or 0))
-        uid = uuid.uuid4().hex
+        uid = secrets.token_hex(16)
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)
         set_payload(
             request,
             RequestPayload(
-                uid, prepared.packed, prepared.keys, acts=prepared.acts, control=prepared.control
+                uid,
+                prepared.packed,
+                prepared.keys,
+                acts=prepared.acts,
+                control=prepared.control,
+                split=prepared.split,
             ),
         )
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused
-        return AdmittedRequest(uid, prepared.plan, own, routes, reused=reused)
+        return AdmittedRequest(uid, prepared.plan, own, routes, reused, dict(prepared.later))
 
     def _submit(self, request: Any, send: Callable[[], object]) -> None:
         """Send a request to the engine, now or when there is capacity.

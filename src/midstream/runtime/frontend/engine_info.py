@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -12,6 +13,39 @@ from midstream.errors import UnsupportedError
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnds:
+    """The front ends of one engine: the API server processes of a server, or one.
+
+    Attributes:
+        count: how many there are. Each has an equal share of the capacity.
+        number: number of this one.
+    """
+
+    count: int = 1
+    number: int = 0
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> FrontEnds:
+        """Return those of an engine's settings."""
+        parallel = vllm_config.parallel_config
+        # The process that starts all others is none of them, and has the number -1.
+        return cls(parallel._api_process_count, max(0, parallel._api_process_rank))  # noqa: SLF001
+
+    def room(self, room: Room) -> Room:
+        """Return the share of one of them in the tables of a worker."""
+        return replace(
+            room,
+            bank_rows=room.bank_rows // self.count,
+            # Of programs and groups the first one is not free.
+            programs=1 + (room.programs - 1) // self.count,
+            max_edits=room.max_edits // self.count,
+            token_ids=room.token_ids // self.count,
+            maps=room.maps // self.count,
+            gate_states=room.gate_states // self.count,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +57,9 @@ class EngineInfo:
         dtype: name of the model's dtype.
         codec: codec of captures that do not name one.
         return_: ranks through which rows are transferred if captures do not say.
-        room: capacity of a worker for running requests.
+        room: capacity of a worker for running requests of this front end.
         workers: description of each worker, with the number of its replica.
+        front_ends: the front ends of the engine.
     """
 
     shape: ModelShape
@@ -33,13 +68,17 @@ class EngineInfo:
     return_: str
     room: Room
     workers: tuple[WorkerInfo, ...]
+    front_ends: FrontEnds = FrontEnds()
 
 
-def describe(answers: Sequence[Sequence[WorkerInfo]]) -> EngineInfo:
+def describe(
+    answers: Sequence[Sequence[WorkerInfo]], front_ends: FrontEnds = FrontEnds()
+) -> EngineInfo:
     """Return the description of an engine.
 
     Args:
         answers: per replica, the descriptions of its workers.
+        front_ends: the front ends of the engine.
 
     Raises:
         UnsupportedError: nothing is tapped.
@@ -79,4 +118,5 @@ def describe(answers: Sequence[Sequence[WorkerInfo]]) -> EngineInfo:
             if routing
         },
     )
-    return EngineInfo(shape, first.dtype, first.codec, first.return_, first.room, workers)
+    room = front_ends.room(first.room)
+    return EngineInfo(shape, first.dtype, first.codec, first.return_, room, workers, front_ends)

@@ -32,9 +32,11 @@ from midstream.runtime.frontend.rpc.fetch import (
     carry_out,
     collect,
     collect_partial,
+    scores_by_uid,
 )
 from midstream.runtime.frontend.rpc.parameters import check_awake, read_parameter
 from midstream.runtime.frontend.rpc.rpc_client import Started, start_rpc
+from midstream.runtime.frontend.step_controllers import StepControllers
 from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.results import WorkerAnswers
@@ -42,11 +44,13 @@ from midstream.runtime.protocol.rpc import (
     RPC,
     A,
     DescribeWorker,
+    ReadScores,
     ReleaseRequests,
     RpcRequest,
     arguments_of,
     read_answers,
 )
+from midstream.runtime.protocol.scores import ScoreBlock, Span
 from midstream.spec import Plan
 
 # Results of finished requests are fetched together. While the engine runs, a fetch begins when so
@@ -126,6 +130,7 @@ class FrontEnd(BaseFrontEnd):
         self._start = start_rpc(engine)
         self._fetch: _Fetch | None = None
         self._streamer = StepRowStreamer(self.sinks, self._release_rows, self._fetch_rows)
+        self._controllers = StepControllers(self.changes, self._read_scores)
 
     def check_id(self, request_id: str) -> None:
         if request_id in self._running:
@@ -144,6 +149,8 @@ class FrontEnd(BaseFrontEnd):
             partial = PartialRows.of(admitted, name, completions, self.sinks, self.info.shape)
             if partial is not None:
                 self._streamer.add(admitted.uid, partial)
+            if isinstance(plan, CallPlan):
+                self._controllers.add(admitted.uid, plan, admitted.plan, request)
         return admitted
 
     def send(self, request: Any, deliver: Callable[[Any], object]) -> None:
@@ -188,6 +195,8 @@ class FrontEnd(BaseFrontEnd):
                 self._finished.append(_FinishedRequest(admitted, output))
                 ended.append(admitted.uid)
         self._release_tables(ended)
+        self._controllers.end(ended)
+        self._controllers.step(self._outputs.request_states)
         self._streamer.deliver_due(self._outputs.request_states)
         idle = not self._has_unfinished()
         if self._fetch is not None and self._fetch.answers.done():
@@ -332,6 +341,7 @@ class FrontEnd(BaseFrontEnd):
         """Release running requests, here and on the workers."""
         if names:
             uids = [self._running.pop(name).uid for name in names]
+            self._controllers.end(uids)
             for uid in uids:
                 self._streamer.end(uid)
             self._call(ReleaseRequests(uids))
@@ -340,6 +350,10 @@ class FrontEnd(BaseFrontEnd):
     def _fetch_rows(self, stops: dict[str, dict[str, int]]) -> dict[str, WorkerAnswers]:
         """Fetch rows of running requests, per uid; see `collect_partial`."""
         return carry_out(collect_partial(self._workers[0], stops), self._call)
+
+    def _read_scores(self, spans: dict[str, Span]) -> dict[str, list[ScoreBlock]]:
+        """Return scores of running requests, per uid."""
+        return scores_by_uid(self._workers[0], spans, self._call(ReadScores(spans)))
 
     def parameter(self, name: str) -> Tensor:
         """Return a parameter of the model; see `read_parameter` and `check_awake`."""

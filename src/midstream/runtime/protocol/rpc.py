@@ -46,7 +46,7 @@ class CollectedResults(ProtocolMessage, frozen=True):
     Attributes:
         headers: one per name that was requested, in that order.
         inline: data of each header; None: it is too large, and is read with `ReadData`.
-        retired: numbers of arena segments that no longer exist.
+        retired: numbers of arena segments that this front end knows and that no longer exist.
         checksums: the worker's latest, with the setting `check_ranks`; otherwise empty.
     """
 
@@ -96,7 +96,7 @@ class IntegrityReport(ProtocolMessage, frozen=True):
 
     Attributes:
         arena: bytes and counts by name: those of `Arena.used`.
-        vectors: number of stored vectors, which plans name.
+        vectors: number of vectors that are stored for the front end, which plans name.
     """
 
     arena: dict[str, int]
@@ -194,6 +194,24 @@ class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
     answer: ClassVar[type[ProtocolMessage]] = UpdatedPlan
 
 
+class StopRequests(RpcRequest[Acknowledged], frozen=True):
+    """End running requests with the tokens of their next step. The engine core answers this one
+    itself; see `runtime.core.ended_requests`. Requests that have ended are ignored.
+
+    Attributes:
+        uid: midstream's request id.
+        request_ids: vLLM's ids of its requests.
+        reason: the stop reason of their completions.
+        is_error: whether they end with an error, and not as stopped.
+    """
+
+    uid: str
+    request_ids: list[str]
+    reason: str
+    is_error: bool = False
+    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
+
+
 class ChangePlans(RpcRequest[Acknowledged], frozen=True):
     """Change the plans of requests from a position on that no step has reached. Sent by the engine
     core, ahead of the first step with such a position.
@@ -212,10 +230,12 @@ class CollectResults(RpcRequest[CollectedResults], frozen=True):
     Attributes:
         uids: midstream's request ids.
         mapped: workers whose arena the front end maps.
+        front_end: number of the front end.
     """
 
     uids: list[str]
     mapped: list[WorkerRank]
+    front_end: Natural = 0
     answer: ClassVar[type[ProtocolMessage]] = CollectedResults
 
 
@@ -225,10 +245,12 @@ class CollectPartialRows(RpcRequest[CollectedResults], frozen=True):
     Attributes:
         stops: per uid and vLLM's request id, the position below which rows are returned.
         mapped: workers whose arena the front end maps.
+        front_end: number of the front end.
     """
 
     stops: dict[str, dict[str, int]]
     mapped: list[WorkerRank]
+    front_end: Natural = 0
     answer: ClassVar[type[ProtocolMessage]] = CollectedResults
 
 
@@ -319,8 +341,13 @@ class ReadUsage(RpcRequest[WorkerUsage], frozen=True):
 
 
 class CheckIntegrity(RpcRequest[IntegrityReport], frozen=True):
-    """Check the worker's invariants, which hold between steps."""
+    """Check the worker's invariants, which hold between steps.
 
+    Attributes:
+        front_end: number of the front end.
+    """
+
+    front_end: Natural = 0
     answer: ClassVar[type[ProtocolMessage]] = IntegrityReport
 
 
@@ -331,6 +358,7 @@ _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
         UpdateVectors,
         CountResets,
         UpdatePlan,
+        StopRequests,
         ChangePlans,
         CollectResults,
         CollectPartialRows,

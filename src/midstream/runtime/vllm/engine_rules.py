@@ -127,12 +127,6 @@ RULES: tuple[Rule, ...] = (
         "executors answer during a step, or return only one rank's answer",
     ),
     Rule(
-        "--api-server-count > 1",
-        lambda c: getattr(c.parallel_config, "_api_process_count", 1) > 1,
-        "each server process would have separate vectors and steering; start with "
-        "--api-server-count 1 (with data parallelism vLLM starts several by default)",
-    ),
-    Rule(
         "an encoder-decoder model",
         lambda c: bool(getattr(c.model_config, "is_encoder_decoder", False)),
         "an encoder's rows are not a request's tokens",

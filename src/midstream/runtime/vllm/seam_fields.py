@@ -45,6 +45,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "ParallelConfig",
         (
             "_api_process_count",
+            "_api_process_rank",
             "data_parallel_size",
             "data_parallel_size_local",
             "distributed_executor_backend",

@@ -57,7 +57,7 @@ from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
 from midstream.runtime.worker.parameter_answers import parameter_rows, token_directions
-from midstream.runtime.worker.rank_agreement import all_ranks
+from midstream.runtime.worker.rank_agreement import all_ranks, sum_over_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.runtime.worker.reductions import Reductions
@@ -177,6 +177,7 @@ class WorkerEndpoint:
             ),
             reductions=reductions,
             calls_functions=config.hooks == "local",
+            add_up=None if self._tensor_ranks == 1 else sum_over_ranks,
         )
         if self._session.bias is not None:
             self._session.bias.attach(model)
@@ -251,7 +252,8 @@ class WorkerEndpoint:
             case CheckIntegrity():
                 self._session.check_integrity()
                 self._arena.sweep()
-                return IntegrityReport(self._arena.used, len(self._session.requests.plans.vectors))
+                vectors = self._session.requests.plans.count_vectors(request.front_end)
+                return IntegrityReport(self._arena.used, vectors)
         return Acknowledged()
 
     def _describe(self) -> WorkerInfo:
@@ -310,26 +312,27 @@ class WorkerEndpoint:
     def _collect(self, request: CollectResults) -> CollectedResults:
         self._arena.sweep()
         with self._session.collection.collect(request.uids) as taken:
-            return self._put(taken, request.mapped)
+            return self._put(taken, request)
 
     def _collect_partial(self, request: CollectPartialRows) -> CollectedResults:
         self._arena.sweep()
         with self._session.collection.collect_partial(request.stops) as found:
-            return self._put({partial_name(uid): found[uid] for uid in found}, request.mapped)
+            return self._put({partial_name(uid): found[uid] for uid in found}, request)
 
     def _put(
-        self, requests: dict[str, list[RequestState]], mapped: list[WorkerRank]
+        self, requests: dict[str, list[RequestState]], given: CollectResults | CollectPartialRows
     ) -> CollectedResults:
         """Put requests into the buffer under names, and return what the front end needs of it."""
-        is_mapped = WorkerRank(self._stage, self._tensor_rank) in mapped
+        is_mapped = WorkerRank(self._stage, self._tensor_rank) in given.mapped
         resets = self._session.requests.resets
         headers = [
-            self._results.put(name, found, is_mapped, resets) for name, found in requests.items()
+            self._results.put(name, found, is_mapped, resets, given.front_end)
+            for name, found in requests.items()
         ]
         return CollectedResults(
             headers=headers,
-            inline=self._results.inline(list(requests)),
-            retired=self._arena.take_retired(),
+            inline=self._results.inline(list(requests), given.front_end),
+            retired=self._arena.take_retired(given.front_end),
             checksums=[] if self._checksum is None else self._checksum.marks,
         )
 

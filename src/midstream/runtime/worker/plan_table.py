@@ -71,6 +71,10 @@ class PlanTable:
         """Digests of the vectors that plans may name."""
         return self._vectors.by_digest.keys()
 
+    def count_vectors(self, front_end: int) -> int:
+        """Return the number of vectors that are stored for a front end."""
+        return self._vectors.count(front_end)
+
     def acquire(self, packed: bytes) -> RankPlan:
         """Return a plan for one more request. Pair with `release`.
 

@@ -48,10 +48,16 @@ class ResultBuffer:
         self._arena = arena
         self._encoding = encoding
         self._data: dict[str, bytes] = {}
-        self._inlined: set[str] = set()  # of the latest `inline`
+        # Of the latest `inline` of each front end.
+        self._inlined: dict[int, set[str]] = {}
 
     def put(
-        self, name: str, requests: list[RequestState], mapped: bool, resets: int = 0
+        self,
+        name: str,
+        requests: list[RequestState],
+        mapped: bool,
+        resets: int = 0,
+        front_end: int = 0,
     ) -> ResultHeader:
         """Store the results of requests under a name and return their header.
 
@@ -60,12 +66,13 @@ class ResultBuffer:
             requests: the requests with their rows, which are copied or leased here.
             mapped: whether the front end maps the arena.
             resets: number of resets of the prefix cache by now.
+            front_end: number of the front end, which leases what it maps.
         """
         parts: list[bytes] = []
         entries = []
         every = [block for request in requests for block in request.blocks]
         places = {id(block): _places(block) for block in every}
-        lease = self._lease(every, places.values()) if mapped else None
+        lease = self._lease(every, places.values(), front_end) if mapped else None
         for request in requests:
             blocks = []
             scores = []
@@ -107,18 +114,18 @@ class ResultBuffer:
         self._data[name] = b"".join(parts)
         return ResultHeader(name, entries, len(self._data[name]), lease, resets)
 
-    def inline(self, names: list[str]) -> list[bytes | None]:
+    def inline(self, names: list[str], front_end: int = 0) -> list[bytes | None]:
         """Remove and return the data that is small enough to be sent with its header; None for
-        data that must be read.
+        data that must be read before the next call of the same front end.
         """
         found: list[bytes | None] = []
         total = 0
-        self._inlined.clear()
+        inlined = self._inlined[front_end] = set()
         for name in names:
             size = len(self._data[name])
             if size <= INLINE_BYTES and total + size <= INLINE_TOTAL:
                 total += size
-                self._inlined.add(name)
+                inlined.add(name)
                 found.append(self._data.pop(name))
             else:
                 found.append(None)
@@ -131,7 +138,8 @@ class ResultBuffer:
         Raises:
             FetchError: there is no data under that name.
         """
-        data = b"" if name in self._inlined else self._data.get(name)
+        is_sent = any(name in names for names in self._inlined.values())
+        data = b"" if is_sent else self._data.get(name)
         if data is None:
             raise FetchError(f"the worker has no data for {name}")
         return data[offset : offset + size]
@@ -139,9 +147,12 @@ class ResultBuffer:
     def release(self, name: str) -> None:
         """Delete the data under a name, if there is any."""
         self._data.pop(name, None)
-        self._inlined.discard(name)
+        for names in self._inlined.values():
+            names.discard(name)
 
-    def _lease(self, blocks: list[RowBlock[ArenaRows]], places: Iterable[Places]) -> Lease | None:
+    def _lease(
+        self, blocks: list[RowBlock[ArenaRows]], places: Iterable[Places], front_end: int
+    ) -> Lease | None:
         """Lease the segments of rows, and return the lease; None if the rows must be copied: they
         are few, or the arena permits no more leases.
         """
@@ -153,7 +164,7 @@ class ResultBuffer:
         if number is None:
             return None
         self._arena.use(segments)
-        known = self._arena.describe(segments)
+        known = self._arena.describe(segments, front_end)
         return Lease(number, [LeasedSegment(one, *place) for one, place in known.items()])
 
 

@@ -10,8 +10,9 @@ from midstream.spec import Vector
 
 
 class VectorStore:
-    """The vectors that the front end had this worker store, see `runtime.frontend.request.
-    sent_vectors`. The worker computes each digest itself.
+    """The vectors that front ends had this worker store, see `runtime.frontend.request.
+    sent_vectors`. The worker computes each digest itself. A vector is dropped once every front end
+    that added it has dropped it.
 
     Attributes:
         by_digest: the vectors; a view.
@@ -19,16 +20,26 @@ class VectorStore:
 
     def __init__(self) -> None:
         self._vectors: dict[str, Vector] = {}
+        self._front_ends: dict[str, set[int]] = {}  # that added it, by digest
         self.by_digest: Mapping[str, Vector] = MappingProxyType(self._vectors)
 
     def update(self, update: VectorUpdate) -> None:
-        """Drop vectors, then store new ones.
+        """Drop vectors of a front end, then store new ones.
 
         Raises:
             SpecError: what is to be stored is no vector.
         """
         for digest in update.dropped:
-            self._vectors.pop(digest, None)
+            front_ends = self._front_ends.get(digest, set())
+            front_ends.discard(update.front_end)
+            if not front_ends:
+                self._vectors.pop(digest, None)
+                self._front_ends.pop(digest, None)
         for data in update.added:
             vector = Vector(data)
             self._vectors.setdefault(vector.digest, vector)
+            self._front_ends.setdefault(vector.digest, set()).add(update.front_end)
+
+    def count(self, front_end: int) -> int:
+        """Return the number of vectors that are stored for a front end."""
+        return sum(front_end in found for found in self._front_ends.values())

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from midstream.errors import HttpError
 from midstream.server.capture_cache import CachedCapture, CaptureCache
+from midstream.server.peers import add_kept
 from midstream.server.results_json import handle_of
 from midstream.server.routes.common import (
     ERRORS,
@@ -92,13 +93,20 @@ def delete(name: Name, request: Request, server: ServerDep) -> Response:
         **error_responses(401, 503),
     },
 )
-def captures(request: Request, server: ServerDep) -> dict[str, Any]:
+async def captures(request: Request, server: ServerDep) -> dict[str, Any]:
     mine = server.captures.of_client(server.client_of(request.scope))
-    return {
+    found: dict[str, Any] = {
         "captures": [{"request_id": cached.request_id, **handle_of(cached)} for cached in mine],
         "bytes": sum(cached.nbytes for cached in mine),
         "server_wide": [one.to_dict() for one in server.llm.captures.list()],
     }
+    if server.peers is not None:
+        async for other in server.peers.each(request.scope):
+            found["captures"] += other["captures"]
+            found["bytes"] += other["bytes"]
+            add_kept(found["server_wide"], other["server_wide"])
+        found["captures"].sort(key=lambda one: one["expires_at"])
+    return found
 
 
 class _Rows(FileResponse):

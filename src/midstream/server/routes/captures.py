@@ -6,13 +6,14 @@ import base64
 from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 
 from midstream.errors import HttpError, SpecError
 from midstream.results.serialization import pack
 from midstream.server import audit_log
+from midstream.server.peers import add_kept
 from midstream.server.results_json import describe
 from midstream.server.routes.common import (
     AdminDep,
@@ -70,8 +71,8 @@ class ServerCaptureBody(BaseModel):
     summary="Show one server-wide capture",
     responses={**ok_response(_ABOUT), **error_responses(400, 401, 404, 503)},
 )
-def show(name: Name, server: ServerDep) -> dict[str, Any]:
-    return _known(server, name)
+async def show(name: Name, request: Request, server: ServerDep) -> dict[str, Any]:
+    return await _of_all(name, request, server)
 
 
 @router.put(
@@ -123,16 +124,35 @@ def clear(server: AdminDep) -> Response:
         **error_responses(400, 401, 403, 404, 503),
     },
 )
-async def collect(name: Name, server: AdminDep) -> dict[str, Any]:
+async def collect(name: Name, request: Request, server: AdminDep) -> dict[str, Any]:
     _known(server, name)
     found = server.llm.captures.collect(name, server.settings.inline_bytes)
     info = server.llm.info
     vectors = info.shape.hidden_size, getattr(torch, info.dtype)
-    return {
-        "completions": [await run_in_threadpool(_encoded, one, *vectors) for one in found],
-        "dropped": found.dropped,
-        "kept": server.llm.captures.show(name).kept["completions"],
-    }
+    completions = [await run_in_threadpool(_encoded, one, *vectors) for one in found]
+    dropped = found.dropped
+    if not completions and server.peers is not None:
+        # One other process after the other, until one has any.
+        async for other in server.peers.each(request.scope, "POST"):
+            completions, dropped = other["completions"], dropped + other["dropped"]
+            if completions:
+                break
+    kept = (await _of_all(name, request, server))["kept"]["completions"]
+    return {"completions": completions, "dropped": dropped, "kept": kept}
+
+
+async def _of_all(name: str, request: Request, server: Server) -> dict[str, Any]:
+    """Return the description of a name, with what all API server processes keep.
+
+    Raises:
+        HttpError: 404, the name is not set.
+    """
+    found = _known(server, name)
+    if server.peers is not None:
+        path = f"/v1/midstream/captures/{name}"
+        async for other in server.peers.each(request.scope, path=path):
+            add_kept([found], [other])
+    return found
 
 
 def _known(server: Server, name: str) -> dict[str, Any]:

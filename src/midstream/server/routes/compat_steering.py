@@ -23,7 +23,7 @@ from midstream.server.routes.common import (
 )
 from midstream.server.routes.uploads import by_value
 from midstream.server.routes.vectors import ABOUT, register_name, remove_name
-from midstream.server.server import Server
+from midstream.server.server import Server, record_steering
 from midstream.sites import order
 from midstream.spec.forms import PhaseLike
 from midstream.spec.operations import Edit, Steer
@@ -105,7 +105,7 @@ def set_vectors(given: VectorsBody, server: AdminDep) -> dict[str, Any]:
             "no tier is given; give vectors, prefill_vectors or decode_vectors, or clamps",
         )
     state = server.llm.steering.set(**tiers)
-    server.record_steering(state)
+    record_steering(state)
     changed = {
         layer for tier in tiers for edit in getattr(state, tier) for _, layer in _taps(edit, server)
     }
@@ -135,7 +135,7 @@ def _read_tier(given: VectorsBody, name: str, phase: PhaseLike | None) -> list[E
 )
 def clear(server: AdminDep) -> dict[str, Any]:
     state = server.llm.steering.clear()
-    server.record_steering(state)
+    record_steering(state)
     return {"status": "ok", "epoch": state.epoch}
 
 

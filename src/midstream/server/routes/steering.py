@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from midstream.server.routes.common import AdminDep, MidstreamRoute, ServerDep, error_responses
+from midstream.server.server import record_steering
 from midstream.steering.edit_forms import TIERS
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: steering"])
@@ -59,7 +60,7 @@ def show(server: ServerDep) -> State:
 def change(tiers: Tiers, server: AdminDep) -> State:
     given = {tier: getattr(tiers, tier) for tier in TIERS if tier in tiers.model_fields_set}
     state = server.llm.steering.set(**given)
-    server.record_steering(state)
+    record_steering(state)
     return State(**state.to_dict())
 
 
@@ -68,5 +69,5 @@ def change(tiers: Tiers, server: AdminDep) -> State:
 )
 def clear(server: AdminDep) -> State:
     state = server.llm.steering.clear()
-    server.record_steering(state)
+    record_steering(state)
     return State(**state.to_dict())

@@ -73,7 +73,6 @@ REFUSED = {
         "model_config__enforce_eager": False,
     },
     "enable_elastic_ep": {"parallel_config__enable_elastic_ep": True},
-    "--api-server-count > 1": {"parallel_config___api_process_count": 2},
     "an encoder-decoder model": {"model_config__is_encoder_decoder": True},
     "cpu_offload_gb with UVA switched off": {"offload_config__uva__cpu_offload_gb": 4},
 }

@@ -250,6 +250,22 @@ def test_large_data_does_not_keep_small_data_from_coming_with_the_header(monkeyp
     assert [data is not None for data in outbox.inline(["large", "small"])] == [False, True]
 
 
+def test_each_front_end_reads_its_own_answer_to_the_end(monkeypatch):
+    monkeypatch.setattr(results, "INLINE_BYTES", 100)
+    outbox = outbox_of()
+    # Of a front end's two results another worker has a large one, which all workers are asked for.
+    outbox.put("one", [request(done=[1] * 50)], mapped=False, front_end=0)
+    assert outbox.inline(["one"], 0) != [None]
+    outbox.put("other", [request(done=[1] * 50)], mapped=False, front_end=1)
+    assert outbox.inline(["other"], 1) != [None]
+    assert outbox.read("one", 0, 999) == outbox.read("other", 0, 999) == b""
+    outbox.release("other")
+    assert outbox.read("one", 0, 999) == b""
+    assert outbox.inline([], 0) == []
+    with pytest.raises(FetchError):
+        outbox.read("one", 0, 999)
+
+
 class Arriving:
     """A shipment that notes who waits for it."""
 

@@ -32,6 +32,18 @@ def test_a_vector_that_is_added_again_stays_the_same_object():
     assert store.by_digest[VECTORS[0].digest] is found
 
 
+def test_a_vector_stays_until_each_front_end_that_added_it_has_dropped_it():
+    store = VectorStore()
+    one, two = VECTORS[0], VECTORS[1]
+    store.update(VectorUpdate((), (one.data,), 0))
+    store.update(VectorUpdate((), (one.data, two.data), 1))
+    store.update(VectorUpdate((one.digest, two.digest), (), 0))  # the second is not its own
+    assert set(store.by_digest) == {one.digest, two.digest}
+    assert (store.count(0), store.count(1), store.count(2)) == (0, 2, 0)
+    store.update(VectorUpdate((one.digest,), (), 1))
+    assert set(store.by_digest) == {two.digest}
+
+
 @given(st.integers(1, 300), st.data())
 def test_vectors_that_differ_in_any_number_have_different_digests(size, data):
     numbers = np.arange(size, dtype="<f4")

@@ -65,6 +65,8 @@ class Need:
 
     def times(self, count: int) -> Need:
         """Return the need of a request of so many completions."""
+        if count == 1:
+            return self
         return replace(
             self,
             rows=self.rows * count,
@@ -332,21 +334,25 @@ def all_taps(taps: Iterable[Tap]) -> dict[Tap, int]:
     return {tap: index for index, tap in enumerate(taps)}
 
 
-def row_limit(workers: Sequence[RemoteWorker], config: Config) -> RowLimit:
-    """Return the memory for rows of an engine, over all pipeline stages.
+def row_limit(workers: Sequence[RemoteWorker], config: Config, front_ends: int = 1) -> RowLimit:
+    """Return the memory for rows of a front end of an engine, over all pipeline stages.
 
     The first rank of each stage counts: no other one transfers more rows.
+
+    Args:
+        workers: the engine's workers.
+        config: its settings.
+        front_ends: number of its front ends, which have equal shares.
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
-    if config.overflow != "block":
-        return RowLimit(None, lambda: 0, config.readout_rows, config.reductions, config.gate_states)
-    return RowLimit(
-        sum(worker.info.arena_bytes for worker in capturing),
+    found = RowLimit(
+        sum(worker.arena_bytes for worker in capturing),
         lambda: sum(worker.held for worker in capturing),
-        config.readout_rows,
-        config.reductions,
-        config.gate_states,
+        config.readout_rows // front_ends,
+        config.reductions // front_ends,
+        config.gate_states // front_ends,
     )
+    return found if config.overflow == "block" else replace(found, limit=None, held=lambda: 0)
 
 
 def max_row_bytes(

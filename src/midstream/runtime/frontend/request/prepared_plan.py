@@ -10,6 +10,7 @@ from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.protocol.acting_probes import ActingProbe
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.control import Control
+from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.spec import ModelShape, Plan, ResolvedPlan
 
 
@@ -25,6 +26,7 @@ class PreparedPlan:
         acts: its probes that end the request or switch its edits.
         control: its controller in the engine core; None: it has none.
         later: the versions that these change to, by number.
+        split: scores that these need and of which ranks have parts; see `RequestPayload`.
     """
 
     plan: ResolvedPlan
@@ -34,6 +36,7 @@ class PreparedPlan:
     acts: tuple[ActingProbe, ...] = ()
     control: Control | None = None
     later: Mapping[int, LaterPlan] = field(default_factory=dict)
+    split: tuple[SplitScore, ...] = ()
     _returned: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
 
     def returned_bytes(self, own: Plan, shape: ModelShape) -> int:

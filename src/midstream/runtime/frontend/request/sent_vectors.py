@@ -45,13 +45,23 @@ class SentVectors:
     Requests and vector updates reach the workers in the order in which `take` was called.
     """
 
-    def __init__(self, most_unused: int | None = None, matrices: int = 0) -> None:
+    def __init__(
+        self,
+        most_unused: int | None = None,
+        matrices: int = 0,
+        front_end: int = 0,
+        front_ends: int = 1,
+    ) -> None:
         """Args:
         most_unused: bytes of vectors that no running request names and the workers keep; None:
-            `MOST_UNUSED`.
+            this front end's part of `MOST_UNUSED`.
         matrices: bytes that are kept beyond that: as many matrices as the device has room for.
+        front_end: number of this front end.
+        front_ends: how many the engine has. The workers keep what any of them has sent.
         """
-        self._most_unused = (MOST_UNUSED if most_unused is None else most_unused) + matrices
+        own = MOST_UNUSED // front_ends if most_unused is None else most_unused
+        self._most_unused = own + matrices
+        self._front_end = front_end
         self._taken: dict[str, tuple[str, ...]] = {}  # digests by uid
         self._users: Counter[str] = Counter()  # by digest
         # Stored vectors that no running request names, the one used last at the end.
@@ -105,7 +115,9 @@ class SentVectors:
             elif vector.digest in self._unused:
                 self._unused_bytes -= self._unused.pop(vector.digest)
         dropped = self._drop()
-        return VectorUpdate(dropped, tuple(added)) if added or dropped else None
+        if not added and not dropped:
+            return None
+        return VectorUpdate(dropped, tuple(added), self._front_end)
 
     def release(self, uid: str) -> None:
         """Record that a request has ended. Later calls do nothing."""

@@ -18,10 +18,19 @@ class RemoteWorker:
 
     Attributes:
         info: the worker's description.
+        front_end: number of this front end, among those of the engine.
+        arena_bytes: its part of the arena.
     """
 
-    def __init__(self, info: WorkerInfo) -> None:
+    def __init__(self, info: WorkerInfo, front_end: int = 0, front_ends: int = 1) -> None:
+        """Args:
+        info: the worker's description.
+        front_end: number of this front end.
+        front_ends: how many the engine has.
+        """
         self.info = info
+        self.front_end = front_end
+        self.arena_bytes = info.arena_bytes // front_ends
         self._arena: MappedArena | None = None
         try:
             self._arena = MappedArena(info.arena)
@@ -61,5 +70,5 @@ class RemoteWorker:
             return None
         wanted = [segment.number for segment in lease.segments]
         held = self._arena.held + self._arena.adds(wanted)
-        keep = held <= MOST_HELD * self.info.arena_bytes
+        keep = held <= MOST_HELD * self.arena_bytes
         return Leased(self._arena.lease(lease.number, wanted), keep)

@@ -41,7 +41,7 @@ def shape(dtype: str = "float32") -> ModelShape:
 
 def worker(tensor_rank: int, arena_bytes: int, held: int = 0):
     info = worker_info(tensor_rank=tensor_rank, arena_bytes=arena_bytes)
-    return SimpleNamespace(info=info, held=held)
+    return SimpleNamespace(info=info, held=held, arena_bytes=arena_bytes)
 
 
 def need(rows: int) -> Need:

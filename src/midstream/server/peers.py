@@ -1,0 +1,318 @@
+"""The API server processes of one server: a client may ask any of them for what one of them has.
+
+Cached rows, running requests and rows of server-wide captures are in the process that computed
+them. The other processes ask it for them, and change the server-wide captures of all, by HTTP on a
+socket that each has in the server's private folder. They send the client's own headers, so that
+each process checks them itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from midstream.errors import HttpError
+from midstream.runtime.frontend.engine_info import FrontEnds
+from midstream.server.http_errors import send_error
+
+# Key in the scope of a request that another process has sent.
+PEER = "midstream.peer"
+_CLIENT = b"x-midstream-client"
+_SECONDS = 30.0  # for each part of an answer
+_RETRY_SECONDS = 2
+_ROWS, _REQUESTS = "/v1/midstream/activations/", "/v1/midstream/requests/"
+_CAPTURES = "/v1/midstream/captures"
+# Headers of one connection, and what is ours.
+_DROPPED = frozenset(
+    {b"connection", b"content-length", b"expect", b"keep-alive", b"transfer-encoding", _CLIENT}
+)
+Way = Callable[[ASGIApp, Scope, bytes, Receive, Send], Coroutine[Any, Any, None]]
+
+
+class Peers:
+    """The other processes, as one of them sees them. Call on the event loop, but for `read_rows`.
+
+    Attributes:
+        front_ends: how many processes there are, and the number of this one.
+    """
+
+    def __init__(self, folder: Path, front_ends: FrontEnds) -> None:
+        """Args:
+        folder: the server's private folder.
+        front_ends: how many processes there are, and the number of this one.
+        """
+        self._folder = folder
+        self.front_ends = front_ends
+        self._others = [n for n in range(front_ends.count) if n != front_ends.number]
+        self._changing = asyncio.Lock()  # held by process 0 while it changes all
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def listen(self, app: ASGIApp) -> None:
+        """Answer the other processes from now on.
+
+        Args:
+            app: the server's app.
+        """
+
+        async def from_peer(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                names = dict(scope["headers"])
+                client = names.get(_CLIENT, b"").decode("latin-1")
+                scope = {**scope, PEER: True, "client": (client, 0) if client else None}
+            await app(scope, receive, send)
+
+        path = str(self._path(self.front_ends.number))
+        config = uvicorn.Config(
+            from_peer, uds=path, lifespan="off", log_config=None, access_log=False
+        )
+        self._server = _Listener(config)
+        self._task = asyncio.create_task(self._server.serve(), name="midstream peers")
+
+    def close(self) -> None:
+        """Answer no longer."""
+        self._path(self.front_ends.number).unlink(missing_ok=True)
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def way(self, scope: Scope, path: str) -> Way | None:
+        """Return how a request for midstream's own endpoints is answered; None: by this process."""
+        is_change = scope["method"] in ("PUT", "DELETE")
+        if is_change and (path == _CAPTURES or path.startswith(f"{_CAPTURES}/")):
+            # Process 0 changes one after the other, so that all have the same in the end.
+            if self.front_ends.number == 0:
+                return self._change_all
+            return None if PEER in scope else self._leave_to_first
+        if PEER not in scope and path.startswith((_ROWS, _REQUESTS)):
+            return self._find
+        return None
+
+    async def each(
+        self, scope: Scope, method: str = "GET", path: str = ""
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yield the JSON of one other process's answer to a request after the other; nothing if the
+        request comes from one of them.
+
+        Args:
+            scope: the client's request.
+            method, path: the request; "": the path of the client's.
+
+        Raises:
+            HttpError: 503, a process does not answer.
+        """
+        for number in () if PEER in scope else self._others:
+            answer = await self._ask(number, scope, method, path)
+            if answer is not None and answer.status_code == 200:
+                yield json.loads(answer.content)
+
+    async def refresh_metrics(self, scope: Scope) -> None:
+        """Have the other processes update what they contribute to the metrics."""
+        for number in () if PEER in scope else self._others:
+            with suppress(HttpError):
+                await self._ask(number, scope, "GET", "")
+
+    def read_rows(self, scope: Scope, name: str) -> bytes | None:
+        """Return the cached rows of an id as safetensors, of the process that has them; None: none
+        has. Blocks.
+
+        Raises:
+            HttpError: 503, a process does not answer.
+        """
+        # Those of the body that names the rows are not of this request.
+        headers = [one for one in _headers(scope) if not one[0].startswith((b"range", b"content-"))]
+        for number in self._started(self._others):
+            transport = httpx.HTTPTransport(uds=str(self._path(number)))
+            with _answering(), httpx.Client(transport=transport, timeout=_SECONDS) as http:
+                answer = http.get(_url(scope, f"{_ROWS}{name}"), headers=headers)
+            if answer.status_code == 200:
+                return answer.content
+        return None
+
+    async def _find(
+        self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
+    ) -> None:
+        """Answer, or where this process has nothing of the id, have the one answer that has."""
+        held: list[Message] = []
+
+        async def unless_missing(message: Message) -> None:
+            if held or message.get("status") == 404:
+                held.append(message)
+            else:
+                await send(message)
+
+        await app(scope, receive, unless_missing)
+        if not held:
+            return
+        try:
+            for number in self._started(self._others):
+                if await self._pass_on(number, scope, body, send, but=404):
+                    return
+        except HttpError as error:
+            await send_error(error, send)
+            return
+        for message in held:
+            await send(message)
+
+    async def _leave_to_first(
+        self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
+    ) -> None:
+        """Have process 0 answer."""
+        try:
+            self._check_all()
+            await self._pass_on(0, scope, body, send)
+        except HttpError as error:
+            await send_error(error, send)
+
+    async def _change_all(
+        self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
+    ) -> None:
+        """Change this process, and if that succeeds all others, and answer then."""
+        answer: list[Message] = []
+
+        async def hold(message: Message) -> None:
+            answer.append(message)
+
+        async with self._changing:
+            try:
+                self._check_all()
+                await app(scope, receive, hold)
+                if answer[0]["status"] < 300:
+                    for number in self._others:
+                        found = await self._ask(number, scope, scope["method"], "", body)
+                        if found is None or found.status_code >= 300:
+                            raise _gone()
+            except HttpError as error:
+                await send_error(error, send)
+                return
+        for message in answer:
+            await send(message)
+
+    async def _pass_on(
+        self, number: int, scope: Scope, body: bytes, send: Send, but: int | None = None
+    ) -> bool:
+        """Send the answer of another process; return False, and send nothing, if it has the status
+        `but`.
+
+        Raises:
+            HttpError: 503, the process does not answer; nothing was sent.
+        """
+        has_begun = False
+        try:
+            async with (
+                self._client(number) as http,
+                http.stream(
+                    scope["method"], _url(scope), headers=_headers(scope), content=body
+                ) as answer,
+            ):
+                if answer.status_code == but:
+                    return False
+                headers = [
+                    (name.lower(), value)
+                    for name, value in answer.headers.raw
+                    if name.lower() not in (b"connection", b"transfer-encoding", b"date", b"server")
+                ]
+                start = {"status": answer.status_code, "headers": headers}
+                has_begun = True
+                await send({"type": "http.response.start", **start})
+                async for part in answer.aiter_raw():
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except httpx.HTTPError as error:
+            if has_begun:
+                raise  # uvicorn closes the connection
+            raise _gone() from error
+        return True
+
+    async def _ask(
+        self, number: int, scope: Scope, method: str, path: str, body: bytes = b""
+    ) -> httpx.Response | None:
+        """Return the answer of another process; None: it has not started yet.
+
+        Raises:
+            HttpError: 503, it does not answer.
+        """
+        if not self._started([number]):
+            return None
+        with _answering():
+            async with self._client(number) as http:
+                url = _url(scope, path)
+                return await http.request(method, url, headers=_headers(scope), content=body)
+
+    def _client(self, number: int) -> httpx.AsyncClient:
+        transport = httpx.AsyncHTTPTransport(uds=str(self._path(number)))
+        return httpx.AsyncClient(transport=transport, timeout=_SECONDS)
+
+    def _check_all(self) -> None:
+        """Check that all processes have started.
+
+        Raises:
+            HttpError: 503, one has not.
+        """
+        if len(self._started(self._others)) < len(self._others):
+            raise HttpError(
+                503,
+                "not all API server processes of this server are ready; try again later",
+                retry_after=_RETRY_SECONDS,
+            )
+
+    def _started(self, numbers: Iterable[int]) -> list[int]:
+        return [number for number in numbers if self._path(number).exists()]
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"api-{number}"
+
+
+def add_kept(own: Iterable[dict[str, Any]], other: Iterable[dict[str, Any]]) -> None:
+    """Add what another process keeps of server-wide captures to what this one does, by name."""
+    by_name = {one["name"]: one for one in other}
+    for one in own:
+        kept = by_name.get(one["name"], {}).get("kept")
+        if kept is not None and "kept" in one:
+            one["kept"] = {name: count + kept[name] for name, count in one["kept"].items()}
+
+
+class _Listener(uvicorn.Server):
+    """A server beside vLLM's, which handles the signals."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise _gone() from error
+
+
+def _gone() -> HttpError:
+    return HttpError(
+        503, "another API server process of this server does not answer; try again later",
+        retry_after=_RETRY_SECONDS,
+    )  # fmt: skip
+
+
+def _headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a client's request, and its address."""
+    client = scope.get("client")
+    own = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
+    return [*own, (_CLIENT, client[0].encode("latin-1"))] if client else own
+
+
+def _url(scope: Scope, path: str = "") -> httpx.URL:
+    if path:
+        root: str = scope.get("root_path", "")
+        return httpx.URL(f"http://peer{root}{path}")
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    query: bytes = scope.get("query_string", b"")
+    return httpx.URL("http://peer", raw_path=raw + (b"?" + query if query else b""))

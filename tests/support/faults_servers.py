@@ -1,0 +1,51 @@
+"""Faults of several API server processes; see `faults`."""
+
+from __future__ import annotations
+
+from support.fault import Fault
+
+WORKER = "tests/unit/runtime/worker/"
+PEERS = "tests/unit/server/test_peers.py::"
+
+SERVERS: tuple[Fault, ...] = (
+    Fault(
+        "A front end takes vectors from the requests of another",
+        "runtime/worker/vector_store.py",
+        "            if not front_ends:\n",
+        "            if True:\n",
+        WORKER
+        + "test_vector_store.py"
+        + "::test_a_vector_stays_until_each_front_end_that_added_it_has_dropped_it",
+    ),
+    Fault(
+        "The answer to one front end ends the reads of another",
+        "runtime/worker/result_buffer.py",
+        "        inlined = self._inlined[front_end] = set()\n",
+        "        self._inlined.clear()\n        inlined = self._inlined[front_end] = set()\n",
+        WORKER + "test_result_buffer.py::test_each_front_end_reads_its_own_answer_to_the_end",
+    ),
+    Fault(
+        "Memory of captured rows stays mapped in a front end that hears of no retired segment",
+        "transport/arena.py",
+        "        described.difference_update(retired)\n",
+        "        for each in self._described.values():\n"
+        "            each.difference_update(retired)\n",
+        "tests/unit/transport/test_arena.py"
+        "::test_each_reader_hears_of_the_segments_it_knows_that_are_gone",
+    ),
+    Fault(
+        "Front ends admit more programs together than the tables have room for",
+        "runtime/frontend/engine_info.py",
+        "            programs=1 + (room.programs - 1) // self.count,\n",
+        "            programs=room.programs,\n",
+        "tests/unit/runtime/frontend/test_front_ends.py"
+        "::test_their_parts_of_the_tables_fit_together",
+    ),
+    Fault(
+        "A capture of every request is set in one process of a server only",
+        "server/peers.py",
+        "                    for number in self._others:\n                        found =",
+        "                    for number in ():\n                        found =",
+        PEERS + "test_server_wide_captures_are_changed_in_both_and_by_one_after_the_other",
+    ),
+)
