@@ -309,9 +309,9 @@ class FrontEnd(BaseFrontEnd):
         partial = self._streamer.get(uid)
         before = {} if partial is None else partial.received()
         try:
-            own, reused, later = one.admitted.own, one.admitted.reused, one.admitted.later
-            shape = self.info.shape
-            results = assemble(one.output, plan, answers, shape, before, own, reused, later)
+            asked = one.admitted
+            given = (asked.own, asked.reused, asked.later, asked.recalled)
+            results = assemble(one.output, plan, answers, self.info.shape, before, *given)
             finished = FinishedRequest(one.admitted, one.output, self.info.shape, results, partial)
             return deliver(self.sinks, finished)
         finally:
