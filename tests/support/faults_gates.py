@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.fault import Fault
 
 _ENGINE = "tests/engine/test_gate_memory.py::"
+_TALKS = "tests/unit/runtime/frontend/test_conversations.py::"
 _SCAN = "tests/unit/ops/test_scan.py::"
 _LOOP = _SCAN + "test_scores_are_those_of_a_loop_over_the_tokens_however_the_steps_are_cut"
 
@@ -51,5 +52,34 @@ GATES: tuple[Fault, ...] = (
         "        elif index is not None and probe.is_scan:\n",
         "        elif False:\n",
         _ENGINE + "test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is",
+    ),
+    Fault(
+        "The gate of a conversation begins anew in each request",
+        "runtime/frontend/conversations.py",
+        "            kept = self._conversations.find((self._salt, *name))\n",
+        "            kept = None\n",
+        _TALKS + "test_a_prompt_that_goes_on_has_the_state_beyond_the_rows_of_the_request_before",
+    ),
+    Fault(
+        "A conversation is that of everybody who names it, whatever their cache salt",
+        "runtime/frontend/conversations.py",
+        "Recollection(self, request.cache_salt, ids)",
+        "Recollection(self, None, ids)",
+        _TALKS + "test_gates_and_cache_salts_have_states_of_their_own_and_those_used_last_are_kept",
+    ),
+    Fault(
+        "The worker does not start a gate from the state of its conversation",
+        "runtime/worker/gate_states.py",
+        "    start = ScanStart() if scan.start is None else scan.start\n",
+        "    start = ScanStart()\n",
+        "tests/engine/test_conversations.py::test_a_gate_goes_on_where_the_request_before_ended",
+    ),
+    Fault(
+        "A gate starts anew from the state of its conversation at each token",
+        "ops/scan/reference.py",
+        "        if position >= self.scan[layout.SCAN_FROM] >= "
+        "self.kept[self.at, layout.STATE_POSITION]:\n",
+        "        if position >= self.scan[layout.SCAN_FROM]:\n",
+        _LOOP,
     ),
 )

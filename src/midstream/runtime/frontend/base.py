@@ -9,6 +9,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import msgspec
 from midstream.config.config import KEY, from_additional_config
 from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
+from midstream.runtime.frontend.conversations import Conversations
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.request.admission import Admission
@@ -86,6 +88,7 @@ class BaseFrontEnd:
         has_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
         self._row_reuse = RowReuse(found.reuse_bytes // share, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
+        self.conversations = Conversations()
         self._resolver = PlanResolver(info, engine)
         self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
         self.lenses = LensRegistry(self.weights, info.shape)
@@ -149,7 +152,10 @@ class BaseFrontEnd:
         if own is not None:
             self.sinks.check(own)
         before, also = self.steering.plan_edits(), self.captures.current
-        prepared = self._resolver.resolve(call_plan, before, also, self.vectors.lookup, request)
+        recalled = self.conversations.of(request, own)
+        prepared = self._resolver.resolve(
+            call_plan, before, also, self.vectors.lookup, request, recalled
+        )
         if getattr(request, "resumable", False) and not prepared.is_empty:
             raise SpecError(
                 "",
@@ -159,10 +165,11 @@ class BaseFrontEnd:
         if own is not None and call_plan.most_bytes is not None:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         admitted = self._attach_payload(request, prepared, own, also)
-        if admitted is not None:
-            given = (prepared.plan, request, call_plan, before, also, admitted.later)
-            self.changes.add(admitted.uid, *given)
-        return admitted
+        if admitted is None:
+            return None
+        given = (prepared.plan, request, call_plan, before, also, admitted.later, recalled)
+        self.changes.add(admitted.uid, *given)
+        return admitted if recalled is None else replace(admitted, recalled=recalled)
 
     def _attach_payload(
         self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
@@ -196,17 +203,7 @@ class BaseFrontEnd:
         uid = secrets.token_hex(16)
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)
-        set_payload(
-            request,
-            RequestPayload(
-                uid,
-                prepared.packed,
-                prepared.keys,
-                acts=prepared.acts,
-                control=prepared.control,
-                split=prepared.split,
-            ),
-        )
+        set_payload(request, prepared.payload(uid))
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused

@@ -257,7 +257,9 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
                 mean = _mean(probe.attention, index, share)
                 parts.append(_Part(probe.where.possible, patterns=(mean,), scored=True))
         elif index is not None and probe.is_scan:
-            parts += _selected(index, probe.steps, probe.where)
+            # The last score of a conversation's gate is its state.
+            scored = probe.start is not None and share.returns(index)
+            parts += _selected(index, probe.steps, probe.where, scored)
         elif index is not None:
             read = TapProgramStep(index, probe.steps.instructions, probe.steps.digest)
             # Scores are few: the first rank returns all of them, but for those whose parts are on
@@ -282,14 +284,15 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
     return parts
 
 
-def _selected(tap: int, steps: Steps, where: Where) -> list[_Part]:
+def _selected(tap: int, steps: Steps, where: Where, scored: bool = False) -> list[_Part]:
     """Return instructions at one tap for the tokens that are selected, by position and by id."""
     parts = []
     if where.ranges:
-        parts.append(_Part(where.ranges, TapProgramStep(tap, steps.instructions, steps.digest)))
+        step = TapProgramStep(tap, steps.instructions, steps.digest)
+        parts.append(_Part(where.ranges, step, scored=scored))
     for match in where.matches:
         only = TapProgramStep(tap, steps.instructions, steps.digest, match.ids, match.others)
-        parts.append(_Part(match.ranges, only))
+        parts.append(_Part(match.ranges, only, scored=scored))
     return parts
 
 

@@ -9,10 +9,12 @@ import torch
 
 from midstream.errors import NoRoomError
 from midstream.ops import layout
-from midstream.ops.layout import Op
+from midstream.ops.layout import HELD, OPEN, Op
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.step.step_plan import TokenRuns
 from midstream.runtime.worker.tables.device_buffers import Buffers, on_device, upload
+from midstream.spec import ResolvedProbe
+from midstream.spec.operations.gate_memory import ScanStart, State
 
 _FREE = -1
 
@@ -35,12 +37,15 @@ class GateStates:
         self._slots = np.full(count, _FREE, np.int64)  # slot of the request that has each state
         self._armed = np.zeros((count, layout.SCAN_COLUMNS), np.int32)
 
-    def acquire(self, slot: int, segments: Iterable[Segment]) -> None:
+    def acquire(
+        self, slot: int, segments: Iterable[Segment], probes: Iterable[ResolvedProbe]
+    ) -> None:
         """Give a request the states that its plan needs, if any. Pair with `release`.
 
         Args:
             slot: slot of the request.
             segments: of its plan.
+            probes: of its plan, for what its SCANs start from.
 
         Raises:
             NoRoomError: there are not enough.
@@ -58,8 +63,9 @@ class GateStates:
         if free.size < len(scores):
             raise NoRoomError("", f"no room for {len(scores)} states of gates")
         self._slots[free] = slot
-        self._armed[free] = 0
-        self._armed[free, layout.SCAN_SLOT] = [1 + score for score in sorted(scores)]
+        self._armed[free] = [
+            _row_of(probe) for probe in probes if probe.is_scan and probe.slot in scores
+        ]
         states = self._buffers.scan_states
         states.index_fill_(0, on_device(torch.from_numpy(free), states.device), 0)
 
@@ -103,3 +109,18 @@ class GateStates:
             AssertionError: one is.
         """
         assert not bool(self._buffers.scans[:, layout.SCAN_COUNT].any())
+
+
+def _row_of(scan: ResolvedProbe) -> list[int]:
+    """Return the row of `Buffers.scans` of a state that no step has reached."""
+    start = ScanStart() if scan.start is None else scan.start
+    return [0, 0, 1 + scan.slot, start.position, *_pair(start.before), *_pair(start.after)]
+
+
+def _pair(state: State) -> tuple[int, int]:
+    """Return the two numbers of a state, as in `Buffers.scan_states`."""
+    if state is None:
+        return 0, -1
+    if state == OPEN:
+        return 0, 1 + HELD
+    return int(np.float32(state).view(np.int32)), 0

@@ -55,7 +55,7 @@ class RequestResources:
                 if self._load is None:
                     raise LookupError("this worker calls no functions")
                 functions = self._load(found.resolved)
-            self._gate_states.acquire(slot, found.segments)
+            self._gate_states.acquire(slot, found.segments, found.resolved.probes)
             if self._reductions is not None:
                 reductions, widths = self._reductions
                 reductions.acquire(slot, found.segments, widths)

@@ -19,7 +19,7 @@ from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.operation import refreshed
 from midstream.spec.operations import Edit, Gate, Local, Reconstruct, Route, Steer
-from midstream.spec.operations.gate_memory import scanned
+from midstream.spec.operations.gate_memory import Memory
 from midstream.spec.plan import Plan, ServerWide
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
@@ -33,6 +33,15 @@ from midstream.spec.resolve.attention import (
 )
 from midstream.spec.resolve.biases import bias_of, check_sampled, with_switch
 from midstream.spec.resolve.features import resolve_features
+from midstream.spec.resolve.gates import (
+    Recall,
+    check_order,
+    gate_taps,
+    gated_steps,
+    of_conversation,
+    place_of,
+    row_of,
+)
 from midstream.spec.resolve.lens import check_names, resolve_lens
 from midstream.spec.resolve.logits import check_logits, resolve_logits
 from midstream.spec.resolve.reduced import check_reduced, resolve_reduced
@@ -46,8 +55,7 @@ from midstream.spec.resolve.resolved import (
     Steps,
     limited,
 )
-from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
-from midstream.spec.selection import Layers
+from midstream.spec.resolve.tap_lookup import check_tapped, find_taps
 from midstream.spec.shape import ModelShape, VectorSize
 from midstream.validation import at
 
@@ -59,6 +67,7 @@ def resolve(
     max_tokens: int | None,
     before: tuple[ServerWide, ...] = (),
     also: tuple[Capture, ...] = (),
+    recall: Recall | None = None,
 ) -> ResolvedPlan:
     """Resolve a plan for one model and one prompt.
 
@@ -70,13 +79,14 @@ def resolve(
         before: server-wide edits, applied before the plan's, and server-wide probes. Those that
             select nothing in this request are skipped rather than rejected.
         also: server-wide captures, added after the plan's; skipped likewise.
+        recall: returns what gates of conversations start from; None: there may be none.
 
     Raises:
         SpecError: the model lacks a layer, a site is not tapped, a vector's size is not the
             hidden size, a head does not exist, or nothing is selected. The path is relative to
             `plan.to_dict()`.
     """
-    return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before, also)
+    return _Resolver(shape, prompt, max_tokens, recall).resolve(plan or NOTHING, before, also)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +115,15 @@ _READOUTS: dict[type[Capture], Callable[[Any, int, Where, ModelShape], ResolvedC
 class _Resolver:
     """Resolves one plan; adds the probes that its gates read."""
 
-    def __init__(self, shape: ModelShape, prompt: Prompt, max_tokens: int | None) -> None:
+    def __init__(
+        self, shape: ModelShape, prompt: Prompt, max_tokens: int | None, recall: Recall | None
+    ) -> None:
         if max_tokens is not None and max_tokens < 1:
             raise SpecError("max_tokens", f"expected at least 1, got {max_tokens}")
         self._shape = shape
         self._prompt = prompt
         self._max_tokens = max_tokens
+        self._recall = recall
         self._free_ranges = MAX_RANGES
         self._selected: dict[Positions, Where] = {}
         self._probes: list[ResolvedProbe] = []
@@ -118,7 +131,7 @@ class _Resolver:
         self._functions: list[ResolvedFunction] = []
         self._slots = 0
         # Score slots read by gates; gates that read the same score share its slot.
-        self._gate_slots: dict[tuple[Tap, Instruction, Where], int] = {}
+        self._gate_slots: dict[tuple[Tap, Instruction, Where, str | None], int] = {}
 
     def resolve(
         self, plan: Plan | Nothing, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
@@ -212,7 +225,7 @@ class _Resolver:
         for tap in taps:
             steps = probe.steps(self._shape.size(tap))
             if isinstance(probe.direction, tuple):
-                steps = (steps[_place_of(self._shape, tap, probe.layers)],)
+                steps = (steps[place_of(self._shape, tap, probe.layers)],)
             found.append(ResolvedProbe("", *tap, _scored(steps, slot, bool(found)), where))
         return found
 
@@ -228,7 +241,7 @@ class _Resolver:
         bias = bias_of(edit)
         if bias is not None:
             check_sampled(where, self._prompt.length)
-        *before, read = _gate_taps(self._shape, edit)
+        *before, read = gate_taps(self._shape, edit)
         slot, placed = None, False
         if isinstance(edit, Gate) and read is not None:
             slot = self._earlier_parts(edit, before, where)
@@ -236,7 +249,7 @@ class _Resolver:
         for size, mine in self._by_size(taps):
             if isinstance(edit, Gate) and read is not None:
                 instructions = edit.steps(
-                    size, self._shape.size(read), _row_of(self._shape, edit, read)
+                    size, self._shape.size(read), row_of(self._shape, edit, read)
                 )
             else:
                 instructions = edit.steps(size)
@@ -247,7 +260,7 @@ class _Resolver:
             with at("edit") if isinstance(edit, Gate) else nullcontext():
                 parts = _place_rows(instructions, where)
             if isinstance(edit, Gate) and edit.memory:
-                _check_order(taps, read)
+                check_order(taps, read)
             elif read is not None and not placed:
                 slot, placed = self._gate_slot(read, taps, instructions[0], where, slot), True
             for steps, part in parts:
@@ -256,7 +269,7 @@ class _Resolver:
                 elif read is None:
                     shared = [Steps(steps)] * len(mine)
                 else:
-                    shared = _gated_steps(steps, mine, read, slot, bool(before))
+                    shared = gated_steps(steps, mine, read, slot, bool(before))
                 found += [
                     ResolvedEdit(*tap, own, part, source)
                     for tap, own in zip(mine, shared, strict=True)
@@ -285,7 +298,7 @@ class _Resolver:
             assert tap is not None
             assert slot is not None
             with at("probe"):
-                row = edit.probe.vector(self._shape.size(tap), _row_of(self._shape, edit, tap))
+                row = edit.probe.vector(self._shape.size(tap), row_of(self._shape, edit, tap))
             probe = Instruction(Op.PROBE, row, flags=Flags.FRESH)
             self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, nth > 0), where))
         return slot
@@ -296,7 +309,7 @@ class _Resolver:
         """Return the slot of a gate's score, whose last part is read at `tap`; `slot` is that
         of the parts before, if there are any. None: the gate reads and applies at that tap only.
         """
-        _check_order(taps, tap)
+        check_order(taps, tap)
         if taps == (tap,):
             return slot
         if tap in taps:
@@ -308,14 +321,21 @@ class _Resolver:
         self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, True), where))
         return slot
 
-    def _shared_slot(self, tap: Tap, probe: Instruction, where: Where) -> int:
+    def _shared_slot(
+        self, tap: Tap, probe: Instruction, where: Where, memory: Memory | None = None
+    ) -> int:
         """Return the slot of what gates read at a tap, a PROBE or a SCAN without one."""
         # Gates that differ in threshold or sharpness alone share the score of a PROBE.
-        key = (tap, probe, where)
+        conversation = None if memory is None else memory.conversation
+        key = (tap, probe, where, conversation)
         slot = self._gate_slots.get(key)
         if slot is None:
-            slot = self._gate_slots[key] = self._new_slot()
-            self._probes.append(ResolvedProbe("", *tap, Steps((replace(probe, slot=slot),)), where))
+            slot = self._new_slot()
+            found = ResolvedProbe("", *tap, Steps((replace(probe, slot=slot),)), where)
+            if conversation is not None:
+                found = of_conversation(found, conversation, self._probes, self._recall)
+            self._gate_slots[key] = slot
+            self._probes.append(found)
         return slot
 
     def _scanned_steps(
@@ -330,41 +350,12 @@ class _Resolver:
         SCAN at the tap `read`; None: at each tap.
         """
         scan, rest = edit.memory.scan(steps[0]), refreshed(list(steps[1:]))
-        slots = [self._shared_slot(read or tap, scan, where) for tap in taps]
-        return [Steps((scanned(steps[0], slot), *rest)) for slot in slots]
+        slots = [self._shared_slot(read or tap, scan, where, edit.memory) for tap in taps]
+        return [Steps((edit.memory.gate(steps[0], slot), *rest)) for slot in slots]
 
     def _new_slot(self) -> int:
         self._slots += 1
         return self._slots - 1
-
-
-def _place_of(shape: ModelShape, tap: Tap, layers: Layers) -> int:
-    """Return which of the listed layers a tap is of."""
-    assert layers.indices != "all", "each layer has its own vector"
-    return [find_layer(index, shape) for index in layers.indices].index(tap[1])
-
-
-def _row_of(shape: ModelShape, edit: Gate, tap: Tap) -> int:
-    layers = edit.probe.layers
-    return _place_of(shape, tap, Layers(layers)) if layers else 0
-
-
-def _gate_taps(shape: ModelShape, edit: Edit) -> list[Tap | None]:
-    """Return the taps that a gate names to be read, in the order of a forward pass; None alone:
-    there is none.
-    """
-    if not isinstance(edit, Gate) or edit.probe.tap is None:
-        return [None]
-    site, index = edit.probe.tap
-    taps: list[Tap] = []
-    with at("probe"):
-        for each in edit.probe.layers or (index,):
-            with at("layer"):
-                taps.append((site, find_layer(each, shape)))
-                if taps[-1] in taps[:-1]:
-                    raise SpecError("", f"layer {each} is listed twice")
-            check_tapped(taps[-1], shape, "site", "layer")
-    return [*sorted(taps, key=order)]
 
 
 def _check_reach(shape: ModelShape, edit: Edit, instructions: tuple[Instruction, ...]) -> None:
@@ -421,46 +412,12 @@ def _reads_elsewhere(
     return [ResolvedEdit(site, layer, steps, where, source) for _, layer in taps]
 
 
-def _check_order(taps: tuple[Tap, ...], read: Tap | None) -> None:
-    """Check that a gate reads no tap that comes after one of its edit; None: it reads those."""
-    late = [] if read is None else [each for each in taps if order(each) < order(read)]
-    if late and read is not None:
-        raise SpecError(
-            "probe.layer",
-            f"the gate reads {read[0]} of layer {read[1]}, which is computed after "
-            f"{late[0][0]} of layer {late[0][1]}, where its edit applies; read an earlier "
-            "site, or the site of the edit",
-        )
-
-
 def _with_rows(step: Instruction, chosen: slice, first: int) -> Instruction:
     """Return an instruction with some of its rows, the first of them for position `first`."""
     if len(step.write) <= 1:
         return step
     flags = step.flags | Flags.ROW_BY_POSITION
     return replace(step, write=step.write[chosen], first=first, flags=flags)
-
-
-def _gated_steps(
-    steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None, adds: bool
-) -> list[Steps]:
-    """Return the edit's instructions at each tap; the gate reads the score in the slot, to which
-    it adds at the tap that it reads itself, if there are layers before.
-    """
-    if slot is None:
-        return [Steps(steps)] * len(taps)
-    gate = steps[0]
-    flags = Flags.FRESH | (Flags.ADDS if adds else Flags.NONE)
-    score = Instruction(Op.PROBE, gate.read, a=gate.a, flags=flags, slot=slot)
-    here = Steps((score, *steps))
-    if adds:
-        # The GATE comes first: the PROBE stores the whole score where the GATE finds a part of it.
-        added = replace(gate, slot=slot, flags=gate.flags | Flags.ADDS)
-        here = Steps((added, score, *steps[1:]))
-    by_slot = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
-    # This gate does not read the stream, so the first instruction that does needs FRESH.
-    later = Steps((by_slot, *refreshed(list(steps[1:]))))
-    return [here if each == tap else later for each in taps]
 
 
 def _place_rows(

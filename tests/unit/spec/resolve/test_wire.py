@@ -16,7 +16,7 @@ from support.programs import all_steps
 from unit.spec.strategies import plans_by_length, reads_or_refuses, spoilt
 
 from midstream.errors import SpecError
-from midstream.ops.layout import Flags, Op
+from midstream.ops.layout import HELD, Flags, Op
 from midstream.sites import NAMES
 from midstream.spec import (
     Ablate,
@@ -54,7 +54,7 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 9",
+    "format": "midstream plan 10",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
@@ -96,6 +96,7 @@ MESSAGE = {
                 "last_from": None,
             },
             "attention": None,
+            "start": None,
         }
     ],
     "biases": [],
@@ -123,6 +124,7 @@ READ = {
         },
         4,
     ],
+    "start": None,
 }
 
 
@@ -142,6 +144,32 @@ def test_a_probe_of_attention_is_read_strictly(change, problem):
     data = _packed({**MESSAGE, "probes": [{**READ, **change}]})
     if problem is None:
         assert msgspec.msgpack.decode(to_bytes(from_bytes(data)))["probes"] == [READ]
+        return
+    with pytest.raises(SpecError, match=problem):
+        from_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"start": [3, None, None]}, None),
+        ({"start": [-1, None, 1.0]}, "position: expected"),
+        ({"start": [0, None, float("nan")]}, "float32"),
+        ({"start": [0, 1e39, None]}, "float32"),
+        ({"start": 3}, "start"),
+        ({"steps": 2}, "no SCAN of a conversation"),
+        ({"steps": 1}, "no SCAN of a conversation"),
+    ],
+)
+def test_what_a_scan_starts_from_is_read_strictly(change, problem):
+    scan = [int(Op.SCAN), 1, [], 0.0, 1.0, 1.0, 1.0, 8, 0, 0, None, HELD]
+    step = [*scan[:7], int(Flags.COUNTED | Flags.STEP), *scan[8:]]
+    probe = {**MESSAGE["probes"][0], "name": "", "steps": 0, "start": [3, 0.5, 2.0], **change}
+    data = _packed({**MESSAGE, "steps": [[scan], [step], MESSAGE["steps"][2]], "edits": [],
+                    "probes": [probe]})  # fmt: skip
+    if problem is None:
+        assert msgspec.msgpack.decode(to_bytes(from_bytes(data)))["probes"] == [probe]
         return
     with pytest.raises(SpecError, match=problem):
         from_bytes(data)

@@ -9,6 +9,7 @@ from typing import Any
 
 from midstream.errors import BusyError, SpecError
 from midstream.results.plan_update import PlanUpdate
+from midstream.runtime.frontend.conversations import Recollection
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.later_plan import LaterPlan
@@ -61,6 +62,7 @@ class PlanHistory:
         before: server-wide edits when it was admitted, which it keeps.
         also: server-wide captures, likewise.
         prompt: its prompt.
+        recalled: what its gates recall of conversations; None: none of them does.
         edits: the edits given last, with names bound.
         origins: see `Plan`, of these edits.
         later: versions of its plan by number, from 1 on.
@@ -75,6 +77,7 @@ class PlanHistory:
     before: tuple[ServerWide, ...]
     also: tuple[Capture, ...]
     prompt: PromptOfRequest
+    recalled: Recollection | None
     edits: tuple[Edit, ...] = ()
     origins: tuple[int, ...] = ()
     later: dict[int, LaterPlan] = field(default_factory=dict)
@@ -144,6 +147,7 @@ class PlanChanges:
         before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
         later: dict[int, LaterPlan],
+        recalled: Recollection | None,
     ) -> None:
         """Add a request that is admitted.
 
@@ -154,6 +158,7 @@ class PlanChanges:
             call_plan: its own plan.
             before, also: server-wide edits and captures.
             later: the versions that its probes may switch to; gets all later ones.
+            recalled: what its gates recall of conversations; None: none of them does.
         """
         own, asked = call_plan.plan, call_plan
         if own is not None and own.names():
@@ -169,6 +174,7 @@ class PlanChanges:
             before=before,
             also=also,
             prompt=PromptOfRequest.of(request),
+            recalled=recalled,
             edits=() if own is None else own.edits,
             origins=() if own is None else own.origins,
             later=later,
@@ -342,6 +348,7 @@ class PlanChanges:
             history.also,
             self._lookup,
             history.prompt,
+            history.recalled,
         )
 
 

@@ -19,8 +19,10 @@ from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
+from midstream.runtime.frontend.conversations import Recollection
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.results.actions import Sent, tokens_of_rows
+from midstream.runtime.frontend.results.carried import left_states
 from midstream.runtime.frontend.results.receipts import make_receipt
 from midstream.runtime.frontend.row_reuse import ReusedRows
 from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
@@ -68,6 +70,7 @@ def assemble(
     own: Plan | None = None,
     reused: ReusedRows | None = None,
     later: Mapping[int, LaterPlan] = MappingProxyType({}),
+    recalled: Recollection | None = None,
 ) -> dict[int, CompletionResults]:
     """Assemble the workers' results of a finished request.
 
@@ -80,6 +83,8 @@ def assemble(
         own: the request's own plan, as given; None: it has none.
         reused: rows that it may have from earlier requests; None: every row was computed.
         later: later versions of the plan, by number.
+        recalled: what its gates recall of conversations, and where they leave their states; None:
+            there are none.
 
     Returns:
         The results of each completion, by its index.
@@ -103,10 +108,13 @@ def assemble(
             is_bare = any(block.is_bare for block in earlier)
             activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
             probes = _probes(plan, sent, tokens)
+            left = left_states(plan, recalled, sent, tokens)
             receipt = make_receipt(
                 output.request_id, plan, parts, completion, tokens, every, probes, coming_from,
-                later,
+                later, left,
             )  # fmt: skip
+            if recalled is not None and not receipt.problems and not receipt.nonfinite:
+                recalled.keep(left.states, tokens)
         else:
             probes = None
             key = ("results", *[part.outline for part in parts], coming_from, *_ending(completion))

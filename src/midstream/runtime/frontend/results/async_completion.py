@@ -157,8 +157,8 @@ class AsyncCompletion:
             whole, plan = as_one_request(output, generated, inputs, plan, answers)
         before = {} if call.partial_rows is None else call.partial_rows.received()
         asked = call.admitted
-        own, reused, later = asked.own, asked.reused, asked.later
-        given = (whole, plan, answers, self._shape, before, own, reused, later)
+        known = (asked.own, asked.reused, asked.later, asked.recalled)
+        given = (whole, plan, answers, self._shape, before, *known)
         if sum(len(answer.data) for answer in answers) > _THREAD_BYTES:
             results = await asyncio.to_thread(assemble, *given)
         else:
