@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import itertools
 import statistics
 import sys
@@ -92,6 +93,9 @@ class Stream:
     def __init__(self, model: Path, settings: dict[str, Any], tapped: bool) -> None:
         self._loop = asyncio.new_event_loop()
         self._llm = self._loop.run_until_complete(self._start(model, settings, tapped))
+        # As vLLM's server does: a full collection takes as long as dozens of steps.
+        gc.collect()
+        gc.freeze()
 
     async def _start(self, model: Path, settings: dict[str, Any], tapped: bool) -> Any:
         if tapped:

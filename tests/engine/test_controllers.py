@@ -5,6 +5,7 @@ says.
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,17 @@ from typing import Any
 import pytest
 from support import controlling
 from support.engines import greedy
-from support.oracle import Oracle
-from support.updating import PROMPT, Stepped, check_versions, everything, steer, vector
+from support.oracle import HookEdit, Oracle
+from support.updating import (
+    PROMPT,
+    Stepped,
+    check_replay,
+    check_versions,
+    everything,
+    steer,
+    steps_ahead,
+    vector,
+)
 
 from midstream import (
     Budget,
@@ -23,6 +33,7 @@ from midstream import (
     Pid,
     Probe,
     ReceiptError,
+    SamplingParams,
     SpecError,
     Steer,
     Switch,
@@ -64,16 +75,18 @@ def scales_at(completion: Any) -> list[float]:
     ]  # fmt: skip
 
 
-def expected(law: Any, scores: list[float]) -> list[float]:
-    """The scale at each position, where each answer holds from the next position on."""
+def expected(law: Any, scores: list[float], ahead: int) -> list[float]:
+    """The scale at each position, where each answer holds from the next position on that is not
+    scheduled.
+    """
     law = copy.copy(law)
-    found = [1.0] * SIZE
+    found = [1.0] * (SIZE + ahead)
     shown = scores[:SIZE]
     for position in range(SIZE, len(scores) + 1):
         answer = law(Observed("r", position + 1 - SIZE, {"p": controlled(shown)}))
         found.append(found[-1] if answer is None else answer)
         shown = scores[position : position + 1]
-    return found[:-1]
+    return found[: len(scores)]
 
 
 def controlled(scores: list[float]) -> Any:
@@ -106,7 +119,7 @@ def test_each_answer_holds_from_the_next_step_on(llm: Any, oracle: Oracle) -> No
         scores = completion.probes["p"].tolist()
         if law == "sign":
             law = lambda seen: 0.5 if seen.scores["p"][-1] < 0 else 1.0  # noqa: E731
-        assert scales_at(completion) == expected(law, scores)
+        assert scales_at(completion) == expected(law, scores, steps_ahead(llm))
         changed += len(completion.receipt.versions)
     assert changed > 20
 
@@ -115,10 +128,11 @@ def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
     llm: Any, oracle: Oracle
 ) -> None:
     completion = ask(llm, SCRIPT, None)[0].outputs[0]
+    calm, half = (SIZE + step + steps_ahead(llm) for step in (2, 4))
     assert [(one.source, one.scale, one.positions) for one in completion.receipt.versions] == [
-        ("request", 1.0, (0, SIZE + 2)),
-        ("controller:script/calm", 1.0, (SIZE + 2, SIZE + 4)),
-        ("controller:script", 0.5, (SIZE + 4, SIZE + 6)),
+        ("request", 1.0, (0, calm)),
+        ("controller:script/calm", 1.0, (calm, half)),
+        ("controller:script", 0.5, (half, SIZE + 6)),
     ]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", "controller:script")
     assert len(completion.token_ids) == 6
@@ -128,8 +142,7 @@ def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
         type(hook)(hook.site, hook.layer, hook.vector, hook.scale * scale,
                    lambda at, low=low, high=high: low <= at < high)
         for hook, scale, low, high in (
-            (HOOK, 1, 0, SIZE + 2), (CALM_HOOK, 1, SIZE + 2, SIZE + 4),
-            (HOOK, 0.5, SIZE + 4, SIZE + 6),
+            (HOOK, 1, 0, calm), (CALM_HOOK, 1, calm, half), (HOOK, 0.5, half, SIZE + 6),
         )
     ]  # fmt: skip
     _, seen = oracle.run(whole, edits)
@@ -138,7 +151,6 @@ def test_it_chooses_edits_by_name_and_stops_at_the_last_token_with_a_score(
 
 
 def test_each_completion_of_a_prompt_has_a_controller_of_its_own(llm: Any) -> None:
-    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
@@ -149,7 +161,8 @@ def test_each_completion_of_a_prompt_has_a_controller_of_its_own(llm: Any) -> No
     assert len({tuple(one.token_ids) for one in output.outputs}) == 3
     for one in output.outputs:
         assert one.stop_reason == "controller:script"
-        assert [each.positions[0] for each in one.receipt.versions] == [0, SIZE + 2, SIZE + 4]
+        first = SIZE + steps_ahead(llm)
+        assert [each.positions[0] for each in one.receipt.versions] == [0, first + 2, first + 4]
         assert one.receipt.status == "ok"
 
 
@@ -169,8 +182,10 @@ def test_what_is_computed_again_after_a_preemption_is_as_it_was(llm: Any, oracle
     outputs = run.finish()
     for nth, before in enumerate(plain):
         completion = outputs[str(nth)].outputs[0]
-        assert completion.token_ids == before.token_ids
-        assert completion.receipt.versions == before.receipt.versions
+        # A preemption drops the step that is scheduled ahead, which moves what holds after it.
+        if not steps_ahead(llm):
+            assert completion.token_ids == before.token_ids
+            assert completion.receipt.versions == before.receipt.versions
         check_versions(oracle, PROMPT, completion, SETS)
 
 
@@ -195,7 +210,7 @@ def test_a_failure_is_what_the_policy_says_and_changes_nobody_else(
         (kept, "raises", 1), (hung, "hangs", 0), (unknown, "unknown_scale", 1), (off, "raises", 0),
     ):  # fmt: skip
         shown = [(each.source, each.scale, each.positions) for each in one.receipt.versions]
-        last = (SIZE + 2, SIZE + 23)
+        last = (SIZE + 2 + steps_ahead(llm), SIZE + 23)
         assert shown == [("request", 1, (0, last[0])), (f"controller:{name} failed", scale, last)]
         check_versions(oracle, PROMPT, one, SETS)
     assert kept.token_ids == unknown.token_ids == free.token_ids
@@ -203,6 +218,68 @@ def test_a_failure_is_what_the_policy_says_and_changes_nobody_else(
     assert "controller 'nonsense' failed" in ended.stop_reason
     assert len(ended.token_ids) == 2
     assert llm.llm_engine.get_num_unfinished_requests() == 0
+
+
+def test_a_function_beside_the_engine_changes_edits_and_stops_and_no_step_waits_for_it(
+    llm: Any, oracle: Oracle
+) -> None:
+    """An answer holds some tokens later: the receipt says where, and the replay agrees."""
+    go, tokens = threading.Event(), []
+
+    def each_third(seen: Observed) -> float:
+        tokens.append((seen.tokens, len(seen.scores["p"])))
+        return float(seen.tokens // 3 % 2)
+
+    def chooses(seen: Observed) -> Any:
+        return {"edits": [CALM], "scale": 0.5} if seen.tokens >= 4 else None
+
+    def stops(seen: Observed) -> Any:
+        return {"stop": True} if seen.tokens >= 8 else None
+
+    def fails(_: Observed) -> None:
+        raise KeyError("it")
+
+    def hangs(_: Observed) -> None:
+        go.wait(60)
+
+    controllers = [
+        Controller(each_third, name="third", seconds=60),
+        Controller(chooses, seconds=60),
+        Controller(stops, name="limit", seconds=60),
+        Controller(fails),
+        Controller(hangs, seconds=0.01, on_error="off"),
+        Controller(fails, on_error="end"),
+        Controller(hangs, name="late", seconds=60),
+        None,
+    ]
+    with pytest.raises(ReceiptError, match="controller 'local' of request .*KeyError") as caught:
+        ask(llm, *controllers, params=greedy(60))
+    go.set()
+    found = [output.outputs[0] for output in caught.value.outputs]
+    third, chose, stopped, kept, off, ended, late, free = found
+    half = HookEdit(CALM_HOOK.site, CALM_HOOK.layer, CALM_HOOK.vector, 1.5, CALM_HOOK.where)
+    assert len(third.receipt.versions) > 3
+    assert {one.source for one in third.receipt.versions[1:]} == {"controller:third"}
+    assert [one.scale for one in third.receipt.versions[1:3]] == [0.0, 1.0]
+    check_replay(
+        oracle, PROMPT, third, {one.number: [HOOK] for one in third.receipt.versions if one.scale}
+    )
+    # Each score once: all of the prompt and of the tokens before the last one shown.
+    shown = [count for count, _ in tokens]
+    assert shown == sorted(set(shown))
+    assert sum(new for _, new in tokens) == SIZE + shown[-1] - 1
+    assert [one.source for one in chose.receipt.versions[:2]] == ["request", "controller:local"]
+    later = {one.number: [half] for one in chose.receipt.versions[1:]}
+    check_replay(oracle, PROMPT, chose, {0: [HOOK], **later})
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", "controller:limit")
+    assert 8 <= len(stopped.token_ids) < 60
+    assert (ended.finish_reason, len(ended.token_ids) < 60) == ("error", True)
+    assert [one.source for one in off.receipt.versions] == ["request", "controller:local"]
+    check_replay(oracle, PROMPT, off, {0: [HOOK]})
+    for one in (stopped, kept, late, free):
+        assert one.receipt.versions == ()
+        assert one.token_ids == free.token_ids[: len(one.token_ids)]
+        check_replay(oracle, PROMPT, one, {0: [HOOK]})
 
 
 def test_what_cannot_be_controlled_is_rejected_by_its_name(llm: Any) -> None:
@@ -214,7 +291,9 @@ def test_what_cannot_be_controlled_is_rejected_by_its_name(llm: Any) -> None:
         (Threshold("q", above=1.0), {}, "controller[0].threshold.probe", "no probe 'q'"),
         (law, {"probes": None}, "controller[0]", "give the request `probes`"),
         (many, {}, "controller[0]", "the limit is 64 versions"),
-        (Controller(law), {}, "controller[0].mode", "is for AsyncLLM"),
+        (Controller(law), {"params": SamplingParams(n=2)}, "controller[0]", "n=1"),
+        (Controller(law), {"probes": None}, "controller[0]", "give the request `probes`"),
+        (Controller(law, name="a"), {"params": greedy(4, stop="controller:a")}, "stop", "reason"),
         (Threshold("p", above=1.0, on=0.5), {"edits": latent}, "controller[0]", "no strength"),
         (law, {"probes": probe(Switch([], above=1))}, "controller[0]", "Switch"),
         ({"declared": 3}, {}, "controller[0].declared", "characters"),

@@ -16,7 +16,7 @@ from sklearn.preprocessing import StandardScaler
 from support.conditions import first_met
 from support.engines import generated, greedy, tokens
 from support.oracle import HookEdit, Oracle
-from support.updating import Stepped, check_replay, everything, held, steer
+from support.updating import Stepped, check_replay, everything, held, steer, steps_ahead
 
 from midstream import MLP, Flag, Gate, Plan, Probe, SpecError, Steer, Stop, Switch
 from midstream.testing import inspect
@@ -164,7 +164,7 @@ def test_both_stop_and_switch_where_transformers_scores_say(llm: Any, oracle: Or
         switch = make(Switch([edit], above=threshold))
         run.add("a", prompt, greedy(24), probes=switch, capture=everything())
         completion = run.finish()["a"].outputs[0]
-        assert held(completion.receipt)[0] == (0, size + where + 1)
+        assert held(completion.receipt)[0] == (0, size + where + 1 + steps_ahead(llm))
         check_replay(oracle, prompt, completion, {1: [hook]})
     inspect(llm).check_integrity()
 

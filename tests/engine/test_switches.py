@@ -12,7 +12,16 @@ import torch
 from support.conditions import first_met
 from support.engines import generated, greedy
 from support.oracle import Oracle
-from support.updating import PROMPT, Stepped, check_replay, everything, held, steer, vector
+from support.updating import (
+    PROMPT,
+    Stepped,
+    check_replay,
+    everything,
+    held,
+    steer,
+    steps_ahead,
+    vector,
+)
 
 from midstream import Capture, Local, Probe, SpecError, Steer, Stop, Switch
 from midstream.testing import inspect
@@ -47,11 +56,6 @@ def above(scores: list[float], nth: int) -> float:
     """A threshold that the first new maximum from a score on exceeds, and no score before."""
     where = next(at for at in range(nth, len(scores)) if scores[at] > max(scores[:at]) + 1e-2)
     return (scores[where] + max(scores[:where])) / 2
-
-
-def steps_ahead(llm: Any) -> int:
-    """How many steps are scheduled before the scores of a step are known; none on a CPU."""
-    return int(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
 
 
 def actions(receipt: Any) -> list[tuple[str, str, int]]:

@@ -49,6 +49,7 @@ async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> d
         "shown": shown,
         "outputs": [results(one) for one in output.outputs],
         "reason": output.outputs[0].finish_reason,
+        "stop_reason": output.outputs[0].stop_reason,
         **results(output),
         **(logprobs(output) if sampling.output_kind.name == "CUMULATIVE" else {}),
     }

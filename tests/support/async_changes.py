@@ -12,7 +12,7 @@ from support.output_results import results
 
 
 async def controllers(llm: Any) -> dict[str, Any]:
-    """Requests with controllers that answer, fail and hang, beside one without."""
+    """Requests with controllers that answer, stop, fail and hang, beside one without."""
     from midstream import Capture, Controller, Probe, Steer
 
     asked = {
@@ -27,17 +27,21 @@ async def controllers(llm: Any) -> dict[str, Any]:
     def fails(observed: Any) -> float:
         raise KeyError(observed.tokens)
 
+    def stops(observed: Any) -> Any:
+        return {"stop": True} if observed.tokens >= 12 else 0.0 if observed.tokens >= 5 else None
+
     def hangs(observed: Any) -> float:
         threading.Event().wait(60)
         return 0.0
 
     sampling = params(0, max_tokens=60, kind="CUMULATIVE")
-    names = ("switches", "fails", "hangs", "ends", "alone")
+    names = ("switches", "fails", "hangs", "ends", "stops", "alone")
     given = (
         Controller(each_third, name="third", seconds=60),
         Controller(fails, on_error="keep"),
         Controller(hangs, seconds=0.02, on_error="off"),
         Controller(fails, on_error="end"),
+        Controller(stops, name="limit", seconds=60),
         None,
     )
     made = await asyncio.gather(

@@ -56,10 +56,16 @@ def unknown_scale(observed: Any) -> Any:
     return 0.3 if observed.tokens == 3 else None
 
 
+def limit(observed: Any) -> Any:
+    """Stop after nine tokens, or some more of the same step."""
+    return {"stop": True} if observed.tokens >= 9 else None
+
+
 HERE = "support.controlling:"
 DECLARED: dict[str, Any] = {
     "script": {"path": HERE + "Script", "scales": [0.5], "seconds": 5},
     "sign": {"path": HERE + "Sign", "scales": [0.5], "seconds": 5},
+    "limit": HERE + "limit",
     "raises": HERE + "raises",
     "hangs": {"path": HERE + "hangs", "seconds": 0.05, "on_error": "off"},
     "nonsense": {"path": HERE + "nonsense", "on_error": "end"},

@@ -11,6 +11,20 @@ FORMS = "tests/engine/test_probe_forms.py"
 
 ACTS: tuple[Fault, ...] = (
     Fault(
+        "The front end counts parts of a score twice that the ranks added up",
+        "runtime/worker/split_scores.py",
+        "        flat[places] = total if self._rank == 0 else 0.0\n",
+        "        flat[places] = total\n",
+        "tests/unit/runtime/worker/test_split_scores.py",
+    ),
+    Fault(
+        "A probe acts by the first rank's part of its score",
+        "runtime/worker/step_recorder.py",
+        "            if self._slots.num_reporting and self._split_scores is not None:\n",
+        "            if False:\n",
+        "tests/system/test_inner_ranks.py::test_probes_of_split_vectors_act_by_their_whole_scores",
+    ),
+    Fault(
         "The token that was sampled with the score that stops its request is shown",
         "runtime/core/probe_stops.py",
         "    kept = max(firing.position + 1 - one.known, 0)\n",

@@ -47,18 +47,50 @@ LIVE: tuple[Fault, ...] = (
     ),
     Fault(
         "A controller that failed is called again",
-        "api/controller.py",
-        "        self._failed = True\n        what =",
-        "        what =",
+        "runtime/frontend/request/controller_run.py",
+        "        self.is_over = True\n        problem =",
+        "        problem =",
         "tests/unit/api/test_controller.py"
         "::test_a_failure_is_what_the_policy_says_and_it_is_not_called_again",
     ),
     Fault(
+        "A controller that stopped its request is called again",
+        "runtime/frontend/request/controller_run.py",
+        '        if "stop" in asked:\n            self.is_over = True\n',
+        '        if "stop" in asked:\n            pass\n',
+        "tests/unit/api/test_controller.py"
+        "::test_after_an_answer_that_stops_the_request_it_is_not_called_again",
+    ),
+    Fault(
+        "A controller stops a later request that has the id of its own",
+        "runtime/core/ended_requests.py",
+        "if request is not None and uid_of(request.sampling_params) == asked.uid:",
+        "if request is not None:",
+        "tests/unit/runtime/core/test_ended_requests.py"
+        "::test_one_that_ends_by_itself_before_ends_once_and_another_of_its_id_goes_on",
+    ),
+    Fault(
+        "A request that its controller stopped has no last output",
+        "runtime/core/ended_requests.py",
+        "            add_end(outputs, request, reason)\n    return outputs\n",
+        "            pass\n    return outputs\n",
+        "tests/unit/runtime/core/test_ended_requests.py"
+        "::test_they_end_with_the_tokens_of_the_next_step_and_no_others_do",
+    ),
+    Fault(
         "Requests with one controller share its state",
-        "api/controller.py",
+        "runtime/frontend/request/controller_run.py",
         "        self._decide = copy.copy(controller.decide)\n",
         "        self._decide = controller.decide\n",
         "tests/unit/api/test_controller.py::test_each_request_has_a_state_of_its_own",
+    ),
+    Fault(
+        "A controller that still computes is called once more",
+        "runtime/frontend/step_controllers.py",
+        "            if one.call is not None or one.run.is_over:\n",
+        "            if one.run.is_over:\n",
+        "tests/unit/runtime/frontend/test_step_controllers.py"
+        "::test_one_that_computes_delays_nobody_and_is_forgotten_with_its_request",
     ),
     Fault(
         "A controller is given the scores of positions that are computed again",

@@ -1,6 +1,6 @@
-"""Tests of updates and switches in an engine that drafts, for `system/test_updates_drafts.py`. They
-run in a process of their own: vLLM's drafter imports numba, with which no second engine starts on a
-CPU.
+"""Tests of updates, switches and controllers in an engine that drafts, for
+`system/test_updates_drafts.py`. They run in a process of their own: vLLM's drafter imports numba,
+with which no second engine starts on a CPU.
 """
 
 from __future__ import annotations
@@ -12,12 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from midstream import Gate, Probe, Steer, Switch
+from midstream import Controller, Decay, Gate, Probe, Steer, Switch, Threshold
 from midstream.errors import SpecError
+from support import controlling
 from support.conditions import first_met
 from support.engines import engine, greedy
 from support.oracle import HookEdit, Oracle
-from support.updating import PROMPT, Stepped, check_replay, everything, held, steer, vector
+from support.updating import (
+    PROMPT,
+    Stepped,
+    check_replay,
+    check_versions,
+    everything,
+    held,
+    steer,
+    vector,
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +43,7 @@ def drafting(tiny_llama: Path) -> Iterator[Any]:
         tiny_llama,
         disable_log_stats=False,
         speculative_config={**drafts, "prompt_lookup_min": 1},
-        midstream={"gate_states": 4},
+        midstream={"gate_states": 4, "controllers": controlling.DECLARED},
     ) as found:
         yield found
 
@@ -136,3 +146,48 @@ def test_with_drafts_a_probe_switches_after_the_token_that_met_its_condition(
         check_replay(oracle, prompt[nth:], found, {0: [hook], 1: [later]})
     counts = {one.name: getattr(one, "value", 0) for one in drafting.get_metrics()}
     assert counts["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_with_drafts_controllers_change_what_is_not_scheduled_and_stop_at_an_accepted_token(
+    drafting: Any, oracle: Oracle
+) -> None:
+    """They are given the scores of the drafts that were accepted, and of no others."""
+    prompt = [5, 17, 33, 5, 17, 33, 5, 17]
+    first, hook = steer(vector(1), 1, 2.0)
+    asked = {"edits": [first], "capture": everything(), "probes": Probe(vector(3), 1, name="p")}
+    run = Stepped(drafting)
+    run.add("free", prompt, greedy(40), **asked)
+    scores = run.finish()["free"].probes["p"][len(prompt) :]
+    limits = {f"threshold {share}": float(scores.quantile(share)) for share in (0.2, 0.5, 0.8)}
+    drafting.reset_prefix_cache()
+    before = {one.name: getattr(one, "value", 0) for one in drafting.get_metrics()}
+    run = Stepped(drafting)
+    controllers = {
+        **{name: Threshold("p", above=at, on=0.5, off=1.5) for name, at in limits.items()},
+        "decay": Decay(5, least=0.05),
+        "limit": Controller("limit"),
+        "none": None,
+    }
+    for name, controller in controllers.items():
+        run.add(name, prompt, greedy(40), controller=controller, **asked)
+    outputs = {name: one.outputs[0] for name, one in run.finish().items()}
+    for one in outputs.values():
+        check_versions(oracle, prompt, one, {"": [hook]})
+    changes = 0
+    for name, at in limits.items():
+        scores = outputs[name].probes["p"]
+        for one in outputs[name].receipt.versions[1:]:
+            # What it was given last is of one of the positions before, at most three drafts away.
+            start, _ = one.positions
+            assert (one.scale == 0.5) in (scores[start - 4 : start] > at).tolist()
+            changes += 1
+    assert changes > 3
+    assert len(outputs["decay"].receipt.versions) > 5
+    ended = outputs["limit"]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", "controller:limit")
+    assert 9 <= len(ended.token_ids) < 9 + 3
+    assert len(ended.probes["p"]) == len(prompt) + len(ended.token_ids)
+    after = {one.name: getattr(one, "value", 0) for one in drafting.get_metrics()}
+    for kind in ("accepted", "draft"):
+        name = f"vllm:spec_decode_num_{kind}_tokens"
+        assert after[name] > before[name]

@@ -23,6 +23,11 @@ def vector(seed: int) -> Tensor:
     return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
+def steps_ahead(llm: Any) -> int:
+    """How many steps are scheduled before the scores of a step are known; none on a CPU."""
+    return int(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+
+
 @dataclass
 class Stepped:
     """Requests that the caller steps.
@@ -104,10 +109,10 @@ def _compare(
     is_greedy: bool = True,
 ) -> None:
     assert completion.receipt.status == "ok", completion.receipt
-    whole = [*prompt, *completion.token_ids][:-1]
-    logits, seen = oracle.run(whole, edits)
+    # The last token has a row where a probe or a controller stopped the request at it.
+    logits, seen = oracle.run([*prompt, *completion.token_ids], edits)
     if is_greedy:
-        mine = logits[len(prompt) - 1 :]
+        mine = logits[len(prompt) - 1 : -1]
         best = mine.max(-1).values
         chosen = mine.gather(1, torch.tensor(list(completion.token_ids))[:, None])[:, 0]
         assert (best - chosen < TIE).all(), "a token is not the likeliest of the replay"
@@ -139,6 +144,7 @@ def check_versions(
     prompt: Sequence[int],
     completion: Any,
     sets: Mapping[str, Sequence[HookEdit]],
+    is_greedy: bool = True,
 ) -> None:
     """Compare a completion whose controller chose versions with transformers; see `check_replay`.
 
@@ -147,6 +153,7 @@ def check_versions(
         prompt: its prompt.
         completion: with `activations` of every layer, `receipt`, and greedy tokens.
         sets: the edits by the name of their set; under "" those that it was sent with.
+        is_greedy: whether the tokens are the likeliest ones.
     """
     versions = completion.receipt.versions
     edits = []
@@ -156,4 +163,4 @@ def check_versions(
             where = _both(edit.where, *one.positions)
             scale = edit.scale * one.scale
             edits.append(HookEdit(edit.site, edit.layer, edit.vector, scale, where))
-    _compare(oracle, prompt, completion, edits if versions else list(sets[""]))
+    _compare(oracle, prompt, completion, edits if versions else list(sets[""]), is_greedy)

@@ -352,6 +352,18 @@ def test_controllers_change_their_requests_and_leave_the_others(
         "controller:local",
     ]
     _replay(oracle, known["hangs"], [(*edit, 0)])
+    ended = known["stops"]
+    assert (ended["reason"], ended["stop_reason"]) == ("stop", "controller:limit")
+    assert 12 <= len(ended["generated"]) < 60
+    assert [each["source"] for each in ended["receipt"]["versions"]] == [
+        "request",
+        "controller:limit",
+    ]
+    assert ended["receipt"]["status"] == "ok"
+    assert (
+        ended["activations"]["resid_post", 0][0].shape[0] == rows(2) + len(ended["generated"]) - 1
+    )
+    _replay(oracle, ended, [(*edit, 0)])
     kind, problem = known["ends"]
     assert kind == "ControllerError"
     assert problem.startswith("controller 'local' of request 'cends' failed: RuntimeError")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import inner_served, tiny
+from support.conditions import first_met
 from support.end_oracle import EndOracle
 from support.engines import GPU_MEMORY, engine, generated, greedy, tokens
 from support.oracle_edits import At
@@ -37,6 +38,9 @@ from midstream import (
     Scale,
     SpecError,
     Steer,
+    Stop,
+    Switch,
+    Threshold,
     TopKeys,
 )
 from midstream.runtime.protocol.segments import RankShare
@@ -370,7 +374,62 @@ def test_scores_of_split_vectors_are_the_sums_of_the_parts_of_the_ranks(alone, s
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["mean", "max", "moments"])
+def test_probes_of_split_vectors_act_by_their_whole_scores(alone, several):
+    """They stop and switch, and controllers read them, where one rank does, beside probes of whole
+    vectors. The first rank's part alone would meet the conditions elsewhere.
+    """
+    where = {"layer": tiny.LAYERS - 1, "name": "p", "phase": "generated"}
+    probes = [
+        Probe(vector(HIDDEN), bias=7.5, site="z", **where),
+        Probe(vector(HEAD), site="z", head=1, **where),
+        Probe(vector(NEURONS), bias=-3.0, site="mlp_act", **where),
+        Probe(attention=Mass(slice(1, 4)), **where),
+        Probe(vector(HIDDEN), bias=1.5, **where),
+    ]
+    edits, prompt = [Steer(vector(HIDDEN), 0, scale=0.5)], PROMPTS[2]
+    params = greedy(16, detokenize=False)
+
+    def ask(llm: Any, given: list[Any], controllers: list[Any]) -> list[Any]:
+        found: list[Any] = llm.generate(
+            [tokens(prompt)] * len(given), params, probes=[[one] for one in given],
+            edits=[edits] * len(given), controller=controllers, use_tqdm=False,
+        )  # fmt: skip
+        inspect(llm).check_integrity()
+        return found
+
+    given, controllers, wanted = [], [], []
+    for probe, free in zip(probes, ask(alone, probes, [None] * len(probes)), strict=True):
+        scores = free.probes["p"].tolist()
+        place = max(range(4, 13), key=lambda at: scores[at] - max(scores[:at]))
+        threshold = (scores[place] + max(scores[:place])) / 2
+        met = first_met(scores, above=threshold)
+        given += [
+            probe.replace(act=Stop(above=threshold)),
+            probe.replace(act=Switch([Steer(vector(HIDDEN), 1)], above=threshold)),
+            probe,
+        ]
+        controllers += [None, None, Threshold("p", above=threshold, on=0.0, off=1.0)]
+        wanted += [met, met, None]
+    found, expected = ask(several, given, controllers), ask(alone, given, controllers)
+    for one, other, met in zip(found, expected, wanted, strict=True):
+        assert one.receipt.status == other.receipt.status == "ok"
+        assert generated(one) == generated(other)
+        mine, theirs = one.receipt, other.receipt
+        assert [(each.kind, each.position) for each in mine.actions] == [
+            (each.kind, each.position) for each in theirs.actions
+        ]
+        assert mine.versions == theirs.versions
+        torch.testing.assert_close(one.probes["p"], other.probes["p"], rtol=1e-4, atol=1e-3)
+        if met is not None:
+            assert [each.position for each in mine.actions] == [len(prompt) + met]
+    assert all(len(one.receipt.versions) > 1 for one in found[1::3])
+    assert sum(len(one.receipt.versions) > 1 for one in found[2::3]) > 2
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["moments", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mean", "max"))],
+)
 def test_reduced_rows_of_every_site_are_those_of_one_rank(alone, several, kind):
     """Each rank reduces its parts, of a prompt of two steps too."""
     asked = Capture("all", EVERY, "prompt", reduce=kind)

@@ -161,6 +161,15 @@ class PromptArguments:
         is_fixed = all(isinstance(one, _IMMUTABLE) for one in self._parts)
         return _cached_plan(self) if is_fixed else _plan(self)
 
+    def split_controller(self) -> tuple[Controller | None, PromptArguments]:
+        """Return a controller in `mode="async"`, which is no part of a plan, and the arguments
+        without it; None and the same arguments if there is none.
+        """
+        mine = self.controller
+        if not isinstance(mine, Controller) or mine.mode != "async":
+            return None, self
+        return mine, PromptArguments(self.capture, self.steer, self.edits, self.probes)
+
     @property
     def _parts(self) -> tuple[Any, ...]:
         return self.capture, self.steer, self.edits, self.probes, self.controller

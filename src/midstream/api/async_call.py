@@ -17,6 +17,7 @@ from midstream.api.default_capture import DefaultCapture
 from midstream.api.last_token import (
     LastTokenRequest,
     check,
+    check_controller,
     check_epoch,
     check_prompts,
     requests_of,
@@ -71,7 +72,8 @@ class AsyncEngineCall:
         try:
             call, params = self._begin(prompt, sampling_params)
             if self._controller is not None:
-                check_controlled(call.plan, params)
+                check_controlled(call.plan, params, self._controller)
+                check_controller(self._default)
                 controlled = ControlledRequest(
                     self._controller, front.changes, call.call_plan, request_id
                 )

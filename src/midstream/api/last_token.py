@@ -85,10 +85,23 @@ def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
     if plan is not None and plan.switches:
         raise SpecError("probes", "with last_token_row, no probe may switch the edits (Switch)")
     if plan is not None and plan.controller is not None:
-        raise SpecError("controller", "with last_token_row, no controller may change the edits")
+        check_controller(default)
     if any(edit.positions != Positions() for edit in front_end.steering.plan_edits()):
         raise UnsupportedError(f"a server-wide edit selects positions or phases: {problem}")
     _check_captures(front_end)
+
+
+def check_controller(default: DefaultCapture | None) -> None:
+    """Check that a request may have a controller.
+
+    Args:
+        default: the capture of every request; None: there is none.
+
+    Raises:
+        SpecError: the second request would not have its edits.
+    """
+    if default is not None and default.last_token:
+        raise SpecError("controller", "with last_token_row, no controller may change the edits")
 
 
 def _check_captures(front_end: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm import LLM as VllmLLM
@@ -10,10 +11,18 @@ from vllm import RequestOutput, SamplingParams
 
 from midstream.api.arguments import CallArguments, PromptArguments
 from midstream.api.default_capture import DefaultCapture
-from midstream.api.last_token import check, check_epoch, check_prompts, requests_of
+from midstream.api.last_token import (
+    check,
+    check_controller,
+    check_epoch,
+    check_prompts,
+    requests_of,
+)
 from midstream.errors import ReceiptError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
+from midstream.runtime.frontend.request.controller_run import check_beside
 from midstream.spec import Plan
+from midstream.spec.controller import Controller
 
 
 class OfflineCall:
@@ -71,7 +80,8 @@ class OfflineCall:
                 )
         plans: dict[tuple[int, ...], Plan | None] = {}
         out = []
-        for nth, (params, one) in enumerate(zip(given, arguments.per_prompt(count), strict=True)):
+        for nth, (params, asked) in enumerate(zip(given, arguments.per_prompt(count), strict=True)):
+            beside, one = asked.split_controller()
             key = (id(params), *one.key)
             if key not in plans:
                 try:
@@ -79,8 +89,14 @@ class OfflineCall:
                 except SpecError as error:
                     raise arguments.explain(error, nth) from None
             plan = plans[key]
+            attached = None if plan is None else call_plan(nth, plan)
+            if beside is not None:
+                try:
+                    attached = self._controlled(attached, params, beside)
+                except SpecError as error:
+                    raise arguments.explain(error, nth) from None
             # A copy in any case: vLLM's offline engine sets fields of its parameters.
-            out.append(with_plan(params, None if plan is None else call_plan(nth, plan)))
+            out.append(with_plan(params, attached))
         return out
 
     def run(
@@ -137,6 +153,19 @@ class OfflineCall:
         check_epoch(self._epoch, self._front_end)
         for one, output in zip(wanted, found, strict=True):
             one.add(output)
+
+    def _controlled(
+        self, attached: Plan | CallPlan | None, params: SamplingParams, controller: Controller
+    ) -> CallPlan:
+        """Return the plan of one prompt with a controller in `mode="async"`.
+
+        Raises:
+            SpecError: the controller cannot change it.
+        """
+        found = attached if isinstance(attached, CallPlan) else CallPlan(attached)
+        check_beside(found.plan, params, controller)
+        check_controller(self._default)
+        return replace(found, controller=controller)
 
     def _plan(self, params: SamplingParams, one: PromptArguments) -> Plan | None:
         plan = merged_plan(one.plan(), params)

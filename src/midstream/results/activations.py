@@ -329,10 +329,10 @@ def _decoded(
 
         found = given.group(tap).decoded()
         if found is not None:
-            for each in found.keys() & heads.keys():
+            for each in found.keys() & heads.keys() if heads else ():
                 found[each] = heads[each].of(found[each])
             chosen = {each for each, one in heads.items() if one.chosen is not None}
-            mark_interleaved([found[each] for each in found if each not in chosen])
+            mark_interleaved([rows for each, rows in found.items() if each not in chosen])
             return found
     rows = given[tap]
     if not isinstance(rows, Rows):

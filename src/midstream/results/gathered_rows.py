@@ -88,7 +88,7 @@ class RowGroup:
             return None
         # A block may have taps of other groups too.
         every = dict(zip(taps, view_as(chunk, nothing.dtype).unbind(1), strict=True))
-        return {tap: every[tap] for tap in self.taps}
+        return every if taps == self.taps else {tap: every[tap] for tap in self.taps}
 
     def encoded(self) -> NDArray[np.uint8]:
         """Return the encoded rows of all taps, uint8 [taps, rows, bytes of a row].

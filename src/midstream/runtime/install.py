@@ -20,6 +20,7 @@ from midstream.config.server_folder import make_folder
 from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime.core import (
     controllers,
+    ended_requests,
     failed_requests,
     plan_versions,
     prefix_cache,
@@ -76,8 +77,9 @@ def activate() -> None:
             "get_computed_blocks",
             prefix_cache.computed_blocks,
         )
-        # Requests that failed end first; what is left of them is not evaluated.
-        for hook in (probe_stops.update_from_output, failed_requests.update_from_output):
+        # The last one runs first: what is left of requests that failed is not evaluated.
+        for part in (ended_requests, probe_stops, failed_requests):
+            hook = part.update_from_output
             _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", hook)
         # By name: the server is a layer above, but a process with an AsyncLLM may build its app.
         importlib.import_module("midstream.server.install").install()

@@ -54,14 +54,17 @@ class Controller:
     """A law or code that is called with a request's new scores, and answers with a scale, a factor
     on the strength of its edits; or with None, for no change.
 
-    - `mode="async"`: Python code beside an `AsyncLLM`, which never waits for it. It may also answer
-      with `{"scale": …, "edits": […]}` as in `AsyncLLM.update`. While it computes, the engine goes
-      on, and scores gather for its next call.
+    - `mode="async"`: Python code beside an engine, which never waits for it. It may also answer
+      with `{"scale": …, "edits": […]}` as in `AsyncLLM.update`; or with `{"stop": True}`, which
+      ends the completion some tokens later. While it computes, the engine goes on, and scores
+      gather for its next call.
     - `mode="sync"`: a law, or a controller that was declared at the engine's start, in the engine
       core between two steps: its answer holds from the next position that is not scheduled yet. It
       may also answer with `{"edits": name, "scale": …}`, a name of its `edits`, or "" for the
       request's own; or with `{"stop": True}`, which ends the completion at the last token whose
-      score it was given, with the finish reason "stop" and the stop reason "controller:NAME".
+      score it was given.
+
+    A completion that it ends has the finish reason "stop" and the stop reason "controller:NAME".
 
     Attributes:
         decide: the function, the law, or the name of a declared controller.
@@ -157,8 +160,8 @@ class Controller:
         if isinstance(value, Controller):
             if value.mode == "async":
                 raise SpecError(
-                    "mode", 'mode="async" is for AsyncLLM.generate; use a law or a declared '
-                    'controller with mode="sync"'
+                    "mode", 'mode="async" is for the argument `controller` of generate and chat; '
+                    'use a law or a declared controller with mode="sync"'
                 )  # fmt: skip
             return value
         if isinstance(value, str):
@@ -246,6 +249,27 @@ def read_seconds(value: object) -> float:
     if seconds <= 0:
         raise SpecError("", f"expected more than 0 seconds, got {seconds:g}")
     return seconds
+
+
+def read_answer(answer: object) -> dict[str, Any]:
+    """Read an answer; return what it has of `scale`, `edits` and `stop`. Edits are not read.
+
+    Raises:
+        SpecError: it is none.
+    """
+    if answer is None:
+        return {}
+    if not isinstance(answer, Mapping):
+        return {"scale": read_float32(answer)}
+    given = dict(answer)
+    known = ({"stop"}, {"edits"}, {"scale"}, {"edits", "scale"})
+    if set(given) not in known or given.get("stop", True) is not True:
+        raise SpecError(
+            "",
+            'expected a scale, {"edits": …, "scale": …} or {"stop": True}, got '
+            f"{show(str(given))}",
+        )
+    return given
 
 
 def show_any(value: object) -> str:

@@ -42,6 +42,10 @@ class Changes:
             raise self.raises
         self.found.append((edits, scale, source))
 
+    async def stop_later(self, call_plan, reason):
+        assert call_plan is CALL_PLAN
+        self.found.append(reason)
+
 
 def output_of(scores, finished=False, rows=None):
     completion = SimpleNamespace(probes={"p": torch.tensor(scores)}, activations=rows)
@@ -105,7 +109,9 @@ def hangs(observed):
         (hangs, "took too long"),
         (lambda _: "much", "expected a number"),
         (lambda _: float("nan"), "finite"),
-        (lambda _: {"stop": True}, "expected `scale` and `edits`"),
+        (lambda _: {"stop": False}, "expected a scale"),
+        (lambda _: {"stop": True, "scale": 1}, "expected a scale"),
+        (lambda _: {"scales": 1}, "expected a scale"),
     ],
 )
 def test_a_failure_is_what_the_policy_says_and_it_is_not_called_again(decide, problem, caplog):
@@ -119,10 +125,18 @@ def test_a_failure_is_what_the_policy_says_and_it_is_not_called_again(decide, pr
     given = {"seconds": 0.05}
     assert run(counted, outputs, **given) == []
     assert problem in caplog.text
-    assert run(counted, outputs, on_error="off", **given) == [([], None, "controller:local")]
+    assert run(counted, outputs, on_error="off", **given) == [(None, 0.0, "controller:local")]
     with pytest.raises(ControllerError, match=problem):
         run(counted, outputs, on_error="end", **given)
     assert len(calls) == 3
+
+
+def test_after_an_answer_that_stops_the_request_it_is_not_called_again():
+    answers = [0.5, {"stop": True}, 0.25]
+    outputs = [output_of([0.0] * n) for n in (1, 2, 3)]
+    found = run(lambda _: answers.pop(0), outputs, name="guard")
+    assert found == [(None, 0.5, "controller:guard"), "controller:guard"]
+    assert answers == [0.25]
 
 
 def test_while_it_computes_the_outputs_go_on_and_scores_gather():
@@ -197,9 +211,11 @@ def test_what_is_malformed_says_so():
             make()
         assert caught.value.path == path
     kind = SimpleNamespace(name="DELTA")
-    params = SimpleNamespace(n=1, output_kind=kind)
-    plan = Plan.make(probes=Probe([1.0], 0))
-    check_controlled(plan, params)
+    params = SimpleNamespace(n=1, output_kind=kind, stop=["controller:a"])
+    plan, controller = Plan.make(probes=Probe([1.0], 0)), Controller(fails, name="b")
+    check_controlled(plan, params, controller)
+    with pytest.raises(SpecError, match="is the stop reason of the controller"):
+        check_controlled(plan, params, Controller(fails, name="a"))
     streaming = Plan.make(Capture(1, stream=True), probes=Probe([1.0], 0))
     switching = Plan.make(probes=Probe([1.0], 0, act=Switch([], above=1)))
     for one, n, name in (
@@ -208,5 +224,5 @@ def test_what_is_malformed_says_so():
     ):  # fmt: skip
         kind.name, params.n = name, n
         with pytest.raises(SpecError) as caught:
-            check_controlled(one, params)
+            check_controlled(one, params, controller)
         assert caught.value.path == "controller"

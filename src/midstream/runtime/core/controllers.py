@@ -26,6 +26,7 @@ from midstream.runtime.protocol.step_scores import ScoreRun
 from midstream.runtime.vllm.additional_config import controllers_of
 from midstream.runtime.vllm.attributes import CONTROLLED, DECLARED
 from midstream.spec.control_laws import Observed, read_law
+from midstream.spec.controller import read_answer
 from midstream.validation import kind, read_float32, show
 
 # Beneath vLLM's logger, which has handlers in the engine core's process.
@@ -190,24 +191,14 @@ def _answered(one: RunningController, answer: object) -> Decision:
     Raises:
         ValueError: it is no answer.
     """
-    if answer is None:
+    given = read_answer(answer)
+    if not given:
         return _NOTHING
+    if "stop" in given:
+        return Decision(reason=control_source(one.control.name))
     choices = one.control.choices
-    edits, scale = choices[one.chosen].edits, 1.0
-    if isinstance(answer, Mapping):
-        given = dict(answer)
-        known = ({"stop"}, {"edits"}, {"scale"}, {"edits", "scale"})
-        if set(given) not in known or (given.get("stop", True) is not True):
-            raise ValueError(
-                'expected a scale, {"edits": name, "scale": …} or {"stop": True}, got '
-                f"{show(str(given))}"
-            )
-        if "stop" in given:
-            return Decision(reason=control_source(one.control.name))
-        edits = given.get("edits", edits)
-        scale = read_float32(given.get("scale", 1.0))
-    else:
-        scale = read_float32(answer)
+    edits = given.get("edits", choices[one.chosen].edits)
+    scale = read_float32(given.get("scale", 1.0))
     for nth, choice in enumerate(choices):
         if choice.edits == edits and choice.scale == scale:
             if nth == one.chosen:

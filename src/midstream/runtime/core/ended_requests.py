@@ -1,8 +1,46 @@
-"""The last output of a request that midstream ends in the engine core."""
+"""Requests that midstream ends in the engine core: as the front end asks, and the last output."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from midstream.runtime.protocol.request_payload import uid_of
+from midstream.runtime.protocol.rpc import StopRequests
+from midstream.runtime.vllm.attributes import STOPS
+
+
+def stop_later(scheduler: Any, asked: StopRequests) -> None:
+    """Let running requests end with the tokens of the step that is taken next.
+
+    Args:
+        scheduler: vLLM's Scheduler.
+        asked: the requests. Those that have ended are ignored.
+    """
+    stops = STOPS.get(scheduler) or {}
+    for name in asked.request_ids:
+        request = scheduler.requests.get(name)
+        if request is not None and uid_of(request.sampling_params) == asked.uid:
+            stops[name] = asked.reason, asked.is_error
+    STOPS.set(scheduler, stops)
+
+
+def update_from_output(
+    original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any
+) -> Any:
+    """Call vLLM's `Scheduler.update_from_output`, and end the requests of `stop_later`."""
+    outputs = original(scheduler, scheduled, output)
+    stops = STOPS.get(scheduler)
+    if not stops:
+        return outputs
+    from vllm.v1.request import RequestStatus
+
+    STOPS.set(scheduler, {})
+    for name, (reason, is_error) in stops.items():
+        status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_STOPPED
+        for request in scheduler.finish_requests([name], status):
+            add_end(outputs, request, reason)
+    return outputs
 
 
 def add_end(outputs: Any, request: Any, stop_reason: str, prompt_logprobs: Any = None) -> None:

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from midstream.runtime.core.ended_requests import stop_later
 from midstream.runtime.core.prefix_cache import keys_of
 from midstream.runtime.protocol.codec import pack
 from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.rpc import (
     RPC,
+    Acknowledged,
     ChangePlans,
+    StopRequests,
     UpdatedPlan,
     UpdatePlan,
     UpdateVectors,
@@ -47,9 +50,12 @@ def answer_rpc(engine: Any, method: object, args: Sequence[object]) -> list[Any]
     """
     if method != RPC or len(args) != 1 or not isinstance(args[0], dict):
         return None
-    if args[0].get("op") != UpdatePlan.__name__:
+    if args[0].get("op") not in (UpdatePlan.__name__, StopRequests.__name__):
         return None
     request = read_request(args[0])
+    if isinstance(request, StopRequests):
+        stop_later(engine.scheduler, request)
+        return [pack(Acknowledged())]
     assert isinstance(request, UpdatePlan)
     return [pack(_update(engine, request))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from midstream.codecs import Rp8, parse_codec
@@ -32,7 +31,7 @@ class AdmittedRequest:
     own: Plan | None = None
     routes: tuple[SinkRoute, ...] = ()
     reused: ReusedRows | None = None
-    later: Mapping[int, LaterPlan] = field(default_factory=dict)
+    later: dict[int, LaterPlan] = field(default_factory=dict)
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
         """Return the attention heads that outputs show of the taps of some captures.

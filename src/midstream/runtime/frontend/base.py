@@ -5,11 +5,10 @@ How results are returned to callers differs: see `sync_frontend` and `async_fron
 
 from __future__ import annotations
 
-import uuid
+import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -160,8 +159,10 @@ class BaseFrontEnd:
         if own is not None and call_plan.most_bytes is not None:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         admitted = self._attach_payload(request, prepared, own, also)
-        given = (prepared.plan, request, call_plan, before, also, prepared.later)
-        return admitted and replace(admitted, later=self.changes.add(admitted.uid, *given))
+        if admitted is not None:
+            given = (prepared.plan, request, call_plan, before, also, admitted.later)
+            self.changes.add(admitted.uid, *given)
+        return admitted
 
     def _attach_payload(
         self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
@@ -185,25 +186,21 @@ class BaseFrontEnd:
             )
         if own is not None:
             check_streams(own, kind, self._deltas)
-        check_stop_strings(prepared.acts, prepared.control, params.stop)
+        controller = None if prepared.control is None else prepared.control.name
+        check_stop_strings(prepared.acts, controller, params.stop)
         one = prepared.need
         need = one.times(params.n)
         chosen = self._chosen_replica(request)
         limits = self._row_limits if chosen is None else [self._row_limits[chosen]]
         check_rows(need, max(limits, key=lambda one: one.limit or 0))
-        uid = uuid.uuid4().hex
+        uid = secrets.token_hex(16)
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)
-        set_payload(
-            request,
-            RequestPayload(
-                uid, prepared.packed, prepared.keys, acts=prepared.acts, control=prepared.control
-            ),
-        )
+        set_payload(request, prepared.payload(uid))
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused
-        return AdmittedRequest(uid, prepared.plan, own, routes, reused=reused)
+        return AdmittedRequest(uid, prepared.plan, own, routes, reused, dict(prepared.later))
 
     def _submit(self, request: Any, send: Callable[[], object]) -> None:
         """Send a request to the engine, now or when there is capacity.

@@ -271,8 +271,10 @@ class RowReuse:
             written = also[source] if source < 0 else own.captures[source] if own else None
             with at(f"capture[{source}].reuse" if source >= 0 else f"sinks[{source}].reuse"):
                 self._check("" if written is None else written.sink)
+        if not captures or getattr(request, "resumable", False):
+            return None
         origin = origin_of(request)
-        if not captures or origin is None or getattr(request, "resumable", False):
+        if origin is None:
             return None
         if own is not None and any(capture.stream for capture in own.captures):
             raise SpecError("capture", "some captures have `stream` and others `reuse`; omit one")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +19,13 @@ from midstream.sites import Tap
 from midstream.spec import ModelShape
 from midstream.spec.named_lookup import SaeCode
 from midstream.spec.resolve.resolved import SaeEncoder
+from midstream.spec.vector import Vector
 from midstream.validation import kind, listed, show
 
 # What products of matrices on a GPU want.
 _ALIGN = 256
+# Sets of features of an SAE whose vectors are kept for the next request that names them.
+_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class RegisteredSae:
         code: how the workers reconstruct vectors; its name is empty. None: they cannot.
         reason: why they cannot.
         name: its name.
+        kept: what `weights_of` has returned, by features and mode.
     """
 
     encoder: SaeEncoder
@@ -42,6 +46,9 @@ class RegisteredSae:
     code: SaeCode | None
     reason: str
     name: str = ""
+    kept: dict[tuple[tuple[int, ...], str], Mapping[str, Any]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def tap(self) -> Tap | None:
@@ -50,7 +57,19 @@ class RegisteredSae:
 
     def weights_of(self, ids: Sequence[int], mode: str) -> Mapping[str, Any]:
         """Return what a `Feature` takes of some features; see `SAE.weights_of`."""
-        return self.sae.weights_of(ids, mode)
+        key = tuple(ids), mode
+        found = self.kept.get(key)
+        if found is None:
+            weights = self.sae.weights_of(ids, mode)
+            # As vectors, whose digests are computed once.
+            rows = {
+                name: tuple(map(Vector.parse, weights[name])) for name in ("encoder", "decoder")
+            }
+            found = {**weights, **rows}
+            if len(self.kept) >= _KEPT:
+                self.kept.clear()
+            self.kept[key] = found
+        return found
 
     def reconstructs(self) -> SaeCode:
         """Return how the workers reconstruct vectors with it.

@@ -35,6 +35,7 @@ from midstream.runtime.frontend.rpc.fetch import (
 )
 from midstream.runtime.frontend.rpc.parameters import check_awake, read_parameter
 from midstream.runtime.frontend.rpc.rpc_client import Started, start_rpc
+from midstream.runtime.frontend.step_controllers import StepControllers
 from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.results import WorkerAnswers
@@ -126,14 +127,14 @@ class FrontEnd(BaseFrontEnd):
         self._start = start_rpc(engine)
         self._fetch: _Fetch | None = None
         self._streamer = StepRowStreamer(self.sinks, self._release_rows, self._fetch_rows)
+        self._controllers = StepControllers(self.changes, self._workers[0], self._call)
 
     def check_id(self, request_id: str) -> None:
         if request_id in self._running:
             raise _taken(request_id)
 
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
-        # Also a running request without a plan must have another id: its output would be taken for
-        # that of this request.
+        # Also one without a plan must have another id: its output would be taken for this one's.
         name = request.request_id
         if name in self._running or name in self._outputs.external_req_ids:
             raise _taken(name)
@@ -144,6 +145,8 @@ class FrontEnd(BaseFrontEnd):
             partial = PartialRows.of(admitted, name, completions, self.sinks, self.info.shape)
             if partial is not None:
                 self._streamer.add(admitted.uid, partial)
+            if isinstance(plan, CallPlan):
+                self._controllers.add(admitted.uid, plan, admitted.plan, request)
         return admitted
 
     def send(self, request: Any, deliver: Callable[[Any], object]) -> None:
@@ -188,6 +191,7 @@ class FrontEnd(BaseFrontEnd):
                 self._finished.append(_FinishedRequest(admitted, output))
                 ended.append(admitted.uid)
         self._release_tables(ended)
+        self._controllers.step(self._outputs.request_states, ended)
         self._streamer.deliver_due(self._outputs.request_states)
         idle = not self._has_unfinished()
         if self._fetch is not None and self._fetch.answers.done():
@@ -306,9 +310,8 @@ class FrontEnd(BaseFrontEnd):
         before = {} if partial is None else partial.received()
         try:
             own, reused, later = one.admitted.own, one.admitted.reused, one.admitted.later
-            results = assemble(
-                one.output, plan, answers, self.info.shape, before, own, reused, later
-            )
+            shape = self.info.shape
+            results = assemble(one.output, plan, answers, shape, before, own, reused, later)
             finished = FinishedRequest(one.admitted, one.output, self.info.shape, results, partial)
             return deliver(self.sinks, finished)
         finally:
@@ -317,9 +320,8 @@ class FrontEnd(BaseFrontEnd):
     def _set_done_results(self) -> None:
         """Set results on the outputs that no sink delays."""
         waiting = self._waiting_for(_Stage.SINKS)
-        self._set_results(
-            [one for one in waiting if one.delivery is not None and one.delivery.is_done]
-        )
+        done = [one for one in waiting if one.delivery is not None and one.delivery.is_done]
+        self._set_results(done)
 
     def _set_results(self, finished: list[_FinishedRequest]) -> None:
         """Set results on these outputs, once their sinks have finished."""
@@ -333,6 +335,7 @@ class FrontEnd(BaseFrontEnd):
         """Release running requests, here and on the workers."""
         if names:
             uids = [self._running.pop(name).uid for name in names]
+            self._controllers.end(uids)
             for uid in uids:
                 self._streamer.end(uid)
             self._call(ReleaseRequests(uids))

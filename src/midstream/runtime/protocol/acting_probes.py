@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from midstream.errors import SpecError
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
-from midstream.runtime.protocol.control import Control, control_source
+from midstream.runtime.protocol.control import control_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.spec import ResolvedPlan, Stop, Switch
 from midstream.spec.act import Condition
@@ -65,9 +65,14 @@ def switch_source(name: str) -> str:
 
 
 def check_stop_strings(
-    acts: Sequence[ActingProbe], control: Control | None, strings: str | Sequence[str] | None
+    acts: Sequence[ActingProbe], controller: str | None, strings: str | Sequence[str] | None
 ) -> None:
     """Check that no stop string reads like the stop reason of a probe or of a controller.
+
+    Args:
+        acts: the probes.
+        controller: name of the controller; None: there is none.
+        strings: the stop strings.
 
     Raises:
         SpecError: one does.
@@ -80,9 +85,9 @@ def check_stop_strings(
                 f"`{stop_reason(probe.name)}` is the stop reason of the probe `{probe.name}`; use "
                 "another name for the probe",
             )
-    if control is not None and control_source(control.name) in known:
+    if controller is not None and control_source(controller) in known:
         raise SpecError(
             "stop",
-            f"`{control_source(control.name)}` is the stop reason of the controller; use another "
+            f"`{control_source(controller)}` is the stop reason of the controller; use another "
             "name for it",
         )

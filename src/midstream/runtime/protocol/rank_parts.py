@@ -24,6 +24,9 @@ from midstream.spec.instructions import Instruction
 from midstream.spec.vector import Vector
 from midstream.validation import at
 
+# A column of scores of which the ranks have parts, and the number of parts.
+SplitScore = tuple[int, int]
+
 _READING = (Op.CLIP, Op.LINEAR, Op.FEATURE)
 
 
@@ -156,6 +159,19 @@ def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
     complete = (tap for tap, of in split.items() if len(of) == counts[tap])
     joined = [_joined(tap, [split[tap][part] for part in sorted(split[tap])]) for tap in complete]
     return whole + [block for block in joined if block.positions.size]
+
+
+def split_scores(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> tuple[SplitScore, ...]:
+    """Return the scores of a plan's named probes of which the ranks have parts.
+
+    Args:
+        plan: the plan.
+        parts: see `check_parts`.
+    """
+    found = {
+        probe.slot: parts[probe.tap] for probe in plan.probes if probe.name and probe.tap in parts
+    }
+    return tuple(found.items())
 
 
 def scores_of(

@@ -12,6 +12,7 @@ from midstream.runtime.protocol.acting_probes import ActingProbe
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.codec import ProtocolMessage
 from midstream.runtime.protocol.control import Control
+from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.validation import read_message
 
@@ -42,6 +43,8 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
             each step.
         control: its controller in the engine core; None: it has none. The scores are reported as
             with `acts`.
+        split: columns of reported scores of which tensor-parallel ranks have parts, each with the
+            number of parts; see `runtime.worker.split_scores`.
     """
 
     uid: str
@@ -51,6 +54,7 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
     kept: ReusableRows | None = None
     acts: tuple[ActingProbe, ...] = ()
     control: Control | None = None
+    split: tuple[SplitScore, ...] = ()
 
     @property
     def reports(self) -> bool:

@@ -9,6 +9,8 @@ the results have a lease, rows stay in the worker's arena, and each block has in
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -240,7 +242,7 @@ class ResultBlock:
         is_leased: whether the chunks are in the worker's arena, which they keep in use.
     """
 
-    taps: list[Tap]
+    taps: Sequence[Tap]
     codec: Codec
     positions: Ints
     chunks: list[Chunk]
@@ -305,6 +307,14 @@ class WorkerResult:
             self._scores.append((scores, data[end : end + scores.nbytes]))
             end += scores.nbytes
 
+    @property
+    def outline(self) -> Hashable:
+        """All that is known of the completion besides the values of its rows and scores."""
+        rows = [(one.taps, one.codec, one.patterns, tuple(one.runs)) for one, _ in self._rows]
+        counts = [(one.index, one.calls, one.rows) for one in self.functions]
+        known = self.problem, self.dropped, self.versions, tuple(rows), tuple(counts)
+        return self.worker, self.states.tobytes(), known
+
     def blocks(self) -> list[ResultBlock]:
         """Return the captured rows.
 
@@ -331,42 +341,26 @@ class WorkerResult:
 
     def _blocks(self, header: RowsHeader, data: memoryview) -> list[ResultBlock]:
         """Return the rows of a header, one block for each width of vectors and number of parts."""
-        names = self.worker.taps
         try:
-            taps = [names[tap] for tap in header.taps]
-            if any(pattern.queries >= len(names) for pattern in header.patterns):
-                raise IndexError
-        except IndexError:
-            raise self._malformed(f"taps {header.taps} of {len(names)}") from None
-        dtype = getattr(torch, self.worker.dtype)
-        parts: list[_Part] = []
-        record = 0
-        try:
-            codec = parse_codec(header.codec)
-            for (width, split), same in groupby(header.taps, self._form_of):
-                row_bytes = codec.row_bytes(width, dtype)
-                parts.append(_Part(record, len(list(same)), row_bytes, codec, split))
-                record += parts[-1].nbytes
-            for pattern in header.patterns:
-                split = self.worker.parts[pattern.queries]
-                parts.append(_Part(record, 1, pattern.nbytes, Raw(), split))
-                taps.append(pattern.tap)
-                record += pattern.nbytes
+            layout = _layout_of(self.worker, header.taps, header.codec, header.patterns)
         except MidstreamError as error:
-            raise self._malformed(f"codec {header.codec!r}: {error}") from None
-        records = self._records(header, data, record)
+            raise self._malformed(str(error)) from None
+        records = self._records(header, data, layout.nbytes)
         positions = expand_runs(header.runs)
         is_leased = self._leased is not None and self._leased.keep
-        blocks, first = [], 0
-        for part in parts:
-            mine = taps[first : first + part.taps]
-            first += part.taps
-            chunks = [part.of(each) for each in records]
-            rank = self.worker.tensor_rank
-            blocks.append(
-                ResultBlock(mine, part.codec, positions, chunks, rank, is_leased, part.parts)
+        rank = self.worker.tensor_rank
+        return [
+            ResultBlock(
+                part.taps,
+                part.codec,
+                positions,
+                [part.of(each) for each in records],
+                rank,
+                is_leased,
+                part.parts,
             )
-        return blocks
+            for part in layout.parts
+        ]
 
     def _records(self, header: RowsHeader, data: memoryview, record: int) -> list[Chunk]:
         """Return the records of a header as chunks [records, 1, bytes of a record].
@@ -389,10 +383,6 @@ class WorkerResult:
         if int(places[:, 2].sum()) != count:
             raise self._malformed(f"{places[:, 2].sum()} records at {count} positions")
         return _leased_chunks(places, self._leased, record)
-
-    def _form_of(self, tap: int) -> tuple[int, int]:
-        """Return the width of a tap's vectors, and their number of parts."""
-        return self.worker.widths[tap], self.worker.parts[tap]
 
     def _malformed(self, what: str) -> MessageError:
         return MessageError(f"worker {self.worker.place} sent malformed results: {what}")
@@ -436,29 +426,75 @@ class _Part:
 
     Attributes:
         start: byte of the record at which they begin.
-        taps: number of rows.
+        taps: the tap of each row.
         row_bytes: bytes of a row.
         codec: how they are encoded.
         parts: see `ResultBlock`.
     """
 
     start: int
-    taps: int
+    taps: tuple[Tap, ...]
     row_bytes: int
     codec: Codec
     parts: int
 
     @property
     def nbytes(self) -> int:
-        return self.taps * self.row_bytes
+        return len(self.taps) * self.row_bytes
 
     def of(self, records: Chunk) -> Chunk:
         """Return these rows of some records, [records, taps, bytes of a row]."""
+        count = len(self.taps)
         if isinstance(records, Scattered):
             offsets = records.offsets + self.start if self.start else records.offsets
-            return Scattered(records.memory, offsets, self.taps, self.row_bytes)
-        mine = records[:, 0, self.start : self.start + self.nbytes]
-        return mine.view(len(records), self.taps, self.row_bytes)
+            return Scattered(records.memory, offsets, count, self.row_bytes)
+        if self.nbytes < records.shape[2]:
+            records = records[:, 0, self.start : self.start + self.nbytes]
+        return records.view(-1, count, self.row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the records of a block consist of.
+
+    Attributes:
+        parts: the rows of each width, in order.
+        nbytes: bytes of a record.
+    """
+
+    parts: tuple[_Part, ...]
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=256)
+def _layout_of(
+    worker: WorkerInfo, indices: tuple[int, ...], spec: str, patterns: tuple[PatternHeader, ...]
+) -> _Layout:
+    """Return the layout that the fields of a `RowsHeader` describe, of which there are few.
+
+    Raises:
+        MidstreamError: they do not fit the worker.
+    """
+    names = worker.taps
+    if any(nth >= len(names) for nth in (*indices, *(one.queries for one in patterns))):
+        raise MessageError(f"taps {indices} of {len(names)}")
+    dtype = getattr(torch, worker.dtype)
+    parts: list[_Part] = []
+    nbytes = 0
+    try:
+        codec = parse_codec(spec)
+        forms = groupby(indices, lambda tap: (worker.widths[tap], worker.parts[tap]))
+        for (width, split), same in forms:
+            taps = tuple([names[tap] for tap in same])
+            parts.append(_Part(nbytes, taps, codec.row_bytes(width, dtype), codec, split))
+            nbytes += parts[-1].nbytes
+    except MidstreamError as error:
+        raise MessageError(f"codec {spec!r}: {error}") from None
+    for pattern in patterns:
+        split = worker.parts[pattern.queries]
+        parts.append(_Part(nbytes, (pattern.tap,), pattern.nbytes, Raw(), split))
+        nbytes += pattern.nbytes
+    return _Layout(tuple(parts), nbytes)
 
 
 def _leased_chunks(places: Ints, leased: Leased, record: int) -> list[Chunk]:

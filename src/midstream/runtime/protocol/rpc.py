@@ -194,6 +194,24 @@ class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
     answer: ClassVar[type[ProtocolMessage]] = UpdatedPlan
 
 
+class StopRequests(RpcRequest[Acknowledged], frozen=True):
+    """End running requests with the tokens of their next step. The engine core answers this one
+    itself; see `runtime.core.ended_requests`. Requests that have ended are ignored.
+
+    Attributes:
+        uid: midstream's request id.
+        request_ids: vLLM's ids of its requests.
+        reason: the stop reason of their completions.
+        is_error: whether they end with an error, and not as stopped.
+    """
+
+    uid: str
+    request_ids: list[str]
+    reason: str
+    is_error: bool = False
+    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
+
+
 class ChangePlans(RpcRequest[Acknowledged], frozen=True):
     """Change the plans of requests from a position on that no step has reached. Sent by the engine
     core, ahead of the first step with such a position.
@@ -340,6 +358,7 @@ _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
         UpdateVectors,
         CountResets,
         UpdatePlan,
+        StopRequests,
         ChangePlans,
         CollectResults,
         CollectPartialRows,

@@ -50,7 +50,7 @@ class MissingTap(ProtocolMessage, frozen=True, array_like=True):
     reason: str
 
 
-class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True):
+class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True, cache_hash=True):
     """A worker's part of the model, its limits and its settings.
 
     Attributes:

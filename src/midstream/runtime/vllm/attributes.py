@@ -50,6 +50,9 @@ VECTOR_UPDATES: Attribute[deque[Any]] = Attribute("midstream_vector_updates")
 RESETS: Attribute[int] = Attribute("midstream_resets")
 # On a Scheduler: the executor of its engine core, by which workers learn of changed plans.
 EXECUTOR: Attribute[Any] = Attribute("midstream_executor")
+# On a Scheduler: by vLLM's id of requests that end with the next step, their stop reasons and
+# whether they end with an error.
+STOPS: Attribute[dict[str, tuple[str, bool]]] = Attribute("midstream_stops")
 # On a vLLM Request in the engine core whose plan was changed: its CacheKeys since.
 CHANGED_KEYS: Attribute[Any] = Attribute("midstream_changed_keys")
 # On a vLLM worker: its WorkerEndpoint, which vLLM's `collective_rpc` calls by this name.

@@ -76,6 +76,12 @@ MODEL_SEAMS: tuple[Seam, ...] = (
     ),
     Seam("vllm.distributed.parallel_state", "get_tp_group", (), _AGREE),
     Seam(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator.all_reduce",
+        ("input_",),
+        "ranks add up their parts of a score that the engine core needs",
+    ),
+    Seam(
         _LORA_HEAD,
         "LogitsProcessorWithLoRA.set_lora",
         ("index", "lora_a", "lora_b"),

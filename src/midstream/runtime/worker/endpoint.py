@@ -57,7 +57,7 @@ from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
 from midstream.runtime.worker.parameter_answers import parameter_rows, token_directions
-from midstream.runtime.worker.rank_agreement import all_ranks
+from midstream.runtime.worker.rank_agreement import all_ranks, sum_over_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.runtime.worker.reductions import Reductions
@@ -177,6 +177,7 @@ class WorkerEndpoint:
             ),
             reductions=reductions,
             calls_functions=config.hooks == "local",
+            add_up=None if self._tensor_ranks == 1 else sum_over_ranks,
         )
         if self._session.bias is not None:
             self._session.bias.attach(model)

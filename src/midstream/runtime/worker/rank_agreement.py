@@ -1,8 +1,11 @@
-"""Agreement of the ranks of a tensor-parallel group on requests that all of them must run."""
+"""What the ranks of a tensor-parallel group tell each other: whether all of them can run a request,
+and parts of scores.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def is_joint(plan: bytes) -> bool:
@@ -25,3 +28,13 @@ def all_ranks(mine: bool) -> bool:
         said, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group
     )
     return bool(said)
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return the sum of the values of all ranks of this rank's tensor-parallel group; each of them
+    must call this. Queued on the current stream, as vLLM's own sums are.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    total: Tensor = get_tp_group().all_reduce(values)
+    return total

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.ops import layout
+from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.runtime.protocol.segments import FOREVER, Edits, PatternRead, PlanSegment
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, RowBlock, Scores
 from midstream.runtime.worker.tables.codec_table import CodecTable
@@ -127,6 +128,7 @@ class RequestState:
         slot: row of the request in the arrays of `SlotTable`.
         segments: segments of the plan and of its later versions, ascending, over [0, FOREVER).
         reports: whether its scores leave with the output of each step.
+        split: columns of these of which ranks have parts; see `RequestPayload`.
         shared: the plan in `PlanTable`; None if the plan could not be read or placed.
         later: versions of the plan that came while it ran, in order.
         serial: serial number, unique in this worker.
@@ -151,6 +153,7 @@ class RequestState:
     slot: int
     segments: list[Segment]
     reports: bool = False
+    split: tuple[SplitScore, ...] = ()
     shared: RankPlan | None = None
     later: list[PlacedVersion] = field(default_factory=list)
     serial: int = 0

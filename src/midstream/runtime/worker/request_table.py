@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.plan_version import PlanChange
+from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_agreement import is_joint
@@ -77,7 +78,13 @@ class RequestTable:
         self._finished: dict[str, list[RequestState]] = {}
 
     def add(
-        self, request_id: str, uid: str, plan: bytes, computed: int = 0, reports: bool = False
+        self,
+        request_id: str,
+        uid: str,
+        plan: bytes,
+        computed: int = 0,
+        reports: bool = False,
+        split: tuple[SplitScore, ...] = (),
     ) -> None:
         """Add a request that is about to run, or that runs again after preemption.
 
@@ -90,6 +97,7 @@ class RequestTable:
             plan: the packed plan.
             computed: number of its tokens that need not be computed.
             reports: whether its scores leave with the output of each step.
+            split: columns of these of which ranks have parts; see `RequestPayload`.
         """
         if self._checksum is not None:
             self._checksum.add_request(request_id, uid, plan, computed)
@@ -108,7 +116,8 @@ class RequestTable:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
-        if self._agree is not None and is_joint(plan) and not self._agree(not problem):
+        is_shared = bool(split) or is_joint(plan)
+        if self._agree is not None and is_shared and not self._agree(not problem):
             if own is not None:
                 self._resources.release(own, slot)
                 own = None
@@ -121,6 +130,7 @@ class RequestTable:
             slot=slot,
             segments=[idle_segment()] if own is None else own.segments,
             reports=reports,
+            split=split,
             shared=own,
             serial=self._added,
             oldest_step=self._recorder.rows.next_step,

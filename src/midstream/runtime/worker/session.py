@@ -15,6 +15,7 @@ from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_table import Agree, RequestTable
+from midstream.runtime.worker.split_scores import SplitScores, SumOverRanks
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_planner import StepPlanner
@@ -55,6 +56,7 @@ class WorkerSession:
         agree: Agree | None = None,
         reductions: Reductions | None = None,
         calls_functions: bool = False,
+        add_up: SumOverRanks | None = None,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -71,6 +73,7 @@ class WorkerSession:
         agree: see `RequestTable`.
         reductions: what requests reduce rows to; None: there is no room for any.
         calls_functions: whether functions of requests are called.
+        add_up: sums values over the ranks; None: there is one.
         """
         if reductions is None:
             reductions = Reductions(0, 1, buffers.ring.device)
@@ -94,6 +97,7 @@ class WorkerSession:
             patterns=patterns,
             reductions=self._reductions,
             gate_states=self._gate_states,
+            split_scores=(None if add_up is None else SplitScores(share.rank, share.ranks, add_up)),
         )
         plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
         widths = tuple(map(buffers.width, taps.values()))

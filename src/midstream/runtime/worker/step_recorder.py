@@ -19,6 +19,7 @@ from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.reported_scores import reported_scores
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
+from midstream.runtime.worker.split_scores import SplitScores
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
 from midstream.runtime.worker.step.in_flight import (
     ExpectedCounts,
@@ -75,8 +76,7 @@ class StepRecorder:
         rows: index of captured rows.
         scores: index of probe scores; a record is one row with a column for each score.
         prepared: the step whose forward pass is queued next; None if it has no program.
-        reported: scores of the last step, which leave with its output; None: no request reports
-            any, or they have left.
+        reported: scores that leave with the last step's output; None: there are none, or they left.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class StepRecorder:
         patterns: PatternReader | None = None,
         reductions: Reductions,
         gate_states: GateStates,
+        split_scores: SplitScores | None = None,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -104,6 +105,7 @@ class StepRecorder:
         patterns: makes rows of attention; None: no request asks for any.
         reductions: what rows are reduced to.
         gate_states: what gates remember.
+        split_scores: adds up parts of reported scores; None: there are none.
         """
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
@@ -120,6 +122,7 @@ class StepRecorder:
         self._score_kind = self.scores.kind((0,))
         self._armed = ArmedBuffers(buffers, only_armed)
         self._gate_states = gate_states
+        self._split_scores = split_scores
         self._expected: ExpectedCounts | None = None
         self._no_scores = buffers.scores[:0]
         self._in_flight: deque[InFlightStep] = deque()
@@ -174,6 +177,8 @@ class StepRecorder:
         tally, scores = self._armed.tally, self._no_scores
         if plan.scored:
             scores = self._buffers.scores[: tally.shape[0]]
+            if self._slots.num_reporting and self._split_scores is not None:
+                self._split_scores.join(prepared, self._slots, scores)
         shipment = self._ship(prepared, batches, tally, scores, logits)
         if plan.num_units:
             self._armed.close_ring()
@@ -186,9 +191,7 @@ class StepRecorder:
                 self._slots.drop(plan.runs, lost.runs)
         if plan.scored:
             self._record_scores(prepared, shipment)
-        self.reported = None
-        if self._slots.num_reporting:
-            self.reported = reported_scores(prepared, shipment, self._slots)
+        self.reported = reported_scores(prepared, shipment, self._slots)
 
     def _row_bytes(self, codec: int) -> int:
         return self._codecs.encoding(codec).row_bytes(self._buffers.ring.dtype)

@@ -83,3 +83,21 @@ def test_an_sae_stays_while_requests_use_it(tmp_path: Path) -> None:
     loaded.w_enc[0, 0] = torch.nan
     with pytest.raises(SpecError, match=r"sae\.w_enc: has numbers that are not finite"):
         engine.register(engine.saes, "b", loaded)
+
+
+def test_features_that_requests_name_again_are_the_same_vectors(tmp_path: Path) -> None:
+    """Reading them from the encoder takes tens of milliseconds of each request."""
+    made = Fixture(3 * ONE)
+    _, first = sae("standard", tmp_path)
+    made.register(made.saes, "a", first)
+    one, again = (made.saes.get("a").weights_of([3, 5], "scale") for _ in range(2))
+    assert one is again
+    alone = first.weights_of([3, 5], "scale")
+    for name in ("encoder", "decoder"):
+        assert [row.numpy().tolist() for row in one[name]] == alone[name].float().tolist()
+    assert made.saes.get("a").weights_of([3, 5], "set") is not one
+    assert made.saes.get("a").weights_of([5, 3], "scale")["bias"] == alone["bias"][::-1]
+    many = [
+        made.saes.get("a").weights_of([nth % FEATURES, nth], "scale") for nth in range(FEATURES)
+    ]
+    assert len({id(each) for each in many}) == FEATURES

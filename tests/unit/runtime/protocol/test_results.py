@@ -66,7 +66,7 @@ def test_what_goes_into_an_outbox_comes_out_of_its_parts(data, order):
         assert part.states.tolist() == request.done.tolist()
         blocks = part.blocks()
         assert [block.taps for block in blocks] == [
-            [TAPS[tap] for tap in block.taps] for block in request.blocks
+            tuple(TAPS[tap] for tap in block.taps) for block in request.blocks
         ]
         for block, wanted in zip(blocks, request.blocks, strict=True):
             assert block.positions.tolist() == wanted.positions.tolist()

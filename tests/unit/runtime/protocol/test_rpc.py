@@ -54,6 +54,7 @@ CALLS = [
         ),
         rpc.UpdatedPlan({"0_x": 7}),
     ),
+    (rpc.StopRequests("u", ["0_x"], "controller:c", is_error=True), rpc.Acknowledged()),
     (rpc.ChangePlans([PlanChange("0_x", "u", 1, 7, b"plan")]), rpc.Acknowledged()),
     (rpc.CollectResults(["u", "v"], RANKS), RESULTS),
     (rpc.CollectPartialRows({"u": {"0_x": 3}}, []), RESULTS),

@@ -65,6 +65,8 @@ class Need:
 
     def times(self, count: int) -> Need:
         """Return the need of a request of so many completions."""
+        if count == 1:
+            return self
         return replace(
             self,
             rows=self.rows * count,

@@ -13,6 +13,7 @@ from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
 from midstream.spec import Plan
+from midstream.spec.controller import Controller
 from midstream.spec.positions.prompt import Message
 
 
@@ -29,12 +30,15 @@ class CallPlan:
         template: arguments of the chat template, by name.
         most_bytes: most bytes of rows that can be returned to the caller; None: any. A request
             whose prompt alone has more is rejected before it runs.
+        controller: changes its edits between the steps of an engine that its caller steps, in
+            `mode="async"`; None: nothing does.
     """
 
     plan: Plan | None
     messages: Any = None
     template: Mapping[str, Any] = field(default_factory=dict)
     most_bytes: int | None = None
+    controller: Controller | None = None
 
     def __deepcopy__(self, _memo: dict[int, object]) -> CallPlan:
         # vLLM copies a request's parameters; an immutable plan can be shared.

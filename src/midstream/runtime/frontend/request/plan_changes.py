@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from midstream.runtime.frontend.request.same_reads import check_edits_can_change
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
-from midstream.runtime.protocol.rpc import UpdatedPlan, UpdatePlan
+from midstream.runtime.protocol.rpc import StopRequests, UpdatedPlan, UpdatePlan
 from midstream.spec import Capture, Plan, ResolvedPlan
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operation import read_scalar
@@ -100,7 +100,8 @@ class PlanChanges:
     """The plans of running requests, and their changes.
 
     Attributes:
-        send: sends a change to the engine core, and returns its answer.
+        send: sends a change to the engine core, or that requests are to stop, and returns its
+            answer.
         send_later: the same of an asynchronous engine, given the number of the replica too.
     """
 
@@ -127,8 +128,8 @@ class PlanChanges:
         self._lookup = lookup
         self._num_layers = num_layers
         self._running: dict[str, PlanHistory] = {}
-        self.send: Callable[[UpdatePlan], Sequence[UpdatedPlan]] | None = None
-        self.send_later: Callable[[int, UpdatePlan], Awaitable[Sequence[UpdatedPlan]]] | None = None
+        self.send: Callable[[Any], Sequence[Any]] | None = None
+        self.send_later: Callable[[int, Any], Awaitable[Sequence[Any]]] | None = None
 
     def __len__(self) -> int:
         """Return the number of requests whose plans can change."""
@@ -142,9 +143,9 @@ class PlanChanges:
         call_plan: CallPlan,
         before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
-        switched: Mapping[int, LaterPlan],
-    ) -> Mapping[int, LaterPlan]:
-        """Add a request that is admitted, and return the versions that its plan will have.
+        later: dict[int, LaterPlan],
+    ) -> None:
+        """Add a request that is admitted.
 
         Args:
             uid: midstream's request id.
@@ -152,14 +153,14 @@ class PlanChanges:
             request: vLLM's EngineCoreRequest.
             call_plan: its own plan.
             before, also: server-wide edits and captures.
-            switched: the versions that its probes may switch to.
+            later: the versions that its probes may switch to; gets all later ones.
         """
         own, asked = call_plan.plan, call_plan
         if own is not None and own.names():
             # A name may mean something else later.
             own = own.bind(self._lookup, self._num_layers)
             call_plan = replace(call_plan, plan=own)
-        found = self._running[uid] = PlanHistory(
+        self._running[uid] = PlanHistory(
             name=request.request_id,
             completions=request.sampling_params.n,
             first=first,
@@ -170,9 +171,8 @@ class PlanChanges:
             prompt=PromptOfRequest.of(request),
             edits=() if own is None else own.edits,
             origins=() if own is None else own.origins,
-            later=dict(switched),
+            later=later,
         )
-        return found.later
 
     def submitted(self, uid: str, request_id: str) -> None:
         """Record the id of a vLLM request that was submitted. Requests that cannot change are
@@ -182,15 +182,22 @@ class PlanChanges:
         if found is not None:
             found.request_ids.append(request_id)
 
+    def ids_of(self, uid: str) -> Sequence[str]:
+        """Return vLLM's ids of the requests that were submitted for one with a plan."""
+        found = self._running.get(uid)
+        return () if found is None else found.request_ids
+
     def remove(self, uids: Iterable[str]) -> None:
         """Remove requests that have ended."""
         for uid in uids:
             self._running.pop(uid, None)
 
-    def update(self, name: str | CallPlan, edits: object, scale: object) -> PlanUpdate:
+    def update(
+        self, name: str | CallPlan, edits: object, scale: object, source: str = "update"
+    ) -> PlanUpdate:
         """Change the edits of a running request; see `begin` and `AsyncLLM.update`."""
         assert self.send is not None
-        change = self.begin(name, edits, scale)
+        change = self.begin(name, edits, scale, source)
         try:
             answers = self.send(change.message)
         except BaseException:
@@ -212,6 +219,36 @@ class PlanChanges:
             self._lose(change)
             raise
         return _end(change, answers)
+
+    def stop(self, name: str | CallPlan, reason: str, is_error: bool = False) -> None:
+        """End a running request with the tokens of its next step.
+
+        Args:
+            name: see `begin`.
+            reason: the stop reason of its completions.
+            is_error: whether it ends with an error, and not as stopped.
+
+        Raises:
+            SpecError: the request is not running.
+        """
+        assert self.send is not None
+        _, message = self._stop(name, reason, is_error)
+        self.send(message)
+
+    async def stop_later(self, name: str | CallPlan, reason: str) -> None:
+        """End a running request of an asynchronous engine as stopped; see `stop`."""
+        assert self.send_later is not None
+        replica, message = self._stop(name, reason)
+        await asyncio.shield(self.send_later(replica, message))
+
+    def _stop(
+        self, name: str | CallPlan, reason: str, is_error: bool = False
+    ) -> tuple[int, StopRequests]:
+        uid, history = self._find(name)
+        if not self._admission.is_running(uid):
+            raise _ended(history.name)
+        message = StopRequests(uid, list(history.request_ids), reason, is_error)
+        return self._admission.replica_of(uid), message
 
     def begin(
         self, name: str | CallPlan, edits: object, scale: object, source: str = "update"

@@ -29,7 +29,7 @@ from midstream.runtime.frontend.request.reconstructions import read_saes
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.frontend.request.switches import check_acts, with_switches
 from midstream.runtime.protocol.cache_keys import cache_keys
-from midstream.runtime.protocol.rank_parts import check_parts
+from midstream.runtime.protocol.rank_parts import check_parts, split_scores
 from midstream.runtime.protocol.worker_info import this_process
 from midstream.runtime.vllm.additional_config import controllers_of
 from midstream.sites import Tap, order
@@ -250,7 +250,7 @@ class PlanResolver:
         _check_functions(resolved, workers)
         _check_gates(resolved, workers)
         is_controlled = plan is not None and plan.controller is not None
-        check_acts(resolved, is_controlled, workers, self._parts)
+        check_acts(resolved, is_controlled, workers)
         # Workers do not read the prompt's length: without it, prompts of any length have one plan,
         # which a worker reads once.
         packed = to_bytes(replace(resolved, prompt_len=1), frozenset(named))
@@ -260,7 +260,10 @@ class PlanResolver:
             return self._finish(later, before, also, prompt, max_tokens)
 
         prepared = with_switches(prepared, given, prepare, self._info.room)
-        return with_controller(prepared, given, prepare, self._info.room, self._declared)
+        prepared = with_controller(prepared, given, prepare, self._info.room, self._declared)
+        if prepared.acts or prepared.control is not None:
+            prepared = replace(prepared, split=split_scores(resolved, self._parts))
+        return prepared
 
     def _max_row_bytes(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:
         length = self._max_length

@@ -10,6 +10,8 @@ from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.protocol.acting_probes import ActingProbe
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.control import Control
+from midstream.runtime.protocol.rank_parts import SplitScore
+from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.spec import ModelShape, Plan, ResolvedPlan
 
 
@@ -25,6 +27,7 @@ class PreparedPlan:
         acts: its probes that end the request or switch its edits.
         control: its controller in the engine core; None: it has none.
         later: the versions that these change to, by number.
+        split: scores that these need and of which ranks have parts; see `RequestPayload`.
     """
 
     plan: ResolvedPlan
@@ -34,6 +37,7 @@ class PreparedPlan:
     acts: tuple[ActingProbe, ...] = ()
     control: Control | None = None
     later: Mapping[int, LaterPlan] = field(default_factory=dict)
+    split: tuple[SplitScore, ...] = ()
     _returned: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
 
     def returned_bytes(self, own: Plan, shape: ModelShape) -> int:
@@ -49,6 +53,16 @@ class PreparedPlan:
         if found is None:
             found = self._returned[captures] = prompt_bytes(self.plan, captures, shape)
         return found
+
+    def payload(self, uid: str) -> RequestPayload:
+        """Return the payload of a request.
+
+        Args:
+            uid: midstream's request id.
+        """
+        return RequestPayload(
+            uid, self.packed, self.keys, acts=self.acts, control=self.control, split=self.split
+        )
 
     @property
     def is_empty(self) -> bool:

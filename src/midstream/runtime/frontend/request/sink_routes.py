@@ -20,7 +20,7 @@ class SinkRoute:
     Attributes:
         sink: name of the sink.
         tag: tag of the captures.
-        name: name of the rows in the sink.
+        name: name of the rows in the sink; empty: they are on the output.
         metadata: metadata of the captures; one of them may give it for all.
         captures: indices of the resolved plan's captures.
         is_all: whether these are all captures of the plan.
@@ -70,7 +70,7 @@ def routes_of(
     routes = []
     for (sink, tag, given), captures in found.items():
         name = given
-        if not name:
+        if not name and sink != MEMORY:
             name = unique_name(request_id, uid, unnamed.get(sink, 0))
             unnamed[sink] = unnamed.get(sink, 0) + 1
         is_all = len(captures) == len(resolved.captures)

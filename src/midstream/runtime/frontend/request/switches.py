@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from midstream.runtime.frontend.request.same_reads import check_edits_can_change
 from midstream.runtime.protocol.acting_probes import acting_probes, switch_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.segments import Room
-from midstream.sites import Tap
 from midstream.spec import Flag, Plan, ResolvedPlan, Switch
 from midstream.validation import at
 
@@ -90,12 +89,7 @@ def joint_need(needs: Sequence[Need], room: Room) -> Need:
     return found
 
 
-def check_acts(
-    plan: ResolvedPlan,
-    is_controlled: bool,
-    workers: Sequence[WorkerInfo],
-    parts: Mapping[Tap, int],
-) -> None:
+def check_acts(plan: ResolvedPlan, is_controlled: bool, workers: Sequence[WorkerInfo]) -> None:
     """Check that a score is read on one pipeline stage, and that the scores that the engine core
     needs are on the worker whose output it reads: the first rank of the last stage.
 
@@ -103,7 +97,6 @@ def check_acts(
         plan: the plan.
         is_controlled: whether the request has a controller in the engine core.
         workers: the workers.
-        parts: number of parts of the vectors that the ranks have in parts, by tap.
 
     Raises:
         SpecError: they are not.
@@ -133,10 +126,4 @@ def check_acts(
                 path,
                 f"layer {probe.layer} is on an earlier pipeline stage; {what} reads a layer of the "
                 "last one",
-            )
-        if parts.get(probe.tap, 1) > 1:
-            raise SpecError(
-                path,
-                f"{probe.site} is split over tensor-parallel ranks; {what} reads a site of the "
-                "residual stream",
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +27,7 @@ from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
 from midstream.runtime.protocol.results import (
     ResultBlock,
     WorkerAnswers,
+    WorkerResult,
     split,
 )
 from midstream.runtime.protocol.runs import Ints, expand
@@ -95,16 +97,25 @@ def assemble(
         kept = [] if reused is None else reused.missing(computed, tokens)
         blocks = [*computed, *kept]
         earlier = before.get(completion.index, ())
-        every = _activations(plan, [*earlier, *blocks], tokens, nothing)
-        is_bare = any(block.is_bare for block in earlier)
-        activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
-        for rows in (every, activations):
-            if rows is not None:
-                rows.num_layers = shape.num_layers
-        probes = _probes(plan, sent, tokens)
-        receipt = make_receipt(
-            output.request_id, plan, parts, completion, tokens, every, probes, coming_from, later
-        )
+        # The receipt of reduced rows depends on their values.
+        if earlier or reused is not None or later or plan.probes or plan.reduced:
+            every = _activations(plan, [*earlier, *blocks], tokens, nothing)
+            is_bare = any(block.is_bare for block in earlier)
+            activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
+            probes = _probes(plan, sent, tokens)
+            receipt = make_receipt(
+                output.request_id, plan, parts, completion, tokens, every, probes, coming_from,
+                later,
+            )  # fmt: skip
+        else:
+            probes = None
+            key = ("results", *[part.outline for part in parts], coming_from, *_ending(completion))
+            given = plan, parts, completion, tokens, blocks, nothing, coming_from
+            shared = plan.remember(key, len(tokens), functools.partial(_shared_results, *given))
+            activations = shared.activations(plan, blocks, tokens)
+            receipt = replace(shared.receipt, request_id=output.request_id)
+        if activations is not None:
+            activations.num_layers = shape.num_layers
         if reused is not None:
             receipt = receipt.with_reused(_count_by_tap(kept))
             resets = max(answer.header.resets for answer in answers)
@@ -113,6 +124,69 @@ def assemble(
                 reused.keep(computed, tokens, resets)
         found[completion.index] = CompletionResults(activations, probes, receipt, blocks, tokens)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the rows of taps that were captured at the same positions are.
+
+    Attributes:
+        taps: the taps.
+        positions: int64 [rows], ascending.
+        blocks: indices of the blocks that have these rows.
+        chosen, nothing: see `RowGroup`.
+    """
+
+    taps: tuple[Tap, ...]
+    positions: Ints
+    blocks: tuple[int, ...]
+    chosen: Tensor | None
+    nothing: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedResults:
+    """What is equal in the results of completions of one plan of which the workers say the same.
+
+    Attributes:
+        receipt: the receipt of one of them.
+        places: of the captured rows.
+    """
+
+    receipt: Receipt
+    places: tuple[_Places, ...]
+
+    def activations(
+        self, plan: ResolvedPlan, blocks: Sequence[ResultBlock], tokens: list[int]
+    ) -> Activations | None:
+        """Return the rows of one of these completions; None: the plan has no captures."""
+        if not plan.captures:
+            return None
+        # Callers may change the positions that they get.
+        positions = [one.positions.copy() for one in self.places]
+        return _gathered(plan, self.places, positions, blocks, tokens)
+
+
+def _shared_results(
+    plan: ResolvedPlan,
+    parts: list[WorkerResult],
+    completion: Any,
+    tokens: list[int],
+    blocks: Sequence[ResultBlock],
+    nothing: Mapping[Tap, Rows],
+    coming_from: tuple[tuple[str, str], ...],
+) -> _SharedResults:
+    every = _activations(plan, blocks, tokens, nothing)
+    receipt = make_receipt("", plan, parts, completion, tokens, every, None, coming_from)
+    places = []
+    if plan.captures:
+        places = _places(plan, blocks, select_final(plan, tokens), nothing)
+    return _SharedResults(receipt, tuple(places))
+
+
+def _ending(completion: Any) -> tuple[Hashable, ...]:
+    """Return what a receipt has of vLLM's CompletionOutput."""
+    return len(completion.token_ids), completion.finish_reason, completion.stop_reason
 
 
 def _count_by_tap(blocks: Sequence[ResultBlock]) -> dict[Tap, int]:
@@ -204,14 +278,45 @@ def activations_of(
         tokens: token ids from position 0 on.
         nothing: see `no_rows`.
     """
-    groups = []
+    places = _places(plan, blocks, select, nothing)
+    return _gathered(plan, places, [one.positions for one in places], blocks, tokens)
+
+
+def _places(
+    plan: ResolvedPlan,
+    blocks: Sequence[ResultBlock],
+    select: Select,
+    nothing: Mapping[Tap, Rows],
+) -> list[_Places]:
+    """Return where the captured rows are; see `activations_of`."""
+    found = []
     for captures, taps in plan.alike:
         selected = select(captures)
         for alike in _of_one_form(taps, nothing):
             for together, mine in _found_together(alike, blocks):
-                there, chosen = _choose([block.positions for block in mine], selected)
-                at = torch.from_numpy(there)
-                groups.append(RowGroup(tuple(together), at, mine, chosen, nothing[together[0]]))
+                there, chosen = _choose([blocks[nth].positions for nth in mine], selected)
+                found.append(_Places(together, there, mine, chosen, nothing[together[0]]))
+    return found
+
+
+def _gathered(
+    plan: ResolvedPlan,
+    places: Sequence[_Places],
+    positions: Sequence[Ints],
+    blocks: Sequence[ResultBlock],
+    tokens: Tensor | Sequence[int],
+) -> Activations:
+    """Return the rows of some blocks, given where they are and the positions to show."""
+    groups = [
+        RowGroup(
+            one.taps,
+            torch.from_numpy(shown),
+            [blocks[nth] for nth in one.blocks],
+            one.chosen,
+            one.nothing,
+        )
+        for one, shown in zip(places, positions, strict=True)
+    ]
     rows = GatheredRows(plan.taps, groups)
     return Activations(rows, rows.positions(), tokens)
 
@@ -248,16 +353,16 @@ def _joined(rows: list[Tensor], chosen: Tensor | None, nothing: Tensor) -> Tenso
 
 def _found_together(
     taps: Sequence[Tap], blocks: Sequence[ResultBlock]
-) -> list[tuple[list[Tap], list[ResultBlock]]]:
-    """Group taps that occur in the same blocks; return each group with its blocks."""
+) -> list[tuple[tuple[Tap, ...], tuple[int, ...]]]:
+    """Group taps that occur in the same blocks; return each group with its blocks' indices."""
     present = [set(block.taps) for block in blocks]
     if all(there.issuperset(taps) for there in present):
-        return [(list(taps), list(blocks))]
+        return [(tuple(taps), tuple(range(len(blocks))))]
     together: dict[tuple[int, ...], list[Tap]] = {}
     for tap in taps:
         key = tuple([nth for nth, there in enumerate(present) if tap in there])
         together.setdefault(key, []).append(tap)
-    return [(each, [blocks[nth] for nth in found]) for found, each in together.items()]
+    return [(tuple(each), found) for found, each in together.items()]
 
 
 def _choose(

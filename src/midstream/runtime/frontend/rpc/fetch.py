@@ -6,7 +6,7 @@ that wait for answers drive it, and front ends that are called back do.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -28,7 +28,9 @@ from midstream.runtime.protocol.rpc import (
     ReadData,
     ResultData,
     RpcRequest,
+    RunningScores,
 )
+from midstream.runtime.protocol.scores import ScoreBlock, score_blocks
 from midstream.runtime.protocol.worker_info import WorkerInfo
 
 READ_BYTES = 64 << 20
@@ -131,6 +133,26 @@ def carry_on(exchange: Exchange[T], answers: list[Any], call: Call) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
+
+
+def scores_by_uid(
+    workers: Sequence[RemoteWorker], uids: Iterable[str], answers: Sequence[RunningScores]
+) -> dict[str, list[ScoreBlock]]:
+    """Return the scores of running requests, by uid.
+
+    Args:
+        workers: each worker.
+        uids: midstream's ids of the requests.
+        answers: the answer of each worker.
+
+    Raises:
+        MessageError: an answer does not have the data that it describes.
+    """
+    found: dict[str, list[ScoreBlock]] = {uid: [] for uid in uids}
+    for worker, answer in zip(workers, answers, strict=True):
+        for uid, block in score_blocks(worker.info, answer.requests, answer.data):
+            found[uid].append(block)
+    return found
 
 
 def check_traces(workers: Sequence[WorkerInfo], checksums: Sequence[list[StepChecksum]]) -> None:

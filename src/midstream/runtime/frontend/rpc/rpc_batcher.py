@@ -12,11 +12,11 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from midstream.errors import BusyError
-from midstream.runtime.frontend.rpc.fetch import Exchange, collect, collect_partial
+from midstream.runtime.frontend.rpc.fetch import Exchange, collect, collect_partial, scores_by_uid
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.runtime.protocol.rpc import A, ReadScores, ReleaseRequests, RpcRequest
-from midstream.runtime.protocol.scores import ScoreBlock, Span, score_blocks
+from midstream.runtime.protocol.scores import ScoreBlock, Span
 
 T = TypeVar("T")
 # Results that are collected together. 64 of nearly the size from which a worker leases memory are
@@ -169,12 +169,7 @@ class RpcBatcher:
                 queue.close()
 
     async def _read_scores(self, spans: dict[str, Any]) -> dict[str, list[ScoreBlock]]:
-        found: dict[str, list[ScoreBlock]] = {uid: [] for uid in spans}
-        answers = await self._call(ReadScores(spans))
-        for worker, answer in zip(self._workers, answers, strict=True):
-            for uid, block in score_blocks(worker.info, answer.requests, answer.data):
-                found[uid].append(block)
-        return found
+        return scores_by_uid(self._workers, spans, await self._call(ReadScores(spans)))
 
     async def _release(self, uids: dict[str, Any]) -> dict[str, None]:
         await self._call(ReleaseRequests(list(uids)))

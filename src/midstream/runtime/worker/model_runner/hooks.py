@@ -58,8 +58,14 @@ class Hooks:
             if payload is not None:
                 self._switch.prepare()
                 requests.grow(new.req_id, payload.uid, new.prompt_token_ids)
-                computed, reports = new.num_computed_tokens, payload.reports
-                requests.add(new.req_id, payload.uid, payload.plan, computed, reports)
+                requests.add(
+                    new.req_id,
+                    payload.uid,
+                    payload.plan,
+                    new.num_computed_tokens,
+                    payload.reports,
+                    payload.split,
+                )
         return nonfinite
 
     def unknown_positions(

@@ -28,6 +28,7 @@ from midstream.errors import ReceiptError
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.results import WorkerAnswer
+from midstream.runtime.protocol.segments import NONFINITE
 from midstream.runtime.worker import result_buffer
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.spec import ModelShape, Where
@@ -347,6 +348,38 @@ def test_a_workers_own_problem_is_told_with_the_workers_place():
         answer(("x", [], [], "no tap fired"), stage=1),
     ]
     assert assembled(READ, answers).receipt.problems == ("no tap fired (worker 0.1.0)",)
+
+
+def test_what_requests_of_one_plan_share_is_only_what_the_workers_said_alike():
+    both = [rows([PRE, POST], range(4))]
+    sent = {
+        "ok": ("x", [2] * 4, both),
+        "a row is missing": ("x", [2] * 4, [rows([PRE], range(4)), rows([POST], range(3))]),
+        "a problem": ("x", [2] * 4, both, "no tap fired"),
+        "not finite": ("x", [2, 2, NONFINITE | 2, 2], both),
+    }
+    alone = {}
+    for what, each in sent.items():
+        fresh = plan_of(captures=[([PRE, POST], EVERYWHERE)], prompt_len=3)
+        alone[what] = assembled(fresh, [answer(each)]).receipt
+    assert len(set(alone.values())) == len(sent)
+    shared = plan_of(captures=[([PRE, POST], EVERYWHERE)], prompt_len=3)
+    for what in ("ok", "a problem", "ok", "not finite", "a row is missing", "ok", "a problem"):
+        assert assembled(shared, [answer(sent[what])]).receipt == alone[what], what
+    failed = output()
+    failed.outputs[0].finish_reason = "error"
+    assemble_on(failed, shared, [answer(sent["ok"])])
+    assert failed.receipt.status == "error"
+
+
+def test_positions_of_a_request_can_be_changed_without_changing_those_of_the_next():
+    sent = ("x", [2] * 4, [rows([PRE, POST], range(4))])
+    for _ in range(3):
+        found = assembled(READ, [answer(sent)])
+        assert found.activations.positions.tolist() == [0, 1, 2, 3]
+        found.activations.positions.zero_()
+        found.activations[POST].zero_()
+    assert assembled(READ, [answer(sent)]).activations[POST][3].tolist() == vector(POST, 3)
 
 
 # ---------------------------------------------------------------- what was not computed

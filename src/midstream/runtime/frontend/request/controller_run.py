@@ -1,0 +1,141 @@
+"""A controller with `mode="async"` and one request: what it is given, and what its answers ask for.
+
+It runs in a thread of its own for each call, which neither the engine nor another request ever
+waits for.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor
+
+from midstream.errors import SpecError
+from midstream.runtime.protocol.acting_probes import check_stop_strings
+from midstream.runtime.protocol.control import control_source
+from midstream.spec import Plan
+from midstream.spec.control_laws import Observed
+from midstream.spec.controller import Answer, Controller, read_answer
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class ControllerRun:
+    """A controller and one request.
+
+    Attributes:
+        controller: the controller.
+        source: source of the versions that it makes, and its stop reason.
+        is_over: whether it is not called again.
+    """
+
+    def __init__(self, controller: Controller, request_id: str) -> None:
+        """Args:
+        controller: the controller.
+        request_id: id of the request.
+        """
+        assert not isinstance(controller.decide, str)
+        self.controller = controller
+        self.source = control_source(controller.name)
+        self.is_over = False
+        self._decide = copy.copy(controller.decide)
+        self._request_id = request_id
+        self._seen: dict[str, int] = {}
+        self._scale = 1.0
+
+    def begin(
+        self, probes: Mapping[str, Tensor] | None, tokens: int, rows: Any = None
+    ) -> Future[Answer] | None:
+        """Begin a call with the scores that it was not given yet; None: there are none.
+
+        Args:
+            probes: all scores so far, by probe.
+            tokens: number of tokens generated so far.
+            rows: see `Observed`.
+        """
+        probes = probes or {}
+        scores = {name: found[self._seen.get(name, 0) :].clone() for name, found in probes.items()}
+        if not any(map(len, scores.values())):
+            return None
+        self._seen = {name: len(found) for name, found in probes.items()}
+        return self._in_thread(Observed(self._request_id, tokens, scores, rows))
+
+    def asked(self, answer: Answer) -> dict[str, Any]:
+        """Return what an answer asks for, as `read_answer`; nothing if that holds already.
+
+        Raises:
+            SpecError: it is no answer.
+        """
+        found = read_answer(answer)
+        return {} if found == {"scale": self._scale} else found
+
+    def changed(self, asked: Mapping[str, Any]) -> None:
+        """Record that what an answer asked for was done."""
+        if "stop" in asked:
+            self.is_over = True
+        else:
+            self._scale = asked.get("scale", 1.0)
+
+    def fail(self, what: str) -> str | None:
+        """Record that a call failed; return the problem if the request is to end, and log it
+        otherwise.
+
+        Args:
+            what: what happened.
+        """
+        self.is_over = True
+        problem = (
+            f"controller {self.controller.name!r} of request {self._request_id!r} failed: {what}"
+        )
+        if self.controller.on_error == "end":
+            return problem
+        _LOGGER.warning("%s; its policy is %s", problem, self.controller.on_error or "keep")
+        return None
+
+    @property
+    def turns_off(self) -> bool:
+        """Whether a failure turns the edits off."""
+        return self.controller.on_error == "off"
+
+    def _in_thread(self, observed: Observed) -> Future[Answer]:
+        """Call it in a thread of its own, which may never end."""
+        found: Future[Answer] = Future()
+        found.set_running_or_notify_cancel()  # nobody can cancel it
+
+        def run() -> None:
+            try:
+                value = self._decide(observed)
+            except BaseException as error:  # noqa: BLE001 - the thread ends with it
+                found.set_exception(RuntimeError(repr(error)))
+            else:
+                found.set_result(value)
+
+        threading.Thread(target=run, name="midstream controller", daemon=True).start()
+        return found
+
+
+def check_beside(plan: Plan | None, params: Any, controller: Controller) -> None:
+    """Check that a request has scores, and edits that a controller with `mode="async"` can change.
+
+    Args:
+        plan: the request's own plan.
+        params: vLLM's SamplingParams.
+        controller: the controller.
+
+    Raises:
+        SpecError: it has not.
+    """
+    if plan is None or not plan.probes:
+        raise SpecError("controller", "it reads scores: give the request `probes`")
+    if plan.controller is not None:
+        raise SpecError("controller", "the request has a controller in the engine core already")
+    if plan.switches:
+        raise SpecError("controller", "the probes of the request switch its edits (Switch) already")
+    if params.n > 1:
+        raise SpecError("controller", 'in mode="async" it is for one completion: use n=1')
+    check_stop_strings((), controller.name, params.stop)

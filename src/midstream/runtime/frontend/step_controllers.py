@@ -1,0 +1,152 @@
+"""Controllers with `mode="async"` of an engine that its caller steps: called between its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from midstream.errors import BusyError, SpecError
+from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.controller_run import ControllerRun
+from midstream.runtime.frontend.request.plan_changes import PlanChanges
+from midstream.runtime.frontend.results.partial_scores import StreamState
+from midstream.runtime.frontend.rpc.fetch import Call, scores_by_uid
+from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
+from midstream.runtime.protocol.rpc import ReadScores
+from midstream.runtime.protocol.scores import Span
+from midstream.spec import ResolvedPlan
+from midstream.spec.controller import Answer
+
+
+@dataclass(slots=True, eq=False)
+class _Controlled:
+    """A running request with a controller.
+
+    Attributes:
+        run: the controller.
+        call_plan: the request's plan.
+        stream: its tokens and scores so far.
+        prompt_len: number of tokens of its prompt.
+        call: the call that is under way; None: there is none.
+        begun: when that began.
+    """
+
+    run: ControllerRun
+    call_plan: CallPlan
+    stream: StreamState
+    prompt_len: int
+    call: Future[Answer] | None = None
+    begun: float = 0.0
+
+
+class StepControllers:
+    """The controllers of the running requests of one engine."""
+
+    def __init__(self, changes: PlanChanges, workers: Sequence[RemoteWorker], call: Call) -> None:
+        """Args:
+        changes: changes the plans of the engine's requests.
+        workers: the engine's workers.
+        call: sends them a request, and waits for their answers.
+        """
+        self._changes = changes
+        self._workers = workers
+        self._call = call
+        self._running: dict[str, _Controlled] = {}
+
+    def add(self, uid: str, call_plan: CallPlan, plan: ResolvedPlan, request: Any) -> None:
+        """Add a request, if it has a controller.
+
+        Args:
+            uid: midstream's request id.
+            call_plan: its plan.
+            plan: the same, resolved.
+            request: vLLM's EngineCoreRequest.
+        """
+        if call_plan.controller is not None:
+            prompt = request.prompt_token_ids or [0] * plan.prompt_len
+            run = ControllerRun(call_plan.controller, request.request_id)
+            stream = StreamState(plan, prompt)
+            self._running[uid] = _Controlled(run, call_plan, stream, len(prompt))
+
+    def end(self, uids: Iterable[str]) -> None:
+        """Forget requests that have ended, with what their controllers are computing."""
+        for uid in uids:
+            self._running.pop(uid, None)
+
+    def step(self, states: Mapping[str, Any], ended: Iterable[str] = ()) -> None:
+        """Do what has been answered, and call the controllers that have new scores.
+
+        Args:
+            states: vLLM's states of running requests, by its ids.
+            ended: uids of the requests that ended in the step.
+        """
+        self.end(ended)
+        spans: dict[str, Span] = {}
+        for uid, one in self._running.items():
+            self._finish_call(one)
+            if one.call is not None or one.run.is_over:
+                continue
+            state = next(
+                (states[name] for name in self._changes.ids_of(uid) if name in states), None
+            )
+            if state is not None:
+                known = SimpleNamespace(token_ids=state.detokenizer.output_token_ids)
+                one.stream.record(known, is_delta=False)
+                span = one.stream.next_span()
+                if span is not None:
+                    spans[uid] = span
+        if not spans:
+            return
+        answers = self._call(ReadScores(spans))
+        for uid, blocks in scores_by_uid(self._workers, spans, answers).items():
+            one = self._running[uid]
+            one.stream.add(blocks)
+            tokens = len(one.stream.tokens) - one.prompt_len
+            one.begun = time.monotonic()
+            one.call = one.run.begin(one.stream.probes(), tokens)
+
+    def _finish_call(self, one: _Controlled) -> None:
+        """Do what a call has answered, if it has."""
+        if one.call is None:
+            return
+        if not one.call.done():
+            if time.monotonic() - one.begun > one.run.controller.seconds:
+                self._fail(one, "took too long")
+            return
+        call, one.call = one.call, None
+        try:
+            self._change(one, one.run.asked(call.result()))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the policy decides
+            self._fail(one, repr(error))
+
+    def _change(self, one: _Controlled, asked: Mapping[str, Any], problem: str = "") -> None:
+        """Do what an answer asks for, or what follows from a problem."""
+        if not asked:
+            return
+        try:
+            if "stop" in asked:
+                self._changes.stop(one.call_plan, problem or one.run.source, bool(problem))
+            else:
+                edits, scale = asked.get("edits"), asked.get("scale")
+                self._changes.update(one.call_plan, edits, scale, one.run.source)
+        except BusyError:
+            return  # it will be called again
+        except SpecError as error:
+            if error.path == "request_id":
+                return  # the request has ended meanwhile
+            raise
+        one.run.changed(asked)
+
+    def _fail(self, one: _Controlled, what: str) -> None:
+        one.call = None
+        problem = one.run.fail(what)
+        if problem is not None:
+            self._change(one, {"stop": True}, problem)
+        elif one.run.turns_off:
+            with suppress(SpecError):  # it has no edits
+                self._change(one, {"scale": 0.0})

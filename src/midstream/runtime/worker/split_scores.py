@@ -1,0 +1,78 @@
+"""Scores of which tensor-parallel ranks have parts, added up before they leave with a step.
+
+Scores that only return to the caller are added up by the front end. A probe that acts, and a
+controller, need them in the engine core, which has the first rank's: for their requests the ranks
+add up after the forward pass, outside of its graphs. No other request pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from midstream.runtime.protocol.runs import Ints
+from midstream.runtime.worker.step.in_flight import PreparedStep
+from midstream.runtime.worker.step.slot_table import SlotTable
+
+# Returns the sum of all ranks' values, of the same shape; each rank must call it.
+SumOverRanks = Callable[[Tensor], Tensor]
+
+
+class SplitScores:
+    """The parts of scores of one rank."""
+
+    def __init__(self, rank: int, ranks: int, add_up: SumOverRanks) -> None:
+        """Args:
+        rank: index of this rank in its tensor-parallel group.
+        ranks: number of ranks.
+        add_up: sums values over the ranks.
+        """
+        self._rank = rank
+        self._ranks = ranks
+        self._add_up = add_up
+
+    def join(self, prepared: PreparedStep, slots: SlotTable, scores: Tensor) -> None:
+        """Add up the parts of reported scores: the first rank has the sums then, and the others 0,
+        so that the front end, which adds up all parts, gets the same.
+
+        Args:
+            prepared: the step, whose forward pass is queued; the same on all ranks.
+            slots: the requests.
+            scores: float32 [tokens, slots], the buffer of the device.
+        """
+        cells, is_mine = self._cells(prepared, slots, scores.shape[1])
+        if not cells.size:
+            return
+        places = torch.from_numpy(cells).to(scores.device)
+        flat = scores.view(-1)
+        parts = flat[places]
+        if not is_mine.all():  # ranks beside it have the same part
+            parts = torch.where(torch.from_numpy(is_mine).to(scores.device), parts, 0.0)
+        total = self._add_up(parts)
+        flat[places] = total if self._rank == 0 else 0.0
+
+    def _cells(
+        self, prepared: PreparedStep, slots: SlotTable, width: int
+    ) -> tuple[Ints, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+        """Return the numbers of split scores in the flat buffer, and whether this rank is the one
+        that counts for its part of each.
+        """
+        runs = prepared.plan.runs
+        chosen = np.flatnonzero((runs.scored > 0) & slots.reports[runs.slot])
+        cells = [np.zeros(0, np.int64)]
+        is_mine = [np.zeros(0, np.bool_)]
+        for slot, row, length in zip(
+            runs.slot[chosen].tolist(),
+            runs.row[chosen].tolist(),
+            runs.length[chosen].tolist(),
+            strict=True,
+        ):
+            request = slots.by_slot(slot)
+            for column, parts in () if request is None else request.split:
+                cells.append(np.arange(row, row + length) * width + column)
+                is_own = self._rank % (self._ranks // parts) == 0
+                is_mine.append(np.full(length, is_own))
+        return np.concatenate(cells), np.concatenate(is_mine)
