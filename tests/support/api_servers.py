@@ -152,3 +152,10 @@ def totals(http: httpx.Client) -> dict[str, float]:
             if sample.name in (family.name, f"{family.name}_total"):
                 found[family.name] = found.get(family.name, 0.0) + sample.value
     return found
+
+
+def folder_of(server: Running) -> Path:
+    """Return the private folder of a server."""
+    sockets = [str(one.laddr) for each in server.tree[1:] for one in each.net_connections("unix")]
+    [found] = {Path(path).parent for path in sockets if path.endswith(("/api-0", "/api-1"))}
+    return found

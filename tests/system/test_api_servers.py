@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from support import serving
 from support.api_servers import (
@@ -24,6 +23,7 @@ from support.api_servers import (
     V,
     check,
     command,
+    folder_of,
     load,
     process_of,
     set_and_ask,
@@ -140,8 +140,7 @@ def test_server_wide_captures_are_those_of_both(both: Both, judge: Judge) -> Non
 def test_a_killed_process_ends_the_server_and_leaves_nothing(server: Running) -> None:
     names = {one.pid: one.name() for one in server.tree}
     [killed] = [pid for pid, name in names.items() if name.endswith("APIServer_1")]
-    sockets = [one.laddr for one in psutil.Process(killed).net_connections("unix")]
-    [folder] = {Path(one).parent for one in sockets if str(one).endswith("/api-1")}
+    folder = folder_of(server)
     assert {"api-0", "api-1"} <= set(os.listdir(folder))
     answers: list[Any] = []
 
@@ -166,5 +165,5 @@ def test_a_killed_process_ends_the_server_and_leaves_nothing(server: Running) ->
         assert server.process.wait(60) != 0
         for one in threads:
             one.join(60)
-    assert "died with exit code -9" in server.log
+    assert "died with exit code" in server.log
     assert not folder.exists()

@@ -156,8 +156,11 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
         # Workers check too, but only an error raised here reaches the caller unwrapped.
         check_settings(config)
         plain.replicas = config.parallel_config.data_parallel_size_local
-        if config.parallel_config._api_process_rank < 0:  # noqa: SLF001
+        parallel = config.parallel_config
+        if parallel._api_process_rank < 0:  # noqa: SLF001
             make_folder()  # of the API servers that this process starts
+        elif parallel._api_process_count > 1:  # noqa: SLF001
+            end_with_parent()
     return config
 
 

@@ -23,6 +23,7 @@ from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.server.body_values import LONG, check_values
 from midstream.server.http_errors import send_error
 from midstream.server.http_request import CURRENT, RequestContext
+from midstream.server.peers import PEER
 from midstream.server.refusal_logger import RefusalLogger
 from midstream.server.request_field import MidstreamField, take_field
 from midstream.server.request_models import body_fields
@@ -64,7 +65,8 @@ class Middleware:
         if path in PATHS or path == SWEEP:
             send = self._with_steering(send)
         on_error = functools.partial(self._server.record_refusal, scope)
-        observer = RefusalLogger(send, on_error)
+        # A process that asks for a client records what it answers the client.
+        observer = send if PEER in scope else RefusalLogger(send, on_error)
         observed = observer if path.startswith(_OWN) else send
         if scope["method"] not in _WRITES:
             if path.startswith(_OWN):

@@ -1,4 +1,4 @@
-"""End of an engine whose front end has ended, for whatever reason.
+"""End of a process whose parent has ended, for whatever reason: an engine's, or an API server's.
 
 vLLM's engine process ends on a message of the front end. A front end that is killed sends none, and
 the engine, its workers and their memory would remain.
@@ -14,16 +14,16 @@ import signal
 import threading
 import time
 
-# vLLM's name of the process begins so.
-_NAME = "EngineCore"
+# vLLM's names of these processes begin so.
+_NAMES = ("EngineCore", "ApiServer")
 _PATIENCE = 10  # seconds
 
 
 @functools.cache
 def end_with_parent() -> None:
-    """End this process when its parent process has ended, if this is an engine's process."""
+    """End this process when its parent process has ended, if this is one of these processes."""
     parent = multiprocessing.parent_process()
-    if parent is None or not multiprocessing.current_process().name.startswith(_NAME):
+    if parent is None or not multiprocessing.current_process().name.startswith(_NAMES):
         return
     threading.Thread(
         target=_watch, args=(parent.sentinel,), name="midstream orphan", daemon=True
