@@ -179,7 +179,7 @@ class BaseFrontEnd:
         Raises:
             SpecError: the request's outputs would never show all results, or its rows never fit.
         """
-        if prepared.is_empty:
+        if prepared.is_empty and own is None:
             set_payload(request, None)
             return None
         params = request.sampling_params
