@@ -45,6 +45,7 @@ def test_tokens_are_coloured_by_a_vector_whose_scores_are_those_of_their_positio
     assert answer(page).locator(".t.neg").count() > 2
 
 
+@pytest.mark.nightly
 def test_tokens_are_coloured_by_a_lens_with_what_it_would_say_next(page, server):
     page.goto(link(server, color="lens", layer=1))
     say(page, "abc")
@@ -59,6 +60,7 @@ def test_tokens_are_coloured_by_a_lens_with_what_it_would_say_next(page, server)
     expect(answer(page).locator(".readout")).to_contain_text("“␣Paris” 36.8 % at layer 1")
 
 
+@pytest.mark.nightly
 def test_another_colouring_recolours_answers_whose_scores_are_there_and_else_says_why_not(
     page, server
 ):
@@ -139,6 +141,7 @@ def test_stop_keeps_what_was_written(page, server):
     assert "The day is fine," in json.dumps(page.url.replace("+", " ").replace("%2C", ","))
 
 
+@pytest.mark.nightly
 def test_five_thousand_tokens_stay_quick(page, server):
     with_vector(server)
     page.goto(link(server, color="vector", vector="mood", layer=1))
@@ -193,6 +196,7 @@ def test_plain_and_steered_answers_stream_side_by_side(page, server):
     )
 
 
+@pytest.mark.nightly
 def test_sliders_set_layer_and_strength_and_are_in_the_link(page, server):
     with_vector(server)
     page.goto(link(server, "steer", prompt="Hi"))
@@ -334,6 +338,7 @@ def test_a_lens_shows_the_likeliest_token_of_each_layer(page, server):
     assert server.bodies[0]["midstream"]["capture"][0]["positions"] == ["prompt"]
 
 
+@pytest.mark.nightly
 def test_a_vector_is_read_at_each_of_its_layers(page, server):
     with_vector(server, layers=(0, 1, 3))
     page.goto(link(server, "layers", by="vector", vector="mood", prompt="xy", format="chat"))

@@ -106,6 +106,7 @@ def test_hostile_text_is_text_everywhere(page, server):
     assert page.locator("main script, main img").count() == 0
 
 
+@pytest.mark.nightly
 def test_a_server_that_dies_in_the_middle_is_told_and_its_return_noticed(browser, page):
     with studio() as first:
         page.goto(link(first))

@@ -35,7 +35,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SEED = int(os.environ.get("MIDSTREAM_ADVERSARY_SEED", "20261121"))
-SUITE, THOUSANDS, ROUND = 150, 2000, 200
+SUITE, THOUSANDS, ROUND = 80, 2000, 200
 CHUNK = 48
 LONGEST = 192
 BLOCKS = 14  # of 32 tokens, one of which is nobody's: two long requests and a bit

@@ -110,6 +110,7 @@ SPREAD = range(0, 30, 4)
 
 
 @pytest.mark.model
+@pytest.mark.nightly
 def test_gradients_estimates_and_patches_of_smollm2(smollm2: Path) -> None:
     """One engine, as its weights take seconds to load; the twin has bfloat16 weights in float32."""
     metric, sites = LogitDiff(" Paris", " Tokyo"), ["attn_out", "mlp_out", "resid_pre"]

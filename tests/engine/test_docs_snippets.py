@@ -35,6 +35,9 @@ PAGES = [
     "docs/sinks.md",
     "docs/steering.md",
 ]
+# Pages whose snippets take longest run at night. That they compile and that the names and arguments
+# in them exist is in `repo/test_docs.py`.
+LONG = ("attention", "attribution", "fitting", "operations", "patching", "selecting")
 # Their snippets stand under `if __name__ == "__main__":`.
 AS_A_FILE = ("docs/probing.md", "docs/quickstart.md")
 MODEL = ".models/SmolLM2-135M-Instruct"
@@ -121,7 +124,13 @@ def quick_engines() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.nightly) if Path(page).stem in LONG else page
+        for page in PAGES
+    ],
+)
 def test_the_snippets_of_a_page_run_one_after_the_other(
     page: str, folder: Path, quick_engines: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +146,7 @@ def test_the_snippets_of_a_page_run_one_after_the_other(
 
 
 @pytest.mark.model
+@pytest.mark.nightly
 def test_the_readme_s_snippet_prints_what_the_readme_shows(
     smollm2: Path, quick_engines: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_right_model_is_ok_at_every_site_of_every_layer_and_in_every_operation
     assert report.layer_classes == ("model_executor.models.llama.LlamaDecoderLayer",)
 
 
+@pytest.mark.nightly
 def test_a_small_copy_says_what_its_layers_lack(tmp_path: Path) -> None:
     """A parallel block has no place between attention and the MLP."""
     hf.CohereConfig(num_hidden_layers=40).save_pretrained(tmp_path)
@@ -69,6 +70,7 @@ def test_a_small_copy_says_what_its_layers_lack(tmp_path: Path) -> None:
     assert any("parallel" in reason for _, reason in lacking)
 
 
+@pytest.mark.nightly
 def test_a_convention_that_reads_half_of_the_stream_is_wrong_where_it_does(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

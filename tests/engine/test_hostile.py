@@ -16,7 +16,7 @@ from midstream.runtime.protocol.rpc import CheckIntegrity, ReleaseRequests, argu
 from midstream.testing import inspect
 
 HIDDEN, LAYERS, PROMPT = 64, 3, [5, 9, 7, 6, 8, 12]
-COUNT = rounds(suite=1000, nightly=2000)
+COUNT = rounds(suite=400, nightly=2000)
 
 
 @pytest.fixture(scope="module")

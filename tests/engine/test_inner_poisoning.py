@@ -48,7 +48,13 @@ def steer(site: str, head: int | None = None, seed: int = 1, **where: Any) -> St
 
 
 @pytest.mark.parametrize("head", [None, 1])
-@pytest.mark.parametrize("site", ["q", "k", "v", "rot_k", "z"])
+@pytest.mark.parametrize(
+    "site",
+    [
+        name if name in "kz" else pytest.param(name, marks=pytest.mark.nightly)
+        for name in ("q", "k", "v", "rot_k", "z")
+    ],
+)
 def test_the_blocks_from_an_edit_on_are_its_own(pair: Pair, site: str, head: int | None) -> None:
     """Of ten positions in the third block; once the edited one comes first, once the plain one."""
     where = {"positions": slice(70, 80)}
@@ -74,7 +80,7 @@ def test_the_blocks_from_an_edit_on_are_its_own(pair: Pair, site: str, head: int
         pair.ask(prompt, WHOLE)
 
 
-@pytest.mark.parametrize("site", ["k", "v", "rot_k"])
+@pytest.mark.parametrize("site", ["k", pytest.param("v", marks=pytest.mark.nightly), "rot_k"])
 def test_keys_and_values_of_the_last_layer_are_in_its_kv(pair: Pair, site: str) -> None:
     """An edit of what comes later in that layer would be in no KV."""
     prompt, edit = fresh(SIZE), steer(site, layer=2, positions=slice(10, 90))

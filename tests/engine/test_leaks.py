@@ -19,7 +19,7 @@ from support.oracle_edits import EVERY_SITE, PLACES, EditOracle, row_error
 from midstream import Affine, Capture, Gate, Plan, Probe, Replace, SpecError, Steer, TokenIds
 from midstream.testing import inspect
 
-REQUESTS = rounds(suite=2_000, nightly=10_000)
+REQUESTS = rounds(suite=800, nightly=10_000)
 PROMPTS = [[5, 17, 33], [150, 44, 12, 13], [9, 80, 7, 6, 5], [101, 64]]
 ROOM = {
     "bank_rows": 40,
@@ -105,9 +105,7 @@ def assert_same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(found.probes[name], scores, rtol=1e-3, atol=1e-3)
 
 
-def test_thousands_of_requests_leave_nothing_behind_and_all_are_right(
-    llm: Any, oracle: EditOracle
-) -> None:
+def test_many_requests_leave_nothing_behind_and_all_are_right(llm: Any, oracle: EditOracle) -> None:
     """Many wait for room; one in ten is given up, waiting or running."""
     wanted = kinds(oracle)
     assert len(wanted) > 150
@@ -147,7 +145,7 @@ def test_thousands_of_requests_leave_nothing_behind_and_all_are_right(
             assert output.request_id not in answered
             answered[output.request_id] = output
         open_ = [name for name in open_ if name not in answered]
-        if number % 1000 < 20:
+        if number % 400 < 20:
             view.check_integrity()
     assert waited > 50, "nobody had to wait for room: the test shows little"
     assert running_aborts > REQUESTS // 500

@@ -64,7 +64,15 @@ def load(name: str, folder: Path) -> tuple[Path, EditOracle, list[Case]]:
     return model, oracle, given
 
 
-@pytest.fixture(scope="module", params=list(PLACES))
+# By day a model whose layers keep the residual apart and one whose layers add it up themselves.
+# Reading and steering at all sites of the others is in `test_parity`.
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in ("llama", "gpt2") else pytest.param(name, marks=pytest.mark.nightly)
+        for name in PLACES
+    ],
+)
 def served(request: pytest.FixtureRequest, tiny_models: Path, pool: Pool) -> Iterator[Served]:
     if request.param == "mixtral":
         pool.close()  # experts need groups of processes that vLLM makes for such a model only

@@ -138,12 +138,12 @@ def test_edits_that_do_the_same_to_a_block_share_it_whatever_else_they_say(
     [
         ({"positions": 99}, 96),
         ({"positions": slice(70, 80)}, 64),
-        ({"positions": 64}, 64),
-        ({"positions": 63}, 32),
+        pytest.param({"positions": 64}, 64, marks=pytest.mark.nightly),
+        pytest.param({"positions": 63}, 32, marks=pytest.mark.nightly),
         ({"positions": [40, 90]}, 32),
         ({"positions": 31}, 0),
-        ({"positions": slice(40, None)}, 32),
-        ({"positions": -5}, 64),
+        pytest.param({"positions": slice(40, None)}, 32, marks=pytest.mark.nightly),
+        pytest.param({"positions": -5}, 64, marks=pytest.mark.nightly),
         ({"positions": "last_prompt"}, 96),
         ({"phase": "generated"}, 96),
         ({"exclude": slice(0, 66)}, 64),
@@ -401,7 +401,7 @@ def test_edited_requests_that_are_preempted_and_resumed(pair: Pair, tiny_llama: 
             ]
         )
     ]
-    params = greedy(70, logprobs=2, detokenize=False)
+    params = greedy(50, logprobs=2, detokenize=False)
     with engine(
         tiny_llama,
         enable_prefix_caching=True,

@@ -42,6 +42,8 @@ SINGLE = (
     "standard", "standard-unbiased", "jumprelu", "gated", "batchtopk", "batchtopk-norms",
     "matryoshka",
 )  # fmt: skip
+# Those whose reconstructions run in an engine by day; of each kind one is computed without one.
+DAILY = ("standard", "topk", "jumprelu", "transcoder")
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +296,13 @@ def test_a_reconstruction_is_that_of_sae_lens(folders: Path, name: str) -> None:
         assert float((sae(x.double()) - x).norm()) > 0.1 * float(x.norm()), "the identity"
 
 
-@pytest.mark.parametrize("name", [*KINDS, *TRAINED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly)
+        for name in (*KINDS, *TRAINED)
+    ],
+)
 def test_a_model_runs_on_reconstructions(served: Served, folders: Path, name: str) -> None:
     """Of prompts of several steps and of generated tokens, beside requests without an edit."""
     asked: list[dict[str, Any]] = [

@@ -461,6 +461,7 @@ def assert_grid(smol: Any, path: Path, layers: list[int], every_metric: bool) ->
 
 
 @pytest.mark.model
+@pytest.mark.nightly
 def test_messages_are_the_prompt_that_chat_makes_of_them(smol: Any) -> None:
     talks = [[{"role": "user", "content": f"Name the capital of {one}."}] for one in COUNTRIES]
     found = smol.sweep(
@@ -479,6 +480,7 @@ def test_messages_are_the_prompt_that_chat_makes_of_them(smol: Any) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.nightly
 def test_a_grid_of_smollm2_is_what_hooks_give(smol: Any, smollm2: Path) -> None:
     assert_grid(smol, smollm2, [0, 6, 12, 18, 24, 29], every_metric=False)
 

@@ -55,10 +55,10 @@ def check(oracle: EditOracle, output: Any, edit: Steer, places: set[int]) -> Non
     ("text", "occurrence", "spelling"),
     [
         ("capital", "all", [" capital", " capital"]),
-        ("capital", 0, [" capital"]),
-        ("capital of", -1, [" capital", " of"]),
-        ("Paris", "all", [" Paris"]),
-        ("The capital", 1, [" The", " capital"]),
+        pytest.param("capital", 0, [" capital"], marks=pytest.mark.nightly),
+        pytest.param("capital of", -1, [" capital", " of"], marks=pytest.mark.nightly),
+        pytest.param("Paris", "all", [" Paris"], marks=pytest.mark.nightly),
+        pytest.param("The capital", 1, [" The", " capital"], marks=pytest.mark.nightly),
         ("isn't it?", "all", [" isn", "'", "t", " it", "?"]),
         ("caf\u00e9", "all", [" caf", "\u00e9"]),
     ],
@@ -110,12 +110,12 @@ TALK = [
 @pytest.mark.parametrize(
     ("role", "contents"),
     [
-        (Role("user", -1), [TALK[3]]),
-        (Role("user"), [TALK[3]]),
-        (Role("user", 0), [TALK[1]]),
+        pytest.param(Role("user", -1), [TALK[3]], marks=pytest.mark.nightly),
+        pytest.param(Role("user"), [TALK[3]], marks=pytest.mark.nightly),
+        pytest.param(Role("user", 0), [TALK[1]], marks=pytest.mark.nightly),
         (Role("user", "all"), [TALK[1], TALK[3]]),
         (Role("assistant", 0), [TALK[2]]),
-        (Role("system"), [TALK[0]]),
+        pytest.param(Role("system"), [TALK[0]], marks=pytest.mark.nightly),
     ],
     ids=str,
 )

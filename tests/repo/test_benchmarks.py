@@ -117,6 +117,7 @@ def test_a_run_that_is_killed_leaves_the_workloads_before_and_no_engine(tmp_path
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 def test_a_run_stops_when_its_seconds_are_over_and_says_what_it_has(tmp_path: Path) -> None:
     began = time.monotonic()
     process = start(tmp_path, "--seconds", "5", "plain midstream")
@@ -144,6 +145,7 @@ def test_what_fails_is_named_and_the_others_are_measured(tmp_path: Path) -> None
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 def test_nothing_is_measured_without_plain_vllm(tmp_path: Path) -> None:
     script = SCRIPT.replace('"broken"', '"plain"')
     process = start(tmp_path, "plain midstream", script=script)

@@ -45,6 +45,7 @@ def run(model: str, *, stats: bool = False, **variables: str) -> dict[str, Any]:
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=256,
+        num_gpu_blocks_override=64,  # of 128 tokens; otherwise a GiB is set to zero
         seed=0,
     )
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)

@@ -27,6 +27,7 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 256,
     "enforce_eager": True,
     "disable_log_stats": True,
+    "num_gpu_blocks_override": 512,
     "seed": 0,
     "block_size": 32,
     "max_num_batched_tokens": 16,

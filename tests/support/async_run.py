@@ -33,6 +33,7 @@ SETTINGS: dict[str, Any] = {
     "enforce_eager": True,
     "skip_tokenizer_init": True,
     "disable_log_stats": True,
+    "num_gpu_blocks_override": 512,
     "seed": 0,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 8,

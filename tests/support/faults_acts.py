@@ -22,8 +22,7 @@ ACTS: tuple[Fault, ...] = (
         "runtime/worker/step_recorder.py",
         "            if self._slots.num_reporting and self._split_scores is not None:\n",
         "            if False:\n",
-        "tests/system/test_inner_ranks.py"
-        "::test_probes_of_split_vectors_act_by_their_whole_scores[tensor]",
+        "tests/system/test_inner_ranks.py::test_probes_of_split_vectors_act_by_their_whole_scores",
     ),
     Fault(
         "The token that was sampled with the score that stops its request is shown",

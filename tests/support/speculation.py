@@ -23,6 +23,7 @@ from midstream.testing import inspect
 from support.async_calls import ask
 from support.async_run import ARGUMENTS
 from support.engines import engine, greedy, tokens
+from support.nightly import NIGHTLY
 from support.output_results import logprobs, results
 from support.own_process import python
 from support.scripted import Script, optimistic
@@ -49,13 +50,16 @@ SPECULATION: dict[str, dict[str, Any]] = {
 FAVOURED = {token: 2.0 + token % 5 / 2 for token in range(3, 120, 7)}
 # (name, how many drafts are right, None: random; whether the host learns of it a step later)
 SCRIPTS = [
-    ("all right", DRAFTS, False),
-    ("all wrong", 0, False),
     ("some right", None, False),
-    ("all right, told late", DRAFTS, True),
-    ("all wrong, told late", 0, True),
     ("some right, told late", None, True),
 ]
+if NIGHTLY:
+    SCRIPTS += [
+        ("all right", DRAFTS, False),
+        ("all wrong", 0, False),
+        ("all wrong, told late", 0, True),
+        ("all right, told late", DRAFTS, True),
+    ]
 
 
 class Case(NamedTuple):

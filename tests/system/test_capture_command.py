@@ -97,7 +97,15 @@ def generate(llm: Any, prompts: list[str], max_tokens: int, **capture: Any) -> l
     return llm.generate(prompts, params, capture=Capture(**capture), use_tqdm=False)
 
 
-@pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=16,seed=3", "topk8:k=8"])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "raw",
+        "full8",
+        pytest.param("rp8:k=16,seed=3", marks=pytest.mark.nightly),
+        pytest.param("topk8:k=8", marks=pytest.mark.nightly),
+    ],
+)
 def test_rows_are_those_of_the_same_prompts_in_memory(llm, tmp_path, codec):
     texts = TEXTS[:40]
     what = {**CAPTURE, "positions": "all", "codec": codec}

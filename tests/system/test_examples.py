@@ -98,6 +98,7 @@ def test_ablating_the_direction_ends_the_refusals(run: Any):
     assert found["projection_after"] < 1e-2
 
 
+@pytest.mark.nightly
 def test_the_mood_rises_with_the_scale(run: Any):
     found = run("contrastive_steering")
     moods = found["moods"]

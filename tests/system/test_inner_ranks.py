@@ -426,7 +426,10 @@ def test_probes_of_split_vectors_act_by_their_whole_scores(alone, several):
     assert sum(len(one.receipt.versions) > 1 for one in found[2::3]) > 2
 
 
-@pytest.mark.parametrize("kind", ["mean", "max", "moments"])
+@pytest.mark.parametrize(
+    "kind",
+    ["moments", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mean", "max"))],
+)
 def test_reduced_rows_of_every_site_are_those_of_one_rank(alone, several, kind):
     """Each rank reduces its parts, of a prompt of two steps too."""
     asked = Capture("all", EVERY, "prompt", reduce=kind)

@@ -141,11 +141,12 @@ def test_a_separate_engine_process_gives_what_the_same_process_gives(
 @pytest.mark.parametrize(
     ("args", "ranks"),
     [
-        ({"tensor_parallel_size": 2}, [(0, 0), (0, 1)]),
+        # By day `test_ranks.py` has such ranks.
+        pytest.param({"tensor_parallel_size": 2}, [(0, 0), (0, 1)], marks=pytest.mark.nightly),
         pytest.param(
             {"pipeline_parallel_size": 2, "enforce_eager": False, "async_scheduling": False},
             [(0, 0), (1, 0)],
-            marks=pytest.mark.nightly,  # compiles; test_ranks has such ranks by default
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=["tensor", "pipeline"],

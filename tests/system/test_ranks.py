@@ -98,12 +98,13 @@ class Model:
             tuple(torch.randint(3, tiny.VOCAB, (140,), generator=draw).tolist()) for _ in range(2)
         )
 
-    def mix(self, stages: dict[int, int], split: set[str]) -> Mix:
+    def mix(self, stages: dict[int, int], split: set[str], count: int) -> Mix:
         """A mix for an engine.
 
         Args:
             stages: on which pipeline stage each layer is.
             split: sites whose vectors the ranks have in parts, each its own heads.
+            count: how many requests.
         """
         # Where a score may fall on either side of a threshold, no edit jumps there.
         found = catalogue(self.hooks, self.families[0][:24], SEED, jumps=not GPUS, memory=True)
@@ -114,7 +115,7 @@ class Model:
         )
         probes = tuple(probe for probe in found.probes if probe.sites.names[0] not in split)
         shape = Shape(self.families, LONGEST, CHUNK, sampled=False)
-        return Mix(SEED, REQUESTS, shape, replace(found, edits=edits, probes=probes))
+        return Mix(SEED, count, shape, replace(found, edits=edits, probes=probes))
 
 
 def _reads_another_stage(edit: Any, stages: dict[int, int]) -> bool:
@@ -157,23 +158,25 @@ def model(alone: Callable[[str], Model]) -> Model:
     return alone("llama")
 
 
-def run_the_mix(model: Model, llm: Any, folder: Path) -> None:
+def run_the_mix(model: Model, llm: Any, folder: Path, count: int = REQUESTS) -> None:
     parallel = any(worker.tensor_rank for worker in llm.info.workers)
     stages = {layer: w.stage for w in llm.info.workers for _, layer in w.taps}
-    mix = model.mix(stages, SPLIT if parallel else set())
+    mix = model.mix(stages, SPLIT if parallel else set(), count)
     drawn = {edit.op for edit in mix.catalogue.edits}
     # The model has no router and no SAE, and the reference model's hooks see no logits.
     assert drawn == set(KINDS_BY_OP) - {"route", "bias", "reconstruct"}, f"the mix has {drawn}"
     totals = Totals()
     Bench(llm, model.single, model.hooks, MEASURE, CHUNK, folder, HOOKED).run(mix, totals)
-    assert totals.requests == REQUESTS
-    for name, share in {
+    assert totals.requests == count
+    shown = {
         "edited": 2, "captured": 3, "probed": 8, "given_up": 40, "chunked": 5, "hits": 20,
         "edited_hits": 80, "held_against_hooks": 15, "inner_edits": 5, "inner_rows": 5,
         "of_heads": 10,
-    }.items():  # fmt: skip
-        assert getattr(totals, name) > REQUESTS / share, f"{name}: the mix shows little\n{totals}"
-    assert totals.preemptions > 0, totals
+    }  # fmt: skip
+    for name in shown if count == REQUESTS else ("edited", "captured", "probed"):
+        few = f"{name}: the mix shows little\n{totals}"
+        assert getattr(totals, name) > count / shown[name], few
+    assert totals.preemptions > 0 or count < REQUESTS, totals
     assert totals.parted < REQUESTS / 20, totals
     # How many of the mix's requests find their prompt cached depends on timing. This one does.
     ids = model.families[1][:70]
@@ -214,7 +217,11 @@ def one(llm: Any, model: Model, prompt: int, **asked: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("codec", ["raw", "full8", "topk8:k=8", "rp8:k=16"])
+@pytest.mark.parametrize(
+    "codec",
+    ["raw", "full8"]
+    + [pytest.param(name, marks=pytest.mark.nightly) for name in ("topk8:k=8", "rp8:k=16")],
+)
 def test_shards_make_up_what_the_first_rank_gathers(model: Model, tensor: Any, codec: str) -> None:
     steer = [Steer(torch.full((tiny.HIDDEN,), 0.5), layer=1)]
     found = {}
@@ -431,7 +438,7 @@ def test_ranks_give_what_one_rank_gives(
     model = alone(name)
     with ranks(model.path, **mixed(**{"midstream": settings(), **args})) as llm:
         assert [(w.stage, w.tensor_rank) for w in llm.info.workers] == places
-        run_the_mix(model, llm, tmp_path)
+        run_the_mix(model, llm, tmp_path, REQUESTS if GPUS else rounds(suite=16, nightly=REQUESTS))
         if places[-1][0]:
             check_no_score_of_two_stages(llm, model)
             check_controllers(llm, model)

@@ -21,6 +21,8 @@ from midstream import EngineError, SpecError, StoreError
 from midstream.jobs import capture_dataset
 from midstream.jobs.ray import Placement, RayCaptureRun
 
+# By day `unit/jobs/ray` has the coordinator and the workers, without Ray's processes.
+pytestmark = pytest.mark.nightly
 FEW = {"max_num_seqs": 4}  # so that chunks are on their way a few at a time
 
 
@@ -57,7 +59,6 @@ def texts(count: int) -> dict[int, str]:
     return {n + 1: each["text"] for n, each in enumerate(prompts(count))}
 
 
-@pytest.mark.nightly
 def test_the_store_is_that_of_one_engine_alone(tmp_path):
     lines = [
         *prompts(150),
@@ -97,7 +98,6 @@ def test_what_a_killed_engine_had_is_done_by_another_and_nothing_twice(tmp_path)
     check_rows(tmp_path / "acts", texts(400))
 
 
-@pytest.mark.nightly
 def test_lines_that_end_each_engine_fail_by_name_and_the_others_are_captured(tmp_path):
     lines = prompts(60)
     lines[30] = {"text": "this one kills"}
@@ -115,14 +115,12 @@ def test_lines_that_end_each_engine_fail_by_name_and_the_others_are_captured(tmp
     )
 
 
-@pytest.mark.nightly
 def test_engines_that_end_whatever_they_run_end_the_job(tmp_path):
     write_lines(tmp_path, prompts(8))
     with pytest.raises(EngineError, match="engines were started .* without capturing a line"):
         spread(job(tmp_path, engine_args=FEW), Hopeless, engines=1)
 
 
-@pytest.mark.nightly
 def test_what_engines_cannot_start_with_is_refused_by_name_before_it_begins(tmp_path):
     write_lines(tmp_path, prompts(8))
     with RayCaptureRun(job(tmp_path)) as spreading:
@@ -131,7 +129,6 @@ def test_what_engines_cannot_start_with_is_refused_by_name_before_it_begins(tmp_
         assert not spreading.has_begun
 
 
-@pytest.mark.nightly
 def test_a_job_that_is_stopped_has_what_came_and_is_resumed_by_one_engine_alone(tmp_path):
     write_lines(tmp_path, prompts(500))
     stop = threading.Event()
@@ -156,7 +153,6 @@ def test_a_job_that_is_stopped_has_what_came_and_is_resumed_by_one_engine_alone(
     check_rows(tmp_path / "acts", texts(500))
 
 
-@pytest.mark.nightly
 def test_lines_are_read_as_engines_take_them(tmp_path):
     write_lines(tmp_path, prompts(3000))
     stop = threading.Event()
@@ -187,7 +183,6 @@ def test_lines_are_read_as_engines_take_them(tmp_path):
     assert len(read) <= summary.counts.captured + 4 * 64
 
 
-@pytest.mark.nightly
 def test_more_engines_than_there_is_room_for_are_refused(tmp_path):
     write_lines(tmp_path, prompts(2))
     with (

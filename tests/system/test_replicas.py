@@ -206,6 +206,7 @@ def server(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield running
 
 
+@pytest.mark.nightly
 def test_a_server_of_two_replicas_answers_each_request_as_one_engine_does(found, server):
     def ask(nth: int) -> Any:
         asked = plan(nth)

@@ -18,7 +18,7 @@ import torch
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from support import own_process, served_sweeps, serving
-from support.nightly import NIGHTLY
+from support.nightly import rounds
 from support.own_process import python
 from support.serving import NAME, Running
 from support.serving_load import load
@@ -32,7 +32,6 @@ from support.serving_offline import (
     assert_equal,
     plain,
 )
-from support.serving_plain import PLAIN, answered
 from support.spans import Spans, collecting
 
 from midstream import Capture, Client, Probe, Steer, extra_body
@@ -75,13 +74,6 @@ def server(smollm2: Path, folder: Path, spans: Spans) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def without(smollm2: Path, folder: Path) -> Iterator[Running]:
-    """A server without midstream."""
-    with serving.running(serving.plain_command(smollm2), folder) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[Client]:
     with Client(server.url) as found:
         yield found
@@ -95,15 +87,27 @@ def openai(server: Running) -> OpenAI:
 # ---------------------------------------------------------------- as offline
 
 
-@pytest.mark.parametrize("how", ["handle", "inline"])
-@pytest.mark.parametrize("name", CASES)
+def ways(name: str) -> Iterator[Any]:
+    """A case in both ways in which rows come; inline, all of them at night."""
+    yield pytest.param(name, "handle", id=f"{name}-handle")
+    marks = () if name in ("everything", "chat") else pytest.mark.nightly
+    yield pytest.param(name, "inline", id=f"{name}-inline", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "how"), [way for name in CASES for way in ways(name)])
 def test_an_answer_is_bit_by_bit_what_the_offline_engine_gives(client, offline, name, how):
     more = {"activations": how} if CASES[name].asked else {}
     [found] = ask(client, CASES[name], **more).outputs
     assert_equal(plain(found), offline[name])
 
 
-@pytest.mark.parametrize("name", CASES)
+STREAMED = "plain", "everything", "remembered", "chat"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in STREAMED else pytest.param(name, marks=pytest.mark.nightly) for name in CASES],
+)
 def test_a_stream_comes_to_bit_by_bit_what_the_offline_engine_gives(client, offline, name):
     case = CASES[name]
     asked = {**ASKED, **case.asked}
@@ -145,17 +149,6 @@ def test_a_response_has_the_rows_of_its_conversation(client, openai, offline):
     assert event.type in ("response.completed", "response.incomplete")
     assert event.midstream["receipt"]["status"] == "ok"
     assert event.midstream["probes"]["p"]["scores"] == found.probes["p"].tolist()
-
-
-# ---------------------------------------------------------------- as without
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", PLAIN)
-def test_who_asks_for_nothing_is_answered_as_by_a_server_without_midstream(
-    server, without, name, stream
-):
-    assert answered(server, name, stream) == answered(without, name, stream)
 
 
 # ---------------------------------------------------------------- streams
@@ -252,7 +245,9 @@ def fingerprint(client: Client) -> str:
     return found
 
 
-@pytest.mark.parametrize("tier", ["base", "prompt", "generated"])
+@pytest.mark.parametrize(
+    "tier", ["base", pytest.param("prompt", marks=pytest.mark.nightly), "generated"]
+)
 def test_server_wide_steering_is_that_tier_of_every_request_until_it_is_cleared(client, tier):
     phase = None if tier == "base" else tier
     edit = Steer(VECTOR, 3, 0.5, **({} if phase is None else {"phase": phase}))
@@ -334,16 +329,17 @@ def test_a_handle_is_fetched_in_ranges_listed_and_deleted(client, server):
         one["id"] for one in client.call("GET", "/v1/midstream/captures")["captures"]
     ]
     url = server.url + told["url"]
-    whole = httpx.get(url)
-    assert len(whole.content) == told["bytes"]
-    parts = [
-        httpx.get(url, headers={"range": f"bytes={first}-{first + 4095}"})
-        for first in range(0, told["bytes"], 4096)
-    ]
-    assert {part.status_code for part in parts} == {206}
-    assert b"".join(part.content for part in parts) == whole.content
-    assert httpx.delete(url).status_code == 204
-    assert httpx.get(url).status_code == 404
+    with httpx.Client() as http:
+        whole = http.get(url)
+        assert len(whole.content) == told["bytes"]
+        parts = [
+            http.get(url, headers={"range": f"bytes={first}-{first + 4095}"})
+            for first in range(0, told["bytes"], 4096)
+        ]
+        assert {part.status_code for part in parts} == {206}
+        assert b"".join(part.content for part in parts) == whole.content
+        assert http.delete(url).status_code == 204
+        assert http.get(url).status_code == 404
     assert server.status()["held"] == {"captures": 0, "bytes": 0}
 
 
@@ -382,34 +378,14 @@ def test_rows_of_a_client_that_is_killed_in_mid_stream_are_let_go(server):
 
 def test_sixty_four_clients_with_different_plans_each_get_what_they_asked_for(server):
     before = server.wait_until_idle()["totals"]["completions"].get("ok", 0)
-    report = asyncio.run(load(server.url, 64, 0, 2, server.memory))
+    each = rounds(suite=1, nightly=2)
+    report = asyncio.run(load(server.url, 64, 0, each, server.memory))
     assert report.wrong == []
-    assert report.completions >= 64 * 2
+    assert report.completions >= 64 * each
     status = server.wait_until_idle()
     assert status["totals"]["completions"] == {"ok": before + report.completions}
     assert status["requests"] == status["waiting"] == status["held"]["captures"] == 0
     assert status["workers"][0]["arena"]["leases"] == 0
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not NIGHTLY, reason="takes minutes")
-def test_sixty_four_clients_for_two_minutes_take_no_more_memory_than_without_midstream(
-    client, server, without, record_property
-):
-    # Memory of the staging ring is taken as rows first go round.
-    rows, long = server.status()["workers"][0]["ring_rows"], 480
-    for _ in range(rows // (30 * long) + 2):
-        ask(client, Case(" two" * long, {"capture": Capture("all")}), activations="none")
-    report = asyncio.run(load(server.url, 64, 120, 3, server.memory))
-    assert report.wrong == []
-    plain = asyncio.run(load(without.url, 64, 120, 3, without.memory, asks=False))
-    for name, one in (("with", report), ("without", plain)):
-        record_property(f"{name}: seconds of a plain request, median", one.plain_median)
-        record_property(f"{name}: completions", one.completions)
-        record_property(f"{name}: growth by process", one.growth())
-    *others, worker = report.growth()
-    assert max(others) < 32 << 20
-    assert worker < max(0, plain.growth()[-1]) + (64 << 20)
 
 
 def test_sweeps_are_what_the_offline_engine_gives_beside_others(client, server, offline):

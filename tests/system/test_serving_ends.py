@@ -59,6 +59,7 @@ def test_a_killed_server_takes_its_engine_and_all_memory_with_it(talking_llama, 
             assert b'"receipt"' not in rest_of(events), "the stream ended as if all were well"
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_killed_before_its_first_request_leaves_no_engine(talking_llama, tmp_path):
     with nothing_left() as note, start(talking_llama, tmp_path) as server:
         note(server)

@@ -4,7 +4,8 @@ parameters that it allows are read from it; and it returns attention weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ from midstream import (
 from midstream.client import ServerError
 from midstream.compat.foreign_fields import FOREIGN, OWN
 
+# Each result comes in one of the two ways by day: those with parts on the way in a stream.
+COMPLETE = pytest.mark.parametrize(
+    "asks", ["complete", pytest.param("stream", marks=pytest.mark.nightly)]
+)
+STREAM = pytest.mark.parametrize(
+    "asks", [pytest.param("complete", marks=pytest.mark.nightly), "stream"]
+)
 ASKED = {"model": NAME, "temperature": 0, "max_tokens": TOKENS}
 PROMPT = "The capital of France is"
 MAP = torch.randn(576, 576, generator=torch.Generator().manual_seed(4)) / 24
@@ -70,6 +78,12 @@ def client(server: Running) -> Iterator[Client]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def parameters(client: Client) -> Callable[[str], torch.Tensor]:
+    """A parameter of the model by its name; each is fetched once."""
+    return functools.cache(client.parameter)
+
+
 def ask(client: Client, prompt: Any, **given: Any) -> Any:
     if isinstance(prompt, list):
         return client.chat(prompt, **ASKED, **given)
@@ -97,7 +111,13 @@ LENS = {"output_residual_stream": "[10, 20]"}
     ],
     ids=["vllm-lens", "the fork and vllm-lens", "EasySteer"],
 )  # fmt: skip
-@pytest.mark.parametrize("prompt", [PROMPT, HELLO], ids=["completion", "chat"])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        pytest.param(PROMPT, id="completion"),
+        pytest.param(HELLO, id="chat", marks=pytest.mark.nightly),
+    ],
+)
 def test_requests_in_other_tools_words_get_the_text_and_rows_of_ours(client, prompt, theirs, ours):
     [found] = ask(client, prompt, **theirs).outputs
     [expected] = ask(client, prompt, **ours).outputs
@@ -111,11 +131,12 @@ def test_requests_in_other_tools_words_get_the_text_and_rows_of_ours(client, pro
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_a_field_that_is_not_understood_is_rejected_by_every_endpoint(server, path):
     body = {"prompt": PROMPT, "messages": HELLO, "input": PROMPT, **ASKED}
-    for name in (*FOREIGN, *OWN, "midstreem", "Midstream"):
-        for sent in ({name: 1}, {"vllm_xargs": {name: 1}}, {"extra_body": {name: [1]}}):
-            answer = httpx.post(server.url + path, json=body | sent, timeout=60)
-            assert answer.status_code == 400, (name, answer.text)
-            assert name in answer.json()["error"]["param"]
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        for name in (*FOREIGN, *OWN, "midstreem", "Midstream"):
+            for sent in ({name: 1}, {"vllm_xargs": {name: 1}}, {"extra_body": {name: [1]}}):
+                answer = http.post(path, json=body | sent)
+                assert answer.status_code == 400, (name, answer.text)
+                assert name in answer.json()["error"]["param"]
 
 
 def test_clients_read_the_allowed_parameters_as_the_checkpoint_has_them(client, smollm2):
@@ -127,8 +148,8 @@ def test_clients_read_the_allowed_parameters_as_the_checkpoint_has_them(client, 
         client.parameter("model.embed_tokens.weight")
 
 
-@pytest.mark.parametrize("asks", ["complete", "stream"])
-def test_logits_come_over_http(client, asks):
+@COMPLETE
+def test_logits_come_over_http(client, parameters, asks):
     """They are the head's of what the final norm returned."""
     last = {"positions": ["last_prompt", "generated"]}
     asked = [Logits(4, **last), Capture(sites="final_norm", **last)]
@@ -136,7 +157,7 @@ def test_logits_come_over_http(client, asks):
         *_, found = client.stream(PROMPT, **ASKED, capture=asked)
     else:
         found = client.complete(PROMPT, **ASKED, capture=asked)
-    every = found.activations["final_norm"] @ client.parameter("lm_head.weight").T
+    every = found.activations["final_norm"] @ parameters("lm_head.weight").T
     rows = found.logits
     assert rows.positions.tolist() == list(range(4, 4 + TOKENS))
     torch.testing.assert_close(rows.values, every.topk(4).values, atol=1e-3, rtol=1e-4)
@@ -144,7 +165,7 @@ def test_logits_come_over_http(client, asks):
     torch.testing.assert_close(rows.logsumexp, every.logsumexp(-1), atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("asks", ["complete", "stream"])
+@COMPLETE
 def test_reduced_rows_come_over_http(client, asks):
     """They are reductions of the rows of another request."""
     asked = [
@@ -169,8 +190,8 @@ def test_reduced_rows_come_over_http(client, asks):
     torch.testing.assert_close(mine["resid_post", -1], last, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("asks", ["complete", "stream"])
-def test_lenses_come_over_http(client, asks):
+@STREAM
+def test_lenses_come_over_http(client, parameters, asks):
     """They are the head's and the norm's of what was captured, and those of a stream are parts."""
     last = {"positions": ["last_prompt", "generated"]}
     given = Lens([3, -1], top=4, tokens=[" Paris"], **last, stream=asks == "stream")
@@ -184,8 +205,8 @@ def test_lenses_come_over_http(client, asks):
     assert rows.layers == (3, 29)
     stream = torch.stack([found.activations["resid_post", layer] for layer in (3, -1)], 1)
     scale = torch.rsqrt(stream.pow(2).mean(-1, keepdim=True) + 1e-5)
-    normed = stream * scale * client.parameter("model.norm.weight")
-    every = normed @ client.parameter("lm_head.weight").T
+    normed = stream * scale * parameters("model.norm.weight")
+    every = normed @ parameters("lm_head.weight").T
     torch.testing.assert_close(rows.values, every.topk(4).values, atol=1e-3, rtol=1e-4)
     torch.testing.assert_close(rows.values, every.gather(2, rows.ids), atol=1e-3, rtol=1e-4)
     torch.testing.assert_close(rows.logsumexp, every.logsumexp(-1), atol=1e-3, rtol=1e-4)
@@ -203,23 +224,23 @@ def test_lenses_come_over_http(client, asks):
             assert torch.equal(part.ranks, rows.ranks[at])
 
 
-def test_a_lens_that_the_server_has_from_its_start_is_had_over_http(client):
+def test_a_lens_that_the_server_has_from_its_start_is_had_over_http(client, parameters):
     """It maps the stream of its layer before the norm."""
     asked = [Lens(3, top=4, kind="mapped"), Capture(3)]
     found = client.complete(PROMPT, **ASKED, capture=asked)
     rows = found.lens["mapped"]
     moved = found.activations["resid_post", 3].float() @ MAP.T
     scale = torch.rsqrt(moved.pow(2).mean(-1, keepdim=True) + 1e-5)
-    every = moved * scale * client.parameter("model.norm.weight")
-    every = every @ client.parameter("lm_head.weight").T
+    every = moved * scale * parameters("model.norm.weight")
+    every = every @ parameters("lm_head.weight").T
     torch.testing.assert_close(rows.values[:, 0], every.topk(4).values, atol=1e-3, rtol=1e-4)
     with pytest.raises(ServerError, match="there is no lens 'other'; there is 'logit', 'mapped'"):
         client.complete(PROMPT, **ASKED, capture=Lens(3, kind="other"))
 
 
-def test_a_token_steers_over_http_as_its_direction_does(client):
+def test_a_token_steers_over_http_as_its_direction_does(client, parameters):
     """The direction is that of the parameters that a client may fetch."""
-    read = client.parameter("model.norm.weight") * client.parameter("lm_head.weight")[7042]
+    read = parameters("model.norm.weight") * parameters("lm_head.weight")[7042]
     capture = Capture([20], positions="last_prompt")
     kept = []
     for edit in (None, Steer(read / read.norm(), 20, 30.0), Steer(token=7042, layer=20, scale=30)):
@@ -233,7 +254,7 @@ def test_a_token_steers_over_http_as_its_direction_does(client):
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("asks", ["complete", "stream"])
+@STREAM
 def test_features_come_over_http(client, asks):
     """Of an SAE that the server has from its start: they are those of what was captured."""
     last = {"positions": ["last_prompt", "generated"]}
@@ -314,7 +335,7 @@ def test_vectors_are_reconstructed_over_http_by_the_name_of_an_sae(client):
         assert float(error.max()) <= 1e-4
 
 
-@pytest.mark.parametrize("asks", ["complete", "stream"])
+@STREAM
 def test_attention_comes_over_http(client, asks):
     asked = [
         Attention([10], heads=[0, 3], queries=["last_prompt", "generated"], reduce="full"),

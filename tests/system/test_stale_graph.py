@@ -1,12 +1,16 @@
-"""One compile cache, many settings."""
+"""One compile cache, many settings. By day `unit/runtime/worker/taps/test_tapped_model.py` checks
+that each model has entries of its own there.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.stale_check import check_no_stale_graph
 
 
+@pytest.mark.nightly
 def test_a_graph_compiled_under_other_settings_is_never_used(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

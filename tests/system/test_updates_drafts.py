@@ -10,5 +10,5 @@ CASES = Path(__file__).resolve().parents[1] / "support" / "updates_while_draftin
 
 
 def test_updates_of_requests_with_drafts_hold_where_the_receipt_says() -> None:
-    process = start("-m", "pytest", "-q", "-p", "no:xdist", CASES, fresh=True, env=environment())
+    process = start("-m", "pytest", "-q", "-p", "no:xdist", CASES, env=environment())
     assert process.wait(timeout=300) == 0

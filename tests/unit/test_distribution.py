@@ -158,7 +158,17 @@ def test_neither_torch_nor_vllm_is_there(python):
         assert done.returncode != 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+NIGHT = pytest.mark.nightly  # each command is a process
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, marks=NIGHT),
+        pytest.param(torch.float16, marks=NIGHT),
+        torch.bfloat16,
+    ],
+)
 def test_rows_and_scores_are_arrays_of_numpy(python, tmp_path, dtype):
     file, rows = answer(tmp_path, dtype)
     script = tmp_path / "script.py"
@@ -199,11 +209,11 @@ def test_the_installed_command_shows_its_version_and_its_help(python):
     "arguments",
     [
         ("serve", "some/model"),
-        ("doctor", "some/model"),
-        ("demo",),
+        pytest.param(("doctor", "some/model"), marks=NIGHT),
+        pytest.param(("demo",), marks=NIGHT),
         ("capture", "m", "--data", "DATA", "--out", "OUT"),
-        ("inspect", "OUT"),
-        ("verify", "OUT"),
+        pytest.param(("inspect", "OUT"), marks=NIGHT),
+        pytest.param(("verify", "OUT"), marks=NIGHT),
     ],
 )
 def test_a_command_that_needs_an_extra_names_it(python, tmp_path, arguments):
@@ -216,7 +226,7 @@ def test_a_command_that_needs_an_extra_names_it(python, tmp_path, arguments):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["LLM", "AsyncLLM", "open_store"])
+@pytest.mark.parametrize("name", ["LLM", pytest.param("AsyncLLM", marks=NIGHT), "open_store"])
 def test_a_name_that_needs_an_extra_raises_an_import_error_that_names_it(python, name):
     code = f"""
 import midstream

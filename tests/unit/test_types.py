@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.pages import blocks
 
-# Starts processes of its own, which take long.
-pytestmark = pytest.mark.engine
+# Starts processes of its own, which take long to read PyTorch and vLLM.
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
@@ -167,12 +167,10 @@ def mypy_errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tupl
     return found
 
 
-@pytest.mark.nightly
 def test_mypy_finds_no_error_in_the_examples_and_the_pages(mypy_errors):
     assert {name: each for name, each in mypy_errors.items() if name != "wrong.py"} == {}
 
 
-@pytest.mark.nightly
 def test_mypy_agrees(mypy_errors):
     # The project's settings skip vLLM, so an output's unknown attribute may be vLLM's.
     unseen = WRONG.splitlines().index('LLM("m").generate("a")[0].activation') + 1

@@ -187,10 +187,8 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
             edits: an operation or its dict with `op`, or a list of them; applied in order, after
                 those of `steer`.
             probes: a `Probe` or its dict, or a list of them.
-            controller: changes the edits by the probes' scores: a law, the name of one of the
-                setting `controllers`, a `Controller` with `mode="sync"`, or its dict, in the engine
-                core between two steps; or a `Controller` with `mode="async"`, such as one of your
-                own functions, which no step waits for, and which needs n = 1.
+            controller: changes the edits by the probes' scores: a `Controller`, a law, the name of
+                one of the setting `controllers`, or a dict. With `mode="async"` it needs n = 1.
             **vllm_args: other arguments of `vllm.LLM.generate`.
 
         Returns:

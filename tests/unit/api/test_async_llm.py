@@ -20,6 +20,7 @@ llm.shutdown()
 
 
 @pytest.mark.engine
+@pytest.mark.nightly  # a fresh interpreter takes long to import vLLM
 def test_an_engine_that_is_freed_at_the_interpreters_end_prints_no_error():
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -101,6 +101,7 @@ def test_wrong_options_are_refused_with_what_would_be_right(arguments, said):
     assert (found["status"], said in found["error"]) == (2, True)
 
 
+@pytest.mark.engine
 def test_it_imports_no_vllm_and_no_transformers():
     code = (
         "import sys\n"

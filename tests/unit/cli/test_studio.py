@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from midstream.cli import serve, studio
 from midstream.cli.app import app
 
+pytestmark = pytest.mark.engine  # starts servers
 # A server: it answers at the path of the page alone, then ends with a status.
 SERVER = """
 import sys, http.server

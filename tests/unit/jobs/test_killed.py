@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from support.nightly import rounds
 from unit.jobs.killing import LINES, Killed
 
 
+@pytest.mark.engine  # in processes of their own
 def test_jobs_that_are_killed_at_random_are_resumed_without_a_lost_or_doubled_row(tmp_path):
     chance = random.Random(11)
     kills = jobs = 0

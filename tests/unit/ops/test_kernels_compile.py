@@ -11,6 +11,7 @@ import torch
 
 from midstream.ops import layout
 
+pytestmark = pytest.mark.engine  # compiles
 triton = pytest.importorskip("triton")
 
 INTEGERS = ("tokens", "ids", "tally", "table", "instructions", "lists", "scans", "states")
@@ -73,7 +74,7 @@ def _types(names: list[str], constants: Mapping[str, Any]) -> dict[str, str]:
     [
         "site",
         "site of many rows",
-        "dependent site",
+        pytest.param("dependent site", marks=pytest.mark.nightly),
         "maps",
         "scan",
         "encode",

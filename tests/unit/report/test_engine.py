@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import own_process
 
 from midstream.demo import prompts
 from midstream.fit import Directions
@@ -29,14 +30,10 @@ MAX_TOKENS = 6
 @pytest.fixture(scope="module")
 def page(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("demo") / "report.html"
-    command = [sys.executable, "-m", "midstream.demo", "--model", str(smollm2), "--out", str(out)]
-    command += ["--max-tokens", str(MAX_TOKENS), "--scales", *map(str, SCALES)]
-    paths = os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Mean reading by strength" in " ".join(done.stdout.split())
+    options = ["--model", smollm2, "--out", out, "--max-tokens", str(MAX_TOKENS)]
+    options += ["--scales", *map(str, SCALES)]
+    shown = own_process.python("-m", "midstream.demo", *options, timeout=540)
+    assert "Mean reading by strength" in " ".join(shown.split())
     return out.read_text(encoding="utf-8")
 
 
@@ -107,6 +104,8 @@ def reference(smollm2: Path) -> Reference:
     return Reference(smollm2)
 
 
+# Of all sentences in transformers, which takes long. By day `engine/test_fit.py` has a fit against
+# one on transformers' rows.
 @pytest.fixture(scope="module")
 def fitted(reference: Reference) -> Any:
     last = [
@@ -116,6 +115,7 @@ def fitted(reference: Reference) -> Any:
     return Directions.from_rows(*last, folds=6, seed=0)
 
 
+@pytest.mark.nightly
 def test_separability_equals_a_recomputation_from_transformers(
     data: dict[str, Any], fitted: Any
 ) -> None:
@@ -129,6 +129,7 @@ def test_separability_equals_a_recomputation_from_transformers(
     assert data["gap_norm"] == pytest.approx(fitted[data["layer"]].gap, rel=1e-3)
 
 
+@pytest.mark.nightly
 def test_heatmaps_equal_a_recomputation_from_transformers(
     data: dict[str, Any], reference: Reference, fitted: Any
 ) -> None:
@@ -144,6 +145,7 @@ def test_heatmaps_equal_a_recomputation_from_transformers(
         )
 
 
+@pytest.mark.nightly
 def test_answers_equal_transformers_steered_by_hooks(
     data: dict[str, Any], reference: Reference, fitted: Any
 ) -> None:
@@ -154,6 +156,7 @@ def test_answers_equal_transformers_steered_by_hooks(
             assert answer["text"] == reference.answer(question["prompt"], vector, layer)
 
 
+@pytest.mark.nightly
 def test_readings_equal_a_recomputation_and_rise_with_strength(
     data: dict[str, Any], reference: Reference, fitted: Any
 ) -> None:

@@ -127,6 +127,7 @@ for nth in range(5):
 """
 
 
+@pytest.mark.engine
 def test_what_was_handed_over_is_kept_though_the_program_ends_without_waiting(tmp_path):
     python("-c", PROGRAM, tmp_path / "store", timeout=120, fresh=True)
     found = open_store(tmp_path / "store").requests

@@ -172,6 +172,7 @@ while True:
 """
 
 
+@pytest.mark.engine
 def test_a_process_that_is_killed_while_it_changes_leaves_a_state_that_goes_on(
     folder: Path,
 ) -> None:

@@ -20,6 +20,7 @@ from unit.store.making import entry, header, same, write
 from midstream import StoreError, open_store
 from midstream.store import RowDataset
 
+WORKERS = pytest.mark.engine  # processes that read
 TAPS = (("resid_pre", 0), ("resid_post", 3))
 
 
@@ -46,7 +47,7 @@ def flat(batches):
 # ---------------------------------------------------------------- every row once
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, *(pytest.param(n, marks=WORKERS) for n in (1, 3))])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_comes_once_whatever_the_number_of_workers(selection, workers, shuffle):
     dataset = RowDataset(selection, 100, shuffle=shuffle, buffer=512)
@@ -76,6 +77,7 @@ def test_a_selection_of_no_rows_has_no_batches(selection, tmp_path):
         assert epoch(RowDataset(open_store(tmp_path).select(), 10), workers) == []
 
 
+@WORKERS
 def test_workers_that_get_nothing_to_do_are_no_harm(selection, tmp_path):
     write(tmp_path, [entry("a", rows=5, taps=TAPS[:1])])
     assert sorted(flat(epoch(RowDataset(open_store(tmp_path).select(), 2), 3))) == list(range(5))
@@ -84,7 +86,7 @@ def test_workers_that_get_nothing_to_do_are_no_harm(selection, tmp_path):
 # ---------------------------------------------------------------- the rows themselves
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=WORKERS)])
 def test_each_row_comes_with_what_belongs_to_it(selection, workers):
     dataset = RowDataset(selection, 64)
     for batch in DataLoader(dataset, batch_size=None, num_workers=workers):
@@ -109,6 +111,7 @@ def test_a_batch_does_not_hold_the_whole_buffer(selection):
     assert batch["values"].untyped_storage().nbytes() == 8 * 8 * 2
 
 
+@WORKERS
 def test_an_object_store_can_be_read_by_workers(bucket):  # noqa: F811
     root = f"s3://{bucket}/x"
     write(root, [entry("a", rows=600, taps=TAPS)])
@@ -120,6 +123,7 @@ def test_an_object_store_can_be_read_by_workers(bucket):  # noqa: F811
 # ---------------------------------------------------------------- the order
 
 
+@WORKERS
 def test_the_order_follows_from_seed_epoch_and_number_of_workers(selection):
     dataset = RowDataset(selection, 50, buffer=512, seed=5)
     first = epoch(dataset)
@@ -142,6 +146,7 @@ def test_torch_s_own_seed_changes_nothing(selection):
     assert epoch(dataset) == first
 
 
+@WORKERS
 def test_workers_that_live_on_are_told_of_the_epoch(selection):
     dataset = RowDataset(selection, 50, buffer=512)
     loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)

@@ -11,6 +11,8 @@ from unit.store.killing import Killed
 from midstream import open_store
 from midstream.store import merge, prune, verify
 
+pytestmark = pytest.mark.engine  # starts processes of its own
+
 
 @pytest.mark.parametrize("die_at", range(rounds(suite=18, nightly=120)))
 def test_a_writer_that_dies_before_any_of_its_system_calls(tmp_path, die_at):

@@ -203,17 +203,7 @@ class BaseFrontEnd:
         uid = secrets.token_hex(16)
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)
-        set_payload(
-            request,
-            RequestPayload(
-                uid,
-                prepared.packed,
-                prepared.keys,
-                acts=prepared.acts,
-                control=prepared.control,
-                split=prepared.split,
-            ),
-        )
+        set_payload(request, prepared.payload(uid))
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused

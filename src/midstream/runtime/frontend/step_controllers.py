@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controller_run import ControllerRun
 from midstream.runtime.frontend.request.plan_changes import PlanChanges
 from midstream.runtime.frontend.results.partial_scores import StreamState
-from midstream.runtime.protocol.scores import ScoreBlock, Span
+from midstream.runtime.frontend.rpc.fetch import Call, scores_by_uid
+from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
+from midstream.runtime.protocol.rpc import ReadScores
+from midstream.runtime.protocol.scores import Span
 from midstream.spec import ResolvedPlan
 from midstream.spec.controller import Answer
-
-# Returns scores of running requests, per uid, given the positions.
-ReadSpans = Callable[[dict[str, Span]], Mapping[str, list[ScoreBlock]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,13 +47,15 @@ class _Controlled:
 class StepControllers:
     """The controllers of the running requests of one engine."""
 
-    def __init__(self, changes: PlanChanges, read: ReadSpans) -> None:
+    def __init__(self, changes: PlanChanges, workers: Sequence[RemoteWorker], call: Call) -> None:
         """Args:
         changes: changes the plans of the engine's requests.
-        read: reads scores from the workers.
+        workers: the engine's workers.
+        call: sends them a request, and waits for their answers.
         """
         self._changes = changes
-        self._read = read
+        self._workers = workers
+        self._call = call
         self._running: dict[str, _Controlled] = {}
 
     def add(self, uid: str, call_plan: CallPlan, plan: ResolvedPlan, request: Any) -> None:
@@ -76,12 +78,14 @@ class StepControllers:
         for uid in uids:
             self._running.pop(uid, None)
 
-    def step(self, states: Mapping[str, Any]) -> None:
+    def step(self, states: Mapping[str, Any], ended: Iterable[str] = ()) -> None:
         """Do what has been answered, and call the controllers that have new scores.
 
         Args:
             states: vLLM's states of running requests, by its ids.
+            ended: uids of the requests that ended in the step.
         """
+        self.end(ended)
         spans: dict[str, Span] = {}
         for uid, one in self._running.items():
             self._finish_call(one)
@@ -98,7 +102,8 @@ class StepControllers:
                     spans[uid] = span
         if not spans:
             return
-        for uid, blocks in self._read(spans).items():
+        answers = self._call(ReadScores(spans))
+        for uid, blocks in scores_by_uid(self._workers, spans, answers).items():
             one = self._running[uid]
             one.stream.add(blocks)
             tokens = len(one.stream.tokens) - one.prompt_len

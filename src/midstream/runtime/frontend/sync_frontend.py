@@ -32,7 +32,6 @@ from midstream.runtime.frontend.rpc.fetch import (
     carry_out,
     collect,
     collect_partial,
-    scores_by_uid,
 )
 from midstream.runtime.frontend.rpc.parameters import check_awake, read_parameter
 from midstream.runtime.frontend.rpc.rpc_client import Started, start_rpc
@@ -44,13 +43,11 @@ from midstream.runtime.protocol.rpc import (
     RPC,
     A,
     DescribeWorker,
-    ReadScores,
     ReleaseRequests,
     RpcRequest,
     arguments_of,
     read_answers,
 )
-from midstream.runtime.protocol.scores import ScoreBlock, Span
 from midstream.spec import Plan
 
 # Results of finished requests are fetched together. While the engine runs, a fetch begins when so
@@ -130,15 +127,14 @@ class FrontEnd(BaseFrontEnd):
         self._start = start_rpc(engine)
         self._fetch: _Fetch | None = None
         self._streamer = StepRowStreamer(self.sinks, self._release_rows, self._fetch_rows)
-        self._controllers = StepControllers(self.changes, self._read_scores)
+        self._controllers = StepControllers(self.changes, self._workers[0], self._call)
 
     def check_id(self, request_id: str) -> None:
         if request_id in self._running:
             raise _taken(request_id)
 
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
-        # Also a running request without a plan must have another id: its output would be taken for
-        # that of this request.
+        # Also one without a plan must have another id: its output would be taken for this one's.
         name = request.request_id
         if name in self._running or name in self._outputs.external_req_ids:
             raise _taken(name)
@@ -195,8 +191,7 @@ class FrontEnd(BaseFrontEnd):
                 self._finished.append(_FinishedRequest(admitted, output))
                 ended.append(admitted.uid)
         self._release_tables(ended)
-        self._controllers.end(ended)
-        self._controllers.step(self._outputs.request_states)
+        self._controllers.step(self._outputs.request_states, ended)
         self._streamer.deliver_due(self._outputs.request_states)
         idle = not self._has_unfinished()
         if self._fetch is not None and self._fetch.answers.done():
@@ -325,9 +320,8 @@ class FrontEnd(BaseFrontEnd):
     def _set_done_results(self) -> None:
         """Set results on the outputs that no sink delays."""
         waiting = self._waiting_for(_Stage.SINKS)
-        self._set_results(
-            [one for one in waiting if one.delivery is not None and one.delivery.is_done]
-        )
+        done = [one for one in waiting if one.delivery is not None and one.delivery.is_done]
+        self._set_results(done)
 
     def _set_results(self, finished: list[_FinishedRequest]) -> None:
         """Set results on these outputs, once their sinks have finished."""
@@ -350,10 +344,6 @@ class FrontEnd(BaseFrontEnd):
     def _fetch_rows(self, stops: dict[str, dict[str, int]]) -> dict[str, WorkerAnswers]:
         """Fetch rows of running requests, per uid; see `collect_partial`."""
         return carry_out(collect_partial(self._workers[0], stops), self._call)
-
-    def _read_scores(self, spans: dict[str, Span]) -> dict[str, list[ScoreBlock]]:
-        """Return scores of running requests, per uid."""
-        return scores_by_uid(self._workers[0], spans, self._call(ReadScores(spans)))
 
     def parameter(self, name: str) -> Tensor:
         """Return a parameter of the model; see `read_parameter` and `check_awake`."""

@@ -19,6 +19,8 @@ def reported_scores(
         shipment: its results.
         slots: the requests.
     """
+    if not slots.num_reporting:
+        return None
     runs = prepared.plan.runs
     chosen = (runs.scored > 0) & slots.reports[runs.slot]
     if not chosen.any():

@@ -76,8 +76,7 @@ class StepRecorder:
         rows: index of captured rows.
         scores: index of probe scores; a record is one row with a column for each score.
         prepared: the step whose forward pass is queued next; None if it has no program.
-        reported: scores of the last step, which leave with its output; None: no request reports
-            any, or they have left.
+        reported: scores that leave with the last step's output; None: there are none, or they left.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class StepRecorder:
         patterns: makes rows of attention; None: no request asks for any.
         reductions: what rows are reduced to.
         gate_states: what gates remember.
-        split_scores: adds up the ranks' parts of reported scores; None: there is one rank.
+        split_scores: adds up parts of reported scores; None: there are none.
         """
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
@@ -192,9 +191,7 @@ class StepRecorder:
                 self._slots.drop(plan.runs, lost.runs)
         if plan.scored:
             self._record_scores(prepared, shipment)
-        self.reported = None
-        if self._slots.num_reporting:
-            self.reported = reported_scores(prepared, shipment, self._slots)
+        self.reported = reported_scores(prepared, shipment, self._slots)
 
     def _row_bytes(self, codec: int) -> int:
         return self._codecs.encoding(codec).row_bytes(self._buffers.ring.dtype)

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from midstream import BusyError, Controller, Plan, Probe, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.step_controllers import StepControllers
-from midstream.runtime.protocol.scores import ScoreBlock
+from midstream.runtime.protocol.rpc import ReadScores, RunningScores
+from midstream.runtime.protocol.scores import RequestScores
 from midstream.spec import ModelShape, Prompt
 from midstream.spec.resolve.resolve import resolve
 
@@ -51,7 +51,10 @@ class Engine:
     def __init__(self, *controllers: Controller) -> None:
         self.changes = Changes()
         self.spans: list[dict[str, Any]] = []
-        self.requests = StepControllers(self.changes, self._read)  # type: ignore[arg-type]
+        part: Any = {"taps": [TAP], "parts": [1], "tensor_rank": 0, "tensor_ranks": 1}
+        worker: Any = SimpleNamespace(info=SimpleNamespace(**part))
+        changes: Any = self.changes
+        self.requests = StepControllers(changes, [worker], self._call)
         self.tokens: list[int] = []
         self.names = [f"u{nth}" for nth in range(len(controllers))]
         plan = Plan.make(probes=Probe([1.0, 0.0], 0, name="p"))
@@ -62,13 +65,15 @@ class Engine:
             call_plan = CallPlan(plan, controller=controller)
             self.requests.add(name, call_plan, resolved, request)
 
-    def _read(self, spans: Any) -> Any:
-        self.spans.append(dict(spans))
-        worker: Any = SimpleNamespace(taps=[TAP], parts=[1], tensor_rank=0, tensor_ranks=1, stage=0)
-        return {
-            uid: [ScoreBlock(worker, np.arange(*span), torch.arange(*span).float()[:, None])]
-            for uid, span in spans.items()
-        }
+    def _call(self, request: Any) -> Any:
+        assert isinstance(request, ReadScores)
+        self.spans.append(dict(request.spans))
+        scores = [
+            RequestScores(uid, 1, [(start, stop - start)])
+            for uid, (start, stop) in request.spans.items()
+        ]
+        values = [np.arange(*span, dtype=np.float32) for span in request.spans.values()]
+        return [RunningScores(scores, np.concatenate(values).tobytes())]
 
     def step(self, tokens: int = 1, waits_for: str | None = "u") -> None:
         """Generate tokens, and wait for the controllers of some requests that were called."""

@@ -51,7 +51,7 @@ def test_a_row_is_as_wide_as_the_codec_encodes_it(codec, dtype, hidden):
     ("layers", "length", "sites"),
     [
         ([3], 8, ["resid_post"]),
-        ([0, 5, 9], 64, ["resid_post"]),
+        pytest.param([0, 5, 9], 64, ["resid_post"], marks=pytest.mark.nightly),
         ([0, 5], 64, ["resid_post", "k", "mlp_act"]),
         pytest.param("all", 200, ["resid_post"], marks=pytest.mark.nightly),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import transformers as hf
+from support.nightly import NIGHTLY
 
 from midstream.results.site_table import SiteTable
 from midstream.sites import IN_LAYERS, OUTER
@@ -134,7 +135,7 @@ def test_right_answers_are_ok(reference, asked, right):
     assert {one.name for one in found.operations} == {*trying.OPERATIONS, *trying.OF_PARTS}
 
 
-@pytest.mark.parametrize("tap", SOME)
+@pytest.mark.parametrize("tap", SOME[:: 1 if NIGHTLY else 2])
 def test_a_site_that_is_read_wrongly_is_wrong_there_alone(reference, asked, right, tap):
     found = judged(reference, asked, right, halve(tap))
     assert found.outcome == WRONG
@@ -191,7 +192,7 @@ def test_a_stale_branch_of_attention_is_not_ok_in_a_model_that_is_another(
     assert STATUS[judged(reference, asked, another, spoil).outcome] != 0
 
 
-@pytest.mark.parametrize("tap", [tap for tap in SOME if tap[0] in OUTER])
+@pytest.mark.parametrize("tap", [tap for tap in SOME if tap[0] in OUTER][:: 1 if NIGHTLY else 3])
 def test_a_site_that_is_read_wrongly_of_a_model_that_is_another_is_wrong_still(
     reference, asked, another, tap
 ):

@@ -11,6 +11,7 @@ from midstream.runtime.protocol.acting_probes import ActingProbe
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.control import Control
 from midstream.runtime.protocol.rank_parts import SplitScore
+from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.spec import ModelShape, Plan, ResolvedPlan
 
 
@@ -52,6 +53,16 @@ class PreparedPlan:
         if found is None:
             found = self._returned[captures] = prompt_bytes(self.plan, captures, shape)
         return found
+
+    def payload(self, uid: str) -> RequestPayload:
+        """Return the payload of a request.
+
+        Args:
+            uid: midstream's request id.
+        """
+        return RequestPayload(
+            uid, self.packed, self.keys, acts=self.acts, control=self.control, split=self.split
+        )
 
     @property
     def is_empty(self) -> bool:

@@ -104,7 +104,9 @@ KINDS = {"full": FULL, "top": 10, "mass": 1, "entropy": 1, "scores": FULL}
 RUNS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("workspace", [1, 1 << 11, 1 << 26])
+@pytest.mark.parametrize(
+    "workspace", [pytest.param(1, marks=pytest.mark.nightly), 1 << 11, 1 << 26]
+)
 @given(
     RUNS,
     st.sampled_from(FORMS),

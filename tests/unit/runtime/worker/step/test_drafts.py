@@ -112,9 +112,9 @@ class Decoding:
     ("seed", "lag", "late"),
     [
         (0, None, False),
-        (1, 0, True),
         (2, 1, True),
-        (3, 4, False),
+        pytest.param(1, 0, True, marks=pytest.mark.nightly),
+        pytest.param(3, 4, False, marks=pytest.mark.nightly),
         pytest.param(0, None, True, marks=pytest.mark.nightly),
         pytest.param(1, 0, False, marks=pytest.mark.nightly),
         pytest.param(2, 1, False, marks=pytest.mark.nightly),
