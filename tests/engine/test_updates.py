@@ -156,6 +156,36 @@ def test_every_completion_changes_from_a_position_of_its_own(llm: Any, oracle: O
         check_replay(oracle, PROMPT, one, {0: [hook], 1: [later]}, is_greedy=False)
 
 
+def test_a_request_that_began_with_no_edits_yet_gets_them_later(llm: Any, oracle: Oracle) -> None:
+    """Its blocks below the update are those of plain requests; later ones are not."""
+    run = Stepped(llm)
+    prompt = [(5 * n) % 180 + 4 for n in range(60)]
+    edit, hook = steer(vector(1), 1, 3.0)
+    for name in ("a", "b"):
+        run.add(name, prompt, greedy(50), edits=[])
+    run.step(4)
+    (position,) = llm.update("a", edits=edit).positions.values()
+    run.step(3)
+    llm.update("a", scale=0.5)
+    outputs = run.finish()
+    assert position == len(prompt) + 3
+    completion, plain = outputs["a"].outputs[0], outputs["b"].outputs[0]
+    assert plain.receipt.status == completion.receipt.status == "ok"
+    assert (plain.receipt.versions, plain.receipt.edited, plain.activations) == ((), None, None)
+    assert held(completion.receipt) == [
+        (0, position), (position, position + 3), (position + 3, len(prompt) + 49)
+    ]  # fmt: skip
+    assert completion.receipt.edited.applied == len(prompt) + 49 - position
+    half = steer(vector(1), 1, 1.5)[1]
+    check_replay(oracle, prompt, completion, {1: [hook], 2: [half]})
+    check_replay(oracle, prompt, plain, {})
+    # The second block has the first tokens with the edit: that of `b`, which has the same ids.
+    for one, hits in ((completion, 64), (plain, 96)):
+        whole = {"prompt_token_ids": [*prompt, *one.token_ids]}
+        later = llm.generate(whole, greedy(1), use_tqdm=False)[0]
+        assert (later.num_cached_tokens, later.receipt) == (hits, None)
+
+
 def test_what_cannot_change_says_so_and_changes_nothing(llm: Any, oracle: Oracle) -> None:
     run = Stepped(llm)
     first, hook = steer(vector(1), 1, 2.0)

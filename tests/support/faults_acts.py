@@ -97,13 +97,13 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "The layers of a probe have each other's vectors, if they are not listed in their order",
         "spec/resolve/resolve.py",
-        "                steps = (steps[_place_of(self._shape, tap, probe.layers)],)\n",
+        "                steps = (steps[place_of(self._shape, tap, probe.layers)],)\n",
         "                steps = (steps[len(found)],)\n",
         FORMS + "::test_a_probe_of_several_layers_sums_their_products_and_has_its_bias_once",
     ),
     Fault(
         "A gate of several layers reads the last one alone",
-        "spec/resolve/resolve.py",
+        "spec/resolve/gates.py",
         "        added = replace(gate, slot=slot, flags=gate.flags | Flags.ADDS)\n",
         "        added = gate\n",
         FORMS + "::test_a_gate_reads_the_sum_of_several_layers_at_the_last_of_them_or_later",

@@ -87,7 +87,8 @@ def check_replay(
     Args:
         oracle: the reference.
         prompt: its prompt.
-        completion: with `activations` of every layer, `receipt`, and greedy tokens.
+        completion: with `activations`, which are compared if there are any, `receipt`, and greedy
+            tokens.
         versions: the edits of each version, by its number.
         is_greedy: whether the tokens are the likeliest ones.
     """
@@ -116,7 +117,7 @@ def _compare(
         best = mine.max(-1).values
         chosen = mine.gather(1, torch.tensor(list(completion.token_ids))[:, None])[:, 0]
         assert (best - chosen < TIE).all(), "a token is not the likeliest of the replay"
-    for tap in completion.activations:
+    for tap in completion.activations or ():
         rows = completion.activations[tap]
         positions = completion.activations.positions_of(*tap)
         assert relative_error(rows.float(), seen[tap][positions]) < TOLERANCE, tap

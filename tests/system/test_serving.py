@@ -34,7 +34,7 @@ from support.serving_offline import (
 )
 from support.spans import Spans, collecting
 
-from midstream import Capture, Client, Gate, Probe, Reading, Steer, extra_body
+from midstream import Capture, Client, Probe, Steer, extra_body
 from midstream.client import ServerError
 from midstream.store import open_store
 
@@ -221,21 +221,6 @@ def test_a_stream_of_several_prompts_has_each_ones_scores_at_its_choice(client):
 
 
 # ---------------------------------------------------------------- steering and vectors
-
-
-def test_the_gate_of_a_conversation_goes_on_in_its_next_request(client):
-    """A gate that opens at once, and one that opens only if it is open already."""
-    for conversation, bias in (("open", 1e6), ("closed", -1e6)):
-        reading = Reading(VECTOR, bias, layer=5)
-        hold = f"conversation:{conversation}"
-        asked = {"edits": Gate(Steer(VECTOR, 12, 0.2), reading, hold=hold)}
-        for position in (None, 0):
-            (carried,) = ask(client, Case(PROMPT, asked)).receipt.carried
-            assert (carried.conversation, carried.position) == (conversation, position)
-            assert (carried.layer, carried.is_open) == (5, conversation == "open")
-    with pytest.raises(ServerError, match="400: .*one completion") as refused:
-        ask(client, Case(PROMPT, asked), n=2)
-    assert refused.value.param == "midstream.edits[0].hold"
 
 
 def test_a_named_vector_does_what_the_vector_itself_does(client, offline):

@@ -51,8 +51,8 @@ class AsyncUpdates:
         each held.
 
         Args:
-            request_id: the id that was given to `generate`, of a request with a plan; or the
-                CallPlan in its sampling parameters.
+            request_id: the id that was given to `generate`, of a request with a plan, if only
+                `edits=[]`; or the CallPlan in its sampling parameters.
             edits: the request's own edits from now on, in any form of `generate`; `[]`: none. Their
                 positions are those of the whole request. None: those given last.
             scale: factor on the strength of the edits given last (with the request, or as `edits`
@@ -67,8 +67,7 @@ class AsyncUpdates:
             BusyError: the request waits for capacity, or there is none for another version.
         """
         front = self._front
-        is_empty = isinstance(edits, (list, tuple)) and not edits
-        keys = front.directions.needed(None if is_empty else Plan.make(edits=edits))
+        keys = front.directions.needed(Plan.make(edits=edits))
         if keys:
             await front.directions.fetch(keys)
         found: PlanUpdate = await front.changes.update_later(request_id, edits, scale)

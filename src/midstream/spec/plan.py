@@ -27,12 +27,13 @@ T = TypeVar("T")
 # What applies to every request of an engine, before what it asks for itself.
 ServerWide = Edit | Probe
 
-_EMPTY = "the plan is empty: give `capture`, `edits` or `probes`"
+_EMPTY = "the plan is empty: give `capture`, `edits` or `probes`, or `edits=[]` to update it later"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The captures, edits and probes of one request.
+    """The captures, edits and probes of one request. One without any asks for nothing yet: the
+    request has a receipt, and can be updated while it runs.
 
     Attributes:
         captures: activations to record; where captures overlap, a row is captured once.
@@ -44,7 +45,7 @@ class Plan:
             does.
 
     Raises:
-        SpecError: all are empty, a capture is given twice, two captures with the same destination
+        SpecError: a capture is given twice, two captures with the same destination
             have different metadata, two probes have the same name, or the controller has nothing
             to read.
     """
@@ -68,8 +69,6 @@ class Plan:
                 raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(parts)}")
         if self.controller is not None:
             _check_controller(self, self.controller)
-        if not (self.captures or self.edits or self.probes):
-            raise SpecError("", _EMPTY)
         first: dict[Capture, int] = {}
         for index, capture in enumerate(self.captures):
             if first.setdefault(capture, index) != index:
@@ -142,7 +141,8 @@ class Plan:
         Args:
             capture: None, a Capture, an Attention or the dict of one, or a list or tuple of these;
                 or a dict by sink, see `read_consumers`.
-            edits: None, an edit or a dict with `op`, or a list or tuple of these.
+            edits: None, an edit or a dict with `op`, or a list or tuple of these, which may be
+                empty: an update may give some.
             probes: None, a Probe or dict, or a list or tuple of these.
             controller: None, or any form of `Controller.parse`.
 
@@ -156,9 +156,10 @@ class Plan:
             return None
         with at("controller"):
             chosen = None if controller is None else Controller.parse(controller)
+        is_none_yet = isinstance(edits, (list, tuple)) and not edits
         return Plan(
             _read_parts("capture", capture, parse_capture),
-            _read_parts("edits", edits, parse_edit),
+            () if is_none_yet else _read_parts("edits", edits, parse_edit),
             _read_parts("probes", probes, Probe.parse),
             controller=chosen,
         )
@@ -174,7 +175,7 @@ class Plan:
             found["probes"] = [probe.to_dict() for probe in self.probes]
         if self.controller is not None:
             found["controller"] = self.controller.to_dict()
-        return found
+        return found or {"edits": []}
 
     def to_json(self) -> str:
         """Return the JSON form as text."""

@@ -17,7 +17,7 @@ from midstream.spec.positions.items import TokenIds
 CAPTURE = {"layers": [0, 1]}
 STEER = {"op": "steer", "vector": [1.0, 2.0], "layer": 1}
 PROBE = {"direction": [1.0, 2.0], "layer": 1}
-NOTHING = "the plan is empty: give `capture`, `edits` or `probes`"
+NOTHING = r"the plan is empty: give `capture`, `edits` or `probes`, or `edits=\[\]` to update"
 OPS = (
     "`steer`, `ablate`, `clamp`, `feature`, `reconstruct`, `affine`, `loreft`, `replace`, `scale`, "
     "`route`, `bias`, `gate`"
@@ -118,7 +118,6 @@ def test_a_plan_tells_whether_it_needs_the_prompts_tokens(part):
     [
         ({}, "", NOTHING),
         ({"capture": []}, "capture", "the list is empty"),
-        ({"capture": CAPTURE, "edits": []}, "edits", "the list is empty"),
         ({"capture": None}, "capture", "expected a dict or a list, got `None`"),
         ({"captures": CAPTURE}, "", "unknown field 'captures' .did you mean `capture`"),
         (
@@ -211,8 +210,14 @@ def test_the_constructor_refuses_what_parsing_would_have_read():
         Plan([Capture(0)])
     with pytest.raises(SpecError, match="edits: expected a tuple of edits; see Plan.make"):
         Plan((), (STEER,))
-    with pytest.raises(SpecError, match="the plan is empty"):
-        Plan()
+
+
+def test_a_plan_without_edits_yet_is_another_than_none():
+    assert Plan.make() is None
+    for edits in ([], ()):
+        assert Plan.make(edits=edits) == Plan() == Plan.parse(Plan().to_json())
+    assert Plan().to_dict() == {"edits": []}
+    assert Plan.make(probes=PROBE, edits=[]) == Plan.make(probes=PROBE)
 
 
 @given(json_values | st.binary() | st.text())

@@ -152,10 +152,8 @@ class BaseFrontEnd:
         if own is not None:
             self.sinks.check(own)
         before, also = self.steering.plan_edits(), self.captures.current
-        recalled = self.conversations.of(request, own)
-        prepared = self._resolver.resolve(
-            call_plan, before, also, self.vectors.lookup, request, recalled
-        )
+        lookup, recalled = self.vectors.lookup, self.conversations.of(request, own)
+        prepared = self._resolver.resolve(call_plan, before, also, lookup, request, recalled)
         if getattr(request, "resumable", False) and not prepared.is_empty:
             raise SpecError(
                 "",
@@ -165,11 +163,10 @@ class BaseFrontEnd:
         if own is not None and call_plan.most_bytes is not None:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         admitted = self._attach_payload(request, prepared, own, also)
-        if admitted is None:
-            return None
-        given = (prepared.plan, request, call_plan, before, also, admitted.later, recalled)
-        self.changes.add(admitted.uid, *given)
-        return admitted if recalled is None else replace(admitted, recalled=recalled)
+        if admitted is not None:
+            given = (prepared.plan, request, call_plan, before, also, admitted.later, recalled)
+            self.changes.add(admitted.uid, *given)
+        return admitted and replace(admitted, recalled=recalled)
 
     def _attach_payload(
         self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
@@ -179,7 +176,7 @@ class BaseFrontEnd:
         Raises:
             SpecError: the request's outputs would never show all results, or its rows never fit.
         """
-        if prepared.is_empty:
+        if prepared.is_empty and own is None:
             set_payload(request, None)
             return None
         params = request.sampling_params

@@ -50,8 +50,7 @@ class Gate:
         threshold: in units of the score.
         sharpness: not 0; None: a step function.
         hold: once open, for how many more tokens after the last that kept it open; "rest": for all
-            that follow in the request; "conversation:ID": also for those of later requests whose
-            gate names the conversation. None: it closes with that token.
+            of the request; "conversation:ID": also of later ones with it. None: for none.
         smooth: weight of the newest score in the moving average that is compared, between 0 and 1:
             s ← s + smooth · (score − s), from the first score on. None: each score as it is.
         release: an open gate stays open as long as the score exceeds this, at most the threshold.
@@ -90,8 +89,7 @@ class Gate:
                 `site` and `head`, or a Probe of directions.
             threshold: a number.
             sharpness: a number, or None.
-            hold: "rest", a number of tokens from 1, or "conversation:" and an id of 1 to 128 of
-                the characters A–Z a–z 0–9 _ . : / -, not starting with a dot or slash.
+            hold: "rest", a number of tokens from 1, or "conversation:" and an id; see `read_name`.
             smooth: a number between 0 and 1.
             release: a number, at most `threshold`.
 

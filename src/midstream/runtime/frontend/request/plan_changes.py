@@ -327,8 +327,6 @@ class PlanChanges:
         return found[0]
 
     def _read(self, edits: object) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
-        if isinstance(edits, (list, tuple)) and not edits:
-            return (), ()
         plan = Plan.make(edits=edits)
         assert plan is not None
         plan = plan.bind(self._lookup, self._num_layers)
@@ -376,5 +374,6 @@ def _end(change: PendingChange, answers: Sequence[UpdatedPlan]) -> PlanUpdate:
 def _ended(name: str) -> SpecError:
     return SpecError(
         "request_id",
-        f"request {name!r} is not running: it has ended, or no request with a plan has this id",
+        f"request {name!r} is not running: it has ended, or no request with a plan has this id; "
+        "one that begins with edits=[] can be changed later",
     )
