@@ -260,6 +260,20 @@ FAULTS: tuple[Fault, ...] = (
         ENGINE + "test_others_words.py::test_their_words_give_the_rows_and_tokens_of_ours",
     ),
     Fault(
+        "A request gets the receipt of another one of its plan, whose states differ",
+        "runtime/protocol/results.py",
+        "        return self.worker, self.states.tobytes(), known\n",
+        "        return self.worker, known\n",
+        "tests/unit/runtime/frontend/results/test_assembly.py::test_what_requests_of_one_plan_share_is_only_what_the_workers_said_alike",
+    ),
+    Fault(
+        "Requests of one plan share the positions that their callers may change",
+        "runtime/frontend/results/assembly.py",
+        "        positions = [one.positions.copy() for one in self.places]\n",
+        "        positions = [one.positions for one in self.places]\n",
+        "tests/unit/runtime/frontend/results/test_assembly.py::test_positions_of_a_request_can_be_changed_without_changing_those_of_the_next",
+    ),
+    Fault(
         "A missing edit is not reported",
         "runtime/frontend/results/receipts.py",
         "    wrong = np.flatnonzero((done != expected) & ~cached)\n",
