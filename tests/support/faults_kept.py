@@ -311,9 +311,9 @@ KEPT: tuple[Fault, ...] = (
     ),
     Fault(
         "Rows of different widths in one record are read from its beginning",
-        "runtime/protocol/results.py",
-        "        mine = records[:, 0, self.start : self.start + self.nbytes]\n",
-        "        mine = records[:, 0, : self.nbytes]\n",
+        "runtime/protocol/record_layout.py",
+        "            records = records[:, 0, self.start : self.start + self.nbytes]\n",
+        "            records = records[:, 0, : self.nbytes]\n",
         "tests/unit/runtime/frontend/results/test_assembly.py"
         "::test_rows_of_different_widths_are_those_of_their_taps",
     ),

@@ -9,10 +9,8 @@ the results have a lease, rows stay in the worker's arena, and each block has in
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import msgspec
 import numpy as np
@@ -20,10 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midstream.codecs import Codec, Raw, parse_codec
+from midstream.codecs import Codec
 from midstream.errors import MessageError, MidstreamError
 from midstream.results.encoded_rows import Chunk, Scattered
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage, Runs
+from midstream.runtime.protocol.record_layout import PatternHeader, layout_of
 from midstream.runtime.protocol.runs import Ints, count_of, expand_runs, within_runs
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.sites import Tap
@@ -33,20 +32,6 @@ KEPT_CHECKSUMS = 256
 _STATE = 2  # bytes of a position's state
 _SCORE = 4  # bytes of a score
 _RUN = 3 * 8  # bytes of a run of records in the arena
-
-
-class PatternHeader(ProtocolMessage, frozen=True, array_like=True):
-    """A row of attention in each record of a block, after its captured rows.
-
-    Attributes:
-        tap: what the plan calls it.
-        queries: index of the worker's tap at which its queries were read.
-        nbytes: bytes of a row.
-    """
-
-    tap: Tap
-    queries: Natural
-    nbytes: Natural
 
 
 class RowsHeader(ProtocolMessage, frozen=True, array_like=True):
@@ -342,7 +327,7 @@ class WorkerResult:
     def _blocks(self, header: RowsHeader, data: memoryview) -> list[ResultBlock]:
         """Return the rows of a header, one block for each width of vectors and number of parts."""
         try:
-            layout = _layout_of(self.worker, header.taps, header.codec, header.patterns)
+            layout = layout_of(self.worker, header.taps, header.codec, header.patterns)
         except MidstreamError as error:
             raise self._malformed(str(error)) from None
         records = self._records(header, data, layout.nbytes)
@@ -418,83 +403,6 @@ def split(answers: WorkerAnswers, num_completions: int) -> dict[int, list[Worker
 def index_of(request_id: str, num_completions: int) -> int:
     """Return the index of the completion that one of vLLM's request ids stands for."""
     return 0 if num_completions == 1 else int(request_id.split("_", 1)[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The rows of one width in a record.
-
-    Attributes:
-        start: byte of the record at which they begin.
-        taps: the tap of each row.
-        row_bytes: bytes of a row.
-        codec: how they are encoded.
-        parts: see `ResultBlock`.
-    """
-
-    start: int
-    taps: tuple[Tap, ...]
-    row_bytes: int
-    codec: Codec
-    parts: int
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.taps) * self.row_bytes
-
-    def of(self, records: Chunk) -> Chunk:
-        """Return these rows of some records, [records, taps, bytes of a row]."""
-        count = len(self.taps)
-        if isinstance(records, Scattered):
-            offsets = records.offsets + self.start if self.start else records.offsets
-            return Scattered(records.memory, offsets, count, self.row_bytes)
-        if self.nbytes < records.shape[2]:
-            records = records[:, 0, self.start : self.start + self.nbytes]
-        return records.view(-1, count, self.row_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """What the records of a block consist of.
-
-    Attributes:
-        parts: the rows of each width, in order.
-        nbytes: bytes of a record.
-    """
-
-    parts: tuple[_Part, ...]
-    nbytes: int
-
-
-@functools.lru_cache(maxsize=256)
-def _layout_of(
-    worker: WorkerInfo, indices: tuple[int, ...], spec: str, patterns: tuple[PatternHeader, ...]
-) -> _Layout:
-    """Return the layout that the fields of a `RowsHeader` describe, of which there are few.
-
-    Raises:
-        MidstreamError: they do not fit the worker.
-    """
-    names = worker.taps
-    if any(nth >= len(names) for nth in (*indices, *(one.queries for one in patterns))):
-        raise MessageError(f"taps {indices} of {len(names)}")
-    dtype = getattr(torch, worker.dtype)
-    parts: list[_Part] = []
-    nbytes = 0
-    try:
-        codec = parse_codec(spec)
-        forms = groupby(indices, lambda tap: (worker.widths[tap], worker.parts[tap]))
-        for (width, split), same in forms:
-            taps = tuple([names[tap] for tap in same])
-            parts.append(_Part(nbytes, taps, codec.row_bytes(width, dtype), codec, split))
-            nbytes += parts[-1].nbytes
-    except MidstreamError as error:
-        raise MessageError(f"codec {spec!r}: {error}") from None
-    for pattern in patterns:
-        split = worker.parts[pattern.queries]
-        parts.append(_Part(nbytes, (pattern.tap,), pattern.nbytes, Raw(), split))
-        nbytes += pattern.nbytes
-    return _Layout(tuple(parts), nbytes)
 
 
 def _leased_chunks(places: Ints, leased: Leased, record: int) -> list[Chunk]:

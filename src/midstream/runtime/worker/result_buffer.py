@@ -13,11 +13,11 @@ from torch import Tensor, uint8
 
 from midstream.codecs import RowEncoding
 from midstream.errors import FetchError
+from midstream.runtime.protocol.record_layout import PatternHeader
 from midstream.runtime.protocol.results import (
     FunctionCount,
     Lease,
     LeasedSegment,
-    PatternHeader,
     RequestHeader,
     ResultHeader,
     RowsHeader,
