@@ -41,6 +41,7 @@ from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
+from midstream.runtime.frontend.engine_death import fail_streams
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.intake import Intake
 from midstream.runtime.frontend.rpc.replicas import call_all
@@ -278,6 +279,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
         """Shut the engine down; see vLLM's `AsyncLLM.shutdown`. New plans raise `BusyError`."""
         timeout = _close(getattr(self, "_front_end", None), timeout)
         super().shutdown(timeout=timeout)
+        fail_streams(self)
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # At the interpreter's end the functions that vLLM's method calls may be gone. The processes

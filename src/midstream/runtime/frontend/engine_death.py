@@ -1,7 +1,8 @@
-"""Errors for a front end that waits for an engine's process which has ended.
+"""Errors for those who wait for an engine that has ended.
 
 vLLM notices the end of the process, but its client for offline engines waits forever if the process
-was killed, as by the system when memory runs out. Its client for `AsyncLLM` does not.
+was killed, as by the system when memory runs out. Its client for `AsyncLLM` does not. But
+`AsyncLLM.shutdown` cancels the task that tells the running requests, often before it has.
 """
 
 from __future__ import annotations
@@ -32,6 +33,24 @@ def end_waits_with(engine: Any) -> None:
         return out
 
     client.shutdown = shutdown
+
+
+def fail_streams(engine: Any) -> None:
+    """Raise EngineDeadError in every running `generate` of an engine that was shut down.
+
+    A server's streams would otherwise stay open until their clients leave, and the server waits for
+    these.
+
+    Args:
+        engine: vLLM's AsyncLLM, after its `shutdown`, which may run in any thread.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    handler = getattr(engine, "output_handler", None)  # none if its constructor failed
+    if handler is None or handler.get_loop().is_closed():
+        return
+    tell = engine.output_processor.propagate_error
+    handler.get_loop().call_soon_threadsafe(tell, EngineDeadError())
 
 
 def _fail_waits(client: Any) -> None:

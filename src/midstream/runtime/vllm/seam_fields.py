@@ -12,6 +12,7 @@ _SETTINGS = "unsupported settings are rejected"
 _BUFFERS = "buffers are sized for the largest step"
 _REQUEST = "plans are resolved for a request's prompt and attached to its sampling params"
 _RUNNING = "rows of running requests are fetched up to the known tokens"
+_ENDED = "the requests of an engine that is shut down end with an error"
 _ASLEEP = "weights are read while they are on the device"
 _BLOCKS = "requests that share KV with a failed request are found"
 _CHANGED = "a changed plan holds from the first position that is not scheduled"
@@ -327,6 +328,8 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
         "the base class of midstream.AsyncLLM",
     ),
     Fields("vllm.v1.engine.async_llm", "AsyncLLM", ("is_sleeping",), _ASLEEP),
+    Fields("vllm.v1.engine.async_llm", "AsyncLLM", ("output_handler",), _ENDED),
+    Fields("vllm.v1.engine.output_processor", "OutputProcessor", ("propagate_error",), _ENDED),
     Fields(
         "vllm.v1.engine.core_client",
         "AsyncMPClient",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import queue
 import weakref
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from midstream.runtime.frontend.engine_death import end_waits_with
+from midstream.runtime.frontend.engine_death import end_waits_with, fail_streams
 
 
 class Client:
@@ -65,3 +66,21 @@ def test_a_client_goes_as_soon_as_nobody_refers_to_it():
 
 def test_an_engine_in_this_process_is_left_alone():
     end_waits_with(SimpleNamespace(engine_core=SimpleNamespace()))
+
+
+def test_streams_of_an_engine_that_is_shut_down_end_with_an_error():
+    """Though the task that would tell them was cancelled, and from another thread."""
+
+    async def shut_down() -> list[object]:
+        told: list[object] = []
+        handler = asyncio.create_task(asyncio.sleep(60))
+        handler.cancel()
+        processor = SimpleNamespace(propagate_error=told.append)
+        engine = SimpleNamespace(output_handler=handler, output_processor=processor)
+        await asyncio.to_thread(fail_streams, engine)
+        await asyncio.sleep(0)
+        return told
+
+    (error,) = asyncio.run(shut_down())
+    assert isinstance(error, EngineDeadError)
+    fail_streams(SimpleNamespace(output_handler=None))
