@@ -84,9 +84,11 @@ def test_the_blocks_from_an_edit_on_are_its_own(pair: Pair, site: str, head: int
 def test_keys_and_values_of_the_last_layer_are_in_its_kv(pair: Pair, site: str) -> None:
     """An edit of what comes later in that layer would be in no KV."""
     prompt, edit = fresh(SIZE), steer(site, layer=2, positions=slice(10, 90))
-    first = pair.ask(prompt, 0, edits=edit)
-    plain = pair.ask(prompt, 0)
-    assert generated(first) != generated(plain)
+    ends = Capture([2], "resid_post", "generated")
+    first = pair.ask(prompt, 0, edits=edit, capture=ends)
+    plain = pair.ask(prompt, 0, capture=ends)
+    moved, still = (one.activations["resid_post", 2] for one in (first, plain))
+    assert (moved - still).norm() > 0.01 * still.norm(), "nothing attends to what was edited"
     assert reused(pair.ask(prompt, WHOLE, edits=edit)) == 80
     pair.ask(prompt, WHOLE)
 

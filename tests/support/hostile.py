@@ -185,7 +185,9 @@ def _empty(draw: random.Random, plan: Json) -> Json:
     which = draw.choice([*plan, ""])
     if not which:
         return draw.choice([{}, [], "", b"", 0, 1.5, True, [plan], (1, 2), set(), "all", object()])
-    plan[which] = draw.choice([[], {}, None, "", 0, "all"])
+    # `"edits": []` is a plan: such a request can be updated.
+    nothing = [] if which == "edits" else [[]]
+    plan[which] = draw.choice([*nothing, {}, None, "", 0, "all"])
     return plan
 
 

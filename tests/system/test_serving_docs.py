@@ -65,7 +65,7 @@ def test_what_midstream_serve_comes_to_is_the_vllm_serve_that_the_page_shows(mon
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execv", note)
-    monkeypatch.setattr(serve, "_server", lambda model: ["vllm", "serve", model])
+    monkeypatch.setattr(serve, "_server", lambda model, rest: ["vllm", "serve", model])
     with pytest.raises(SystemExit):
         app(starts("midstream")[1:])
     mine, theirs = run[0][2:], starts("vllm")

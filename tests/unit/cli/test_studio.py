@@ -83,7 +83,7 @@ def test_settings_and_vectors_are_kept(opened, unused_port):
 
 
 def test_the_command_is_that_of_serve(monkeypatch):
-    monkeypatch.setattr(serve, "_server", lambda model: ["server", model])
+    monkeypatch.setattr(serve, "_server", lambda model, rest: ["server", model])
     words = serve.server_command("m", {"http": {"studio": True}}, ["--port", "1"])
     assert words[1:5] == ["-m", "server", "m", "--port"]
     config = json.loads(words[words.index("--additional-config") + 1])

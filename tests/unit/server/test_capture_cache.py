@@ -146,15 +146,15 @@ def test_what_is_refused_leaves_no_file_open(holding):
 def test_rows_that_were_refused_meanwhile_leave_no_file_open(holding, monkeypatch):
     from midstream.server import capture_cache as held
 
-    make = held._file_of
+    make = held.file_of
 
     def slow(data):
         # Another request of the client is quicker.
-        monkeypatch.setattr(held, "_file_of", make)
+        monkeypatch.setattr(held, "file_of", make)
         holding.store(b"x" * 60, "me", "r", {})
         return make(data)
 
-    monkeypatch.setattr(held, "_file_of", slow)
+    monkeypatch.setattr(held, "file_of", slow)
     before = open_files()
     assert status_of(holding, 60, "me") == 429
     assert len(open_files() - before) == 1
