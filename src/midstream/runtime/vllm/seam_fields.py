@@ -233,7 +233,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         ),
         f"{_CHANGED}; the tokens of requests that a probe stops are cut",
     ),
-    Fields("vllm.v1.request", "Request", ("num_stale_output_tokens",), _CHANGED, since="0.32"),
+    Fields("vllm.v1.request", "Request", ("num_stale_output_tokens",), _CHANGED, since="0.28"),
     Fields(
         "vllm.v1.core.sched.scheduler",
         "Scheduler",

@@ -284,7 +284,7 @@ V2_FIELDS: tuple[Fields, ...] = (
         "CudaGraphManager",
         ("_capture_mem_samples",),
         _MEMORY,
-        since="0.32",
+        since="0.30",
     ),
     Fields(
         "vllm.v1.worker.gpu.input_batch",
