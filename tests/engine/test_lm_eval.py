@@ -14,8 +14,6 @@ from support import engines, lm_eval_task, own_process, serving, tiny
 
 import midstream
 
-# It imports much. By day `test_start_steering.py` has engines that the environment steers.
-pytestmark = pytest.mark.nightly
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 _DRAW = torch.Generator().manual_seed(8)
@@ -89,6 +87,7 @@ def test_the_score_is_that_of_lm_evals_own_steered_model(
     assert (torch.tensor(found) - torch.tensor(unsteered)).abs().max() > 0.1
 
 
+@pytest.mark.nightly
 def test_the_command_is_steered_by_the_environment(
     talking_llama: Path, steered: tuple[str, str], folder: Path, tmp_path: Path
 ) -> None:

@@ -15,9 +15,7 @@ import pytest
 
 import midstream
 
-# Builds the site in a process of its own, which takes long. By day `test_docs.py` checks the links
-# of the pages that it is made of.
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = pytest.mark.engine  # builds the site in a process of its own
 ROOT = Path(__file__).resolve().parents[2]
 # What people search for; each must be in the title or a heading of a page.
 TERMS = [

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 from support import notebooks
 
-# In kernels of their own, which import vLLM. By day `engine/test_docs_snippets.py` runs the pages
-# that show the same.
-pytestmark = [pytest.mark.model, pytest.mark.nightly]
+pytestmark = [pytest.mark.model]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +55,7 @@ def test_the_lens_says_paris_at_the_last_layer_and_its_direction_says_berlin(sha
     assert answers["+0.4"].startswith(" Berlin")
 
 
+@pytest.mark.nightly
 def test_ablating_the_refusal_direction_ends_the_refusal(shared: Any) -> None:
     _, cards, receipt = run("refusal_direction", shared)
     assert "I'm sorry" in cards.split("+1")[0]
@@ -64,6 +63,7 @@ def test_ablating_the_refusal_direction_ends_the_refusal(shared: Any) -> None:
     assert "ok" in receipt
 
 
+@pytest.mark.nightly
 def test_the_answer_moves_from_the_name_to_the_end_by_one_layer_of_attention(shared: Any) -> None:
     known, stream, written, heads = run("causal_tracing", shared)
     assert known == "[' Paris', ' Rome']"
@@ -84,6 +84,7 @@ def value(cells: str, layer: int, column: str) -> float:
     return float(found[1].replace("−", "-"))
 
 
+@pytest.mark.nightly
 def test_a_stronger_push_reads_gladder(shared: Any) -> None:
     directions, tuning, cards = run("steer_and_tune", shared)
     assert "best_layer" in directions
@@ -91,6 +92,7 @@ def test_a_stronger_push_reads_gladder(shared: Any) -> None:
     assert len(re.findall(r"^ *[+−][\d.]+  ", cards, re.M)) == 5
 
 
+@pytest.mark.nightly
 def test_a_feature_of_cooking_turned_up_writes_of_food(shared: Any) -> None:
     trained, rows, cards = run("sae_feature", shared)
     assert "variance explained" in trained
@@ -103,6 +105,7 @@ def test_a_feature_of_cooking_turned_up_writes_of_food(shared: Any) -> None:
     assert all(food.search(each) for each in steered)
 
 
+@pytest.mark.nightly
 def test_a_probe_follows_a_stream(hub: Path) -> None:
     with notebooks.kernel(hub) as started:
         _, shown = run("live_probe", started)

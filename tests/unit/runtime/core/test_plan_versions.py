@@ -93,7 +93,7 @@ def test_a_version_begins_where_nothing_was_scheduled(state, position):
 
 
 def test_tokens_that_a_preempted_request_computes_again_are_not_late_ones():
-    """Before 0.32 vLLM has no count of late ones. With asynchronous scheduling it knows how many
+    """Before 0.28 vLLM has no count of late ones. With asynchronous scheduling it knows how many
     tokens a request has yet to get.
     """
     request = Request()
