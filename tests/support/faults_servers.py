@@ -1,4 +1,4 @@
-"""Faults of several API server processes; see `faults`."""
+"""Faults of servers and of several API server processes; see `faults`."""
 
 from __future__ import annotations
 
@@ -47,5 +47,21 @@ SERVERS: tuple[Fault, ...] = (
         "                    for number in self._others:\n                        found =",
         "                    for number in ():\n                        found =",
         PEERS + "test_server_wide_captures_are_changed_in_both_and_by_one_after_the_other",
+    ),
+    Fault(
+        "Streams of a server that is told to end stay open until their clients leave",
+        "runtime/frontend/engine_death.py",
+        "    handler.get_loop().call_soon_threadsafe(tell, EngineDeadError())\n",
+        "    del tell\n",
+        "tests/unit/runtime/frontend/test_engine_death.py"
+        "::test_streams_of_an_engine_that_is_shut_down_end_with_an_error",
+    ),
+    Fault(
+        "Features of an SAE that a request names have the order of another request",
+        "runtime/frontend/sae_registry.py",
+        "        key = tuple(ids), mode\n",
+        "        key = tuple(sorted(ids)), mode\n",
+        "tests/unit/runtime/frontend/test_sae_registry.py"
+        "::test_features_that_requests_name_again_are_the_same_vectors",
     ),
 )
