@@ -178,7 +178,6 @@ def test_an_output_shows_the_rows_of_the_tokens_before_its_last_and_the_last_sho
     assert len(whole) == 9
     *partial, (_, finished, last) = mine["shown"]
     assert finished
-    assert partial, "no output came before the last"
     assert all(torch.equal(last[tap][0], rows) for tap, (rows, _) in whole.items())
     assert_close(whole, found["stream plain"][nth // 2]["activations"])
     begin = 0
@@ -191,6 +190,11 @@ def test_an_output_shows_the_rows_of_the_tokens_before_its_last_and_the_last_sho
             assert torch.equal(values, whole[tap][0][begin:stop])
             assert torch.equal(ids, last[tap][2][begin:stop])
         begin = stop if is_delta else 0
+
+
+def test_most_streams_show_rows_before_their_last_output(found):
+    """Not all: vLLM merges the outputs of a stream that is read too slowly."""
+    assert sum(len(one["shown"]) > 1 for one in found["streams"]) > 12
 
 
 def test_an_aborted_request_has_the_rows_that_were_known(found):
