@@ -54,7 +54,7 @@ def run_of(first: int, *scores: float) -> ScoreRun:
     return ScoreRun(first, np.array([[-9.0, score] for score in scores], np.float32))
 
 
-def declared(function: Any, seconds: float = 0.2) -> DeclaredCalls:
+def declared(function: Any, seconds: float = 0.5) -> DeclaredCalls:
     name = f"made_{id(function)}"
     globals()[name] = function
     return DeclaredCalls("d", DeclaredController(f"{__name__}:{name}", seconds=seconds))
