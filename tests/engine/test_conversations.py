@@ -12,7 +12,7 @@ import torch
 from support import tiny
 from support.edit_cases import Case, Maker, problems
 from support.engines import generated, greedy, tokens
-from support.gate_memory import Turn
+from support.gate_memory import LONG, Turn
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
 from support.scheduling import chunks
 from support.updating import Stepped
@@ -22,10 +22,6 @@ from midstream.runtime.frontend.conversations import Conversations
 
 TOLERANCE, TIE = 1e-4, 1e-3
 COUNT = 6
-FIRST = [
-    5, 17, 33, 101, 8, 77, 54, 23, 9, 150, 44, 12, 13, 99, 180, 64, 3, 70, 71, 120, 66, 14, 190,
-    31, 57, 88, 142, 6, 25, 111, 39, 160, 81, 17, 5, 33, 101,
-]  # fmt: skip
 OTHER = [44, 8, 150, 9, 3, 61, 7]
 MORE = [12, 90, 4, 33]
 PLACES_OF = {"all": {}, "generated": {"phase": "generated"}}
@@ -77,12 +73,12 @@ def gate(oracle: EditOracle, nth: int, where: dict[str, Any], hold: str, **memor
     """A gate that reads what is before its edit, and opens at one token of the first request: that
     of the largest average.
     """
-    plain = oracle.run([*FIRST, *oracle.generate(FIRST, COUNT)][:-1])
+    plain = oracle.run([*LONG, *oracle.generate(LONG, COUNT)][:-1])
     maker = Maker(("resid_post", 1), plain, torch.Generator().manual_seed(nth))
     read = ("resid_post", 1) if nth % 2 else ("resid_mid", 1)
     direction = maker.direction(read)
     averages: list[float] = []
-    for score in (plain.values[read] @ direction)[len(FIRST) if where else 0 :].tolist():
+    for score in (plain.values[read] @ direction)[len(LONG) if where else 0 :].tolist():
         last = averages[-1] if averages else score
         averages.append(last + memory.get("smooth", 1.0) * (score - last))
     second, largest = sorted(averages)[-2:]
@@ -100,7 +96,7 @@ def made(oracle: EditOracle) -> list[Talk]:
         for nth, (name, memory) in enumerate(MEMORIES.items()):
             hold = f"conversation:{place}/{name}"
             one = gate(oracle, nth, where, hold, **memory)
-            found.append(Talk(hold, one, where, Turn(), list(FIRST)))
+            found.append(Talk(hold, one, where, Turn(), list(LONG)))
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from support import tiny
 from support.edit_cases import Case, Maker, all_problems, problems
 from support.engines import generated, greedy, tokens
+from support.gate_memory import LONG
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
 from support.scheduling import chunks
 from support.updating import Stepped
@@ -19,10 +20,6 @@ from midstream import Capture, Gate, Reading, SamplingParams, SpecError, Steer, 
 
 TOLERANCE, TIE = 1e-4, 1e-3
 COUNT = 8
-LONG = [
-    5, 17, 33, 101, 8, 77, 54, 23, 9, 150, 44, 12, 13, 99, 180, 64, 3, 70, 71, 120, 66, 14, 190,
-    31, 57, 88, 142, 6, 25, 111, 39, 160, 81, 17, 5, 33, 101,
-]  # fmt: skip
 SHORT = [44, 8, 150, 9, 3]
 MEMORIES: dict[str, dict[str, Any]] = {
     "rest": {"hold": "rest"},

@@ -16,6 +16,11 @@ from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
 
 F = np.float32
+# A prompt of several blocks of 16 tokens.
+LONG = [
+    5, 17, 33, 101, 8, 77, 54, 23, 9, 150, 44, 12, 13, 99, 180, 64, 3, 70, 71, 120, 66, 14, 190,
+    31, 57, 88, 142, 6, 25, 111, 39, 160, 81, 17, 5, 33, 101,
+]  # fmt: skip
 
 
 @dataclass

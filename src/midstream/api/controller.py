@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from midstream.errors import BusyError, ControllerError, SpecError
+from midstream.errors import ControllerError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controller_run import ControllerRun, check_beside
 from midstream.runtime.frontend.request.plan_changes import PlanChanges
@@ -79,19 +79,12 @@ class ControlledRequest:
         if not asked:
             return
         source = self._controlled.source
-        try:
+        with self._controlled.changing(asked):
             if "stop" in asked:
                 await self._changes.stop_later(self._call_plan, source)
             else:
                 edits, scale = asked.get("edits"), asked.get("scale")
                 await self._changes.update_later(self._call_plan, edits, scale, source)
-        except BusyError:
-            return  # it will be called again
-        except SpecError as error:
-            if error.path == "request_id":
-                return  # the request has ended meanwhile
-            raise
-        self._controlled.changed(asked)
 
     async def _fail(self, what: str) -> None:
         problem = self._controlled.fail(what)

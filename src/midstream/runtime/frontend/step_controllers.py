@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from midstream.errors import BusyError, SpecError
+from midstream.errors import SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controller_run import ControllerRun
 from midstream.runtime.frontend.request.plan_changes import PlanChanges
@@ -128,19 +128,12 @@ class StepControllers:
         """Do what an answer asks for, or what follows from a problem."""
         if not asked:
             return
-        try:
+        with one.run.changing(asked):
             if "stop" in asked:
                 self._changes.stop(one.call_plan, problem or one.run.source, bool(problem))
             else:
                 edits, scale = asked.get("edits"), asked.get("scale")
                 self._changes.update(one.call_plan, edits, scale, one.run.source)
-        except BusyError:
-            return  # it will be called again
-        except SpecError as error:
-            if error.path == "request_id":
-                return  # the request has ended meanwhile
-            raise
-        one.run.changed(asked)
 
     def _fail(self, one: _Controlled, what: str) -> None:
         one.call = None

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from midstream.errors import SpecError
+from midstream.errors import BusyError, SpecError
 from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.control import control_source
 from midstream.spec import Plan
@@ -74,8 +75,19 @@ class ControllerRun:
         found = read_answer(answer)
         return {} if found == {"scale": self._scale} else found
 
-    def changed(self, asked: Mapping[str, Any]) -> None:
-        """Record that what an answer asked for was done."""
+    @contextmanager
+    def changing(self, asked: Mapping[str, Any]) -> Iterator[None]:
+        """Record what an answer asked for, once the block has done it. That the engine has no room
+        for it now, or that the request has ended meanwhile, is no error.
+        """
+        try:
+            yield
+        except BusyError:
+            return  # it will be called again
+        except SpecError as error:
+            if error.path == "request_id":
+                return  # the request has ended meanwhile
+            raise
         if "stop" in asked:
             self.is_over = True
         else:
