@@ -16,7 +16,7 @@ from support.site_cases import (
 )
 from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
 
-import midstream.ops.site  # noqa: F401
+import midstream.ops.site
 from midstream.ops.layout import Op
 from midstream.ops.site_ref import site_ref
 
@@ -117,6 +117,29 @@ def test_products_of_maps_have_an_error_far_below_half_precision(dtype, rows):
     wanted, size = stream.double() @ matrix.T, stream.double().abs() @ matrix.abs().T
     error = (found.mapped[:rows].cpu().double() - wanted).abs() / size
     assert float(error.max()) < 2e-6
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("width", [576, 4096])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_kernel_that_is_launched_again_does_the_same_for_another_stream(
+    rows, width, residual, dtype
+):
+    made = random_case(
+        rows=rows, width=width, dtype=dtype, residual=residual, max_steps=3, seed=rows + width
+    )
+    found = made.copy("cuda")
+    tap = found.bound()[2:]
+    for nth in range(3):
+        for each in (made, found):
+            generator = torch.Generator().manual_seed(nth)
+            stream = torch.randn(rows, width, generator=generator).to(dtype)
+            each.hidden = stream.to(each.hidden.device)
+        torch.ops.midstream.site(found.hidden, found.residual, *tap)
+        site_ref(*made.arguments())
+        assert_same(found, made, exact=False)
+    assert len(midstream.ops.site._RELAUNCHES[found.table.data_ptr()]) == 1
 
 
 @pytest.mark.parametrize("maps", [0, 2])

@@ -38,7 +38,11 @@ COMMON = {
     # What is computed, not what is cached, is at stake here.
     "enable_prefix_caching": False,
     "disable_log_stats": False,
-    "midstream": {"sites": [*SITES, "rot_q", "final_norm", "logits"], "gate_states": 8},
+    "midstream": {
+        "sites": [*SITES, "rot_q", "final_norm", "logits"],
+        "gate_states": 8,
+        "reductions": 512,
+    },
 }
 SPECULATION: dict[str, dict[str, Any]] = {
     "alone": {},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
 from typing import Any
@@ -39,6 +41,54 @@ WIDE = 8192
 REGISTERS, REGISTERS_OF_MANY = 64, 128
 
 
+@dataclass(frozen=True, slots=True)
+class Relaunch:
+    """Launches a compiled kernel again, for another stream and the same other tensors, whose
+    addresses it knows. Triton itself looks a kernel up by each argument, compares each global
+    variable, and asks the driver about each tensor at each launch. That takes several times as long
+    as the launch, and a forward pass without a CUDA graph waits for it at each site.
+
+    Attributes:
+        kernel: the compiled kernel.
+        device: its device.
+        tally: address of `tally`.
+        most: most rows, those of `tokens`.
+        rest: the kernel's arguments after both halves of the stream.
+    """
+
+    kernel: Any
+    device: torch.device
+    tally: int
+    most: int
+    rest: tuple[Any, ...]
+
+    def __call__(self, hidden: Tensor, residual: Tensor | None, tally: Tensor) -> bool:
+        """Launch the kernel for tensors whose `kind_of` is that of the first launch. Return
+        whether it was launched: it is not for other buffers, too many rows, or addresses for which
+        it was not compiled.
+        """
+        rows, address = hidden.shape[0], hidden.data_ptr()
+        other = 0 if residual is None else residual.data_ptr()
+        if not 0 < rows <= self.most or (address | other) % 16 or tally.data_ptr() != self.tally:
+            return False
+        with current(self.device):
+            stream = _stream(self.device)
+            self.kernel[(rows, 1, 1)](address, other or None, *self.rest, stream=stream)
+        return True
+
+
+def kind_of(hidden: Tensor, residual: Tensor | None) -> Hashable:
+    """Return all of the stream's halves that a launch depends on, except for their addresses."""
+    rows = hidden.shape[0]
+    other = residual is not None and (
+        residual.shape == hidden.shape, residual.stride(), residual.dtype
+    )  # fmt: skip
+    return (
+        hidden.shape[1:], hidden.stride(), hidden.dtype, hidden.get_device(), other,
+        rows <= DEPENDENT_MAX_ROWS, rows <= FEW_ROWS,
+    )  # fmt: skip
+
+
 def site_triton(
     hidden: Tensor,
     residual: Tensor | None,
@@ -55,8 +105,12 @@ def site_triton(
     mapped: Tensor,
     sae: SaeBuffers | None = None,
     encodes: bool = False,
-) -> None:
+) -> Relaunch | None:
     """Launch the kernels; see `midstream.ops.site_ref.site_ref`, which has the same arguments.
+
+    Returns:
+        What launches the kernel again for another stream of the same kind; None if that takes more
+        than one kernel, or one for tensors that are not aligned.
 
     Raises:
         ValueError: rows are wider than `MAX_WIDTH`.
@@ -66,7 +120,7 @@ def site_triton(
     if width > MAX_WIDTH:
         raise ValueError(f"hidden must be at most {MAX_WIDTH} wide on a GPU, got {width}")
     if num_rows == 0:
-        return
+        return None
     device = hidden.device
     has_residual, has_maps = residual is not None, mapped.shape[0] > 0
     has_saes = sae is not None
@@ -78,27 +132,15 @@ def site_triton(
     )  # fmt: skip
     shapes = scores.shape[1], mapped.shape[1], decoded.shape[1]
     strides = hidden.stride(0), rest.stride(0), *shapes
-    dependent = _dependent_launch(num_rows, width, device)
-    dtypes = hidden.dtype, rest.dtype, ring.dtype
     has = has_residual, has_maps, has_saes
-    is_few = num_rows <= FEW_ROWS
-    kind = device, dtypes, width, unit, has, strides, dependent, is_few
-    addresses = [None if each is None else each.data_ptr() for each in tensors]
-    is_aligned = not reduce(or_, [each for each in addresses if each is not None]) % 16
-    kernel = _KERNELS.get(kind) if is_aligned else None
-    options = _launch_options(width, unit, hidden.dtype, dependent, is_few)
+    dependent = _dependent_launch(num_rows, width, device)
+    options = _launch_options(width, unit, hidden.dtype, dependent, num_rows <= FEW_ROWS)
     with current(device):
         if has_maps and width <= mapped.shape[1]:
             _launch_maps(hidden, residual, tokens, table, instructions, bank, mapped)
         if sae is not None and encodes:
             precision = _precision(hidden.dtype)
             launch_saes(hidden, residual, tokens, table, instructions, bank, sae, precision)
-        if kernel is not None:
-            constants = width, unit, *has, options["block"], options["limit"], dependent
-            # Of a tensor, the launcher would ask the driver whether the device can read it.
-            stream = _stream(device)
-            kernel[(num_rows, 1, 1)](*addresses, *strides, *constants, stream=stream)
-            return
         kernel = site_kernel[(num_rows,)](
             *tensors,
             *strides,
@@ -107,8 +149,14 @@ def site_triton(
             has_saes=has_saes,
             **options,
         )
-        if is_aligned and torch.version.hip is None and kernel is not None:
-            _KERNELS[kind] = kernel
+    addresses = [None if each is None else each.data_ptr() for each in tensors]
+    is_aligned = not reduce(or_, [each for each in addresses if each is not None]) % 16
+    # On HIP, a kernel also depends on the sizes of tensors.
+    if has_maps or has_saes or not is_aligned or kernel is None or torch.version.hip is not None:
+        return None
+    constants = width, unit, *has, options["block"], options["limit"], dependent
+    rest_of = *addresses[2:], *strides, *constants
+    return Relaunch(kernel, device, tally.data_ptr(), tokens.shape[0], rest_of)
 
 
 def _launch_maps(
@@ -147,12 +195,6 @@ def _precision(dtype: torch.dtype) -> str:
     an error of about 2⁻²², far below half precision, and run on tensor cores.
     """
     return "tf32x3" if dtype.itemsize == 2 and torch.version.hip is None else "ieee"
-
-
-# Compiled kernels by all that they depend on, for tensors that are aligned to 16 bytes. Triton
-# itself looks a kernel up by each argument and compares each global variable at each launch, which
-# takes several times as long as the launch. On HIP, a kernel also depends on the sizes of tensors.
-_KERNELS: dict[tuple[object, ...], Any] = {}
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

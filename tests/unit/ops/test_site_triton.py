@@ -61,7 +61,7 @@ def test_a_cpu_has_no_compute_capability() -> None:
 
 
 class Kernels:
-    """In the place of the kernel: notes what Triton launches, and what it launches again."""
+    """In the place of the kernel: notes what Triton launches, and what is launched again."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from midstream.ops import site_triton
@@ -70,8 +70,6 @@ class Kernels:
         self.again: list[tuple[Any, ...]] = []
         self._names = list(inspect.signature(site_triton.site_kernel.fn).parameters)
         monkeypatch.setattr(site_triton, "site_kernel", self)
-        monkeypatch.setattr(site_triton, "_KERNELS", {})
-        self.launch = site_triton.site_triton
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def compile_and_launch(*args: Any, **options: Any) -> Any:
@@ -80,6 +78,11 @@ class Kernels:
             return Compiled(self, [bound[name] for name in self._names])
 
         return compile_and_launch
+
+    def launch(self, made: Any) -> Any:
+        from midstream.ops import site_triton
+
+        return site_triton.site_triton(*made.arguments())
 
 
 class Compiled:
@@ -103,58 +106,96 @@ class Compiled:
         return launch
 
 
-def test_a_kernel_is_launched_again_without_triton_looking_it_up(monkeypatch) -> None:
+def halves(rows: int, width: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(rows, width), torch.ones(rows, width)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_kernel_is_launched_again_for_another_stream_and_the_same_buffers(
+    monkeypatch, residual
+) -> None:
     kernels = Kernels(monkeypatch)
-    one, two = (case([[]], rows=rows, width=32, captures=False) for rows in (3, 5))
-    kernels.launch(*one.arguments())
-    kernels.launch(*two.arguments())
+    made = case([[]], rows=5, width=32, captures=False, residual=residual)
+    again = kernels.launch(made)
+    hidden, other = halves(3)
+    assert again(hidden, other if residual else None, made.tally)
     assert len(kernels.compiled) == 1
     ((rows, *args),) = kernels.again
-    assert rows == 5
-    tensors = [*two.arguments()[:13], two.mapped]  # in the place of what SAEs decode
-    assert args[:14] == [each.data_ptr() for each in tensors]
+    assert rows == 3
+    tensors = [*made.arguments()[2:13], made.mapped]  # in the place of what SAEs decode
+    assert args[0] == hidden.data_ptr()
+    assert args[1] == (other.data_ptr() if residual else None)
+    assert args[2:14] == [each.data_ptr() for each in tensors]
 
 
-def test_a_kernel_is_not_launched_again_for_what_it_was_not_compiled_for(monkeypatch) -> None:
+def test_a_kernel_is_not_launched_again_for_other_buffers_or_more_rows_than_these_have(
+    monkeypatch,
+) -> None:
     kernels = Kernels(monkeypatch)
-    first = case([[]], rows=4, width=32, captures=False)
-    kernels.launch(*first.arguments())
-    others = [
-        case([[]], rows=4, width=48, captures=False),
-        case([[]], rows=4, width=32, captures=False, dtype=torch.bfloat16),
-        case([[]], rows=4, width=32, captures=False, residual=False),
-    ]
-    strided = first.copy()
-    strided.hidden = torch.zeros(4, 64)[:, :32]
-    wider = first.copy()
-    wider.scores = torch.zeros(4, first.scores.shape[1] + 1)
-    for made in (*others, strided, wider):
-        kernels.launch(*made.arguments())
-    assert len(kernels.compiled) == 6
-    assert not kernels.again
+    made = case([[]], rows=4, width=32, captures=False)
+    again = kernels.launch(made)
+    most = made.tokens.shape[0]
+    assert not again(*halves(4), made.tally.clone())
+    assert not again(*halves(most + 1), made.tally)
+    assert not again(*halves(0), made.tally)
+    assert kernels.again == []
+    assert again(*halves(most), made.tally)
 
 
-@pytest.mark.parametrize("name", ["hidden", "table", "ring"])
-def test_tensors_that_are_not_aligned_never_reach_a_kernel_that_was_compiled_for_aligned_ones(
+@pytest.mark.parametrize("half", [0, 1])
+def test_rows_that_are_not_aligned_never_reach_a_kernel_that_was_compiled_for_aligned_ones(
+    monkeypatch, half
+) -> None:
+    kernels = Kernels(monkeypatch)
+    made = case([[]], rows=4, width=32, captures=False)
+    again = kernels.launch(made)
+    given = list(halves(4))
+    given[half] = torch.zeros(4 * 32 + 1)[1:].view(4, 32)
+    assert given[half].data_ptr() % 16
+    assert not again(*given, made.tally)
+    assert kernels.again == []
+
+
+@pytest.mark.parametrize("name", ["hidden", "residual", "table", "ring"])
+def test_a_kernel_that_was_compiled_for_rows_that_are_not_aligned_is_not_launched_again(
     monkeypatch, name
 ) -> None:
     kernels = Kernels(monkeypatch)
     made = case([[]], rows=4, width=32, captures=False)
-    kernels.launch(*made.arguments())
     value = getattr(made, name)
-    shifted = torch.zeros(value.numel() + 1, dtype=value.dtype)[1:].view(value.shape)
-    assert shifted.data_ptr() % 16
-    setattr(made, name, shifted)
-    for _ in range(2):
-        kernels.launch(*made.arguments())
-    assert len(kernels.compiled) == 3
-    assert not kernels.again
+    setattr(made, name, torch.zeros(value.numel() + 1, dtype=value.dtype)[1:].view(value.shape))
+    assert kernels.launch(made) is None
+
+
+def test_streams_that_need_another_kernel_are_of_another_kind() -> None:
+    from midstream.ops.site_triton import FEW_ROWS, kind_of
+
+    hidden, other = halves(40)
+    kinds = {
+        kind_of(hidden, other),
+        kind_of(hidden, None),
+        kind_of(hidden[:16], other[:16]),
+        kind_of(*halves(FEW_ROWS + 1)),
+        kind_of(*halves(40, width=48)),
+        kind_of(hidden.half(), other.half()),
+        kind_of(hidden, other.half()),
+        kind_of(hidden, torch.zeros(40, 64)[:, :32]),
+        kind_of(torch.zeros(40, 64)[:, :32], other),
+        kind_of(hidden, other[:39]),
+    }
+    assert len(kinds) == 10
+    assert kind_of(hidden[:17], other[:17]) in kinds
+
+
+def test_a_kernel_is_not_launched_again_alone_where_maps_are_computed_before(monkeypatch) -> None:
+    from midstream.ops import site_triton
+
+    kernels = Kernels(monkeypatch)
+    monkeypatch.setattr(site_triton, "_launch_maps", lambda *_args: None)
+    assert kernels.launch(case([[]], rows=4, width=32, captures=False, maps=1)) is None
 
 
 def test_a_kernel_of_a_hip_device_is_looked_up_by_triton_each_time(monkeypatch) -> None:
     kernels = Kernels(monkeypatch)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    made = case([[]], rows=4, width=32, captures=False)
-    for _ in range(2):
-        kernels.launch(*made.arguments())
-    assert len(kernels.compiled) == 2
+    assert kernels.launch(case([[]], rows=4, width=32, captures=False)) is None
