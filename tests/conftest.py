@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import gc
 import json
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import releases
+from support import quick_pytest, releases
 from support.engines import HAS_GPU
 from support.nightly import NIGHTLY
 
@@ -40,17 +39,6 @@ sys.dont_write_bytecode = False
 gc.disable()
 
 
-@atexit.register
-def _end() -> None:
-    """Keep a library from reporting frozen objects as leaks at the end of the process. A worker
-    discards the report, as freeing the objects takes seconds; a single process frees them.
-    """
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    else:
-        gc.unfreeze()
-
-
 # Before all others: they run Phi in transformers. Once vLLM has run a model by transformers' code,
 # as it does with Phi, that class is vLLM's for good in the process.
 FIRST = ("unit/tools/doctor/test_reference.py", "unit/attribution/test_gradients.py")
@@ -61,6 +49,10 @@ SLOW = ("engine/", "system/", "browser/", "nightly/", "gpu/")
 # Tests of a GPU are not there without one.
 collect_ignore = [] if HAS_GPU else ["gpu"]
 pytest_plugins = ["support.engine_fixtures"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    quick_pytest.register(config)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -113,7 +105,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Exclude all objects of the collection from garbage collection, and switch that on again."""
-    gc.collect()
     gc.freeze()
     gc.enable()
     # pytest adds its handlers to each logger that hands nothing on, six times a test. Of those in
