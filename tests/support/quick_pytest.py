@@ -1,4 +1,4 @@
-"""What pytest and Python do for each test and at the end, with less work in a process of many imports."""
+"""pytest and Python with less work for each test and at the end, in a process of many imports."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Peers:
         # Those of the body that names the rows are not of this request.
         headers = [one for one in _headers(scope) if not one[0].startswith((b"range", b"content-"))]
         for number in self._started(self._others):
-            transport = httpx.HTTPTransport(uds=str(self._path(number)))
+            transport = httpx.HTTPTransport(verify=False, uds=str(self._path(number)))
             with _answering(), httpx.Client(transport=transport, timeout=_SECONDS) as http:
                 answer = http.get(_url(scope, f"{_ROWS}{name}"), headers=headers)
             if answer.status_code == 200:
@@ -247,7 +247,8 @@ class Peers:
                 return await http.request(method, url, headers=_headers(scope), content=body)
 
     def _client(self, number: int) -> httpx.AsyncClient:
-        transport = httpx.AsyncHTTPTransport(uds=str(self._path(number)))
+        # A socket of this machine has no certificate; to read those of the authorities takes 20 ms.
+        transport = httpx.AsyncHTTPTransport(verify=False, uds=str(self._path(number)))
         return httpx.AsyncClient(transport=transport, timeout=_SECONDS)
 
     def _check_all(self) -> None:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from support.command import CliRunner
 from unit.jobs.checking import check_rows
 from unit.jobs.fakes import FakeEngine, prompts, write_lines
 

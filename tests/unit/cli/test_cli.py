@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from support.command import CliRunner
 
 from midstream.cli.app import COMMANDS, app
 from midstream.tools.doctor import examine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from support.command import CliRunner
 
 from midstream.cli import docs
 from midstream.cli.app import app

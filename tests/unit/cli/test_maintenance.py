@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from support.command import CliRunner
+from typer import testing
 from unit.store.making import entry, header, write
 
 from midstream import open_store
@@ -293,9 +294,10 @@ def test_prune_refuses_what_is_not_there(acts):
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_prints_a_script_for_each_shell(monkeypatch, shell):
-    # Otherwise it asks which shell the process was started from.
+    # Otherwise it asks which shell the process was started from, as the command is put together.
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    result = CliRunner().invoke(app, ["--show-completion", shell], prog_name="midstream")
+    runner = testing.CliRunner()
+    result = runner.invoke(app, ["--show-completion", shell], prog_name="midstream")
     assert result.exit_code == 0, result.output
     assert "_MIDSTREAM_COMPLETE" in result.stdout
 

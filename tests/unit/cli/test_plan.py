@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
+from support.command import CliRunner
 
 from midstream.cli.app import app
 

@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from typer.testing import CliRunner
+from support.command import CliRunner
 
 from midstream.cli import serve
 from midstream.cli.app import app

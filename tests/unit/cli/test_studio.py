@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from typer.testing import CliRunner
+from support.command import CliRunner
 
 from midstream.cli import serve, studio
 from midstream.cli.app import app

@@ -12,10 +12,10 @@ import pytest
 import torch
 import typer
 from starlette.testclient import TestClient
+from support.command import CliRunner
 from support.sae_oracle import RandomSae
 from support.serving_fake import WIDTH, FakeEngine, make
 from support.sweep_fake import logprob_of
-from typer.testing import CliRunner
 
 import midstream
 import midstream.client

@@ -6,7 +6,7 @@ import json
 from importlib import metadata
 
 import pytest
-from typer.testing import CliRunner
+from support.command import CliRunner
 
 from midstream.cli.app import app
 from midstream.errors import SeamError
