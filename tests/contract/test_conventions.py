@@ -27,7 +27,9 @@ from support.sources import (
     package_path,
     sets,
     tree_of,
+    unparse,
     vllm_root,
+    walk,
 )
 
 from midstream.runtime.models.hf_layers import HF_MODELS
@@ -101,14 +103,14 @@ def test_forward_returns_as_many_values_as_the_convention_says() -> None:
     for name, _, node, convention in each_convention():
         forward = forward_of(node)
         assert forward, name
-        for item in ast.walk(forward):
+        for item in walk(forward):
             if not isinstance(item, ast.Return) or item.value is None:
                 continue
             values = item.value.elts if isinstance(item.value, ast.Tuple) else [item.value]
             is_pair = len(values) == 2
             delegated = isinstance(item.value, ast.Call)
             ends_in_none = is_pair and (
-                ast.unparse(values[1]) == "None" or "residual = None" in ast.unparse(forward)
+                unparse(values[1]) == "None" or "residual = None" in unparse(forward)
             )
             right = {
                 Returns.SINGLE: len(values) == 1,
@@ -117,7 +119,7 @@ def test_forward_returns_as_many_values_as_the_convention_says() -> None:
                 Returns.PAIR_NONE: ends_in_none,
             }[convention.returns]
             if not right:
-                wrong.append((name, ast.unparse(item)))
+                wrong.append((name, unparse(item)))
     assert not wrong
 
 
@@ -125,7 +127,7 @@ def test_forward_returns_as_many_values_as_the_convention_says() -> None:
 def test_a_pair_layer_takes_the_missing_residual_of_the_first_layer() -> None:
     wrong = []
     for name, _, node, convention in each_convention():
-        text = ast.unparse(node)
+        text = unparse(node)
         live = re.search(r"residual is (not )?None", text) is not None
         optional = any(
             choice.attribute == "uses_rms_norm?" for choice in choices_in(entry_named(name))
@@ -137,7 +139,7 @@ def test_a_pair_layer_takes_the_missing_residual_of_the_first_layer() -> None:
             forward = forward_of(node)
             assert forward, name
             body = [item for item in forward.body if not isinstance(item, ast.Expr)]
-            if "residual = hidden_states" not in ast.unparse(body[0]):
+            if "residual = hidden_states" not in unparse(body[0]):
                 wrong.append(name)
     assert not wrong
 
@@ -161,22 +163,22 @@ def test_mid_is_a_module_the_layer_calls_with_the_stream_itself() -> None:
         calls = [
             item
             for holder in (holders if rest else [node])
-            for item in ast.walk(holder)
+            for item in walk(holder)
             if isinstance(item, ast.Call)
             and (
-                ast.unparse(item.func) == f"self.{last}"
+                unparse(item.func) == f"self.{last}"
                 or (
-                    ast.unparse(item.func).startswith("fused_allreduce_")
-                    and f"self.{last}" in map(ast.unparse, item.args)
+                    unparse(item.func).startswith("fused_allreduce_")
+                    and f"self.{last}" in map(unparse, item.args)
                 )
             )
         ]
         if not calls:
             wrong.append((name, f"{last} is never called"))
         for call in calls:
-            values = [item for item in call.args if ast.unparse(item) != f"self.{last}"]
+            values = [item for item in call.args if unparse(item) != f"self.{last}"]
             if not 1 <= len(values) <= 2 or not all(isinstance(v, ast.Name) for v in values[:2]):
-                wrong.append((name, ast.unparse(call)))
+                wrong.append((name, unparse(call)))
     assert not wrong
 
 
@@ -186,21 +188,21 @@ def test_a_single_stream_at_mid_is_what_the_skip_connection_keeps() -> None:
     for name, _, node, convention in each_convention():
         calls = [
             call
-            for call in ast.walk(node)
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == f"self.{convention.mid}"
+            for call in walk(node)
+            if isinstance(call, ast.Call) and unparse(call.func) == f"self.{convention.mid}"
         ]
         if any(len(call.args) > 1 for call in calls):
             continue
-        streams = {ast.unparse(call.args[0]) for call in calls}
+        streams = {unparse(call.args[0]) for call in calls}
         for stream in streams:
             aliases = {stream} | {
-                ast.unparse(item.targets[0])
-                for item in ast.walk(node)
-                if isinstance(item, ast.Assign) and ast.unparse(item.value) == stream
+                unparse(item.targets[0])
+                for item in walk(node)
+                if isinstance(item, ast.Assign) and unparse(item.value) == stream
             }
             sums = (
-                {ast.unparse(item.left), ast.unparse(item.right)}
-                for item in ast.walk(node)
+                {unparse(item.left), unparse(item.right)}
+                for item in walk(node)
                 if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Add)
             )
             if not any(aliases & operands for operands in sums):
@@ -257,7 +259,7 @@ def _registry(table: str) -> list[tuple[str, str]]:
     """(architecture, module) of one of the tables of vLLM's model registry."""
     tree = tree_of(vllm_root() / "model_executor/models/registry.py")
     for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table:
+        if isinstance(node, ast.Assign) and unparse(node.targets[0]) == table:
             return [(arch, module) for arch, (module, _) in ast.literal_eval(node.value).items()]
     raise AssertionError(f"vLLM's registry has no {table}")
 
@@ -302,7 +304,7 @@ def test_every_model_that_vllm_leaves_to_transformers_is_in_the_table() -> None:
         ast.literal_eval(node.value)
         for node in registry.body
         if isinstance(node, ast.Assign)
-        and ast.unparse(node.targets[0]) == "_TRANSFORMERS_SUPPORTED_MODELS"
+        and unparse(node.targets[0]) == "_TRANSFORMERS_SUPPORTED_MODELS"
     )
     auto = (package_path("transformers") / "models/auto/modeling_auto.py").read_text()
     folders = {arch: folder for folder, arch in re.findall(r'\("(\w+)", "(\w+)"\)', auto)}

@@ -23,7 +23,7 @@ from support.layer_calls import (
     statements,
     stores,
 )
-from support.sources import class_node, class_texts, each_convention, family_of, sets
+from support.sources import class_node, class_texts, each_convention, family_of, sets, unparse, walk
 
 from midstream.runtime.models.convention import Entry, hybrid, single
 from midstream.runtime.models.registry import (
@@ -90,11 +90,11 @@ def test_attention_and_mlp_are_called_with_a_tensor_that_is_their_own_or_get_a_c
 def test_no_layer_calls_its_attention_past_the_module() -> None:
     wrong = []
     for name, site, _, node, _, place in places(Input):
-        calls = (part for part in ast.walk(node) if isinstance(part, ast.Call))
+        calls = (part for part in walk(node) if isinstance(part, ast.Call))
         past = [
             text
             for call in calls
-            if (text := ast.unparse(call.func)).startswith(f"self.{place.path}.")
+            if (text := unparse(call.func)).startswith(f"self.{place.path}.")
             and not text.removeprefix(f"self.{place.path}.").startswith("get_")
         ]
         if site == "attn_in" and past:
@@ -112,10 +112,10 @@ def test_attention_alone_reads_the_norms_output_where_that_is_its_input() -> Non
             target = lines[number].targets[0]
             first = target.elts[0] if isinstance(target, ast.Tuple) else target
             reader = lines[number + 1]
-            readers = [call for call in ast.walk(reader) if isinstance(call, ast.Call)]
+            readers = [call for call in walk(reader) if isinstance(call, ast.Call)]
             given = [*readers[0].args, *(each.value for each in readers[0].keywords)]
-            mine = ast.unparse(first) in map(ast.unparse, given)
-            if not mine or not stores(reader, ast.unparse(first)):
+            mine = unparse(first) in map(unparse, given)
+            if not mine or not stores(reader, unparse(first)):
                 wrong.append(name)
     assert not wrong
 
@@ -140,7 +140,7 @@ def test_the_first_half_is_attentions_only_where_mid_is_called_with_both_halves(
             continue
         assert convention.mid, name
         values = [
-            [item for item in call.args if ast.unparse(item) != f"self.{convention.mid}"]
+            [item for item in call.args if unparse(item) != f"self.{convention.mid}"]
             for *_, call in each_call(path, node, convention.mid)
         ]
         if not any(len(each) == 2 for each in values):
@@ -160,8 +160,8 @@ def test_the_norms_output_is_the_mlps_input_only_where_several_modules_read_it()
                 readers += sum(
                     bool(call.args)
                     and isinstance(call.args[0], ast.Name)
-                    and ast.unparse(call.func).startswith(("self.", "meta_mlp"))
-                    for call in ast.walk(line)
+                    and unparse(call.func).startswith(("self.", "meta_mlp"))
+                    for call in walk(line)
                     if isinstance(call, ast.Call)
                 )
         if readers < 2:
@@ -246,7 +246,7 @@ def test_what_attention_is_given_is_found_by_position_and_by_keyword(
     _, lines = source(text)
     place, forwards = Input("attn", parameter="hidden_states"), [["positions", "hidden_states"]]
     found = given_to(only_call(lines, "attn")[1], lines, place, forwards)
-    assert (found and ast.unparse(found)) == given
+    assert (found and unparse(found)) == given
 
 
 @pytest.mark.parametrize(

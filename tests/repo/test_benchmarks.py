@@ -183,9 +183,9 @@ def test_all_variants_run_in_each_round_in_another_order_and_the_first_is_a_warm
 
 
 def test_a_round_that_would_not_end_in_time_does_not_begin(tmp_path: Path) -> None:
-    run = make_run(tmp_path, seconds=1.0)
+    run = make_run(tmp_path, seconds=0.4)
     with pytest.raises(engines.TimeIsUpError):
-        run.measure(run.results, "work", {"plain": lambda: time.sleep(0.3) or 0.3})
+        run.measure(run.results, "work", {"plain": lambda: time.sleep(0.12) or 0.12})
     assert 1 <= run.results["work"]["plain"]["rounds"] < 4
     assert time.monotonic() < run.end
 

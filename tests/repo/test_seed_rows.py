@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 from support import rival_rows
@@ -23,6 +24,11 @@ def functions(path: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
     }
 
 
+@functools.cache
+def names(path: str) -> set[str]:
+    return set(re.findall(r"^ *(?:async )?def (\w+)", (ROOT / path).read_text(), re.MULTILINE))
+
+
 def test_every_promise_has_a_row():
     expected = [f"{seed}.{nth}" for seed, count in COUNTS.items() for nth in range(1, count + 1)]
     assert list(ROWS) == expected
@@ -35,7 +41,7 @@ def test_every_promise_is_shown_by_a_test_or_named_as_open():
             reasons.add(shown.removeprefix("open: "))
         elif shown not in (HERE, DESIGN):
             path, _, name = shown.partition("::")
-            assert f"test_{name}" in functions(path), f"{row}: {shown} does not exist"
+            assert f"test_{name}" in names(path), f"{row}: {shown} does not exist"
     assert reasons == set(OPEN), "each reason has a row"
 
 
@@ -63,7 +69,7 @@ def test_what_other_projects_ask_is_shown_by_a_test_or_named_as_lacking():
             reasons.add(row.shown.removeprefix("lacking: "))
         elif row.shown != "nothing":
             path, _, name = row.shown.partition("::")
-            assert f"test_{name}" in functions(path), f"{row}: {row.shown} does not exist"
+            assert f"test_{name}" in names(path), f"{row}: {row.shown} does not exist"
     assert reasons == set(rival_rows.LACKING), "each reason has a row"
 
 

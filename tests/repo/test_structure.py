@@ -36,6 +36,18 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in SOURCES}
 
 
+@functools.cache
+def scopes() -> list[tuple[Path, ast.AST]]:
+    """Each module, class and function of the package, with its file."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        (path, node)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    ]
+
+
 def classes() -> list[tuple[str, ast.ClassDef]]:
     return [
         (name_of(path), node)
@@ -111,12 +123,10 @@ PRIVATE = re.compile(
 
 def test_no_docstring_uses_the_words_that_the_glossary_replaced():
     found = []
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                said = PRIVATE.search(ast.get_docstring(node) or "")
-                if said:
-                    found.append(f"{name_of(path)}: {said[0]}")
+    for path, node in scopes():
+        said = PRIVATE.search(ast.get_docstring(node) or "")
+        if said:
+            found.append(f"{name_of(path)}: {said[0]}")
     assert found == []
 
 
@@ -228,8 +238,7 @@ def test_every_exception_is_public():
 def test_no_exception_is_defined_elsewhere():
     defined = {
         f"{name_of(path)}: {node.name}"
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for path, node in scopes()
         if isinstance(node, ast.ClassDef)
         and path.name != "errors.py"
         and any(re.search(r"(Error|Exception)$", ast.unparse(base)) for base in node.bases)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from support import engines
+
 if TYPE_CHECKING:
     from support.oracle import Oracle
     from support.pool import Pool
@@ -24,6 +26,8 @@ def no_engine_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         part in ("engine", "system", "nightly", "gpu") for part in request.path.parts
     ):
         gc.collect()
+    else:
+        engines.freeze_between()
 
 
 @pytest.fixture(scope="session")

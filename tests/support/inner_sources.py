@@ -42,7 +42,9 @@ from support.sources import (
     forward_of,
     is_in_this_release,
     leaves_of,
+    unparse,
     vllm_root,
+    walk,
 )
 
 MATRIX = re.compile(r"(Linear|LinearNode)$")
@@ -95,7 +97,7 @@ class Owner:
 def _bases(path: Path, node: ast.ClassDef) -> Iterator[tuple[Path, ast.ClassDef]]:
     yield path, node
     for base in node.bases:
-        found = resolve(path, ast.unparse(base))
+        found = resolve(path, unparse(base))
         if found:
             yield from _bases(*found)
 
@@ -140,12 +142,10 @@ def owner_of(path: Path, node: ast.ClassDef) -> Owner:
     for _, cls in reversed(list(_bases(path, node))):
         for function in cls.body:
             if isinstance(function, ast.FunctionDef) and _is_constructor(function):
-                for item in ast.walk(function):
+                for item in walk(function):
                     for attribute, value in _stored(item):
                         names = frozenset(
-                            ast.unparse(call.func)
-                            for call in ast.walk(value)
-                            if isinstance(call, ast.Call)
+                            unparse(call.func) for call in walk(value) if isinstance(call, ast.Call)
                         )
                         makes[attribute] = makes.get(attribute, frozenset()) | names
     modules = {name: made for name, made in makes.items() if any(map(_is_module, made))}
@@ -189,10 +189,10 @@ def _named(path: Path, node: ast.ClassDef) -> set[str]:
         for function in cls.body:
             by_class = isinstance(function, ast.AnnAssign | ast.Assign)
             if by_class or (isinstance(function, ast.FunctionDef) and _is_constructor(function)):
-                names |= {one.id for one in ast.walk(function) if isinstance(one, ast.Name)}
+                names |= {one.id for one in walk(function) if isinstance(one, ast.Name)}
                 names |= {
                     one.attr
-                    for one in ast.walk(function)
+                    for one in walk(function)
                     if isinstance(one, ast.Attribute) and one.attr[:1].isupper()
                 }
     return {name for name in names if name[:1].isupper()}
@@ -220,7 +220,7 @@ def method_calling(owner: Owner, name: str) -> tuple[ast.FunctionDef, Path]:
 
 
 def _decide(test: ast.expr) -> bool | None:
-    return False if ast.unparse(test) == "current_platform.is_rocm()" else None
+    return False if unparse(test) == "current_platform.is_rocm()" else None
 
 
 def flow_of(owner: Owner, name: str) -> Flow:
@@ -352,7 +352,7 @@ def _router(owner: Owner, attribute: str) -> str:
         flow = flow_of(owner, attribute)
     except UnsupportedError as error:
         return f"unreadable: {error}"
-    text = "\n".join(ast.unparse(cls) for _, cls in _bases(owner.path, owner.node))
+    text = "\n".join(unparse(cls) for _, cls in _bases(owner.path, owner.node))
     inner = " (gate given to the experts)" if re.search(r"\bgate=self\.", text) else ""
     values = [call.argument(1, "router_logits") for call in flow.of(attribute)]
     parts = {part.path for value in values if value for part in value.parts}

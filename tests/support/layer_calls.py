@@ -8,6 +8,7 @@ import ast
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from midstream.runtime.models.registry import Input, LayerConvention, Output
 from support.sources import (
@@ -17,6 +18,8 @@ from support.sources import (
     family_of,
     forward_of,
     tree_of,
+    unparse,
+    walk,
 )
 
 # What changes no value: in evaluation, and (the last two) wherever the table has no refusal.
@@ -41,7 +44,7 @@ def statements(body: list[ast.stmt], beside: ast.stmt | None = None) -> Iterator
     """
     for item in body:
         inner = [part for part in (getattr(item, "body", []), getattr(item, "orelse", [])) if part]
-        taken = [part for part in inner if any(beside in ast.walk(each) for each in part)]
+        taken = [part for part in inner if any(beside in walk(each) for each in part)]
         for part in taken or inner:
             yield from statements(part, beside)
         if not inner:
@@ -51,12 +54,12 @@ def statements(body: list[ast.stmt], beside: ast.stmt | None = None) -> Iterator
 def calls(item: ast.AST, attribute: str, aliases: set[str]) -> list[ast.Call]:
     """Calls of `self.<attribute>`, also under a local name, also by a fused all-reduce."""
     found = []
-    for call in ast.walk(item):
+    for call in walk(item):
         if not isinstance(call, ast.Call):
             continue
-        function = ast.unparse(call.func)
+        function = unparse(call.func)
         fused = function.startswith("fused_allreduce_") and f"self.{attribute}" in map(
-            ast.unparse, call.args
+            unparse, call.args
         )
         if function == f"self.{attribute}" or function in aliases or fused:
             found.append(call)
@@ -66,18 +69,28 @@ def calls(item: ast.AST, attribute: str, aliases: set[str]) -> list[ast.Call]:
 def aliases_of(lines: list[ast.stmt], attribute: str) -> set[str]:
     """Local names of `self.<attribute>`, as in `ffn = self.moe if self.is_moe else self.mlp`."""
     return {
-        ast.unparse(line.targets[0])
+        unparse(line.targets[0])
         for line in lines
         if isinstance(line, ast.Assign)
         and isinstance(line.value, (ast.IfExp, ast.Attribute))
-        and any(ast.unparse(part) == f"self.{attribute}" for part in ast.walk(line.value))
+        and any(unparse(part) == f"self.{attribute}" for part in walk(line.value))
     }
 
 
-def each_call(
-    path: Path, node: ast.ClassDef, dotted: str
-) -> Iterator[tuple[ast.FunctionDef, list[ast.stmt], int, ast.Call]]:
+Calls = Iterator[tuple[ast.FunctionDef, list[ast.stmt], int, ast.Call]]
+
+
+def each_call(path: Path, node: ast.ClassDef, dotted: str) -> Calls:
     """(method, its statements, the number of the one that calls, the call)."""
+    return iter(_all_calls(path if "." in dotted else Path(), node, dotted))
+
+
+@functools.cache
+def _all_calls(path: Path, node: ast.ClassDef, dotted: str) -> list[Any]:
+    return list(_each_call(path, node, dotted))
+
+
+def _each_call(path: Path, node: ast.ClassDef, dotted: str) -> Calls:
     attribute = dotted.rpartition(".")[2]
     for method in methods(path, node, dotted):
         lines = list(statements(method.body))
@@ -91,14 +104,14 @@ def each_call(
 def loads(item: ast.AST, name: str) -> int:
     return sum(
         isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Load)
-        for part in ast.walk(item)
+        for part in walk(item)
     )
 
 
 def stores(item: ast.stmt, name: str) -> bool:
     return any(
         isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store)
-        for part in ast.walk(item)
+        for part in walk(item)
     )
 
 
@@ -110,7 +123,7 @@ def is_fresh(
         return isinstance(given, (ast.Call, ast.BinOp))
     # What is cut to fewer rows of itself is the same value, and `empty_like` reads no value.
     same = f"{given.id} = {given.id}[", f"attn_output = torch.empty_like({given.id}"
-    cut = [ast.unparse(line).startswith(same) for line in lines]
+    cut = [unparse(line).startswith(same) for line in lines]
     before = [n for n, line in enumerate(lines[:number]) if stores(line, given.id) and not cut[n]]
     if not before:
         # A method of the layer's own that is given what the norm returned.
@@ -150,7 +163,7 @@ def given_to(
         if keyword.arg == place.parameter:
             return keyword.value
         if keyword.arg is None:  # `**kwargs`, a dict of the method's own
-            for item in (part for line in lines for part in ast.walk(line)):
+            for item in (part for line in lines for part in walk(line)):
                 keys = item.keys if isinstance(item, ast.Dict) else []
                 names = [key.value for key in keys if isinstance(key, ast.Constant)]
                 if isinstance(item, ast.Dict) and place.parameter in names:
@@ -168,7 +181,7 @@ def attention_forwards(path: Path, node: ast.ClassDef) -> list[list[str]]:
     names = {
         part.id
         for item in family_of(path, node)
-        for part in ast.walk(item)
+        for part in walk(item)
         if isinstance(part, ast.Name) and "Attention" in part.id
     }
     found = [_forward_named(path, name) for name in sorted(names)]
@@ -195,19 +208,19 @@ def is_added(lines: list[ast.stmt], number: int, call: ast.Call) -> bool:
     """Whether what the call returns, or the first item of that, is added to something as it is."""
     name, line = "", lines[number]
     wrapped = any(
-        isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add) and call in ast.walk(part)
-        for part in ast.walk(line)
+        isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add) and call in walk(part)
+        for part in walk(line)
     )
     if wrapped or isinstance(line, ast.Return):
         return True
     for later in lines[number:]:
-        if isinstance(later, ast.AugAssign) and ast.unparse(later.target) == name:
+        if isinstance(later, ast.AugAssign) and unparse(later.target) == name:
             return isinstance(later.op, ast.Add)
         if name and loads(later, name):
-            text = ast.unparse(later)
+            text = unparse(later)
             scaled = [
                 part
-                for part in ast.walk(later)
+                for part in walk(later)
                 if isinstance(part, ast.BinOp)
                 and isinstance(part.op, ast.Mult)
                 and loads(part, name)
@@ -216,7 +229,7 @@ def is_added(lines: list[ast.stmt], number: int, call: ast.Call) -> bool:
                 return False
             if any(
                 isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add) and loads(part, name)
-                for part in ast.walk(later)
+                for part in walk(later)
             ):
                 return True
             if f"({name}, residual" in text:  # a fused norm adds first
@@ -229,7 +242,7 @@ def is_added(lines: list[ast.stmt], number: int, call: ast.Call) -> bool:
                 return False
             target = later.targets[0]
             target = target.elts[0] if isinstance(target, ast.Tuple) else target
-            name = ast.unparse(target)
+            name = unparse(target)
     return False
 
 

@@ -55,6 +55,17 @@ def release_of(root: Path) -> str:
     return version[1]
 
 
+# What is asked of a class again and again, by several tests and for several releases.
+@functools.cache
+def walk(node: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(node))
+
+
+@functools.cache
+def unparse(node: ast.AST) -> str:
+    return ast.unparse(node)
+
+
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
@@ -156,7 +167,7 @@ def sets(node: ast.AST, attribute: str) -> bool:
         isinstance(item, ast.Attribute)
         and isinstance(item.ctx, ast.Store)
         and item.attr == attribute
-        for item in ast.walk(node)
+        for item in walk(node)
     )
 
 
