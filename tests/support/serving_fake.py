@@ -316,9 +316,18 @@ def _include_router(app: FastAPI, router: APIRouter) -> None:
 
 
 @asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
-    """An app, and a client of it."""
+async def serving(
+    *, stall_seconds: float | None = None, **settings: Any
+) -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
+    """An app, and a client of it.
+
+    Args:
+        stall_seconds: midstream's setting, shorter than the shortest that it allows.
+        **settings: as for `make`.
+    """
     site = await make(**settings)
+    if stall_seconds is not None:
+        site.server.settings = replace(site.server.settings, stall_seconds=stall_seconds)
     async with site.client() as client:
         yield site, client
     site.server.close()

@@ -220,7 +220,7 @@ def command(folder: Path, *arguments: str, start: type[Slow] = Slow) -> multipro
             os.dup2(file.fileno(), descriptor)
         sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
         engine.start_vllm = start
-        capture._REPEAT_SECONDS = 0.2
+        capture._REPEAT_SECONDS = 0.1
         app(["capture", "some/model", "--layers", "0,2", "--data", "prompts.jsonl", "--out",
              "acts", "--flush-seconds", "0.01", *arguments])  # fmt: skip
 

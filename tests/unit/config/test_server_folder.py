@@ -47,7 +47,7 @@ def test_children_find_it_and_it_goes_with_the_process_that_made_it():
 def test_what_a_killed_process_has_left_its_children_remove():
     child = (
         "import time; from midstream.config.server_folder import remove_if_left\n"
-        "time.sleep(0.5); remove_if_left(); print('removed')"
+        "time.sleep(0.2); remove_if_left(); print('removed')"
     )
     done = subprocess.run(
         [sys.executable, "-c", LEFT, child], capture_output=True, text=True, check=False

@@ -45,7 +45,12 @@ async def two(
         for site in sites:
             site.server.close()
         assert not list(Path(folder).iterdir())
-        await asyncio.sleep(0.2)  # their listeners end
+        await end_of(*sites[:listening])
+
+
+async def end_of(*sites: Site) -> None:
+    """Waits until they listen no longer."""
+    await asyncio.wait([site.server.peers._task for site in sites], timeout=10)
 
 
 async def handle_from(client: httpx.AsyncClient, **more: object) -> dict[str, object]:
@@ -158,7 +163,7 @@ async def test_a_process_that_has_ended_is_named_and_nothing_is_said_to_be_gone(
     async with two() as (sites, (here, there)):
         handle = await handle_from(there)
         sites[1].server.peers._server.should_exit = True
-        await asyncio.sleep(0.3)
+        await end_of(sites[1])
         Path(sites[1].server.peers._path(1)).touch()  # as the socket of one that was killed
         await refused(here.get(handle["url"]), 503, "does not answer")
         await refused(here.get(HANDLES), 503, "does not answer")

@@ -407,7 +407,7 @@ async def test_a_server_that_is_stopped_ends_a_stream_with_an_error_event():
 
 
 async def test_a_client_that_reads_nothing_of_its_stream_loses_its_request():
-    async with serving(stall_seconds=1) as (site, _):
+    async with serving(stall_seconds=0.3) as (site, _):
         before, sent = open_files(), []
 
         async def send(message):

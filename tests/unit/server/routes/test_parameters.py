@@ -39,7 +39,7 @@ async def test_a_parameter_that_the_setting_does_not_name_is_not_read():
 
 
 async def test_a_client_that_reads_nothing_gets_no_more_and_the_next_one_is_served():
-    async with serving(parameters=[HEAD], stall_seconds=1) as (site, client):
+    async with serving(parameters=[HEAD], stall_seconds=0.3) as (site, client):
         site.engine.parameters[HEAD] = torch.randn(7, 3)
 
         async def send(message):

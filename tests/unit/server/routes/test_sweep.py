@@ -387,7 +387,7 @@ async def test_a_client_that_disconnects_ends_the_remaining_cells(stream):
 
 
 async def test_a_client_that_reads_nothing_loses_its_sweep():
-    async with serving(stall_seconds=1) as (site, _):
+    async with serving(stall_seconds=0.3) as (site, _):
         body = json.dumps(BODY).encode()
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
