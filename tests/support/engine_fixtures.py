@@ -22,12 +22,11 @@ def no_engine_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     later would take down the process groups of the engines of that time.
     """
     yield
-    if request.node.get_closest_marker("engine") or any(
+    had_engines = request.node.get_closest_marker("engine") or any(
         part in ("engine", "system", "nightly", "gpu") for part in request.path.parts
-    ):
-        gc.collect()
-    else:
-        engines.freeze_between()
+    )
+    gc.collect(2 if had_engines else 1)
+    engines.freeze_again()
 
 
 @pytest.fixture(scope="session")

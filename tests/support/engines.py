@@ -132,22 +132,23 @@ def _freeze() -> int:
     return _freezes
 
 
-def freeze_between() -> None:
-    """Exclude what is there between two files of tests from later searches for garbage, unless an
-    engine is. Each search of all that tests have imported by then takes a quarter of a second.
+def freeze_again() -> None:
+    """Exclude what has been imported and made since from searches for garbage too, each of which
+    takes half a second otherwise. At the end of an engine that lives now, all of it is searched.
     """
     global _freezes
-    if not _live:
-        gc.collect(1)
-        gc.freeze()
-        _freezes += 1
+    gc.freeze()
+    _freezes += 1
 
 
 def _collect(frozen: int) -> None:
     """Collect the garbage of what was made since a freeze."""
-    if frozen != _freezes:  # a later freeze has some of it
+    if frozen == _freezes:
+        gc.collect()
+    else:  # a later freeze has some of it
         gc.unfreeze()
-    gc.collect()
+        gc.collect()
+        freeze_again()
 
 
 def _shut_down(llm: Any) -> None:
