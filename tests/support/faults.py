@@ -11,6 +11,7 @@ from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_gates import GATES
 from support.faults_kept import KEPT
+from support.faults_kernel import KERNELS
 from support.faults_live import LIVE
 from support.faults_models import MODELS
 from support.faults_operations import OPERATIONS
@@ -475,6 +476,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *GATES,
     *KEPT,
+    *KERNELS,
     *MODELS,
     *REUSE,
     *LIVE,

@@ -270,43 +270,12 @@ KEPT: tuple[Fault, ...] = (
         "tests/unit/ops/test_site.py::test_the_op_is_defined_as_its_schema_says",
     ),
     Fault(
-        "The kernel of maps multiplies all rows of a tile with the matrix of one",
-        "ops/site_kernel.py",
-        "        mine = (start == first)[:, None]\n",
-        "        mine = has_map[:, None]\n",
-        "tests/unit/ops/test_site_triton.py"
-        "::test_the_interpreted_kernels_do_what_their_references_do",
-    ),
-    Fault(
         "A matrix is applied to what an earlier edit of its site left out",
         "runtime/frontend/request/budget.py",
         "        _check_maps(piece, list(taps), hidden_size)\n",
         "",
         "tests/unit/runtime/frontend/request/test_budget.py"
         "::test_a_matrix_without_room_or_of_what_was_edited_before_is_refused",
-    ),
-    Fault(
-        "A kernel that was compiled for aligned rows is launched for others",
-        "ops/site_triton.py",
-        " or (address | other) % 16 or",
-        " or",
-        "tests/unit/ops/test_site_triton.py"
-        "::test_rows_that_are_not_aligned_never_reach_a_kernel_that_was_compiled_for_aligned_ones",
-    ),
-    Fault(
-        "A table that is bound to other buffers launches the kernel for the earlier ones",
-        "ops/site.py",
-        "    _RELAUNCHES[table.data_ptr()] = {}\n",
-        "    _RELAUNCHES.setdefault(table.data_ptr(), {})\n",
-        "tests/unit/ops/test_site.py::test_a_table_uses_the_buffers_that_it_was_bound_to_last",
-    ),
-    Fault(
-        "A kernel for one layout of the stream is launched for another",
-        "ops/site_triton.py",
-        "        residual.shape == hidden.shape, residual.stride(), residual.dtype\n",
-        "        residual.shape == hidden.shape, residual.dtype\n",
-        "tests/unit/ops/test_site_triton.py"
-        "::test_streams_that_need_another_kernel_are_of_another_kind",
     ),
     Fault(
         "An edit with a vector for each layer loses its other arguments",
