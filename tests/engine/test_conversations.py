@@ -233,6 +233,19 @@ def test_a_state_that_was_evicted_begins_anew_and_the_receipt_says_so(talks: Any
     assert len(talks._front_end.conversations) == 2
 
 
+def test_a_turn_goes_on_where_one_ended_whose_results_were_not_fetched_yet(talks: Any) -> None:
+    """Results of ended requests are fetched together, while others run."""
+    run, one = Stepped(talks), open_gate("conversation:a")
+    run.add("other", OTHER[::-1], greedy(40, detokenize=False), edits=[])
+    run.add("first", OTHER, greedy(2, detokenize=False), edits=[one])
+    while "first" not in run.outputs:
+        run.step()
+    prompt = [*OTHER, *generated(run.outputs["first"]), 5]
+    run.add("second", prompt, greedy(2, detokenize=False), edits=[one])
+    receipt = run.finish()["second"].receipt
+    assert {each.position for each in receipt.carried} == {len(OTHER) + 1}
+
+
 def test_an_aborted_request_leaves_the_conversation_as_it_was(talks: Any) -> None:
     run, engine = Stepped(talks), talks.llm_engine
     params = greedy(COUNT, detokenize=False)

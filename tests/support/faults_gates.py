@@ -82,4 +82,28 @@ GATES: tuple[Fault, ...] = (
         "        if position >= self.scan[layout.SCAN_FROM]:\n",
         _LOOP,
     ),
+    Fault(
+        "Other gates move the score of a gate with memory, so that an update is rejected",
+        "spec/resolve/resolve.py",
+        "key=lambda index: not remembers[index]",
+        "key=lambda index: 0",
+        "tests/unit/spec/resolve/test_resolve_gates.py"
+        "::test_the_score_of_a_gate_with_memory_keeps_its_column_whatever_other_gates_there_are",
+    ),
+    Fault(
+        "A turn begins before the state of the one before was fetched",
+        "runtime/frontend/sync_frontend.py",
+        "            self._fetch_all()  # for what the requests that have ended left\n",
+        "            pass\n",
+        "tests/engine/test_conversations.py"
+        "::test_a_turn_goes_on_where_one_ended_whose_results_were_not_fetched_yet",
+    ),
+    Fault(
+        "Ended requests never get their results if the last one that runs is aborted",
+        "runtime/frontend/sync_frontend.py",
+        "if is_wanted and not self._has_unfinished():",
+        "if False:",
+        "tests/engine/test_updates.py"
+        "::test_requests_that_ended_have_their_results_once_the_last_other_one_is_aborted",
+    ),
 )

@@ -63,20 +63,19 @@ class Conversations:
         Raises:
             SpecError: it has several completions.
         """
-        edits = () if own is None else own.edits
-        for nth, edit in enumerate(edits):
-            if isinstance(edit, Gate) and edit.memory.conversation is not None:
-                if request.sampling_params.n > 1:
-                    raise SpecError(
-                        f"edits[{own.origin(nth) if own else nth}].hold",
-                        f"a conversation goes on with one completion, and n is "
-                        f"{request.sampling_params.n}; use n=1",
-                    )
-                ids = request.prompt_token_ids
-                if not all(getattr(request, "prompt_is_token_ids", None) or (True,)):
-                    ids = None
-                return Recollection(self, request.cache_salt, ids)
-        return None
+        nth = first_of_conversation(own)
+        if own is None or nth is None:
+            return None
+        n = request.sampling_params.n
+        if n > 1:
+            raise SpecError(
+                f"edits[{own.origin(nth)}].hold",
+                f"a conversation goes on with one completion, and n is {n}; use n=1",
+            )
+        ids = request.prompt_token_ids
+        if not all(getattr(request, "prompt_is_token_ids", None) or (True,)):
+            ids = None
+        return Recollection(self, request.cache_salt, ids)
 
     def find(self, key: tuple[object, ...]) -> KeptState | None:
         """Return a state that was kept, and count it as used; None: there is none any more."""
@@ -159,6 +158,14 @@ class Recollection:
             )
             for conversation, gate, start, last in states
         )
+
+
+def first_of_conversation(plan: Plan | None) -> int | None:
+    """Return the index of the first gate of a conversation; None: the plan has none."""
+    for nth, edit in enumerate(() if plan is None else plan.edits):
+        if isinstance(edit, Gate) and edit.memory.conversation is not None:
+            return nth
+    return None
 
 
 def digest(tokens: Sequence[int]) -> bytes:
