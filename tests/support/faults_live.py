@@ -160,4 +160,12 @@ LIVE: tuple[Fault, ...] = (
         "round(scale / self.step)",
         "tests/unit/spec/test_controller.py::test_pid_stays_within_its_limits",
     ),
+    Fault(
+        "A controller beside the engine never gets the scores of a prompt that waited",
+        "runtime/frontend/step_controllers.py",
+        "            if tokens:  # before the first, not all of the prompt was computed\n",
+        "            if state is not None:\n",
+        "tests/unit/runtime/frontend/test_step_controllers.py"
+        "::test_scores_of_a_prompt_are_given_once_all_of_it_was_computed",
+    ),
 )
