@@ -25,7 +25,7 @@ laws = st.one_of(
     st.builds(Threshold, st.just("p"), above=st.floats(0, 9), below=st.none() | st.floats(-9, 0),
               on=numbers, off=numbers),
     st.builds(Pid, st.just("p"), target=numbers, kp=numbers, ki=numbers, kd=numbers,
-              low=st.floats(-2, 1), high=st.floats(1, 2), step=st.floats(0.125, 1)),
+              low=st.floats(-2, 0.5), high=st.floats(1, 2), step=st.floats(0.125, 0.25)),
     st.builds(Decay, st.integers(1, 9), least=st.floats(0.001, 1)),
     st.builds(Budget, st.just("p"), total=st.floats(0.125, 100)),
 )  # fmt: skip
