@@ -282,6 +282,23 @@ def test_a_function_beside_the_engine_changes_edits_and_stops_and_no_step_waits_
         check_replay(oracle, PROMPT, one, {0: [HOOK]})
 
 
+def test_a_function_is_given_every_score_of_a_prompt_that_comes_in_chunks(llm: Any) -> None:
+    given: dict[int, list[float]] = {0: [], 1: []}
+    controllers = [
+        Controller(lambda seen, mine=mine: mine.extend(seen.scores["p"].tolist()), seconds=60)
+        for mine in given.values()
+    ]
+    prompts = [{"prompt_token_ids": [3 + nth + n % 150 for n in range(150)]} for nth in given]
+    outputs = llm.generate(
+        prompts, greedy(30), edits=OWN, probes=[[probe()], [probe()]], controller=controllers,
+        use_tqdm=False,
+    )  # fmt: skip
+    for mine, output in zip(given.values(), outputs, strict=True):
+        scores = output.probes["p"].tolist()
+        assert 150 <= len(mine) <= len(scores)
+        assert mine == pytest.approx(scores[: len(mine)])
+
+
 def test_what_cannot_be_controlled_is_rejected_by_its_name(llm: Any) -> None:
     law = Threshold("p", above=1.0)
     many = Pid("p", target=0.0, kp=1.0, step=0.001)

@@ -13,8 +13,10 @@ from support import tiny
 from support.edit_cases import Case, Maker, problems
 from support.engines import generated, greedy, tokens
 from support.gate_memory import LONG, Turn
+from support.oracle import Oracle
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
 from support.scheduling import chunks
+from support.turns import FIRST, OPENS, Turns
 from support.updating import Stepped
 
 from midstream import Capture, Gate, Reading, SamplingParams, SpecError, Steer
@@ -231,6 +233,36 @@ def test_a_state_that_was_evicted_begins_anew_and_the_receipt_says_so(talks: Any
     assert [carried(talks, one)[0][2] for one in gates] == [None, None, None]
     assert [carried(talks, gates[nth])[0][2] for nth in (2, 1, 0)] == [0, 0, None]
     assert len(talks._front_end.conversations) == 2
+
+
+def test_a_turn_goes_on_where_one_ended_whose_results_were_not_fetched_yet(talks: Any) -> None:
+    """Results of ended requests are fetched together, while others run."""
+    run, one = Stepped(talks), open_gate("conversation:a")
+    run.add("other", OTHER[::-1], greedy(40, detokenize=False), edits=[])
+    run.add("first", OTHER, greedy(2, detokenize=False), edits=[one])
+    while "first" not in run.outputs:
+        run.step()
+    prompt = [*OTHER, *generated(run.outputs["first"]), 5]
+    run.add("second", prompt, greedy(2, detokenize=False), edits=[one])
+    receipt = run.finish()["second"].receipt
+    assert {each.position for each in receipt.carried} == {len(OTHER) + 1}
+
+
+def test_of_turns_at_the_same_time_the_one_that_ends_last_is_gone_on_with(
+    talks: Any, tiny_llama: Path
+) -> None:
+    one = Turns(Oracle(tiny_llama, "model.layers", "post_attention_layernorm")).gate("a")
+    stays, opens = list(FIRST), [*FIRST, OPENS]
+    for longer, shorter in ((stays, opens), (opens, stays)):
+        talks._front_end.conversations = Conversations()
+        run = Stepped(talks)
+        run.add("longer", longer, greedy(6, detokenize=False), edits=[one])
+        run.add("shorter", shorter, greedy(2, detokenize=False), edits=[one])
+        outputs = run.finish()
+        for name, prompt in (("longer", longer), ("shorter", shorter)):
+            (left,) = outputs[name].receipt.carried
+            assert (left.position, left.is_open) == (None, prompt is opens)
+        assert carried(talks, one, list(FIRST)) == [("a", 0, 0, longer is opens)]
 
 
 def test_an_aborted_request_leaves_the_conversation_as_it_was(talks: Any) -> None:

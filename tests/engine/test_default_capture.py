@@ -110,7 +110,8 @@ def test_edits_of_some_positions_are_rejected_with_the_last_tokens_row(default):
     llm.vectors.register("early", VECTOR)
     with pytest.raises(SpecError, match=r"^steer: with last_token_row, vectors must be given by"):
         llm.generate(tokens(PROMPT), greedy(5, detokenize=False), steer=Steer("early", 0))
-    asked = {"probes": Probe(VECTOR, 0, name="p"), "controller": Decay(1)}
+    reads = {"steer": Steer(VECTOR, 0), "probes": Probe(VECTOR, 0, name="p")}
+    asked = {**reads, "controller": Decay(1)}
     with pytest.raises(SpecError, match="^controller: with last_token_row, no controller may"):
         llm.generate(tokens(PROMPT), greedy(5, detokenize=False), use_tqdm=False, **asked)
     llm.steering.set(generated=Steer(VECTOR, 0))

@@ -241,3 +241,26 @@ def test_a_gate_stays_open_when_the_edit_in_it_changes_and_cannot_change_itself(
     assert completion.receipt.status == "ok"
     for tap, rows in completion.activations.items():
         torch.testing.assert_close(rows, seen.values[tap], rtol=1e-3, atol=1e-4)
+
+
+def test_a_gate_goes_on_when_an_update_drops_or_adds_a_gate_before_it(
+    wide: Any, oracle: EditOracle
+) -> None:
+    gate = late_gate(oracle, LONG, 1, hold="rest")
+    first = Reading(torch.ones(tiny.HIDDEN), 1e6, layer=0, site="resid_pre")
+    plain = Gate(Steer(torch.ones(tiny.HIDDEN), 2), first, 0.0)
+    always = At(plain.edit)
+    for nth, (given, later) in enumerate([([plain, gate], [gate]), ([gate], [plain, gate])]):
+        run, opened = Stepped(wide), len(LONG) + 1
+        asked = {"edits": given, "capture": Capture("all", EVERY_SITE)}
+        run.add("a", LONG, greedy(COUNT, logprobs=3), **asked)
+        run.step(4)
+        (start,) = wide.update("a", edits=later).positions.values()
+        (completion,) = run.finish()["a"].outputs
+        assert opened < start < len(LONG) + COUNT - 1
+        where = (lambda p: p < start) if nth == 0 else (lambda p: p >= start)  # noqa: B023
+        edits = [At(gate.edit, lambda p: opened <= p), replace(always, where=where)]  # noqa: B023
+        seen = oracle.run([*LONG, *completion.token_ids][:-1], edits)
+        assert completion.receipt.status == "ok"
+        for tap, rows in completion.activations.items():
+            torch.testing.assert_close(rows, seen.values[tap], rtol=1e-3, atol=1e-4)

@@ -211,3 +211,18 @@ def test_what_cannot_change_says_so_and_changes_nothing(llm: Any, oracle: Oracle
     check_replay(oracle, PROMPT, outputs["bare"].outputs[0], {1: [hook]})
     with pytest.raises(SpecError, match="request 'a' is not running: it has ended"):
         llm.update("a", scale=2)
+
+
+def test_requests_that_ended_have_their_results_once_the_last_other_one_is_aborted(
+    llm: Any, oracle: Oracle
+) -> None:
+    """No step follows in which they would get them."""
+    edit, hook = steer(vector(1), 1, 2.0)
+    run = Stepped(llm)
+    run.add("short", PROMPT, greedy(3), edits=[edit], capture=everything())
+    run.add("long", PROMPT, greedy(30), edits=[edit])
+    while "short" not in run.outputs:
+        run.step()
+    llm.llm_engine.abort_request(["long"])
+    assert not llm.llm_engine.has_unfinished_requests()
+    check_replay(oracle, PROMPT, run.outputs["short"].outputs[0], {0: [hook]})

@@ -17,6 +17,7 @@ from midstream import Capture, Client, Steer
 from support import serving, tiny
 from support.oracle import HookEdit, Oracle, relative_error
 from support.serving import NAME, Running
+from support.turns import FIRST, Turns
 
 SITES = ("resid_pre", "resid_mid", "resid_post")
 V = torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(4)) * 3
@@ -29,7 +30,7 @@ COUNT = "--api-server-count=2"
 
 
 def command(model: Path, *options: str) -> list[str]:
-    setting = serving.settings(http={"log": "json"})
+    setting = serving.settings(http={"log": "json"}, gate_states=4)
     return serving.command(model, f"--sites={','.join(SITES)}", COUNT, setting, *options)
 
 
@@ -67,6 +68,7 @@ class Judge:
     """The reference, and the tokens of a prompt."""
 
     def __init__(self, oracle: Oracle, model: Path) -> None:
+        self.oracle = oracle
         self.run = oracle.run
         self._tokenizer = AutoTokenizer.from_pretrained(model)
 
@@ -115,6 +117,19 @@ def set_and_ask(both: Both, judge: Judge) -> None:
         assert len(changes) == 1
     finally:
         both.clients[0].steering.clear()
+
+
+def check_turns(both: Both, judge: Judge) -> None:
+    """Turns of a conversation, each in the other process than the one before."""
+    asked = {**ASKED, "capture": EVERYTHING}
+
+    def ask(nth: int, prompt: list[int], edits: list[Any]) -> Any:
+        (found,) = both.clients[nth % 2].complete(prompt, **asked, edits=edits).outputs
+        return found
+
+    Turns(judge.oracle).check(ask, "7f3a")
+    receipt = ask(0, list(FIRST), [Turns(judge.oracle).gate("7f3b")]).receipt
+    assert [(one.position, one.is_open) for one in receipt.carried] == [(None, False)]
 
 
 def load(both: Both, judge: Judge, rounds: int) -> None:

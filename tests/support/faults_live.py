@@ -145,4 +145,27 @@ LIVE: tuple[Fault, ...] = (
         "tests/unit/runtime/frontend/results/test_held_plans.py"
         "::test_a_version_holds_until_the_next_begins",
     ),
+    Fault(
+        "A law that raises ends the engine, and with it all requests",
+        "runtime/core/controllers.py",
+        "            calls[nth].make()\n",
+        "            calls[nth].answer = one.decide(calls[nth].observed)\n"
+        "            calls[nth].is_done = True\n",
+        "tests/unit/runtime/core/test_controllers.py::test_a_law_that_raises_fails_alone",
+    ),
+    Fault(
+        "Pid answers with a scale beyond its limits",
+        "spec/control_laws.py",
+        "min(max(round(scale / self.step), first), last)",
+        "round(scale / self.step)",
+        "tests/unit/spec/test_controller.py::test_pid_stays_within_its_limits",
+    ),
+    Fault(
+        "A controller beside the engine never gets the scores of a prompt that waited",
+        "runtime/frontend/step_controllers.py",
+        "            if tokens:  # before the first, not all of the prompt was computed\n",
+        "            if state is not None:\n",
+        "tests/unit/runtime/frontend/test_step_controllers.py"
+        "::test_scores_of_a_prompt_are_given_once_all_of_it_was_computed",
+    ),
 )

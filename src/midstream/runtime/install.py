@@ -205,11 +205,14 @@ def _engine_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs
     return outputs if front is None else front.after_step(outputs)
 
 
-def _engine_abort(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    out = original(engine, *args, **kwargs)
+def _engine_abort(
+    original: Callable[..., Any], engine: Any, request_ids: Any, *args: Any, **kwargs: Any
+) -> Any:
+    asked = list(request_ids)
+    out = original(engine, asked, *args, **kwargs)
     front = front_end(engine)
     if front is not None:
-        front.after_abort(engine.output_processor.external_req_ids)
+        front.after_abort(asked, engine.output_processor.external_req_ids)
     return out
 
 

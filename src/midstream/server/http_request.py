@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from types import AsyncGeneratorType
 from typing import Any
 
+from midstream.config.http import HttpSettings
 from midstream.errors import BusyError, HttpError, ReceiptError, SpecError
+from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import audit_log
 from midstream.server.capture_cache import CaptureCache
 from midstream.server.request_field import MidstreamField
@@ -80,6 +82,20 @@ class RequestContext:
     undelivered: list[str] = field(default_factory=list)
     invalid_field: str = ""
     refusal: HttpError | None = None
+
+    def call_plan(self, limits: HttpSettings, owner: str) -> CallPlan:
+        """Return the plan of an engine call.
+
+        Args:
+            limits: the server's.
+            owner: see `CallPlan`.
+        """
+        most = {
+            "inline": limits.inline_bytes,
+            "handle": min(limits.client_bytes, limits.held_bytes),
+            "none": None,
+        }[self.request_field.activations]
+        return CallPlan(self.request_field.plan, self.messages, self.template, most, owner=owner)
 
     def track(
         self,

@@ -19,7 +19,7 @@ from midstream.config.config import KEY
 from midstream.config.http import HttpSettings
 from midstream.config.server_folder import own_folder, remove_if_left
 from midstream.errors import HttpError, SpecError
-from midstream.runtime.frontend.request.call_plan import CallPlan, plan_of, with_plan
+from midstream.runtime.frontend.request.call_plan import plan_of, with_plan
 from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
 from midstream.server.capture_cache import CachedCapture, CaptureCache
@@ -290,13 +290,7 @@ class Server:
         plan = context.request_field.plan
         running: AbstractContextManager[None] = nullcontext()
         if plan is not None:
-            limits = self.settings
-            most = {
-                "inline": limits.inline_bytes,
-                "handle": min(limits.client_bytes, limits.held_bytes),
-                "none": None,
-            }[context.request_field.activations]
-            own = CallPlan(plan, context.messages, context.template, most)
+            own = context.call_plan(self.settings, context.client if self._has_key else "")
             call = RunningCall(request_id, context.client, own, context.calls * params.n)
             running = self.running.running(call)
             params = with_plan(params, own)
@@ -305,12 +299,13 @@ class Server:
 
 def _join(llm: Any, shared: str | None) -> tuple[Peers | None, SharedFolder | None]:
     """Return the other processes of a server, and the folder by which vectors and steering are
-    theirs and other servers' too; None: there are none.
+    theirs and other servers' too; None: there are none. They share the states of conversations.
     """
     peers = None
     if llm.info.front_ends.count > 1:
         own = own_folder()
         peers, shared = Peers(own, llm.info.front_ends), shared or str(own / "state")
+        llm.conversations.share(own / "conversations")
     return peers, None if shared is None else SharedFolder(shared, llm.vectors, llm.steering)
 
 

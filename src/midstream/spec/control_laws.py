@@ -7,6 +7,7 @@ parameters are equal, whatever they have observed.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -78,8 +79,8 @@ class Threshold:
 class Pid:
     """scale = 1 + kp · e + ki · Σe + kd · Δe, with e = target − score of the latest token.
 
-    The sum is not increased while the scale is at a limit. Scales are rounded to multiples of
-    `step`: each different one takes room on the workers until its request ends.
+    The sum is not increased while the scale is at a limit. Scales are rounded to the multiples of
+    `step` from `low` to `high`: each takes room on the workers until its request ends.
 
     Attributes:
         probe: name of the probe.
@@ -103,12 +104,23 @@ class Pid:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
-        if not self.low <= self.high or self.step <= 0:
-            raise SpecError("low", "expected low ≤ high, and a step above 0")
+        if self.low > self.high:
+            raise SpecError("low", f"expected at most `high`, {self.high:g}, got {self.low:g}")
+        if self.step <= 0:
+            raise SpecError("step", f"expected more than 0, got {self.step:g}")
+        first, last = self._multiples()
+        if last - first < (self.low < self.high):
+            raise SpecError(
+                "step",
+                f"expected a step with two multiples from {self.low:g} to {self.high:g}, between "
+                f"which the scale changes, got {self.step:g}",
+            )
 
     def __call__(self, observed: Observed) -> float | None:
         scale = None
         for score in observed.scores[self.probe].tolist():
+            if not math.isfinite(score):
+                raise ValueError(f"a score of {self.probe} is {score}")
             error = self.target - score
             change = 0.0 if self._last is None else error - self._last
             wanted = 1.0 + self.kp * error + self.ki * (self._sum + error) + self.kd * change
@@ -116,13 +128,24 @@ class Pid:
             if scale == wanted:
                 self._sum += error
             self._last = error
-        return None if scale is None else round(scale / self.step) * self.step
+        if scale is None:
+            return None
+        first, last = self._multiples()
+        found: float = min(max(round(scale / self.step), first), last) * self.step
+        return found
 
     def scales(self) -> tuple[float, ...]:
         """Return every scale that it may answer, or more than `MOST_SCALES` of them."""
-        first, last = round(self.low / self.step), round(self.high / self.step)
+        first, last = self._multiples()
         last = min(last, first + MOST_SCALES)
         return tuple(nth * self.step for nth in range(first, last + 1))
+
+    def _multiples(self) -> tuple[int, int]:
+        """Return the first and the last multiple of the step within the limits, which are rounded
+        to float32 as the step is.
+        """
+        slack = 1e-6 * max(1.0, abs(self.low / self.step), abs(self.high / self.step))
+        return math.ceil(self.low / self.step - slack), math.floor(self.high / self.step + slack)
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -143,6 +166,8 @@ class Decay:
         _check_numbers(self)
         if self.half_life < 1:
             raise SpecError("half_life", f"expected at least 1 token, got {self.half_life}")
+        if not 0 < self.least <= 1:
+            raise SpecError("least", f"expected more than 0, and at most 1, got {self.least:g}")
 
     def __call__(self, observed: Observed) -> float:
         scale = float(0.5 ** (observed.tokens // self.half_life))
@@ -160,7 +185,7 @@ class Budget:
 
     Attributes:
         probe: name of the probe.
-        total: the budget.
+        total: the budget, above 0.
     """
 
     probe: str
@@ -170,6 +195,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+        if self.total <= 0:
+            raise SpecError("total", f"expected more than 0, got {self.total:g}")
 
     def __call__(self, observed: Observed) -> float:
         self._spent += sum(max(score, 0.0) for score in observed.scores[self.probe].tolist())

@@ -72,7 +72,7 @@ class Controller:
         mode: see above.
         seconds: longest time of one call in `mode="async"`.
         on_error: what happens if a call fails; None: what was declared, or "keep".
-        edits: sets of edits that it may choose in `mode="sync"`.
+        edits: sets of edits that a declared controller may choose.
     """
 
     decide: Callable[[Observed], Answer] | Law | str
@@ -108,9 +108,9 @@ class Controller:
                 they are turned off; "end": the request ends, with the finish reason "error" in
                 `mode="sync"` and ControllerError from `generate` in `mode="async"`. The first two
                 are logged, and in the receipt in `mode="sync"`. None: what was declared, or "keep".
-            edits: in `mode="sync"`, edits by a name with which it may answer; each an edit or its
-                dict, or a list of these. All are checked, and take room on the workers, when the
-                request begins.
+            edits: of a declared controller, edits by a name with which it may answer; each an edit
+                or its dict, or a list of these. All are checked, and take room on the workers, when
+                the request begins.
 
         Raises:
             SpecError: an argument is malformed; the path is its name.
@@ -143,6 +143,10 @@ class Controller:
             policy = None if on_error is None else read_word(on_error, POLICIES)
         if edits is not None and found == "async":
             raise SpecError("edits", 'of mode="sync"; in mode="async" it answers with edits')
+        if edits and not is_declared:
+            raise SpecError(
+                "edits", "a law answers with scales alone; a declared controller chooses edits"
+            )
         for attribute, value in (
             ("decide", decide), ("name", chosen), ("mode", found), ("seconds", limit),
             ("on_error", policy), ("edits", _read_sets({} if edits is None else edits)),
@@ -201,6 +205,11 @@ class Controller:
         if not isinstance(self.decide, _LAWS):
             raise TypeError(f"controller {self.name!r} is no law")
         return self.decide
+
+    @property
+    def is_law(self) -> bool:
+        """Whether it is a law, which answers with scales alone."""
+        return isinstance(self.decide, _LAWS)
 
     @property
     def reads(self) -> str | None:

@@ -283,10 +283,11 @@ class Plan:
 
 
 def _check_controller(plan: Plan, controller: Controller) -> None:
-    """Check that a controller has scores to read, and alone changes the edits."""
+    """Check that a controller has scores to read, and edits to change, and alone changes them."""
     names = [probe.name for probe in plan.probes]
     if not names:
         raise SpecError("controller", "it reads scores: give the request `probes`")
+    check_law(plan, controller)
     if plan.switches:
         raise SpecError("controller", "the probes of the request switch its edits (Switch) already")
     read = controller.reads
@@ -294,6 +295,18 @@ def _check_controller(plan: Plan, controller: Controller) -> None:
         raise SpecError(
             f"controller.{controller.law.word}.probe",
             f"the request has no probe {show(read)}; it has {listed(names)}",
+        )
+
+
+def check_law(plan: Plan, controller: Controller) -> None:
+    """Check that a request whose controller is a law has edits.
+
+    Raises:
+        SpecError: it has none.
+    """
+    if controller.is_law and not plan.edits:
+        raise SpecError(
+            "controller", "a law changes the strength of the request's edits: give it `edits`"
         )
 
 

@@ -204,7 +204,7 @@ def test_what_is_malformed_says_so():
         (lambda: Controller(fails, seconds=0), "seconds"),
         (lambda: Controller(fails, on_error="stop"), "on_error"),
         (lambda: Threshold("p", 1.0, 2.0), "below"),
-        (lambda: Pid("p", 1.0, 1.0, step=0), "low"),
+        (lambda: Pid("p", 1.0, 1.0, step=0), "step"),
         (lambda: Decay(0), "half_life"),
     ):
         with pytest.raises(SpecError) as caught:

@@ -25,9 +25,9 @@ laws = st.one_of(
     st.builds(Threshold, st.just("p"), above=st.floats(0, 9), below=st.none() | st.floats(-9, 0),
               on=numbers, off=numbers),
     st.builds(Pid, st.just("p"), target=numbers, kp=numbers, ki=numbers, kd=numbers,
-              low=st.floats(-2, 1), high=st.floats(1, 2), step=st.floats(0.125, 1)),
+              low=st.floats(-2, 0.5), high=st.floats(1, 2), step=st.floats(0.125, 0.25)),
     st.builds(Decay, st.integers(1, 9), least=st.floats(0.001, 1)),
-    st.builds(Budget, st.just("p"), total=numbers),
+    st.builds(Budget, st.just("p"), total=st.floats(0.125, 100)),
 )  # fmt: skip
 
 
@@ -40,9 +40,15 @@ class Scores(list):
 
 @given(laws, st.sampled_from([None, "off", "end"]), st.sampled_from([None, "named"]))
 def test_a_plan_with_a_law_survives_its_dict_and_its_text(law, on_error, name):
+    controller = Controller(law, mode="sync", on_error=on_error, name=name)
+    check_survives(controller)
     edits = {"calm": Steer([1.0, 2.0], 0), "none": []}
-    controller = Controller(law, mode="sync", on_error=on_error, name=name, edits=edits)
-    plan = Plan.make(probes=Probe([1.0], 0, name="p"), controller=controller)
+    check_survives(Controller("guard", on_error=on_error, name=name, edits=edits))
+
+
+def check_survives(controller):
+    edit, probe = Steer([1.0], 0), Probe([1.0], 0, name="p")
+    plan = Plan.make(edits=edit, probes=probe, controller=controller)
     for found in (Plan.parse(plan.to_dict()), Plan.parse(plan.to_json())):
         assert found == plan
         assert hash(found) == hash(plan)
@@ -55,6 +61,21 @@ def test_a_law_answers_only_what_it_says(law, steps):
         answer = law(Observed("r", nth + 1, {"p": Scores(scores)}))
         assert answer is None or answer in scales
     assert hash(law) == hash(type(law)(*[getattr(law, name) for name in parameters(law)]))
+
+
+@given(laws, st.lists(st.lists(numbers, max_size=3), max_size=12))
+def test_pid_stays_within_its_limits(law, steps):
+    for nth, scores in enumerate(steps):
+        answer = law(Observed("r", nth + 1, {"p": Scores(scores)}))
+        if isinstance(law, Pid) and answer is not None:
+            assert law.low - 1e-5 <= answer <= law.high + 1e-5
+
+
+def test_a_limit_that_is_a_multiple_of_the_step_is_reached():
+    law = Pid("p", target=0.0, kp=10.0, low=0.3, high=0.7, step=0.1)
+    found = [law(Observed("r", 1, {"p": Scores([score])})) for score in (9.0, -9.0)]
+    assert found == [pytest.approx(0.3), pytest.approx(0.7)]
+    assert len(law.scales()) == 5
 
 
 def parameters(law):
@@ -94,6 +115,16 @@ def test_what_is_malformed_says_so():
         (lambda: Controller("a:b"), "decide"),
         (lambda: Controller(law, mode="sync", seconds=1), "seconds"),
         (lambda: Controller(law, edits={}), "edits"),
+        (lambda: Controller(law, mode="sync", edits={"a": []}), "edits"),
+        (lambda: Plan.make(probes=Probe([1.0], 0, name="p"), controller=law), "controller"),
+        (lambda: Pid("p", 0.0, 1.0, low=0.3, high=0.4, step=0.25), "step"),
+        (lambda: Pid("p", 0.0, 1.0, step=1e9), "step"),
+        (lambda: Pid("p", 0.0, 1.0, step=0.0), "step"),
+        (lambda: Pid("p", 0.0, 1.0, low=2.0, high=1.0), "low"),
+        (lambda: Decay(3, least=0.0), "least"),
+        (lambda: Decay(3, least=1.5), "least"),
+        (lambda: Budget("p", 0.0), "total"),
+        (lambda: Controller.parse({"budget": {"probe": "p", "total": -1.0}}), "budget.total"),
         (lambda: Controller("guard", edits={"a b": []}), "edits"),
         (lambda: Controller("guard", edits={"a": [Steer([1.0], 0), 3]}), "edits.a[1]"),
         (lambda: Controller(law, mode="sync", name="a/b"), "name"),

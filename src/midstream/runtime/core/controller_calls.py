@@ -41,6 +41,15 @@ class ControllerCall:
     error: str | None = None
     is_done: bool = False
 
+    def make(self) -> None:
+        """Call it."""
+        self.began = True
+        try:
+            self.answer = self.decide(self.observed)
+        except BaseException as error:  # noqa: BLE001 - the policy decides
+            self.error = repr(error)
+        self.is_done = True
+
 
 class _Batch:
     """Calls of one controller in one step."""
@@ -70,12 +79,7 @@ class _CallThread:
             for call in batch.calls:
                 if batch.is_given_up:
                     break
-                call.began = True
-                try:
-                    call.answer = call.decide(call.observed)
-                except BaseException as error:  # noqa: BLE001 - the policy decides
-                    call.error = repr(error)
-                call.is_done = True
+                call.make()
             batch.finished.set()
 
 

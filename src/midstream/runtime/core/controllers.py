@@ -162,8 +162,7 @@ def decide(requests: Sequence[RunningController]) -> list[Decision]:
         if one.calls is not None:
             batches.setdefault(id(one.calls), (one.calls, []))[1].append(calls[nth])
         else:
-            calls[nth].answer = one.decide(calls[nth].observed)
-            calls[nth].is_done = True
+            calls[nth].make()
     made = {id(call.observed): call for call in make_calls(list(batches.values()))}
     found = []
     for nth, one in enumerate(requests):
@@ -179,8 +178,8 @@ def decide(requests: Sequence[RunningController]) -> list[Decision]:
             try:
                 found.append(_answered(one, call.answer))
                 continue
-            except ValueError as error:
-                problem = str(error)
+            except Exception as error:  # noqa: BLE001 - also what an answer's own methods raise
+                problem = str(error) if isinstance(error, ValueError) else type(error).__name__
         found.append(_failed(one, problem))
     return found
 

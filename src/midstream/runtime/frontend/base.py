@@ -151,9 +151,9 @@ class BaseFrontEnd:
         own = call_plan.plan
         if own is not None:
             self.sinks.check(own)
-        before, also = self.steering.plan_edits(), self.captures.current
-        lookup, recalled = self.vectors.lookup, self.conversations.of(request, own)
-        prepared = self._resolver.resolve(call_plan, before, also, lookup, request, recalled)
+        find, before, also = self.vectors.lookup, self.steering.plan_edits(), self.captures.current
+        recalled = self.conversations.of(request, own, call_plan.owner)
+        prepared = self._resolver.resolve(call_plan, before, also, find, request, recalled)
         if getattr(request, "resumable", False) and not prepared.is_empty:
             raise SpecError(
                 "",

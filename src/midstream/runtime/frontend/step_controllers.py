@@ -94,8 +94,9 @@ class StepControllers:
             state = next(
                 (states[name] for name in self._changes.ids_of(uid) if name in states), None
             )
-            if state is not None:
-                known = SimpleNamespace(token_ids=state.detokenizer.output_token_ids)
+            tokens = [] if state is None else state.detokenizer.output_token_ids
+            if tokens:  # before the first, not all of the prompt was computed
+                known = SimpleNamespace(token_ids=tokens)
                 one.stream.record(known, is_delta=False)
                 span = one.stream.next_span()
                 if span is not None:
@@ -106,9 +107,9 @@ class StepControllers:
         for uid, blocks in scores_by_uid(self._workers, spans, answers).items():
             one = self._running[uid]
             one.stream.add(blocks)
-            tokens = len(one.stream.tokens) - one.prompt_len
+            generated = len(one.stream.tokens) - one.prompt_len
             one.begun = time.monotonic()
-            one.call = one.run.begin(one.stream.probes(), tokens)
+            one.call = one.run.begin(one.stream.probes(), generated)
 
     def _finish_call(self, one: _Controlled) -> None:
         """Do what a call has answered, if it has."""

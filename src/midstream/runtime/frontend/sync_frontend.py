@@ -14,6 +14,7 @@ from torch import Tensor
 from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd
+from midstream.runtime.frontend.conversations import first_of_conversation
 from midstream.runtime.frontend.engine_info import describe
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.results.assembly import assemble
@@ -138,6 +139,8 @@ class FrontEnd(BaseFrontEnd):
         name = request.request_id
         if name in self._running or name in self._outputs.external_req_ids:
             raise _taken(name)
+        if first_of_conversation(plan.plan if isinstance(plan, CallPlan) else plan) is not None:
+            self._fetch_all()  # for what the requests that have ended left
         admitted = super().admit(request, plan)
         if admitted is not None:
             self._running[name] = admitted
@@ -202,12 +205,16 @@ class FrontEnd(BaseFrontEnd):
         elif self._finished and len(self._waiting_for(_Stage.FETCH)) >= _FETCH_REQUESTS:
             self._begin_fetch()
         if idle:
-            self.sinks.drain()
-            self._set_results(self._waiting_for(_Stage.SINKS))
-            self.release_running()
-            if self._reports:
-                self._reporter.report()
+            self._end_idle()
         return outputs
+
+    def _end_idle(self) -> None:
+        """Set the results that are left, once no request runs, and report them."""
+        self.sinks.drain()
+        self._set_results(every=True)
+        self._release_requests(list(self._running))  # they ended without an output
+        if self._reports:
+            self._reporter.report()
 
     @contextmanager
     def report_at_end(self) -> Iterator[list[Any]]:
@@ -227,17 +234,15 @@ class FrontEnd(BaseFrontEnd):
             self._reports = True
         self._reporter.report(outputs)
 
-    def after_abort(self, alive: Container[str]) -> None:
-        """Release the running requests that were aborted.
-
-        Args:
-            alive: ids of the requests that were not.
+    def after_abort(self, asked: Container[str], alive: Container[str]) -> None:
+        """Release the running requests that were aborted: those that are not `alive`. If no other
+        runs, no step follows: those that ended before, and were not `asked` to, get their results.
         """
         self._release_requests([name for name in self._running if name not in alive])
-
-    def release_running(self) -> None:
-        """Release the running requests: they ended without an output."""
-        self._release_requests(list(self._running))
+        is_wanted = any(one.output.request_id not in asked for one in self._finished)
+        if is_wanted and not self._has_unfinished():
+            self._fetch_all()
+            self._end_idle()
 
     def drop(self, request_ids: Container[str]) -> None:
         """Release the requests of a call that failed, including results that wait to be fetched.
@@ -290,14 +295,14 @@ class FrontEnd(BaseFrontEnd):
         self._fetch = None
         batch = self._waiting_for(_Stage.ANSWERS)
         try:
-            self._set_done_results()
+            self._set_results()
             answers = read_answers(fetch.request, fetch.answers.result())
             data = carry_on(fetch.exchange, answers, self._call)
             for one in batch:
                 # A sink whose queue is full blocks here, and so delays the engine's next step.
                 one.delivery = self._deliver(one, data[one.admitted.uid])
                 one.stage = _Stage.SINKS
-            self._set_done_results()
+            self._set_results()
         finally:
             # After an error, the others of the batch have no results.
             self._finished = [one for one in self._finished if one.stage is not _Stage.ANSWERS]
@@ -317,19 +322,14 @@ class FrontEnd(BaseFrontEnd):
         finally:
             self._streamer.end(uid)
 
-    def _set_done_results(self) -> None:
-        """Set results on the outputs that no sink delays."""
-        waiting = self._waiting_for(_Stage.SINKS)
-        done = [one for one in waiting if one.delivery is not None and one.delivery.is_done]
-        self._set_results(done)
-
-    def _set_results(self, finished: list[_FinishedRequest]) -> None:
-        """Set results on these outputs, once their sinks have finished."""
-        for one in finished:
+    def _set_results(self, every: bool = False) -> None:
+        """Set results on the outputs whose sinks have finished; of `every` one: wait for them."""
+        for one in self._waiting_for(_Stage.SINKS):
             assert one.delivery is not None
-            one.delivery.set_results(one.output)
-            self._finished.remove(one)
-            self._reporter.add(one.output)
+            if every or one.delivery.is_done:
+                one.delivery.set_results(one.output)
+                self._finished.remove(one)
+                self._reporter.add(one.output)
 
     def _release_requests(self, names: list[str]) -> None:
         """Release running requests, here and on the workers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -158,13 +158,14 @@ class _Resolver:
                     continue
                 where = self._select(edit.positions)
                 edits.extend(self._resolve_edit(edit, index - len(before), where))
-        for index, edit in enumerate(plan.edits):
+        own: dict[int, list[ResolvedEdit]] = {}
+        for index in _memory_first(plan.edits):
             origin = plan.origin(index)
             with at(f"edits[{origin}]"):
-                edits.extend(self._resolve_edit(edit, origin))
+                own[index] = self._resolve_edit(plan.edits[index], origin)
         return ResolvedPlan(
             self._prompt.length,
-            tuple(edits),
+            (*edits, *(one for index in sorted(own) for one in own[index])),
             tuple(captures),
             tuple(self._probes),
             biases=tuple(self._biases),
@@ -356,6 +357,14 @@ class _Resolver:
     def _new_slot(self) -> int:
         self._slots += 1
         return self._slots - 1
+
+
+def _memory_first(edits: Sequence[Edit]) -> list[int]:
+    """Return the indices of edits, those of gates with memory first: their scores have the same
+    columns in all versions of a plan, whatever other gates these have.
+    """
+    remembers = [isinstance(edit, Gate) and bool(edit.memory) for edit in edits]
+    return sorted(range(len(edits)), key=lambda index: not remembers[index])
 
 
 def _check_reach(shape: ModelShape, edit: Edit, instructions: tuple[Instruction, ...]) -> None:

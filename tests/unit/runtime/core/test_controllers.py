@@ -212,3 +212,37 @@ def test_a_class_is_made_for_each_request_and_what_cannot_be_imported_says_so():
     for path, words in (("no.such:Name", "cannot be imported"), ("os:sep", "neither")):
         with pytest.raises(ConfigError, match=words):
             DeclaredCalls("d", DeclaredController(path))
+
+
+class Hostile(dict):
+    """An answer that cannot be read."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("hostile")
+
+    __str__ = __repr__
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("hostile")
+
+
+@pytest.mark.parametrize("score", [np.nan, np.inf])
+def test_a_law_that_raises_fails_alone(score: float) -> None:
+    law = {"pid": {"probe": "p", "target": 1.0, "kp": 0.0, "kd": 1.0}}
+    bad, good = request(control(law=law, on_error="end")), request(control())
+    for one, scores in ((bad, [score, score]), (good, [9.0, 1.0])):
+        assert one.take([run_of(0, *scores)], PROMPT, int)
+    failed, kept = decide([bad, good])
+    assert failed.is_error
+    assert "controller 'c' failed" in str(failed.reason)
+    assert kept.version is not None
+
+
+def test_an_answer_that_cannot_be_read_fails_alone() -> None:
+    one = asking(declared(lambda _: Hostile(scale=1.0, edits=2)), on_error="end")
+    (found,) = decide([one])
+    assert found.is_error
+    answer = {"scale": Hostile()}
+    one = asking(declared(lambda _: {"stop": answer}), on_error="end")
+    (found,) = decide([one])
+    assert found.is_error

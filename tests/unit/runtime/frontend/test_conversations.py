@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -103,3 +104,46 @@ def test_gates_and_cache_salts_have_states_of_their_own_and_those_used_last_are_
     assert len(table) == 3
     found = {gate: recalled(table).start("a", gate).after for gate in ("g", "h", "i")}
     assert found == {"g": 0.25, "h": None, "i": 1.0}
+
+
+def test_two_processes_of_a_server_share_states_through_a_file(tmp_path):
+    here, there = Conversations(most=3), Conversations(most=3)
+    leave(here, 0.125, gate="before")
+    for table in (here, there):
+        table.share(tmp_path / "states")
+    assert recalled(there).start("a", "before") == ScanStart(), "it was in memory"
+    leave(here, 0.5)
+    later = recalled(there, [*ROWS, 1])
+    assert later.start("a", "g") == ScanStart(5, None, 0.5)
+    later.keep([("a", "g", later.start("a", "g"), OPEN)], [*ROWS, 1, 2])
+    assert recalled(here, [*ROWS, 1, 2]).start("a", "g") == ScanStart(7, None, OPEN)
+    for nth, table in enumerate([here, there, here]):
+        leave(table, 0.5, gate=f"h{nth}")
+    assert len(here) == len(there) == 3
+    assert recalled(there).start("a", "g") == ScanStart(), "it was used longest ago"
+
+
+def test_many_threads_of_two_processes_lose_no_state(tmp_path):
+    tables = [Conversations(), Conversations()]
+    for table in tables:
+        table.share(tmp_path / "states")
+
+    def turns(nth):
+        for turn in range(20):
+            leave(tables[(nth + turn) % 2], float(turn), gate=f"g{nth}")
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(turns, range(6)))
+    found = [recalled(tables[nth % 2]).start("a", f"g{nth}").after for nth in range(6)]
+    assert found == [19.0] * 6
+
+
+def test_a_client_with_another_key_has_conversations_of_its_own():
+    table = Conversations()
+    mine = table.of(request(), plan("conversation:a"), "me")
+    mine.keep([("a", "g", mine.start("a", "g"), 0.5)], ROWS)
+    found = [
+        table.of(request(), plan("conversation:a"), owner).start("a", "g").after
+        for owner in ("me", "you", "")
+    ]
+    assert found == [0.5, None, None]

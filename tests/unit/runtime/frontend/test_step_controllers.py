@@ -107,6 +107,16 @@ def test_each_is_given_its_new_scores_with_one_call_and_answers_hold_from_then_o
     assert engine.spans[:2] == [{"u0": (0, 3), "u1": (0, 3)}, {"u0": (3, 4), "u1": (3, 4)}]
 
 
+def test_scores_of_a_prompt_are_given_once_all_of_it_was_computed():
+    """A request that waits, or whose prompt comes in chunks, has no score yet that is read."""
+    seen: list[Any] = []
+    engine = Engine(Controller(lambda one: seen.append(one.scores["p"].tolist()), name="a"))
+    for tokens in (0, 0, 1, 1):
+        engine.step(tokens)
+    assert seen == [[0, 1, 2], [3]]
+    assert engine.spans == [{"u0": (0, 3)}, {"u0": (3, 4)}]
+
+
 def test_one_that_computes_delays_nobody_and_is_forgotten_with_its_request():
     go = threading.Event()
     engine = Engine(

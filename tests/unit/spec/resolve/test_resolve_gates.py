@@ -273,3 +273,20 @@ def test_a_gate_over_its_own_tap_and_later_ones_decides_once_by_what_it_read_bef
             assert (out - h).tolist() == [[moved, 0.0]], layer
     counted = [sum(step.counted for step in steps_at(plan, layer)) for layer in range(3)]
     assert counted == [1, 1, 1]
+
+
+# ---------------------------------------------------------------- gates with memory
+
+
+def test_the_score_of_a_gate_with_memory_keeps_its_column_whatever_other_gates_there_are():
+    """Versions of a running request's plan have other gates, and its memory goes on."""
+    scores = {"plain": Gate(Steer(W, 4), Reading(V, layer=1)), "notes": Gate(Steer(W, [2, 3]), V)}
+    kept = Gate(Steer(W, 3), Reading(V, layer=0), hold="rest")
+    own = Probe(V, 2, name="p")
+    (alone,) = [one for one in _resolve(kept, own).probes if one.is_scan]
+    for others in ([scores["plain"]], list(scores.values())):
+        for given in ([*others, kept], [kept, *others]):
+            plan = _resolve(given, own)
+            assert [one for one in plan.probes if one.is_scan] == [alone]
+            sources = [edit.source for edit in plan.edits]
+            assert sources == sorted(sources), "edits apply in the order in which they are given"

@@ -22,6 +22,7 @@ from midstream.runtime.protocol.control import control_source
 from midstream.spec import Plan
 from midstream.spec.control_laws import Observed
 from midstream.spec.controller import Answer, Controller, read_answer
+from midstream.spec.plan import check_law
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -144,6 +145,7 @@ def check_beside(plan: Plan | None, params: Any, controller: Controller) -> None
     """
     if plan is None or not plan.probes:
         raise SpecError("controller", "it reads scores: give the request `probes`")
+    check_law(plan, controller)
     if plan.controller is not None:
         raise SpecError("controller", "the request has a controller in the engine core already")
     if plan.switches:

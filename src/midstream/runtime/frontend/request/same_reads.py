@@ -29,8 +29,8 @@ def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
         raise SpecError(
             "edits",
             "gates with memory (hold, smooth, release) are those of the request from beginning to "
-            "end; an update or a Switch may change the edits in them, and gives all of them in "
-            "their order",
+            "end; an update or a Switch may change the edits in them, but not their positions, and "
+            "gives all of them in their order",
         )
 
 
