@@ -22,7 +22,13 @@ from midstream.codecs import Codec
 from midstream.errors import MessageError, MidstreamError
 from midstream.results.encoded_rows import Chunk, Scattered
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage, Runs
-from midstream.runtime.protocol.record_layout import PatternHeader, layout_of
+from midstream.runtime.protocol.record_layout import (
+    BlockForm,
+    PatternHeader,
+    RecordLayout,
+    UnreadChunks,
+    layout_of,
+)
 from midstream.runtime.protocol.runs import Ints, count_of, expand_runs, within_runs
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.sites import Tap
@@ -32,6 +38,8 @@ KEPT_CHECKSUMS = 256
 _STATE = 2  # bytes of a position's state
 _SCORE = 4  # bytes of a score
 _RUN = 3 * 8  # bytes of a run of records in the arena
+# More bytes are copied when results are assembled, in a thread, and not when they are first read.
+_UNREAD_BYTES = 1 << 20
 
 
 class RowsHeader(ProtocolMessage, frozen=True, array_like=True):
@@ -230,7 +238,7 @@ class ResultBlock:
     taps: Sequence[Tap]
     codec: Codec
     positions: Ints
-    chunks: list[Chunk]
+    chunks: Sequence[Chunk]
     rank: int = 0
     is_leased: bool = False
     parts: int = 1
@@ -295,10 +303,34 @@ class WorkerResult:
     @property
     def outline(self) -> Hashable:
         """All that is known of the completion besides the values of its rows and scores."""
-        rows = [(one.taps, one.codec, one.patterns, tuple(one.runs)) for one, _ in self._rows]
+        rows = [(one.taps, one.codec, one.patterns, one.nbytes, *one.runs) for one, _ in self._rows]
         counts = [(one.index, one.calls, one.rows) for one in self.functions]
         known = self.problem, self.dropped, self.versions, tuple(rows), tuple(counts)
-        return self.worker, self.states.tobytes(), known
+        return self.worker, self._leased is None, self.states.tobytes(), known
+
+    def forms(self) -> list[BlockForm] | None:
+        """Return the forms of the blocks; None: their rows are in the arena, large, or lie between
+        others.
+
+        Raises:
+            MessageError: a header does not fit the data or the worker.
+        """
+        if self._leased is not None:
+            return None
+        found = []
+        for nth, (header, data) in enumerate(self._rows):
+            form = self._form(nth, header, data)
+            if form is None:
+                return None
+            found.append(form)
+        return found
+
+    def block(self, form: BlockForm) -> ResultBlock:
+        """Return the rows of a form, which become tensors when they are first read."""
+        part = form.part
+        chunks = UnreadChunks(self._rows[form.nth][1], part)
+        rank = self.worker.tensor_rank
+        return ResultBlock(part.taps, part.codec, form.positions, chunks, rank, False, part.parts)
 
     def blocks(self) -> list[ResultBlock]:
         """Return the captured rows.
@@ -326,10 +358,7 @@ class WorkerResult:
 
     def _blocks(self, header: RowsHeader, data: memoryview) -> list[ResultBlock]:
         """Return the rows of a header, one block for each width of vectors and number of parts."""
-        try:
-            layout = layout_of(self.worker, header.taps, header.codec, header.patterns)
-        except MidstreamError as error:
-            raise self._malformed(str(error)) from None
+        layout = self._layout(header)
         records = self._records(header, data, layout.nbytes)
         positions = expand_runs(header.runs)
         is_leased = self._leased is not None and self._leased.keep
@@ -347,6 +376,30 @@ class WorkerResult:
             for part in layout.parts
         ]
 
+    def _layout(self, header: RowsHeader) -> RecordLayout:
+        try:
+            return layout_of(self.worker, header.taps, header.codec, header.patterns)
+        except MidstreamError as error:
+            raise self._malformed(str(error)) from None
+
+    def _form(self, nth: int, header: RowsHeader, data: memoryview) -> BlockForm | None:
+        """Return the form of a header's block; None: it has several, is split or is large."""
+        layout = self._layout(header)
+        is_simple = len(layout.parts) == 1 and layout.parts[0].parts == 1
+        if not is_simple or not 0 < len(data) <= _UNREAD_BYTES:
+            return None
+        self._check_size(header, layout.nbytes)
+        return BlockForm(nth, layout.parts[0], expand_runs(header.runs))
+
+    def _check_size(self, header: RowsHeader, record: int) -> int:
+        """Return the number of records of a header whose rows were sent."""
+        count = count_of(header.runs)
+        if header.nbytes != count * record:
+            raise self._malformed(
+                f"{header.nbytes} bytes of {count} positions and {record} bytes a record"
+            )
+        return count
+
     def _records(self, header: RowsHeader, data: memoryview, record: int) -> list[Chunk]:
         """Return the records of a header as chunks [records, 1, bytes of a record].
 
@@ -355,13 +408,10 @@ class WorkerResult:
             data: the records, or their places in the arena.
             record: bytes of a record.
         """
-        count = count_of(header.runs)
         if self._leased is None:
-            if header.nbytes != count * record:
-                raise self._malformed(
-                    f"{header.nbytes} bytes of {count} positions and {record} bytes a record"
-                )
+            count = self._check_size(header, record)
             return [_tensor(data, torch.uint8).view(count, 1, record)]
+        count = count_of(header.runs)
         if header.nbytes % _RUN:
             raise self._malformed(f"{header.nbytes} bytes of runs in the arena")
         places = np.frombuffer(data, np.int64).reshape(-1, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +26,7 @@ from midstream.runtime.frontend.results.carried import left_states
 from midstream.runtime.frontend.results.receipts import make_receipt
 from midstream.runtime.frontend.row_reuse import ReusedRows
 from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
+from midstream.runtime.protocol.record_layout import BlockForm
 from midstream.runtime.protocol.results import (
     ResultBlock,
     WorkerAnswers,
@@ -98,12 +99,13 @@ def assemble(
         sent = [(part.worker, *entry) for part in parts for entry in part.scores()]
         controller = None if own is None else own.controller
         tokens = tokens_of_rows(output, completion, plan, sent, controller)
-        computed = joined_blocks(parts) if plan.captures else []
-        kept = [] if reused is None else reused.missing(computed, tokens)
-        blocks = [*computed, *kept]
         earlier = before.get(completion.index, ())
+        kept: list[ResultBlock] = []
         # The receipt of reduced rows depends on their values.
         if earlier or reused is not None or later or plan.probes or plan.reduced:
+            computed = joined_blocks(parts) if plan.captures else []
+            kept = [] if reused is None else reused.missing(computed, tokens)
+            blocks = [*computed, *kept]
             every = _activations(plan, [*earlier, *blocks], tokens, nothing)
             is_bare = any(block.is_bare for block in earlier)
             activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
@@ -118,10 +120,11 @@ def assemble(
         else:
             probes = None
             key = ("results", *[part.outline for part in parts], coming_from, *_ending(completion))
-            given = plan, parts, completion, tokens, blocks, nothing, coming_from
+            given = plan, parts, completion, tokens, nothing, coming_from
             shared = plan.remember(key, len(tokens), functools.partial(_shared_results, *given))
+            blocks = shared.blocks(plan, parts)
             activations = shared.activations(plan, blocks, tokens)
-            receipt = replace(shared.receipt, request_id=output.request_id)
+            receipt = shared.receipt.of_request(output.request_id)
         if activations is not None:
             activations.num_layers = shape.num_layers
         if reused is not None:
@@ -159,10 +162,19 @@ class _SharedResults:
     Attributes:
         receipt: the receipt of one of them.
         places: of the captured rows.
+        forms: of each block, the index of its worker's results and its form; None: see
+            `WorkerResult.forms`.
     """
 
     receipt: Receipt
     places: tuple[_Places, ...]
+    forms: tuple[tuple[int, BlockForm], ...] | None
+
+    def blocks(self, plan: ResolvedPlan, parts: Sequence[WorkerResult]) -> list[ResultBlock]:
+        """Return the captured rows of one of these completions."""
+        if self.forms is None:
+            return joined_blocks(parts) if plan.captures else []
+        return [parts[nth].block(form) for nth, form in self.forms]
 
     def activations(
         self, plan: ResolvedPlan, blocks: Sequence[ResultBlock], tokens: list[int]
@@ -180,16 +192,27 @@ def _shared_results(
     parts: list[WorkerResult],
     completion: Any,
     tokens: list[int],
-    blocks: Sequence[ResultBlock],
     nothing: Mapping[Tap, Rows],
     coming_from: tuple[tuple[str, str], ...],
 ) -> _SharedResults:
+    blocks = joined_blocks(parts) if plan.captures else []
     every = _activations(plan, blocks, tokens, nothing)
     receipt = make_receipt("", plan, parts, completion, tokens, every, None, coming_from)
     places = []
     if plan.captures:
         places = _places(plan, blocks, select_final(plan, tokens), nothing)
-    return _SharedResults(receipt, tuple(places))
+    return _SharedResults(receipt, tuple(places), _forms(parts) if plan.captures else ())
+
+
+def _forms(parts: Sequence[WorkerResult]) -> tuple[tuple[int, BlockForm], ...] | None:
+    """Return the forms of all blocks, in the order of `joined_blocks`; None: one has no form."""
+    found: list[tuple[int, BlockForm]] = []
+    for nth, part in enumerate(parts):
+        forms = part.forms()
+        if forms is None:
+            return None
+        found += [(nth, form) for form in forms]
+    return tuple(found)
 
 
 def _ending(completion: Any) -> tuple[Hashable, ...]:
