@@ -66,7 +66,7 @@ class CallArguments:
 
     def alone(self) -> PromptArguments:
         """Return the arguments of a call with one prompt, for which every list is."""
-        return PromptArguments(**self._values())
+        return PromptArguments(self.capture, self.steer, self.edits, self.probes, self.controller)
 
     def explain(self, error: SpecError, nth: int | None = None) -> SpecError:
         """Return an error of a prompt's plan with the path of the caller's argument.
@@ -134,6 +134,7 @@ class CallArguments:
 # Arguments of these types are immutable; a list or a dict may change from call to call.
 _IMMUTABLE = (type(None), Capture, Edit, Probe, Controller, str)
 _CACHED_PLANS = 64
+_PLANS: dict[tuple[int, ...], tuple[PromptArguments, Plan | None]] = {}  # by `key`
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class PromptArguments:
 
     def __post_init__(self) -> None:
         # Prompts with the same arguments share a plan, which is parsed once.
-        object.__setattr__(self, "key", tuple(id(part) for part in self._parts))
+        object.__setattr__(self, "key", tuple(map(id, self._parts)))
 
     def plan(self) -> Plan | None:
         """Return the plan; None: all arguments are None. The same immutable objects give the same
@@ -158,8 +159,16 @@ class PromptArguments:
         Raises:
             SpecError: an argument is malformed; the path is relative to the plan.
         """
-        is_fixed = all(isinstance(one, _IMMUTABLE) for one in self._parts)
-        return _cached_plan(self) if is_fixed else _plan(self)
+        # The cache keeps the arguments alive, so that no other object gets one of their ids.
+        cached = _PLANS.get(self.key)
+        if cached is not None:
+            return cached[1]
+        found = _plan(self)
+        if all(isinstance(one, _IMMUTABLE) for one in self._parts):
+            if len(_PLANS) >= _CACHED_PLANS:
+                _PLANS.clear()
+            _PLANS[self.key] = self, found
+        return found
 
     def split_controller(self) -> tuple[Controller | None, PromptArguments]:
         """Return a controller in `mode="async"`, which is no part of a plan, and the arguments
@@ -184,10 +193,6 @@ def _plan(arguments: PromptArguments) -> Plan | None:
             raise SpecError("edits", "the list is empty; leave it out to ask for none")
         edits = named if edits is None else [*named, *_as_list(edits)]
     return Plan.make(arguments.capture, edits, arguments.probes, arguments.controller)
-
-
-# The cache keeps the arguments alive, so that no other object gets one of their ids.
-_cached_plan = functools.lru_cache(maxsize=_CACHED_PLANS)(_plan)
 
 
 # Arguments of other tools and near misses, and what to write instead.

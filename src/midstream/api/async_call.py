@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 
-from midstream.api.arguments import CallArguments
+from midstream.api.arguments import CallArguments, check_names
 from midstream.api.controller import ControlledRequest, check_controlled
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.last_token import (
@@ -30,6 +31,18 @@ from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.spec import Plan
 from midstream.spec.controller import Controller
 
+# Returns an engine's front end, once it exists, and the capture of every request.
+Started = Callable[[], Awaitable[tuple[AsyncFrontEnd, DefaultCapture | None]]]
+
+
+def only_front(front: AsyncFrontEnd) -> Started:
+    """Return a function that returns this front end, and no capture of every request."""
+
+    async def started() -> tuple[AsyncFrontEnd, None]:
+        return front, None
+
+    return started
+
 
 class AsyncEngineCall:
     """One call of an asynchronous engine."""
@@ -37,8 +50,7 @@ class AsyncEngineCall:
     def __init__(
         self,
         llm: VllmAsyncLLM,
-        front: AsyncFrontEnd,
-        default: DefaultCapture | None,
+        started: Started,
         arguments: CallArguments,
         controller: Controller | None = None,
     ) -> None:
@@ -46,25 +58,28 @@ class AsyncEngineCall:
 
         Args:
             llm: the engine.
-            front: its front end.
-            default: the capture of every request; None: there is none.
+            started: is called when the first output is asked for; see `Started`.
             arguments: arguments of the call.
             controller: changes its edits while it runs; None: nothing does.
         """
         self._controller = controller
         self._llm = llm
-        self._front = front
-        self._default = default
+        self._started = started
+        self._default: DefaultCapture | None = None
         self._arguments = arguments
 
     async def outputs(
         self,
         prompt: Any,
         sampling_params: SamplingParams,
-        request_id: str,
+        request_id: str | None,
         vllm_args: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of the call with their results; see `AsyncLLM.generate`."""
+        check_names("generate", vllm_args, VllmAsyncLLM.generate)
+        self._front, self._default = await self._started()
+        if request_id is None:
+            request_id = uuid.uuid4().hex
         front, epoch = self._front, self._front.steering.epoch
         call: GenerateCall | None = None
         stream: Any = None
@@ -177,7 +192,8 @@ class AsyncEngineCall:
 
     async def _compute(self, wanted: LastTokenRequest, request_id: str) -> RequestOutput:
         """Return the output of a request that computes a last token's row."""
-        alone = AsyncEngineCall(self._llm, self._front, None, CallArguments())
+
+        alone = AsyncEngineCall(self._llm, only_front(self._front), CallArguments())
         given = {"lora_request": wanted.lora_request}
         outputs = alone.outputs(wanted.prompt, wanted.params, request_id, given)
         return [output async for output in outputs][-1]

@@ -8,10 +8,8 @@ import asyncio
 import copy
 import functools
 import sys
-import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +24,6 @@ from midstream.api.arguments import (
     ControllerArgument,
     EditArgument,
     ProbeArgument,
-    check_names,
 )
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.async_registries import AsyncRegistries
@@ -203,7 +200,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
         """Return a parameter; see `LLM.parameter`. Raises RuntimeError before `ready()`."""
         return await self._front.parameter(name)
 
-    async def generate(
+    def generate(
         self,
         prompt: Any,
         sampling_params: SamplingParams,
@@ -254,20 +251,20 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
                 queued.
             ReceiptError: results differ from the plan.
         """
-        check_names("generate", vllm_args, VllmAsyncLLM.generate)
-        if self._front_end is None:
-            await self.ready()
         beside, within = None, controller
         if isinstance(controller, Controller) and controller.mode == "async":
             beside, within = controller, None
         arguments = CallArguments(capture, steer, edits, probes, within)
-        call = AsyncEngineCall(self, self._front, self._default_capture, arguments, beside)
-        if request_id is None:
-            request_id = uuid.uuid4().hex
-        outputs = call.outputs(prompt, sampling_params, request_id, vllm_args)
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield output
+        # The generator itself, not one around it, which would take time for each output. Nothing of
+        # the call is done before it is read.
+        call = AsyncEngineCall(self, self._started, arguments, beside)
+        return call.outputs(prompt, sampling_params, request_id, vllm_args)
+
+    async def _started(self) -> tuple[AsyncFrontEnd, DefaultCapture | None]:
+        """Return the front end, once it exists, and the capture of every request now."""
+        if self._front_end is None:
+            await self.ready()
+        return self._front, self._default_capture
 
     def remove_hooks(self) -> None:
         """End the capture of `AsyncLLM(layers=…)`: outputs of later calls have no `hidden_states`.

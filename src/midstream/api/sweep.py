@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from midstream.api.arguments import CallArguments
-from midstream.api.async_call import AsyncEngineCall
+from midstream.api.async_call import AsyncEngineCall, only_front
 from midstream.api.offline_call import OfflineCall
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
@@ -158,7 +158,7 @@ async def run_async(
     job = sweep.job
 
     async def output_of(run: SweepRun) -> Any:
-        call = AsyncEngineCall(llm, front, None, _NOTHING)
+        call = AsyncEngineCall(llm, only_front(front), _NOTHING)
         params = with_plan(sweep.params, CallPlan(run.plan, most_bytes=most_bytes))
         prompt = {"prompt_token_ids": list(run.token_ids)}
         outputs = call.outputs(prompt, params, f"{RUN_ID}{uuid.uuid4().hex}", vllm_args)

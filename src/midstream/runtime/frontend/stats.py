@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from midstream.results.receipt import Receipt
@@ -36,6 +37,9 @@ class RequestTotals:
     cached_edits: int = 0
     scores: int = 0
     sink_failures: int = 0
+    _last: tuple[tuple[Any, ...], tuple[int, int]] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     def add(
         self,
@@ -52,11 +56,9 @@ class RequestTotals:
         """
         for receipt in receipts:
             self.completions[receipt.status] += 1
-            for one in receipt.captured:
-                tap = one.site, one.layer
-                rows = min(1, one.actual) if tap in reduced else one.actual
-                self.rows += rows
-                self.row_bytes += rows * sizes[tap]
+            rows, nbytes = self._captured(receipt, sizes, reduced)
+            self.rows += rows
+            self.row_bytes += nbytes
             self.dropped += receipt.dropped
             self.scores += sum(one.actual for one in receipt.probed)
             self.sink_failures += sum(kept.status != "ok" for _, kept in receipt.kept)
@@ -64,6 +66,28 @@ class RequestTotals:
                 self.edits += receipt.edited.applied
                 self.cached_edits += receipt.edited.cached
 
+    def _captured(
+        self, receipt: Receipt, sizes: Mapping[Tap, int], reduced: Container[Tap]
+    ) -> tuple[int, int]:
+        """Return the number of captured vectors of a completion, and their size. Completions of one
+        plan mostly share these objects, and are counted once.
+        """
+        given: tuple[Any, ...] = receipt.captured, sizes, reduced
+        if self._last is not None:
+            before, found = self._last
+            if all(map(operator.is_, given, before)):
+                return found
+        rows = nbytes = 0
+        for one in receipt.captured:
+            tap = one.site, one.layer
+            mine = min(1, one.actual) if tap in reduced else one.actual
+            rows += mine
+            nbytes += mine * sizes[tap]
+        self._last = given, (rows, nbytes)
+        return rows, nbytes
+
     def to_dict(self) -> dict[str, Any]:
         """Return the totals as JSON values."""
-        return {**asdict(self), "completions": dict(self.completions)}
+        names = [one.name for one in fields(self) if one.name != "_last"]
+        found = {name: getattr(self, name) for name in names}
+        return {**found, "completions": dict(self.completions)}

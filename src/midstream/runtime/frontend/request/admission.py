@@ -171,6 +171,8 @@ class Admission:
 
     def _admit_waiting(self) -> None:
         """Send the waiting requests for which there is capacity now."""
+        if not self._waiting:
+            return
         while (found := self._next()) is not None:
             uid, replica = found
             one = self._waiting.pop(uid)

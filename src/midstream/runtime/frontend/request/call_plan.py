@@ -144,5 +144,5 @@ def with_plan(params: Any, plan: Plan | CallPlan | None) -> Any:
     """
     own = copy.copy(params)
     if plan is not None:
-        own.extra_args = {**other_args(params), KEY: plan}
+        own.extra_args = {**other_args(params), KEY: plan} if params.extra_args else {KEY: plan}
     return own

@@ -19,6 +19,7 @@ from midstream.runtime.frontend.results.delivery import (
     RESULTS,
     FinishedRequest,
     deliver_soon,
+    set_on_output,
 )
 from midstream.runtime.frontend.results.partial_scores import StreamState
 from midstream.runtime.frontend.results.receipts import ReceiptReporter
@@ -167,11 +168,13 @@ class AsyncCompletion:
         if plan is not admitted.plan:
             admitted = replace(admitted, plan=plan)
         finished = FinishedRequest(admitted, whole, self._shape, results, call.partial_rows)
-        (await deliver_soon(self._sinks, finished)).set_results(output)
+        if not set_on_output(output, finished):
+            (await deliver_soon(self._sinks, finished)).set_results(output)
         self._count(call, output)
-        reporter = ReceiptReporter(self._config)
-        reporter.add(output)
-        reporter.report([output])
+        if any(one.receipt.problems for one in output.outputs):
+            reporter = ReceiptReporter(self._config)
+            reporter.add(output)
+            reporter.report([output])
 
     def _count(self, call: GenerateCall, output: Any) -> None:
         """Add a call's receipts to the totals and to vLLM's spans."""

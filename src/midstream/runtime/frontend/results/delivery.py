@@ -44,6 +44,7 @@ RESULTS = (
     "capture_results",
     "activation_manifest",
 )
+_NO_RESULTS = dict.fromkeys(RESULTS)
 # Result of rows that are on the output.
 _DONE: Future[CaptureResult] = Future()
 _DONE.set_result(CaptureResult())
@@ -153,6 +154,42 @@ async def deliver_soon(sinks: Queues, finished: FinishedRequest) -> PendingDeliv
         return PendingDelivery(finished, [(share, (_DONE,)) for share in shares])
     futures = await asyncio.gather(*(put(share) for share in shares))
     return PendingDelivery(finished, list(zip(shares, futures, strict=True)))
+
+
+def set_on_output(output: Any, finished: FinishedRequest) -> bool:
+    """Set the results on an output if there is nothing else to do: it has one completion, whose
+    vectors all are for the output, and arrived.
+
+    Args:
+        output: vLLM's RequestOutput; see `PendingDelivery.set_results`.
+        finished: the request.
+
+    Returns:
+        Whether they were set.
+    """
+    admitted, routes = finished.admitted, finished.admitted.routes
+    if len(output.outputs) > 1 or admitted.plan.pattern_widths:
+        return False
+    (only,) = output.outputs
+    mine = finished.results[only.index]
+    shown = None
+    if routes:
+        route, receipt = routes[0], mine.receipt
+        if len(routes) > 1 or route.sink != MEMORY or not route.is_all:
+            return False
+        if finished.partial_rows is not None or receipt.dropped or receipt.problems:
+            return False
+        assert mine.activations is not None, "there is a route only for captured rows"
+        shown = with_heads(mine.activations, admitted.heads(route.captures, finished.shape))
+    only.__dict__.update(
+        _NO_RESULTS,
+        activations=shown,
+        probes=mine.probes,
+        receipt=mine.receipt,
+        capture_results={MEMORY: _DONE.result()} if routes else None,
+    )
+    output.__dict__.update({name: only.__dict__[name] for name in RESULTS})
+    return True
 
 
 def _puts(finished: FinishedRequest, share: SinkShare) -> Puts[Sequence[Future[CaptureResult]]]:
