@@ -118,9 +118,8 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "A version of a plan holds one position late on the worker",
         "runtime/worker/request_state.py",
-        "            self.segments = spliced(self.segments, later.plan.segments, later.position)\n",
-        "            first = later.position + 1\n"
-        "            self.segments = spliced(self.segments, later.plan.segments, first)\n",
+        "        return splice(self.segments, later.plan.segments, later.position)\n",
+        "        return splice(self.segments, later.plan.segments, later.position + 1)\n",
         CORE,
     ),
 )
