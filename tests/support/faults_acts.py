@@ -41,8 +41,8 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "A position that is computed again after a preemption counts twice for a condition",
         "runtime/core/probe_stops.py",
-        "start, end = max(run.first, reached), min(",
-        "start, end = run.first, min(",
+        "start, end = max(first, reached), min(",
+        "start, end = first, min(",
         CORE,
     ),
     Fault(
@@ -62,15 +62,15 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "A probe that meets its condition again switches the edits again",
         "runtime/core/probe_stops.py",
-        "                each[nth] = None\n",
-        "                each[nth] = Progress()\n",
+        "            each[nth] = None\n",
+        "            each[nth] = Progress()\n",
         SWITCHES + "::test_several_probes_switch_one_after_the_other_and_a_stop_ends_it",
     ),
     Fault(
         "It is forgotten how far the conditions of a request are",
         "runtime/core/probe_stops.py",
-        "        PROBE_PROGRESS.set(one.request, one.progress)\n",
-        "",
+        "                watched.progress = progress\n",
+        "                pass\n",
         SWITCHES + "::test_what_is_computed_again_after_a_preemption_has_the_edits_that_it_had",
     ),
     Fault(
@@ -118,9 +118,8 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "A version of a plan holds one position late on the worker",
         "runtime/worker/request_state.py",
-        "            self.segments = spliced(self.segments, later.plan.segments, later.position)\n",
-        "            first = later.position + 1\n"
-        "            self.segments = spliced(self.segments, later.plan.segments, first)\n",
+        "        return splice(self.segments, later.plan.segments, later.position)\n",
+        "        return splice(self.segments, later.plan.segments, later.position + 1)\n",
         CORE,
     ),
 )

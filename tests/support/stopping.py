@@ -168,7 +168,7 @@ class StoppingRun:
             assert change.position >= one.reached
             assert change.position == one.reached or one.num_preemptions
             one.changes.append(change)
-            self.engine.session.requests.change(change)
+        self.engine.session.requests.change(message.changes)
 
     def _enter(self, one: Asked) -> None:
         plan = one.sampling_params.extra_args["midstream"].plan

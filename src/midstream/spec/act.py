@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -309,7 +310,7 @@ def follow(
         (how far it is after the scores, or after the one that met it; where it is met first, None:
         nowhere).
     """
-    size, decay = _read_pool(condition.pool)
+    size, decay = _known_pool(condition.pool)
     run, pooled, window = progress
     for nth, score in enumerate(scores):
         if size:
@@ -327,6 +328,8 @@ def follow(
         run = run + 1 if _beyond(condition, value) else 0
         if run == condition.for_:
             return Progress(run, pooled, window), Met(nth, value)
+    if run == progress.run and pooled is progress.pooled and window is progress.window:
+        return progress, None
     return Progress(run, pooled, window), None
 
 
@@ -353,3 +356,6 @@ def _read_pool(pool: object) -> tuple[int, float]:
     if size and int(size) > MOST_TOKENS:
         raise SpecError("", f"expected a mean of at most {MOST_TOKENS} scores, got {size}")
     return int(size or 0), float(decay or 0.0)
+
+
+_known_pool = functools.lru_cache(maxsize=64)(_read_pool)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -39,8 +39,20 @@ class Observed:
     rows: Any = None
 
 
+class _Called:
+    """A law that is called with what was observed."""
+
+    __slots__ = ()
+
+    def __call__(self: Any, observed: Observed) -> float | None:
+        probe: str | None = getattr(self, "probe", None)
+        scores = [] if probe is None else observed.scores[probe].tolist()
+        answer: float | None = self.follow(observed.tokens, scores)
+        return answer
+
+
 @dataclass(slots=True, unsafe_hash=True)
-class Threshold:
+class Threshold(_Called):
     """`on` once a score of the probe exceeds `above`, then `off` once one is at most `below`.
 
     Attributes:
@@ -64,9 +76,10 @@ class Threshold:
                 "below", f"expected at most `above`, {self.above:g}, got {self.below:g}"
             )
 
-    def __call__(self, observed: Observed) -> float:
+    def follow(self, tokens: int, scores: Sequence[float]) -> float:
+        """Return the scale after `tokens` generated tokens and the next scores of the probe."""
         below = self.above if self.below is None else self.below
-        for score in observed.scores[self.probe].tolist():
+        for score in scores:
             self._is_on = score > (below if self._is_on else self.above)
         return self.on if self._is_on else self.off
 
@@ -76,7 +89,7 @@ class Threshold:
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class Pid:
+class Pid(_Called):
     """scale = 1 + kp · e + ki · Σe + kd · Δe, with e = target − score of the latest token.
 
     The sum is not increased while the scale is at a limit. Scales are rounded to the multiples of
@@ -116,9 +129,12 @@ class Pid:
                 f"which the scale changes, got {self.step:g}",
             )
 
-    def __call__(self, observed: Observed) -> float | None:
+    def follow(self, tokens: int, scores: Sequence[float]) -> float | None:
+        """Return the scale after `tokens` generated tokens and the next scores of the probe; None:
+        there is none.
+        """
         scale = None
-        for score in observed.scores[self.probe].tolist():
+        for score in scores:
             if not math.isfinite(score):
                 raise ValueError(f"a score of {self.probe} is {score}")
             error = self.target - score
@@ -149,7 +165,7 @@ class Pid:
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class Decay:
+class Decay(_Called):
     """The scale halves after each `half_life` generated tokens, in steps of a half; below `least`
     it is 0.
 
@@ -169,8 +185,9 @@ class Decay:
         if not 0 < self.least <= 1:
             raise SpecError("least", f"expected more than 0, and at most 1, got {self.least:g}")
 
-    def __call__(self, observed: Observed) -> float:
-        scale = float(0.5 ** (observed.tokens // self.half_life))
+    def follow(self, tokens: int, scores: Sequence[float]) -> float:
+        """Return the scale after `tokens` generated tokens."""
+        scale = float(0.5 ** (tokens // self.half_life))
         return scale if scale >= self.least else 0.0
 
     def scales(self) -> tuple[float, ...]:
@@ -180,7 +197,7 @@ class Decay:
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class Budget:
+class Budget(_Called):
     """Scale 1 until the scores of the probe above 0 add up to `total`, then 0.
 
     Attributes:
@@ -198,8 +215,9 @@ class Budget:
         if self.total <= 0:
             raise SpecError("total", f"expected more than 0, got {self.total:g}")
 
-    def __call__(self, observed: Observed) -> float:
-        self._spent += sum(max(score, 0.0) for score in observed.scores[self.probe].tolist())
+    def follow(self, tokens: int, scores: Sequence[float]) -> float:
+        """Return the scale after `tokens` generated tokens and the next scores of the probe."""
+        self._spent += sum(max(score, 0.0) for score in scores)
         return 1.0 if self._spent < self.total else 0.0
 
     def scales(self) -> tuple[float, ...]:

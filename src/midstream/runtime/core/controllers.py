@@ -8,7 +8,7 @@ Laws are called on the thread of the engine's steps, declared controllers in thr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from midstream.runtime.core.controller_calls import (
 )
 from midstream.runtime.protocol.control import Control, control_source
 from midstream.runtime.protocol.plan_version import PlanVersion
-from midstream.runtime.protocol.step_scores import ScoreRun
+from midstream.runtime.protocol.step_scores import ScoresOfStep
 from midstream.runtime.vllm.additional_config import controllers_of
 from midstream.runtime.vllm.attributes import CONTROLLED, DECLARED
 from midstream.spec.control_laws import Observed, read_law
@@ -40,61 +40,90 @@ class RunningController:
     Attributes:
         request: vLLM's Request.
         control: the controller.
-        decide: is called with what was observed.
+        decide: the law, or what is called with what was observed.
         calls: those of its declared controller; None: it is a law.
+        reads: name of the probe that its law reads; empty: none.
+        choices: index in `control.choices`, by the name of a set of edits and a scale.
         reached: number of positions whose scores were taken. A position is taken once, also if it
             is computed again after a preemption.
         unseen: scores that it was not given yet, by probe.
         chosen: index of the version that holds, in `control.choices`.
+        answered: the scale that it answered last, if it answered no more than that and the version
+            of that scale holds: the same once more changes nothing.
         has_failed: whether it is not called again.
     """
 
     request: Any
     control: Control
-    decide: Callable[[Observed], Any]
+    decide: Any
     calls: DeclaredCalls | None
+    reads: str
+    choices: dict[tuple[str, float], int]
     reached: int = 0
     unseen: dict[str, list[float]] = field(default_factory=dict)
     chosen: int = 0
+    answered: float | None = None
     has_failed: bool = False
 
-    def take(self, runs: Sequence[ScoreRun], stop: int, token: Callable[[int], int]) -> bool:
+    def take(self, scores: ScoresOfStep, nth: int, stop: int, token: Callable[[int], int]) -> bool:
         """Take the scores of a step; return whether there are any that it was not given.
 
         Args:
-            runs: the scores, ascending.
+            scores: the scores of the step.
+            nth: index of the request in it.
             stop: position up to which the tokens of the rows are those of the request.
             token: returns the token of a position.
         """
         if self.has_failed:
             return False
-        for run in runs:
-            start = max(run.first, self.reached)
-            end = min(run.first + run.values.shape[0], stop)
-            for probe in self.control.probes:
-                where = probe.where
-                if where.ranges == _EVERYWHERE and not where.matches:
-                    low, high = start - run.first, max(0, end - run.first)
-                    scores = run.values[low:high, probe.slot].tolist()
-                else:
-                    rows = [at - run.first for at in where.within(start, end, token)]
-                    scores = run.values[rows, probe.slot].tolist()
-                if scores:
-                    self.unseen.setdefault(probe.name, []).extend(scores)
-            self.reached = max(self.reached, end)
+        first = scores.first[nth]
+        start, end = max(first, self.reached), min(first + scores.length[nth], stop)
+        for probe in self.control.probes:
+            found = scores.at(nth, probe.slot, probe.where.within(start, end, token))
+            if found:
+                self.unseen.setdefault(probe.name, []).extend(found)
+        self.reached = max(self.reached, end)
         return bool(self.unseen)
 
-    def observed(self, as_tensors: bool) -> Observed:
-        """Return what the controller is given now."""
-        names = [probe.name for probe in self.control.probes]
-        arrays = {name: np.array(self.unseen.get(name, ()), np.float32) for name in names}
-        scores: Mapping[str, Any] = arrays
-        if as_tensors:
-            import torch
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that were generated up to the last score."""
+        return max(0, self.reached + 1 - int(self.request.num_prompt_tokens))
 
-            scores = {name: torch.from_numpy(found) for name, found in arrays.items()}
-        tokens = max(0, self.reached + 1 - self.request.num_prompt_tokens)
-        return Observed(self.request.request_id, tokens, scores)
+    def observed(self) -> Observed:
+        """Return what a declared controller is given now."""
+        import torch
+
+        scores = {
+            probe.name: torch.from_numpy(np.array(self.unseen.get(probe.name, ()), np.float32))
+            for probe in self.control.probes
+        }
+        return Observed(self.request.request_id, self.tokens, scores)
+
+    def follow_law(self) -> Decision:
+        """Ask its law, with the scores that it was not given yet."""
+        try:
+            answer = self.decide.follow(self.tokens, self.unseen.get(self.reads, ()))
+        except Exception as error:  # noqa: BLE001 - its request alone fails
+            return self.take_answer(None, _words(error))
+        return self.take_answer(answer)
+
+    def take_answer(self, answer: object, problem: str | None = None) -> Decision:
+        """Return what becomes of the request by an answer to all of its scores.
+
+        Args:
+            answer: the answer.
+            problem: why there is none.
+        """
+        self.unseen.clear()
+        if problem is None:
+            if answer is None or (type(answer) is float and answer == self.answered):
+                return NOTHING
+            try:
+                return _answered(self, answer)
+            except Exception as error:  # noqa: BLE001 - also what an answer's own methods raise
+                problem = _words(error)
+        return _failed(self, problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +141,7 @@ class Decision:
     is_error: bool = False
 
 
-_NOTHING = Decision()
-_EVERYWHERE = ((0, None),)
+NOTHING = Decision()
 
 
 def prepare(engine: Any) -> None:
@@ -142,7 +170,11 @@ def controlled(scheduler: Any, request: Any, control: Control) -> RunningControl
         else:
             ((word, given),) = control.law.items()
             decide = read_law(word, given)
-        found = RunningController(request, control, decide, calls)
+        choices: dict[tuple[str, float], int] = {}
+        for nth, one in enumerate(control.choices):
+            choices.setdefault((one.edits, one.scale), nth)
+        reads = getattr(decide, "probe", "")
+        found = RunningController(request, control, decide, calls, reads, choices)
         CONTROLLED.set(request, found)
     return found
 
@@ -153,34 +185,25 @@ def decide(requests: Sequence[RunningController]) -> list[Decision]:
     Args:
         requests: each has scores that its controller was not given.
     """
-    calls: dict[int, ControllerCall] = {}
+    found = []
+    calls: list[tuple[int, ControllerCall]] = []
     batches: dict[int, tuple[DeclaredCalls, list[ControllerCall]]] = {}
     for nth, one in enumerate(requests):
-        if one.has_failed:
+        if one.calls is None and not one.has_failed:
+            found.append(one.follow_law())
             continue
-        calls[nth] = ControllerCall(one.decide, one.observed(one.calls is not None))
-        if one.calls is not None:
-            batches.setdefault(id(one.calls), (one.calls, []))[1].append(calls[nth])
-        else:
-            calls[nth].make()
-    made = {id(call.observed): call for call in make_calls(list(batches.values()))}
-    found = []
-    for nth, one in enumerate(requests):
-        call = calls.get(nth)
-        if call is not None and one.calls is not None:
-            call = made.get(id(call.observed))
-        if call is None:
-            found.append(_NOTHING)  # its scores are kept for the next step
-            continue
-        one.unseen = {}
-        problem = call.error
-        if problem is None:
-            try:
-                found.append(_answered(one, call.answer))
-                continue
-            except Exception as error:  # noqa: BLE001 - also what an answer's own methods raise
-                problem = str(error) if isinstance(error, ValueError) else type(error).__name__
-        found.append(_failed(one, problem))
+        found.append(NOTHING)
+        if one.calls is not None and not one.has_failed:
+            call = ControllerCall(one.decide, one.observed())
+            calls.append((nth, call))
+            batches.setdefault(id(one.calls), (one.calls, []))[1].append(call)
+    if calls:
+        made = {id(call.observed): call for call in make_calls(list(batches.values()))}
+        for nth, call in calls:
+            answered = made.get(id(call.observed))
+            # Otherwise its scores are kept for the next step.
+            if answered is not None:
+                found[nth] = requests[nth].take_answer(answered.answer, answered.error)
     return found
 
 
@@ -192,24 +215,29 @@ def _answered(one: RunningController, answer: object) -> Decision:
     """
     given = read_answer(answer)
     if not given:
-        return _NOTHING
+        return NOTHING
     if "stop" in given:
         return Decision(reason=control_source(one.control.name))
     choices = one.control.choices
     edits = given.get("edits", choices[one.chosen].edits)
     scale = read_float32(given.get("scale", 1.0))
-    for nth, choice in enumerate(choices):
-        if choice.edits == edits and choice.scale == scale:
-            if nth == one.chosen:
-                return _NOTHING
-            one.chosen = nth
-            return Decision(choice.version)
+    chosen = one.choices.get((edits, scale)) if isinstance(edits, str) else None
+    if chosen is not None:
+        one.answered = answer if isinstance(answer, float) else None
+        if chosen == one.chosen:
+            return NOTHING
+        one.chosen = chosen
+        return Decision(choices[chosen].version)
     sets = sorted({choice.edits for choice in choices})
     if edits not in sets:
         shown = show(edits) if isinstance(edits, str) else kind(edits)
         raise ValueError(f"it has no edits {shown}; it has {sets}")
     scales = sorted({choice.scale for choice in choices})
     raise ValueError(f"the scale {scale:g} is none of those that it has: {scales}")
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else type(error).__name__
 
 
 def _failed(one: RunningController, problem: str) -> Decision:

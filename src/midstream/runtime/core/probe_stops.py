@@ -7,23 +7,40 @@ one whose score met the condition. Other edits hold from the next position that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from midstream.runtime.core.controllers import controlled, decide
+from midstream.runtime.core.controllers import NOTHING, RunningController, controlled, decide
 from midstream.runtime.core.ended_requests import add_end
 from midstream.runtime.core.plan_versions import change_plans
 from midstream.runtime.protocol.acting_probes import ActingProbe, stop_reason
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.request_payload import payload_of
-from midstream.runtime.protocol.step_scores import ScoreRun, scores_of
-from midstream.runtime.vllm.attributes import PROBE_PROGRESS
+from midstream.runtime.protocol.step_scores import ScoresOfStep, scores_of
+from midstream.runtime.vllm.attributes import WATCHED
 from midstream.spec.act import Progress, follow
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeProgress:
+@dataclass(slots=True, eq=False)
+class Watched:
+    """A request whose scores are evaluated.
+
+    Attributes:
+        params: its sampling parameters; those of a session change with its inputs.
+        acts: its probes.
+        controller: its controller; None: it has none.
+        progress: how far the conditions of the probes are.
+    """
+
+    params: Any
+    acts: tuple[ActingProbe, ...]
+    controller: RunningController | None
+    progress: ProbeProgress
+
+
+class ProbeProgress(NamedTuple):
     """How far the conditions of a request's probes are.
 
     Attributes:
@@ -55,30 +72,27 @@ class Firing:
     is_error: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Evaluated:
-    """A request whose scores were evaluated before vLLM takes the step's tokens.
+    """A request of which something is to be done after its scores were evaluated, which is before
+    vLLM takes the step's tokens.
 
     Attributes:
         request: vLLM's Request.
         known: number of its tokens before the step.
         stop: position up to which its scores were evaluated.
-        progress: how far its probes are then.
+        progress: how far its probes are then, if vLLM takes the tokens; None: it is known already.
         firing: the condition that was met and ends it; None: none was.
         switched: those that were met and switch its edits, in the order of positions.
-        runs: the scores.
-        token: returns the token of a position.
         chosen: the version that its controller chose; None: what held before.
     """
 
     request: Any
     known: int
     stop: int
-    progress: ProbeProgress
-    firing: Firing | None
-    switched: tuple[Firing, ...]
-    runs: Sequence[ScoreRun]
-    token: Callable[[int], int]
+    progress: ProbeProgress | None = None
+    firing: Firing | None = None
+    switched: tuple[Firing, ...] = ()
     chosen: PlanVersion | None = None
 
 
@@ -91,12 +105,7 @@ def update_from_output(
     scores = scores_of(output)
     if scores is None:
         return original(scheduler, scheduled, output)
-    found = []
-    for name, runs in scores.values().items():
-        request = scheduler.requests.get(name)
-        if request is not None and not request.is_finished():
-            found.append(_evaluate(request, runs, _sampled(output, name)))
-    found = _controlled(scheduler, found)
+    found = _evaluate(scheduler, output, scores.values())
     ended = []
     for one in found:
         if one.firing is not None and not _cut(output, one, one.firing):
@@ -114,41 +123,92 @@ def update_from_output(
         # were evaluated in vain.
         if one.request.num_tokens == one.known < one.stop:
             continue
-        PROBE_PROGRESS.set(one.request, one.progress)
+        if one.progress is not None and (watched := WATCHED.get(one.request)) is not None:
+            watched.progress = one.progress
         if one.firing is not None and not one.request.is_finished():
             ended += [(one, one.firing, None) for _ in _finish(scheduler, one.request, one.firing)]
         if not one.request.is_finished():
             versions = [firing.version for firing in one.switched]
             changes += [(one.request, version) for version in versions if version is not None]
-    change_plans(scheduler, changes)
+    if changes:
+        change_plans(scheduler, changes)
     for one, firing, logprobs in ended:
         add_end(outputs, one.request, firing.reason or stop_reason(firing.name), logprobs)
     return outputs
 
 
-def _controlled(scheduler: Any, found: Sequence[_Evaluated]) -> list[_Evaluated]:
-    """Call the controllers of requests, and add what they answered."""
-    controllers = {}
-    for nth, one in enumerate(found):
-        payload = payload_of(one.request.sampling_params)
-        control = None if payload is None else payload.control
-        if control is not None:
-            mine = controlled(scheduler, one.request, control)
+def _evaluate(scheduler: Any, output: Any, scores: ScoresOfStep) -> list[_Evaluated]:
+    """Evaluate the scores of a step, and return the requests of which something is to be done.
+
+    It passes each request once in each step, so nothing is made for one that goes on as it is.
+    """
+    requests, places, sampled = scheduler.requests, output.req_id_to_index, output.sampled_token_ids
+    found: list[_Evaluated] = []
+    asked: list[tuple[RunningController, _Evaluated | None, int, int]] = []
+    for nth, name in enumerate(scores.ids):
+        request = requests.get(name)
+        if request is None or request.is_finished():
+            continue
+        watched: Watched | None = WATCHED.get(request)
+        if watched is None or watched.params is not request.sampling_params:
+            watched = _watch(scheduler, request)
+        new = sampled[places[name]] if sampled else ()
+        known = request.num_tokens
+        # The last sampled token has no score yet; those before it are drafts, which were accepted.
+        stop = known + max(len(new) - 1, 0)
+        token = functools.partial(_token, request, known, new)
+        one = None
+        if watched.acts:
+            progress, firing, switched = advance(
+                watched.acts, watched.progress, scores, nth, stop, token
+            )
+            if stop == known:
+                watched.progress = progress
+            if stop != known or firing is not None or switched:
+                later = None if stop == known else progress
+                one = _Evaluated(request, known, stop, later, firing, switched)
+                found.append(one)
+        controller = watched.controller
+        if controller is not None:
             # What vLLM may drop is computed again, and taken then.
-            stop = one.known if is_overtaken(one.request) else one.stop
-            if mine.take(one.runs, stop, one.token):
-                controllers[nth] = mine
-    out = list(found)
-    for (nth, mine), decision in zip(
-        controllers.items(), decide(list(controllers.values())), strict=True
-    ):
-        one, name, at = out[nth], mine.control.name, mine.reached - 1
+            sure = known if stop != known and is_overtaken(request) else stop
+            if controller.take(scores, nth, sure, token):
+                asked.append((controller, one, known, stop))
+    decisions = decide([controller for controller, _, _, _ in asked])
+    for (controller, one, known, stop), decision in zip(asked, decisions, strict=True):
+        if decision is NOTHING:
+            continue
+        if one is None:
+            one = _Evaluated(controller.request, known, stop)
+            found.append(one)
+        at = controller.reached - 1
         if decision.reason is not None and (one.firing is None or at < one.firing.position):
-            firing = Firing(name, at, reason=decision.reason, is_error=decision.is_error)
-            out[nth] = replace(one, firing=firing)
+            reason, is_error = decision.reason, decision.is_error
+            one.firing = Firing(controller.control.name, at, reason=reason, is_error=is_error)
         elif decision.version is not None:
-            out[nth] = replace(one, chosen=decision.version)
-    return out
+            one.chosen = decision.version
+    return found
+
+
+def _watch(scheduler: Any, request: Any) -> Watched:
+    """Return a request as it is watched from now on; what it has reached stays."""
+    payload = payload_of(request.sampling_params)
+    acts = () if payload is None else payload.acts
+    control = None if payload is None else payload.control
+    before: Watched | None = WATCHED.get(request)
+    found = Watched(
+        request.sampling_params,
+        acts,
+        None if control is None else controlled(scheduler, request, control),
+        ProbeProgress(0, (Progress(),) * len(acts)) if before is None else before.progress,
+    )
+    WATCHED.set(request, found)
+    return found
+
+
+def _token(request: Any, known: int, new: Sequence[int], position: int) -> int:
+    """Return the token of a request at a position, also of those that a step sampled for it."""
+    return int(request.all_token_ids[position] if position < known else new[position - known])
 
 
 def is_overtaken(request: Any) -> bool:
@@ -169,34 +229,11 @@ def _finish(scheduler: Any, request: Any, firing: Firing) -> Any:
     return scheduler.finish_requests([request.request_id], status)
 
 
-def _sampled(output: Any, name: str) -> Sequence[int]:
-    """Return the tokens that a step sampled for a request."""
-    found: Sequence[Sequence[int]] = output.sampled_token_ids
-    return found[output.req_id_to_index[name]] if found else ()
-
-
-def _evaluate(request: Any, runs: list[ScoreRun], sampled: Sequence[int]) -> _Evaluated:
-    payload = payload_of(request.sampling_params)
-    probes = () if payload is None else payload.acts
-    before = PROBE_PROGRESS.get(request)
-    if before is None:
-        before = ProbeProgress(0, (Progress(),) * len(probes))
-    known = request.num_tokens
-    # The last sampled token has no score yet; those before it are drafts, which were accepted.
-    stop = known + max(len(sampled) - 1, 0)
-
-    def token(position: int) -> int:
-        found = request.all_token_ids[position] if position < known else sampled[position - known]
-        return int(found)
-
-    progress, firing, switched = advance(probes, before, runs, stop, token)
-    return _Evaluated(request, known, stop, progress, firing, switched, runs, token)
-
-
 def advance(
     probes: Sequence[ActingProbe],
     before: ProbeProgress,
-    runs: Sequence[ScoreRun],
+    scores: ScoresOfStep,
+    index: int,
     stop: int,
     token: Callable[[int], int],
 ) -> tuple[ProbeProgress, Firing | None, tuple[Firing, ...]]:
@@ -205,7 +242,8 @@ def advance(
     Args:
         probes: the probes.
         before: how far they were before the step.
-        runs: the scores of the step, ascending.
+        scores: the scores of the step.
+        index: index of the request in it.
         stop: position up to which the tokens of the rows are those of the request.
         token: returns the token of a position.
 
@@ -215,29 +253,24 @@ def advance(
         the order of positions, and at one position of the probes).
     """
     each = list(before.each)
-    reached = before.reached
+    reached, first = before.reached, scores.first[index]
+    start, end = max(first, reached), min(first + scores.length[index], stop)
     firing = None
     switched = []
-    for run in runs:
-        start, end = max(run.first, reached), min(run.first + run.values.shape[0], stop)
-        for nth, probe in enumerate(probes):
-            progress = each[nth]
-            if progress is None:
-                continue
-            positions = probe.where.within(start, end, token)
-            rows = [position - run.first for position in positions]
-            scores = run.values[rows, probe.slot].tolist()
-            each[nth], met = follow(probe.condition, progress, scores)
-            if met is not None and probe.version is not None:
-                each[nth] = None
-                switched.append(Firing(probe.name, positions[met.nth], probe.version))
-            elif met is not None and (firing is None or positions[met.nth] < firing.position):
-                firing = Firing(probe.name, positions[met.nth])
-        reached = max(reached, end)
-        if firing is not None:
-            break
+    for nth, probe in enumerate(probes):
+        progress = each[nth]
+        if progress is None:
+            continue
+        positions = probe.where.within(start, end, token)
+        found = scores.at(index, probe.slot, positions)
+        each[nth], met = follow(probe.condition, progress, found)
+        if met is not None and probe.version is not None:
+            each[nth] = None
+            switched.append(Firing(probe.name, positions[met.nth], probe.version))
+        elif met is not None and (firing is None or positions[met.nth] < firing.position):
+            firing = Firing(probe.name, positions[met.nth])
     switched.sort(key=lambda one: one.position)
-    return ProbeProgress(reached, tuple(each)), firing, tuple(switched)
+    return ProbeProgress(max(reached, end), tuple(each)), firing, tuple(switched)
 
 
 def _cut(output: Any, one: _Evaluated, firing: Firing) -> bool:

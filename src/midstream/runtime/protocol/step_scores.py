@@ -2,28 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from midstream.runtime.protocol.runs import within_runs
 from midstream.runtime.vllm.attributes import STEP_SCORES
 
 
-class ScoreRun(NamedTuple):
-    """Scores of consecutive positions of a request.
+@dataclass(slots=True, eq=False)
+class ScoresOfStep:
+    """Scores of the requests of a step that report them, each of consecutive positions.
+
+    A row between two that have scores may have none: no probe selects its position.
 
     Attributes:
-        first: the first position.
-        values: float32 [positions, slots].
+        ids: vLLM's id of each request.
+        first: its first position.
+        row: the row of `values` with that position; those of later ones follow.
+        length: its number of positions.
+        values: float32 [rows, slots].
     """
 
-    first: int
+    ids: list[str]
+    first: list[int]
+    row: list[int]
+    length: list[int]
     values: NDArray[np.float32]
+    _columns: dict[int, list[float]] = field(default_factory=dict)
+
+    def at(self, nth: int, slot: int, positions: Sequence[int]) -> list[float]:
+        """Return the scores in a column at some positions of the nth request."""
+        if not positions:
+            return []
+        column = self._columns.get(slot)
+        if column is None:
+            # At once for all requests: an index of numpy takes as long as a hundred of a list.
+            column = self._columns[slot] = self.values[:, slot].tolist()
+        shift = self.row[nth] - self.first[nth]
+        if isinstance(positions, range):
+            return column[positions.start + shift : positions.stop + shift]
+        return [column[position + shift] for position in positions]
+
+    def alone(self) -> ScoresOfStep:
+        """Return the same without rows of other requests."""
+        length = np.array(self.length, np.int64)
+        rows = np.repeat(np.array(self.row, np.int64), length) + within_runs(length)
+        row = np.cumsum(length) - length
+        return ScoresOfStep(self.ids, self.first, row.tolist(), self.length, self.values[rows])
 
 
-ScoresOfStep = dict[str, list[ScoreRun]]  # by vLLM's request id
+def scores_of_runs(
+    ids: list[str],
+    first: list[int],
+    row: list[int],
+    length: list[int],
+    values: NDArray[np.float32],
+) -> ScoresOfStep:
+    """Return the scores of runs of rows, of which a request may have several in any order.
+
+    Args:
+        ids: vLLM's id of the request of each run.
+        first, row, length, values: see `ScoresOfStep`.
+    """
+    if len(set(ids)) == len(ids):
+        return ScoresOfStep(ids, first, row, length, values)
+    spans: dict[str, tuple[int, int, int]] = {}
+    for name, start, at, count in zip(ids, first, row, length, strict=True):
+        low, place, end = spans.get(name, (start, at, start))
+        spans[name] = min(low, start), min(place, at), max(end, start + count)
+    joined = list(spans.values())
+    return ScoresOfStep(
+        list(spans),
+        [low for low, _, _ in joined],
+        [place for _, place, _ in joined],
+        [end - low for low, _, end in joined],
+        values,
+    )
 
 
 class StepScores:
@@ -44,7 +102,7 @@ class StepScores:
         return self._read()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self.values(),)
+        return _arrived, (self.values().alone(),)
 
 
 def _arrived(values: ScoresOfStep) -> StepScores:

@@ -38,8 +38,8 @@ SPANS_OF_REQUEST: Attribute[Any] = Attribute("midstream_spans_of_request")
 FAILURES: Attribute[dict[str, Any]] = Attribute("midstream_failures")
 # On a ModelRunnerOutput, from the worker to the engine core: the step's StepScores.
 STEP_SCORES: Attribute[Any] = Attribute("midstream_step_scores")
-# On a Request in the engine core: the ProbeProgress of its probes that act.
-PROBE_PROGRESS: Attribute[Any] = Attribute("midstream_probe_progress")
+# On a Request in the engine core: as `Watched`, if its scores are evaluated.
+WATCHED: Attribute[Any] = Attribute("midstream_watched")
 # On a Request in the engine core: the RunningController of its controller.
 CONTROLLED: Attribute[Any] = Attribute("midstream_controlled")
 # On an EngineCore and its Scheduler: its declared controllers by name.

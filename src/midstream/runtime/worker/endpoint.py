@@ -222,8 +222,7 @@ class WorkerEndpoint:
             case CountResets():
                 self._session.requests.resets = request.resets
             case ChangePlans():
-                for change in request.changes:
-                    self._session.requests.change(change)
+                self._session.requests.change(request.changes)
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():

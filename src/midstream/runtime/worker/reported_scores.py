@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from midstream.runtime.protocol.step_scores import ScoreRun, ScoresOfStep, StepScores
+from midstream.runtime.protocol.step_scores import ScoresOfStep, StepScores, scores_of_runs
 from midstream.runtime.worker.row_index import PendingPositions
 from midstream.runtime.worker.step.in_flight import PreparedStep, positions_of
 from midstream.runtime.worker.step.slot_table import SlotTable
@@ -26,16 +26,12 @@ def reported_scores(
     if not chosen.any():
         return None
     ids = slots.ids_of(runs.slot[chosen])
-    first, length = runs.row[chosen], runs.length[chosen]
+    row, length = runs.row[chosen], runs.length[chosen]
     position = positions_of(prepared, chosen)
 
     def read() -> ScoresOfStep:
         values = shipment.scores().numpy()
         known = position.values() if isinstance(position, PendingPositions) else position
-        found: ScoresOfStep = {}
-        rows = zip(ids, known.tolist(), first.tolist(), length.tolist(), strict=True)
-        for name, start, row, count in rows:
-            found.setdefault(name, []).append(ScoreRun(start, values[row : row + count]))
-        return {name: sorted(each, key=lambda run: run.first) for name, each in found.items()}
+        return scores_of_runs(ids, known.tolist(), row.tolist(), length.tolist(), values)
 
     return StepScores(read)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,7 @@ from midstream.spec.resolve.resolved import ResolvedBias, ResolvedFunction
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Positions [start, stop) of a request, and what each token there gets.
 
     Attributes:
@@ -176,17 +175,22 @@ class RequestState:
         last = bisect.bisect_left(self.segments, stop, key=lambda segment: segment.start)
         return self.segments[first:last]
 
-    def change(self, later: PlacedVersion) -> None:
-        """Let a version of the plan hold from its position on."""
-        if later.plan is not None:
-            self.segments = spliced(self.segments, later.plan.segments, later.position)
+    def change(self, later: PlacedVersion) -> Segment:
+        """Let a version of the plan hold from its position on; return the segment there."""
         self.later.append(later)
+        if later.plan is None:
+            return self.segments_within(later.position, later.position + 1)[0]
+        if self.shared is not None and self.segments is self.shared.segments:
+            self.segments = list(self.segments)
+        return splice(self.segments, later.plan.segments, later.position)
 
     @property
     def biases(self) -> Sequence[ResolvedBias]:
         """What the latest version of the plan adds to logits."""
-        found = [one.plan.resolved for one in self.later if one.plan is not None]
-        return (found or [self.plan])[-1].biases
+        for one in reversed(self.later):
+            if one.plan is not None:
+                return one.plan.resolved.biases
+        return self.plan.biases
 
     def num_scored(self, start: int, stop: int) -> int:
         """Return the number of positions of [start, stop) whose scores are returned to the
@@ -199,19 +203,17 @@ class RequestState:
         )
 
 
-def spliced(segments: Sequence[Segment], later: Sequence[Segment], position: int) -> list[Segment]:
-    """Return segments below a position and later segments from there on."""
-    before = [
-        replace(one, stop=min(one.stop, position)) if one.stop > position else one
-        for one in segments
-        if one.start < position
-    ]
-    after = [
-        replace(one, start=position) if one.start < position else one
-        for one in later
-        if one.stop > position
-    ]
-    return before + after
+def splice(segments: list[Segment], later: Sequence[Segment], position: int) -> Segment:
+    """Let later segments take the place of segments from a position on; return the one there."""
+    while segments and segments[-1].start >= position:
+        segments.pop()
+    if segments and segments[-1].stop > position:
+        segments[-1] = segments[-1]._replace(stop=position)
+    place = len(segments)
+    for one in later:
+        if one.stop > position:
+            segments.append(one if one.start >= position else one._replace(start=position))
+    return segments[place]
 
 
 def idle_segment(start: int = 0, stop: int = FOREVER) -> Segment:

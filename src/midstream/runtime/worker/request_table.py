@@ -18,6 +18,7 @@ from midstream.runtime.worker.request_state import (
     FunctionUse,
     PlacedVersion,
     RequestState,
+    Segment,
     idle_segment,
 )
 from midstream.runtime.worker.step.slot_table import SlotTable
@@ -140,17 +141,24 @@ class RequestTable:
         self._slots.add(request)
         if problem:
             self._slots.fail(request, computed, problem)
-        for change in self._early.pop(request_id, ()):
-            self.change(change)
+        early = self._early.pop(request_id, None)
+        if early is not None:
+            self.change(early)
 
-    def change(self, change: PlanChange) -> None:
-        """Let a request have another version of its plan from a position on that no step has
-        reached. An exception in here fails this request alone, as in `add`.
+    def change(self, changes: Iterable[PlanChange]) -> None:
+        """Let requests have other versions of their plans, each from a position on that no step has
+        reached. An exception in here fails the request alone, as in `add`.
+        """
+        self._slots.change([found for one in changes if (found := self._change(one)) is not None])
+
+    def _change(self, change: PlanChange) -> tuple[int, Segment] | None:
+        """Change a plan; return the slot and the segment that holds there, None: the request was
+        not scheduled yet.
         """
         request = self._slots.get(change.request_id)
         if request is None or request.uid != change.uid or not self._slots.runs(request):
             self._early.setdefault(change.request_id, []).append(change)
-            return
+            return None
         if self._checksum is not None:
             self._checksum.add_request(change.request_id, change.uid, change.plan, change.position)
         problem, plan = "", None
@@ -164,10 +172,10 @@ class RequestTable:
             if plan is not None:
                 self.plans.release(plan)
             problem, plan = problem or "another rank cannot run the plan", None
-        request.change(PlacedVersion(change.number, change.position, plan))
-        self._slots.change(request)
+        segment = request.change(PlacedVersion(change.number, change.position, plan))
         if problem and not request.problem:
             self._slots.fail(request, change.position, problem)
+        return request.slot, segment
 
     def grow(self, request_id: str, uid: str, prompt: Sequence[int] | None) -> None:
         """Record the prompt of a known request that is scheduled as new once more: the prompt has

@@ -85,12 +85,15 @@ class Where:
             )
         return Where(tuple(found))
 
-    def within(self, start: int, stop: int, token: Callable[[int], int]) -> list[int]:
+    def within(self, start: int, stop: int, token: Callable[[int], int]) -> Sequence[int]:
         """Return the selected positions of [start, stop), ascending, without the final row.
 
         Args:
             token: returns the token id of a position; asked for generated tokens of `matches` only.
         """
+        if len(self.ranges) == 1 and not self.matches:
+            ((first, end),) = self.ranges
+            return range(max(first, start), stop if end is None else min(end, stop))
         found: list[int] = []
         for first, end in self.ranges:
             found += range(max(first, start), stop if end is None else min(end, stop))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from midstream.runtime.core.probe_stops import is_overtaken
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.control import Control, ReadProbe, VersionChoice
 from midstream.runtime.protocol.plan_version import PlanVersion
-from midstream.runtime.protocol.step_scores import ScoreRun
+from midstream.runtime.protocol.step_scores import ScoresOfStep
 from midstream.runtime.vllm.attributes import DECLARED
 from midstream.spec import Match, Where
 
@@ -50,8 +51,13 @@ def request(one: Control, calls: DeclaredCalls | None = None) -> RunningControll
     return found
 
 
-def run_of(first: int, *scores: float) -> ScoreRun:
-    return ScoreRun(first, np.array([[-9.0, score] for score in scores], np.float32))
+def take(
+    one: RunningController, first: int, scores: Sequence[float], stop: int, token: Any = int
+) -> bool:
+    """Give a controller the scores of positions from the first on, behind a row of another."""
+    values = np.array([[0.0, 9.0], *([-9.0, score] for score in scores)], np.float32)
+    step = ScoresOfStep(["other", "r"], [7, first], [0, 1], [1, len(scores)], values)
+    return one.take(step, 1, stop, token)
 
 
 def declared(function: Any, seconds: float = 0.5) -> DeclaredCalls:
@@ -62,34 +68,34 @@ def declared(function: Any, seconds: float = 0.5) -> DeclaredCalls:
 
 def asking(calls: DeclaredCalls, on_error: str = "keep") -> RunningController:
     found = request(control(declared="d", law={}, on_error=on_error), calls)
-    assert found.take([run_of(0, 1.0)], PROMPT, int)
+    assert take(found, 0, [1.0], PROMPT)
     return found
 
 
 def test_a_position_is_given_once_and_a_rejected_draft_never():
     one = request(control())
-    assert one.take([run_of(0, 1, 2)], 4, int)  # a chunk of the prompt
-    assert one.observed(False).tokens == 0
-    assert one.take([run_of(2, 3, 4)], 4, int)
-    seen = one.observed(False)
+    assert take(one, 0, [1, 2], 4)  # a chunk of the prompt
+    assert one.tokens == 0
+    assert take(one, 2, [3, 4], 4)
+    seen = one.observed()
     assert (seen.tokens, seen.scores["p"].tolist()) == (1, [1, 2, 3, 4])
     one.unseen = {}
     # Two of three drafts were accepted: the tokens of 4, 5 and 6 are known.
-    assert one.take([run_of(4, 5, 6, 7, 8)], 7, int)
-    assert one.observed(True).scores["p"].tolist() == [5, 6, 7]
-    assert one.observed(False).tokens == 4
+    assert take(one, 4, [5, 6, 7, 8], 7)
+    assert one.observed().scores["p"].tolist() == [5, 6, 7]
+    assert one.tokens == 4
     one.unseen = {}
     # A preemption: all is computed again.
-    assert not one.take([run_of(0, 1, 2, 3), run_of(3, 4, 5, 6, 7)], 8, int)
-    assert one.take([run_of(6, 7, 8)], 8, int)
-    assert one.observed(False).scores["p"].tolist() == [8]
+    assert not take(one, 0, [1, 2, 3, 4, 5, 6, 7], 8)
+    assert take(one, 6, [7, 8], 8)
+    assert one.observed().scores["p"].tolist() == [8]
 
 
 def test_only_selected_tokens_are_given():
     one = request(control(Where((), (Match(((4, None),), (7,)),))))
-    assert not one.take([run_of(0, 1, 2, 3, 4, 5)], 6, lambda _: 3)
-    assert one.take([run_of(5, 6, 7)], 7, lambda position: 7 if position == 6 else 3)
-    assert one.observed(False).scores["p"].tolist() == [7]
+    assert not take(one, 0, [1, 2, 3, 4, 5], 6, lambda _: 3)
+    assert take(one, 5, [6, 7], 7, lambda position: 7 if position == 6 else 3)
+    assert one.observed().scores["p"].tolist() == [7]
 
 
 def test_a_step_that_a_preemption_overtook_is_known():
@@ -151,6 +157,23 @@ def test_a_failure_is_what_the_policy_says(policy, expected):
         assert (found.version.number, found.version.plan) == expected
 
 
+def test_a_law_changes_nothing_with_the_answer_that_holds_and_fails_as_code_does():
+    law = {"threshold": {"probe": "p", "above": 2.0, "on": 0.5, "off": 1.0}}
+    one, numbers = request(control(law=law)), []
+    for nth, score in enumerate((1.0, 3.0, 4.0, 1.0, 1.0, 3.0)):
+        assert take(one, nth, [score], nth + 1)
+        (found,) = decide([one])
+        numbers.append(found.version and found.version.number)
+    assert numbers == [None, 3, None, 1, None, 3]
+    pid = {"pid": {"probe": "p", "target": 0.0, "kp": 1.0, "step": 0.5}}
+    one = request(control(law=pid, on_error="end"))
+    assert take(one, 0, [float("nan")], 1)
+    (found,) = decide([one])
+    assert found.is_error
+    assert found.reason is not None
+    assert "controller 'c' failed: a score of p is nan" in found.reason
+
+
 def test_a_step_waits_no_longer_than_the_limit_and_the_others_are_called_in_the_next_one():
     go, seen = threading.Event(), []
 
@@ -163,13 +186,13 @@ def test_a_step_waits_no_longer_than_the_limit_and_the_others_are_called_in_the_
     calls = declared(slow, seconds=0.1)
     first, second = asking(calls), asking(calls)
     quick = request(control())
-    quick.take([run_of(0, 9.0)], PROMPT, int)
+    take(quick, 0, [9.0], PROMPT)
     begun = time.monotonic()
     found = decide([first, quick, second])
     assert time.monotonic() - begun < 5
     assert [one and one.version and one.version.number for one in found] == [7, 2, None]
     assert (first.has_failed, second.has_failed) == (True, False)
-    second.take([run_of(1, 2.0)], PROMPT, int)
+    take(second, 1, [2.0], PROMPT)
     (found,) = decide([second])
     assert (found.version.number, seen) == (3, [[1.0], [1.0, 2.0]])
     go.set()
@@ -231,7 +254,7 @@ def test_a_law_that_raises_fails_alone(score: float) -> None:
     law = {"pid": {"probe": "p", "target": 1.0, "kp": 0.0, "kd": 1.0}}
     bad, good = request(control(law=law, on_error="end")), request(control())
     for one, scores in ((bad, [score, score]), (good, [9.0, 1.0])):
-        assert one.take([run_of(0, *scores)], PROMPT, int)
+        assert take(one, 0, scores, PROMPT)
     failed, kept = decide([bad, good])
     assert failed.is_error
     assert "controller 'c' failed" in str(failed.reason)

@@ -180,10 +180,18 @@ class SlotTable:
         """Set the segment of a slot's latest rows."""
         self.segments[slot] = (segment.start, segment.stop, *segment.content)
 
-    def change(self, request: RequestState) -> None:
-        """Record that the segments of a request have changed: no step repeats an earlier one."""
-        self._latest = None
-        self.enter(request.slot, request.segments[0])
+    def change(self, changed: Sequence[tuple[int, Segment]]) -> None:
+        """Record that the segments of requests have changed: no step repeats an earlier one.
+
+        Args:
+            changed: the slot of each, and the segment of its next rows.
+        """
+        if changed:
+            self._latest = None
+            last = dict(changed)
+            self.segments[list(last)] = [
+                (one.start, one.stop, *one.content) for one in last.values()
+            ]
 
     def advance(self, slot: Ints, position: Ints, stop: Ints) -> None:
         """Record the positions that requests reach. Positions before a row that were never
