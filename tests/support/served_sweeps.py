@@ -61,7 +61,8 @@ def _check_others(client: Client, server: Running, offline: dict[str, Any]) -> N
         lines = answer.iter_lines()
         assert any("start" in line for line in lines)
         [found] = ask(client, CASES["everything"]).outputs
-        assert_equal(plain(found), offline)
+        # Beside others it is computed in batches of other sizes.
+        assert_equal(plain(found), offline, TOLERANCE)
         assert any("cell" in line for line in lines)
     assert server.wait_until_idle()["requests"] == 0
     [ended] = [line for line in server.log[before:].splitlines() if "midstream sweep.ended" in line]
