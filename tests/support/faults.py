@@ -263,8 +263,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A request gets the receipt of another one of its plan, whose states differ",
         "runtime/protocol/results.py",
-        "        return self.worker, self.states.tobytes(), known\n",
-        "        return self.worker, known\n",
+        "        return self.worker, self._leased is None, self.states.tobytes(), known\n",
+        "        return self.worker, self._leased is None, known\n",
         "tests/unit/runtime/frontend/results/test_assembly.py::test_what_requests_of_one_plan_share_is_only_what_the_workers_said_alike",
     ),
     Fault(
