@@ -12,7 +12,7 @@ LIVE: tuple[Fault, ...] = (
     Fault(
         "Blocks keep the keys of the edits that an update replaced",
         "runtime/core/plan_versions.py",
-        "    del request.block_hashes[position // block_size :]\n",
+        "        del request.block_hashes[first:]\n",
         "",
         CORE + "test_blocks_are_hashed_again_from_where_a_version_begins",
     ),

@@ -213,14 +213,16 @@ def _answered(one: RunningController, answer: object) -> Decision:
     Raises:
         ValueError: it is no answer.
     """
-    given = read_answer(answer)
+    given = {"scale": answer} if type(answer) is float else read_answer(answer)
     if not given:
         return NOTHING
     if "stop" in given:
         return Decision(reason=control_source(one.control.name))
     choices = one.control.choices
     edits = given.get("edits", choices[one.chosen].edits)
-    scale = read_float32(given.get("scale", 1.0))
+    scale = given.get("scale", 1.0)
+    if type(scale) is not float:
+        scale = read_float32(scale)
     chosen = one.choices.get((edits, scale)) if isinstance(edits, str) else None
     if chosen is not None:
         one.answered = answer if isinstance(answer, float) else None
@@ -232,6 +234,7 @@ def _answered(one: RunningController, answer: object) -> Decision:
     if edits not in sets:
         shown = show(edits) if isinstance(edits, str) else kind(edits)
         raise ValueError(f"it has no edits {shown}; it has {sets}")
+    read_float32(scale)
     scales = sorted({choice.scale for choice in choices})
     raise ValueError(f"the scale {scale:g} is none of those that it has: {scales}")
 

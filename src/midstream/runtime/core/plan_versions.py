@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from midstream.runtime.core.ended_requests import stop_later
-from midstream.runtime.core.prefix_cache import keys_of
+from midstream.runtime.protocol.cache_keys import ChangedKeys
 from midstream.runtime.protocol.codec import pack
 from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
-from midstream.runtime.protocol.request_payload import uid_of
+from midstream.runtime.protocol.request_payload import payload_of, uid_of
 from midstream.runtime.protocol.rpc import (
     RPC,
     Acknowledged,
@@ -126,8 +126,14 @@ def _late_tokens(scheduler: Any, request: Any) -> int:
 
 def _set_keys(request: Any, position: int, version: PlanVersion, block_size: int) -> None:
     """Set a request's cache keys from a position on, and hash its blocks from there on again."""
-    before = keys_of(request)
-    assert before is not None
-    CHANGED_KEYS.set(request, before.then(position, version.keys))
-    del request.block_hashes[position // block_size :]
-    request.update_block_hashes()
+    keys: ChangedKeys | None = CHANGED_KEYS.get(request)
+    if keys is None:
+        payload = payload_of(request.sampling_params)
+        assert payload is not None
+        keys = ChangedKeys(payload.keys)
+        CHANGED_KEYS.set(request, keys)
+    keys.change(position, version.keys)
+    first = position // block_size
+    if first < len(request.block_hashes):
+        del request.block_hashes[first:]
+        request.update_block_hashes()

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from midstream.config.config import KEY, from_additional_config
-from midstream.runtime.protocol.cache_keys import CacheKeys
+from midstream.runtime.protocol.cache_keys import CacheKeys, ChangedKeys
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.rpc import RPC, CountResets, arguments_of
 from midstream.runtime.vllm.attributes import CHANGED_KEYS, RESETS
 
 
-def keys_of(request: Any) -> CacheKeys | None:
+def keys_of(request: Any) -> CacheKeys | ChangedKeys | None:
     """Return the cache keys of a vLLM `Request`; None if it has no plan."""
-    changed: CacheKeys | None = CHANGED_KEYS.get(request)
+    changed: ChangedKeys | None = CHANGED_KEYS.get(request)
     if changed is not None:
         return changed
     payload = payload_of(request.sampling_params)

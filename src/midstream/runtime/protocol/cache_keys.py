@@ -23,7 +23,37 @@ from midstream.spec.positions.ranges import Ranges
 PLAIN = ""
 
 
-class CacheKeys(ProtocolMessage, frozen=True, array_like=True):
+class _Segments:
+    """Segments of positions, each with the mark of its edits."""
+
+    __slots__ = ()
+    starts: Sequence[int]
+    marks: Sequence[str]
+
+    def of_block(self, start: int, stop: int) -> str | None:
+        """Return the extra key of the block of positions [start, stop); None without edits."""
+        first = bisect.bisect_right(self.starts, start) - 1
+        last = bisect.bisect_left(self.starts, stop)
+        if last - first == 1:
+            return self.marks[first] or None
+        if not any(self.marks[first:last]):
+            return None
+        # The key includes where in the block each segment begins.
+        parts = [
+            f"{max(self.starts[nth], start) - start}:{self.marks[nth]}"
+            for nth in range(first, last)
+        ]
+        return "|".join(parts)
+
+    def first_edited(self, position: int) -> int | None:
+        """Return the first edited position at or after `position`; None if there is none."""
+        for nth in range(bisect.bisect_right(self.starts, position) - 1, len(self.starts)):
+            if self.marks[nth]:
+                return max(self.starts[nth], position)
+        return None
+
+
+class CacheKeys(ProtocolMessage, _Segments, frozen=True, array_like=True):
     """Prefix-cache keys of one request.
 
     Attributes:
@@ -52,40 +82,35 @@ class CacheKeys(ProtocolMessage, frozen=True, array_like=True):
                 f"{len(starts)} and {len(self.marks)}"
             )
 
-    def of_block(self, start: int, stop: int) -> str | None:
-        """Return the extra key of the block of positions [start, stop); None without edits."""
-        first = bisect.bisect_right(self.starts, start) - 1
-        last = bisect.bisect_left(self.starts, stop)
-        if last - first == 1:
-            return self.marks[first] or None
-        if not any(self.marks[first:last]):
-            return None
-        # The key includes where in the block each segment begins.
-        parts = [
-            f"{max(self.starts[nth], start) - start}:{self.marks[nth]}"
-            for nth in range(first, last)
-        ]
-        return "|".join(parts)
 
-    def first_edited(self, position: int) -> int | None:
-        """Return the first edited position at or after `position`; None if there is none."""
-        for nth in range(bisect.bisect_right(self.starts, position) - 1, len(self.starts)):
-            if self.marks[nth]:
-                return max(self.starts[nth], position)
-        return None
+class ChangedKeys(_Segments):
+    """Prefix-cache keys of a running request whose plan changes; see `CacheKeys`."""
 
-    def then(self, position: int, later: CacheKeys) -> CacheKeys:
-        """Return the keys of a request whose plan has these keys below a position, and `later` from
-        there on. Both plans have the same captures and named probes.
+    __slots__ = ("first_read", "marks", "starts")
+    starts: list[int]
+    marks: list[str]
+
+    def __init__(self, keys: CacheKeys) -> None:
+        """Args:
+        keys: those of the plan that it began with.
         """
-        starts = [start for start in self.starts if start < position]
-        marks = list(self.marks[: len(starts)])
+        self.starts = list(keys.starts)
+        self.marks = list(keys.marks)
+        self.first_read = keys.first_read
+
+    def change(self, position: int, later: CacheKeys) -> None:
+        """Let the keys be `later` from a position on. Both plans have the same captures and named
+        probes.
+        """
+        starts, marks = self.starts, self.marks
+        while starts and starts[-1] >= position:
+            starts.pop()
+            marks.pop()
         first = bisect.bisect_right(later.starts, position) - 1
         for nth in range(first, len(later.starts)):
             if not marks or marks[-1] != later.marks[nth]:
                 starts.append(max(later.starts[nth], position))
                 marks.append(later.marks[nth])
-        return CacheKeys(tuple(starts), tuple(marks), self.first_read)
 
 
 def cache_keys(plan: ResolvedPlan) -> CacheKeys:

@@ -53,7 +53,7 @@ EXECUTOR: Attribute[Any] = Attribute("midstream_executor")
 # On a Scheduler: by vLLM's id of requests that end with the next step, their stop reasons and
 # whether they end with an error.
 STOPS: Attribute[dict[str, tuple[str, bool]]] = Attribute("midstream_stops")
-# On a vLLM Request in the engine core whose plan was changed: its CacheKeys since.
+# On a vLLM Request in the engine core whose plan was changed: its ChangedKeys since.
 CHANGED_KEYS: Attribute[Any] = Attribute("midstream_changed_keys")
 # On a vLLM worker: its WorkerEndpoint, which vLLM's `collective_rpc` calls by this name.
 ENDPOINT: Attribute[Any] = Attribute("midstream_rpc")

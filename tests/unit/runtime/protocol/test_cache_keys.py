@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 from support.plans import SMALL, add, gated, plan_of, random_plan
 
-from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
+from midstream.runtime.protocol.cache_keys import CacheKeys, ChangedKeys, cache_keys
 from midstream.spec import (
     Capture,
     Gate,
@@ -259,7 +259,9 @@ def test_the_key_is_the_same_in_every_process():
 def test_after_a_change_each_position_has_the_mark_of_the_plan_that_holds_there(seed, at, then):
     draw = random.Random(seed)
     plans = [cache_keys(random_plan(draw, LENGTH) or plan_of()) for _ in range(3)]
-    keys = plans[0].then(at, plans[1]).then(then, plans[2])
+    keys = ChangedKeys(plans[0])
+    keys.change(at, plans[1])
+    keys.change(then, plans[2])
 
     def mark(of, position):
         return of.of_block(position, position + 1)
