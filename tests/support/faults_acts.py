@@ -34,8 +34,8 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "Scores of draft tokens that were rejected stop a request",
         "runtime/core/probe_stops.py",
-        "    stop = known + max(len(sampled) - 1, 0)\n",
-        "    stop = known + 8\n",
+        "        stop = known + max(len(new) - 1, 0)\n",
+        "        stop = known + 8\n",
         CORE,
     ),
     Fault(
