@@ -64,4 +64,12 @@ SERVERS: tuple[Fault, ...] = (
         "tests/unit/runtime/frontend/test_sae_registry.py"
         "::test_features_that_requests_name_again_are_the_same_vectors",
     ),
+    Fault(
+        "A reader that ends its lease while the worker looks for ended ones ends the engine",
+        "transport/leases.py",
+        "np.array(self._flags[: self._used]).nonzero()",
+        "self._flags[: self._used].nonzero()",
+        "tests/unit/transport/test_leases.py"
+        "::test_a_flag_that_is_set_while_flags_are_read_ends_its_lease_and_not_the_engine",
+    ),
 )

@@ -72,7 +72,7 @@ def to_vllm(function: str, **given: Any) -> None:
 
 
 def to_async(**given: Any) -> None:
-    asyncio.run(anext(AsyncLLM.generate(SimpleNamespace(), "abc", None, **given)))
+    asyncio.run(anext(AsyncLLM.generate(SimpleNamespace(_started=None), "abc", None, **given)))
 
 
 def rows(dtype: torch.dtype = torch.float32) -> Activations:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import numpy as np
 from torch import frombuffer, uint8
 
 from midstream.transport.memory import SharedMemory
@@ -74,7 +75,8 @@ class Leases:
 
     def ended(self) -> list[list[int]]:
         """Return the segments of each lease that has ended since the last call."""
-        done = self._flags[: self._used].nonzero()[0].tolist()
+        # Of a copy: NumPy raises if the readers, which are other processes, set flags meanwhile.
+        done = np.array(self._flags[: self._used]).nonzero()[0].tolist()
         for number in done:
             self._flags[number] = 0
             self._free.append(number)
