@@ -422,7 +422,7 @@ def test_a_stream_ends_at_the_token_at_which_a_probe_stops_it(client, server):
 @pytest.mark.parametrize("is_declared", [True, False])
 def test_a_controller_of_a_request_over_http(client, is_declared):
     """It turns the edits off, and then stops the request; or half of them off."""
-    law = {"budget": {"probe": "p", "total": -1.0}, "name": "halver"}
+    law = {"threshold": {"probe": "p", "above": -1e6, "on": 0.0, "off": 1.0}, "name": "halver"}
     asked = {"steer": Steer(VECTOR, 5, 0.5), "probes": Probe(VECTOR, 10, name="p"), **ASKED}
     given = {"declared": "script", "edits": {"calm": []}} if is_declared else law
     completion = client.complete(PROMPT, **{**asked, "max_tokens": 24}, controller=given).outputs[0]
@@ -451,6 +451,7 @@ def test_what_is_no_controller_is_rejected_over_http(client):
     ):
         body = {"model": "served", "prompt": PROMPT, "midstream": {
             "probes": asked["probes"].to_dict(), "controller": given,
+            "steer": asked["steer"].to_dict(),
         }}  # fmt: skip
         response = client._http.post("/v1/completions", json=body)
         assert response.status_code == 400, given
