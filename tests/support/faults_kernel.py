@@ -16,8 +16,8 @@ KERNELS: tuple[Fault, ...] = (
     Fault(
         "A table that is bound to other buffers launches the kernel for the earlier ones",
         "ops/site.py",
-        "    _RELAUNCHES[table.data_ptr()] = {}\n",
-        "    _RELAUNCHES.setdefault(table.data_ptr(), {})\n",
+        "    buffers.relaunches[table.data_ptr()] = {}\n",
+        "    buffers.relaunches.setdefault(table.data_ptr(), {})\n",
         "tests/unit/ops/test_site.py::test_a_table_uses_the_buffers_that_it_was_bound_to_last",
     ),
     Fault(

@@ -46,6 +46,7 @@ class Case:
 
     # Of the tables that are bound, by address; not an argument.
     widths: ClassVar[dict[int, int]] = {}
+    relaunches: ClassVar[dict[int, dict[Any, Any]]] = {}
     before: ClassVar[None] = None
     # There are no gates with memory.
     scans: ClassVar[Tensor] = torch.zeros(0, layout.SCAN_COLUMNS, dtype=torch.int32)

@@ -55,6 +55,8 @@ class SiteBuffers(Protocol):
         sae: what CODEs need; None: there is none.
         encoding: addresses of the tables of sites where there may be CODEs.
         widths: width of the vectors at each bound table, by the address of the table.
+        relaunches: by the same address and the kind of a stream, what launches the kernel again;
+            see `midstream.ops.site_triton.Relaunch`. Empty on a CPU.
         before: is called before the edits of each call with active tokens, with the address of the
             table and both halves of the stream; None: nothing is. Only where no graph is replayed.
     """
@@ -90,13 +92,13 @@ class SiteBuffers(Protocol):
     @property
     def widths(self) -> dict[int, int]: ...
     @property
+    def relaunches(self) -> dict[int, dict[Hashable, Any]]: ...
+    @property
     def before(self) -> Before | None: ...
 
 
 # By the address of a site's table. Buffers that nobody uses any more leave it.
 _BUFFERS: WeakValueDictionary[int, SiteBuffers] = WeakValueDictionary()
-# By the same address, what launches the kernel again for streams of a kind; see `Relaunch`.
-_RELAUNCHES: dict[int, dict[Hashable, Any]] = {}
 
 
 def bind(table: Tensor, buffers: SiteBuffers, width: int) -> None:
@@ -116,7 +118,7 @@ def bind(table: Tensor, buffers: SiteBuffers, width: int) -> None:
     if width < 1 or width % unit:
         raise ValueError(f"width must be a multiple of {unit}, the buffers' unit, got {width}")
     _BUFFERS[table.data_ptr()] = buffers
-    _RELAUNCHES[table.data_ptr()] = {}
+    buffers.relaunches[table.data_ptr()] = {}
     buffers.widths[table.data_ptr()] = width
 
 
@@ -177,7 +179,7 @@ def site(
     if hidden.is_cuda:
         if start is None and buffers.before is None:
             kind = _on_gpu().kind_of(hidden, residual)
-        again = _RELAUNCHES[address].get(kind)
+        again = buffers.relaunches[address].get(kind)
         if again is not None and again(hidden, residual, tally):
             return
     elif not buffers.tokens[: hidden.shape[0], layout.PROGRAM].numpy().any():
@@ -217,7 +219,7 @@ def site(
         scan_triton(*common, *scans)
     made = _on_gpu().site_triton(*common, *rest)
     if made is not None and kind is not None and not has_scans:
-        _RELAUNCHES[address][kind] = made
+        buffers.relaunches[address][kind] = made
 
 
 @cache

@@ -157,8 +157,8 @@ class Pid(_Called):
         return tuple(nth * self.step for nth in range(first, last + 1))
 
     def _multiples(self) -> tuple[int, int]:
-        """Return the first and the last multiple of the step within the limits, which are rounded
-        to float32 as the step is.
+        """Return the first and the last multiple of the step within the limits. A limit that is a
+        multiple but for rounding, to float32 or by the division, counts as one.
         """
         slack = 1e-6 * max(1.0, abs(self.low / self.step), abs(self.high / self.step))
         return math.ceil(self.low / self.step - slack), math.floor(self.high / self.step + slack)

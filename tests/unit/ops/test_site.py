@@ -14,7 +14,7 @@ from support.site_cases import Step, assert_same, case, expected, in_units, rand
 import midstream.ops.site
 from midstream.ops import layout
 from midstream.ops.layout import Op
-from midstream.ops.site import _RELAUNCHES, bind, site
+from midstream.ops.site import bind, site
 
 ADD = [Step(Op.ADD, write=1, a=0.7)]
 
@@ -215,12 +215,12 @@ def test_the_tally_of_other_buffers_is_refused():
 def test_a_table_uses_the_buffers_that_it_was_bound_to_last():
     first, second = (case([ADD], rows=3, width=16, captures=False, seed=n) for n in (1, 2))
     first.bound()
-    _RELAUNCHES[first.table.data_ptr()]["kind"] = "a kernel for the first buffers"
+    first.relaunches[first.table.data_ptr()]["kind"] = "a kernel for the first buffers"
     second.table = first.table
     wanted = expected(second)
     second.run()
     assert_same(second, wanted, exact=False)
-    assert _RELAUNCHES[first.table.data_ptr()] == {}
+    assert second.relaunches[first.table.data_ptr()] == {}
 
 
 def test_a_table_whose_buffers_are_gone_is_refused():

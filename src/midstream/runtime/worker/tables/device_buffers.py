@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class Buffers:
             every width is a multiple; where all widths are the same, U is that width.
         widths: width of the vectors at each tap whose table is bound to the op; see
             `midstream.ops.site.bind`.
+        relaunches: launches of the op's kernel by the same tables; see `midstream.ops.site`.
         switches: float32 [T, n], the switches of each row's biases; see `LogitBias`. No row where
             logits are not tapped.
         before: what the op calls before its edits; see `midstream.ops.site`.
@@ -62,6 +64,7 @@ class Buffers:
     ring: Tensor
     units: tuple[int, ...]
     widths: dict[int, int] = field(default_factory=dict)
+    relaunches: dict[int, dict[Hashable, Any]] = field(default_factory=dict)
     switches: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
     mapped: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
     before: Before | None = None
