@@ -94,7 +94,9 @@ function route(): void {
   };
   document.title = `${title} · midstream studio`;
   nav.replaceChildren(...VIEWS.map(([each, label]) => h("a", { href: `#/${each}`, "aria-current": each === name ? "page" : null }, label)));
-  nav.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+  // Not by scrollIntoView: since Chromium 150, the first Tab then goes on behind the link.
+  const current = nav.querySelector<HTMLElement>("[aria-current]");
+  if (current) nav.scrollLeft = current.offsetLeft - nav.offsetLeft + (current.offsetWidth - nav.clientWidth) / 2;
   view = make(context, state);
   main.replaceChildren(view.element);
   if (main.dataset["was"]) window.scrollTo({ top: 0 });

@@ -82,6 +82,15 @@ def test_it_is_used_by_keyboard_alone(page, server):
     expect(answer(page).locator(".t.on")).to_have_text(".")
 
 
+def test_the_link_of_the_view_is_in_sight_on_a_narrow_screen(page, server):
+    page.set_viewport_size({"width": 390, "height": 800})
+    for path, title in (("patching", "Patching"), ("chat", "Chat")):
+        page.goto(link(server, path))
+        current = page.locator("nav [aria-current]")
+        expect(current).to_have_text(title)
+        expect(current).to_be_in_viewport(ratio=1)
+
+
 def test_hostile_text_is_text_everywhere(page, server):
     with_vector(server)
     page.goto(
