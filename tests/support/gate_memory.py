@@ -89,6 +89,7 @@ WIDTH, UNIT, VOCABULARY, SLOTS = 6, 3, 5, 4
 KEPT, DRAFTS = 8, 3
 SCANS = 3  # with parameters and a slot each
 SITE = -5  # the site's code
+ELSEWHERE = 5  # a state of another site
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,8 @@ def random_steps(
             columns = zip(request.scans, request.states, request.starts, strict=True)
             for which, state, start in columns:
                 armed[state] = torch.tensor([row, count, 1 + which, *start.row(), SITE])
+            # One of another site, which would write other scores.
+            armed[ELSEWHERE] = torch.tensor([row, count, 1 + which, *start.row(), SITE + 1])
             for _ in range(count):
                 position = len(request.h)
                 halves = torch.tensor(
@@ -306,6 +309,7 @@ def check_steps(run: Callable[..., None], seed: int, dtype: torch.dtype = torch.
         run(*given)
         assert torch.equal(given[0], hidden)
         assert not bool(tally.any())
+        assert not bool(given[12][ELSEWHERE].any())
         others = torch.ones_like(scores, dtype=torch.bool)
         for (row, column), value in wanted.items():
             assert float(scores[row, column]) == float(value), (seed, row, column)

@@ -1,5 +1,5 @@
-"""Triton kernel of SCANs: one program for each state. It exits after loads that do not wait for each
-other if its request has no row in the step, or the state is read at another site.
+"""Triton kernel of SCANs: one program for each state. It exits after its first loads if the state's
+request has no row in the step, or the state is read at another site.
 """
 
 from __future__ import annotations
@@ -197,9 +197,7 @@ def scan_kernel(
             closes = tl.load(param + _C)
             weight = tl.load(param + _D)
             vector = bank + tl.load(word + _READ).to(tl.int64) * unit
-            positions = tl.load(
-                tokens + rows * _TOKENS + _POSITION, mask=lanes < alike, other=0
-            )
+            positions = tl.load(tokens + rows * _TOKENS + _POSITION, mask=lanes < alike, other=0)
             if count == 1:
                 one = _reading(
                     hidden, residual, vector, row, hidden_stride, residual_stride,
