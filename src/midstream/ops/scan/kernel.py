@@ -57,15 +57,14 @@ _STEPS_BLOCK = tl.constexpr(32)
 def _find(table, instructions, program, slot):
     """Return the number of the SCAN with a slot in a program at this site; −1: there is none."""
     start = tl.load(table + program * _TABLE + _EDIT_START)
-    steps = tl.load(table + program * _TABLE + _EDIT_COUNT)
+    stop = start + tl.load(table + program * _TABLE + _EDIT_COUNT)
     lanes = tl.arange(0, _STEPS_BLOCK)
     found = tl.full((), -1, tl.int32)
-    for first in range(0, steps, _STEPS_BLOCK):
-        at = start + first + lanes
-        inside = first + lanes < steps
+    for first in range(start, stop, _STEPS_BLOCK):
+        at = first + lanes
         word = instructions + at * _INSTRUCTIONS
-        op = tl.load(word + _OP, mask=inside, other=-1)
-        of_slot = tl.load(word + _SLOT, mask=inside, other=0)
+        op = tl.load(word + _OP, mask=at < stop, other=-1)
+        of_slot = tl.load(word + _SLOT, mask=at < stop, other=0)
         is_one = (op == _SCAN) & (of_slot == slot)
         found = tl.maximum(found, tl.max(tl.where(is_one, at, -1), axis=0))
     return found
