@@ -25,6 +25,29 @@ GATES: tuple[Fault, ...] = (
         _LOOP,
     ),
     Fault(
+        "A gate with memory goes on at the sites of other gates too",
+        "ops/scan/reference.py",
+        "armed[:, layout.SCAN_SITE] == site[0, layout.CODE]",
+        "armed[:, layout.SCAN_SITE] != 0",
+        _LOOP,
+    ),
+    Fault(
+        "Rows of an ended request stay armed for the gate of another",
+        "runtime/worker/gate_states.py",
+        "        if mine.any():\n            self._runs = None\n",
+        "        if mine.any():\n",
+        "tests/unit/runtime/worker/test_gate_states.py"
+        "::test_a_request_with_the_slot_of_an_ended_one_is_armed_though_the_step_has_the_same_rows",
+    ),
+    Fault(
+        "Decode steps with edits by position keep the positions of the first",
+        "runtime/worker/step/step_planner.py",
+        "            plan.tokens[plan.active, layout.POSITION] = read\n",
+        "",
+        "tests/unit/runtime/worker/step/test_step_planner.py"
+        "::test_edits_by_position_are_laid_out_once_for_decode_steps_and_get_their_positions",
+    ),
+    Fault(
         "The kernel of gates with memory reads rows of a tile that another program edits",
         "ops/scan/kernel.py",
         "tl.where(programs == program, tile, lanes)",

@@ -88,6 +88,8 @@ def amounts(
 WIDTH, UNIT, VOCABULARY, SLOTS = 6, 3, 5, 4
 KEPT, DRAFTS = 8, 3
 SCANS = 3  # with parameters and a slot each
+SITE = -5  # the site's code
+ELSEWHERE = 5  # a state of another site
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,9 @@ def random_steps(
             drafted[nth] = min(count - 1, DRAFTS)
             columns = zip(request.scans, request.states, request.starts, strict=True)
             for which, state, start in columns:
-                armed[state] = torch.tensor([row, count, 1 + which, *start.row()])
+                armed[state] = torch.tensor([row, count, 1 + which, *start.row(), SITE])
+            # One of another site, which would write other scores.
+            armed[ELSEWHERE] = torch.tensor([row, count, 1 + which, *start.row(), SITE + 1])
             for _ in range(count):
                 position = len(request.h)
                 halves = torch.tensor(
@@ -268,6 +272,7 @@ def _tables(scans: Sequence[Scan]) -> tuple[Tensor, ...]:
     lists: list[int] = [0]
     table = torch.zeros(2 + (1 << len(scans)), layout.TABLE_COLUMNS, dtype=torch.int32)
     table[0, layout.FIRST] = 77  # column EDIT_START of row 0
+    table[0, layout.CODE] = SITE
     for bits in range(1 << len(scans)):
         table[2 + bits, layout.EDIT_START] = len(words)
         words.append([int(Op.ADD), 0, 0, 0, int(Flags.COUNTED), 0, 0, 0])
@@ -304,6 +309,7 @@ def check_steps(run: Callable[..., None], seed: int, dtype: torch.dtype = torch.
         run(*given)
         assert torch.equal(given[0], hidden)
         assert not bool(tally.any())
+        assert not bool(given[12][ELSEWHERE].any())
         others = torch.ones_like(scores, dtype=torch.bool)
         for (row, column), value in wanted.items():
             assert float(scores[row, column]) == float(value), (seed, row, column)

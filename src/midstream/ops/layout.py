@@ -50,8 +50,9 @@ The score is 1 if left > 0, else 0, with `STEP`; without, it is s, or `OPEN` if 
 the whole state, as `hold` is either 0 or outlasts the request. hold is the column WRITE. A token
 whose id is not listed leaves the state as it is.
 
-Each state has a position up to which the tokens are those of earlier requests. It has one start for
-the first of them that is read, and another for the first that is read at or after that position.
+Each state is of one site. It has a position up to which the tokens are those of earlier requests,
+one start for the first of them that is read, and another for the first that is read at or after
+that position.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ SCAN_SLOT = 2  # 1 + column of `scores`
 SCAN_FROM = 3  # the position from which the tokens are new to the gate
 SCAN_BEFORE = 4  # (s, left) in front of the first token before that position
 SCAN_AFTER = 6  # (s, left) in front of the first token from there on
-SCAN_COLUMNS = 8
+SCAN_SITE = 8  # the code of the site where the SCAN is, as in `table`
+SCAN_COLUMNS = 9
 
 # scan_states: int32 [states, n, STATE_COLUMNS]: the states after the last n positions of a request.
 # A step may compute positions again, as draft tokens are rejected: it starts from the last state

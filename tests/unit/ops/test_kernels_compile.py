@@ -31,7 +31,8 @@ def _kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Each kernel with its constants and the options of its launch."""
     from midstream.ops.sae.kernel import change_kernel, decode_kernel, encode_kernel
     from midstream.ops.scan.kernel import scan_kernel
-    from midstream.ops.scan.launch import MAX_DEPTH, TILE_ROWS, WARPS
+    from midstream.ops.scan.launch import MAX_DEPTH, TILE_ROWS
+    from midstream.ops.scan.launch import launch_options as of_scans
     from midstream.ops.site_kernel import map_kernel, site_kernel
     from midstream.ops.site_triton import _launch_options
     from midstream.runtime.worker.attention.scores_kernel import scores_kernel
@@ -41,7 +42,6 @@ def _kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
         found = _launch_options(4096, 4096, torch.bfloat16, dependent, is_few)
         return {name: value for name, value in found.items() if name not in SITE_CONSTANTS}
 
-    exact = {"enable_fp_fusion": False}
     few = {"num_warps": 4}
     scores = {"size": 16, "dim": 80, "padded": 128, "block_rows": 16, "block_keys": 64}
     return {
@@ -51,8 +51,8 @@ def _kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
         "maps": (map_kernel, {**ROW, **TILES}, few),
         "scan": (
             scan_kernel,
-            {**ROW, "kept": 4, "tile": TILE_ROWS, "depth": MAX_DEPTH},
-            {"num_warps": WARPS, **exact},
+            {**ROW, "kept": 4, "tile": TILE_ROWS, "depth": MAX_DEPTH, "block": 4096},
+            of_scans(),
         ),
         "encode": (encode_kernel, {**ROW, **TILES}, few),
         "change": (change_kernel, {"unit": 4096, "block": 1024}, few),

@@ -1,5 +1,5 @@
-"""Triton kernel of SCANs: one program for each state, which exits after one load if its request has
-no row in the step.
+"""Triton kernel of SCANs: one program for each state. It exits after its first loads if the state's
+request has no row in the step, or the state is read at another site.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ _POSITION = tl.constexpr(layout.POSITION)
 _NONFINITE = tl.constexpr(layout.NONFINITE)
 _EDIT_START = tl.constexpr(layout.EDIT_START)
 _EDIT_COUNT = tl.constexpr(layout.EDIT_COUNT)
+_CODE = tl.constexpr(layout.CODE)
 _SCAN_ROW = tl.constexpr(layout.SCAN_ROW)
 _SCAN_COUNT = tl.constexpr(layout.SCAN_COUNT)
 _SCAN_SLOT = tl.constexpr(layout.SCAN_SLOT)
 _SCAN_FROM = tl.constexpr(layout.SCAN_FROM)
 _SCAN_BEFORE = tl.constexpr(layout.SCAN_BEFORE)
 _SCAN_AFTER = tl.constexpr(layout.SCAN_AFTER)
+_SCAN_SITE = tl.constexpr(layout.SCAN_SITE)
 _OPEN = tl.constexpr(layout.OPEN)
 _STATE_POSITION = tl.constexpr(layout.STATE_POSITION)
 _STATE_SCORE = tl.constexpr(layout.STATE_SCORE)
@@ -48,6 +50,47 @@ _D = tl.constexpr(layout.D)
 _STEP = tl.constexpr(int(Flags.STEP))
 _OTHER_IDS = tl.constexpr(int(Flags.OTHER_IDS))
 _SCAN = tl.constexpr(int(Op.SCAN))
+_STEPS_BLOCK = tl.constexpr(32)
+
+
+@triton.jit
+def _find(table, instructions, program, slot):
+    """Return the number of the SCAN with a slot in a program at this site; −1: there is none."""
+    start = tl.load(table + program * _TABLE + _EDIT_START)
+    stop = start + tl.load(table + program * _TABLE + _EDIT_COUNT)
+    lanes = tl.arange(0, _STEPS_BLOCK)
+    found = tl.full((), -1, tl.int32)
+    for first in range(start, stop, _STEPS_BLOCK):
+        at = first + lanes
+        word = instructions + at * _INSTRUCTIONS
+        op = tl.load(word + _OP, mask=at < stop, other=-1)
+        of_slot = tl.load(word + _SLOT, mask=at < stop, other=0)
+        is_one = (op == _SCAN) & (of_slot == slot)
+        found = tl.maximum(found, tl.max(tl.where(is_one, at, -1), axis=0))
+    return found
+
+
+@triton.jit
+def _reading(
+    hidden,
+    residual,
+    vector,
+    row,
+    hidden_stride,
+    residual_stride,
+    width: tl.constexpr,
+    has_residual: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Return ⟨h, read⟩ of one row, h the stream on entry. No load waits for another."""
+    columns = tl.arange(0, block)
+    inside = columns < width
+    row = row.to(tl.int64)
+    h = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if has_residual:
+        rest = residual + row * residual_stride + columns
+        h += tl.load(rest, mask=inside, other=0.0).to(tl.float32)
+    return tl.sum(h * tl.load(vector + columns, mask=inside, other=0.0), axis=0)
 
 
 @triton.jit
@@ -105,14 +148,17 @@ def scan_kernel(
     kept: tl.constexpr,
     tile: tl.constexpr,
     depth: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Go over the rows of one request for one slot, in order: read those of a tile at a time, and
-    then update the state row by row.
+    then update the state row by row. A request that generates has one row, which is read at once.
     """
     state = tl.program_id(0)
     scan = scans + state * _SCANS
     count = tl.load(scan + _SCAN_COUNT)
-    if count == 0:
+    site = tl.load(scan + _SCAN_SITE)
+    code = tl.load(table + _CODE)
+    if (count == 0) | (site != code):
         return
     row = tl.load(scan + _SCAN_ROW)
     slot = tl.load(scan + _SCAN_SLOT)
@@ -137,13 +183,7 @@ def scan_kernel(
         program = tl.load(tokens + row * _TOKENS)
         programs = tl.load(tokens + rows * _TOKENS, mask=rows < stop, other=-1)
         alike = tl.min(tl.where(programs == program, tile, lanes), axis=0)
-        start = tl.load(table + program * _TABLE + _EDIT_START)
-        steps = tl.load(table + program * _TABLE + _EDIT_COUNT)
-        found = tl.full((), -1, tl.int32)
-        for at in range(start, start + steps):
-            word = instructions + at * _INSTRUCTIONS
-            is_one = (tl.load(word + _OP) == _SCAN) & (tl.load(word + _SLOT) == slot)
-            found = tl.where(is_one, at, found)
+        found = _find(table, instructions, program, slot)
         if found >= 0:
             word = instructions + found * _INSTRUCTIONS
             param = numbers + found * _PARAMS
@@ -156,12 +196,29 @@ def scan_kernel(
             closes = tl.load(param + _C)
             weight = tl.load(param + _D)
             vector = bank + tl.load(word + _READ).to(tl.int64) * unit
-            read = _readings(
-                hidden, residual, vector, rows, lanes < alike, hidden_stride, residual_stride,
-                width, has_residual, tile, depth,
-            )  # fmt: skip
+            positions = tl.load(tokens + rows * _TOKENS + _POSITION, mask=lanes < alike, other=0)
+            if count == 1:
+                one = _reading(
+                    hidden, residual, vector, row, hidden_stride, residual_stride,
+                    width, has_residual, block,
+                )  # fmt: skip
+                read = tl.where(lanes == 0, one, 0.0)
+            else:
+                read = _readings(
+                    hidden, residual, vector, rows, lanes < alike, hidden_stride,
+                    residual_stride, width, has_residual, tile, depth,
+                )  # fmt: skip
+            read += bias
+            applied = tl.full([tile], 1, tl.int32)
+            if ids_count > 0:
+                applied = tl.zeros([tile], dtype=tl.int32)
+                for nth in range(0, alike):
+                    listed = is_listed(every, ids_count, tl.load(ids + row + nth))
+                    applies = (listed != ((flags & _OTHER_IDS) != 0)).to(tl.int32)
+                    applied = tl.where(lanes == nth, applies, applied)
+            made = tl.zeros([tile], dtype=tl.float32)
             if begun == 0:
-                position = tl.load(tokens + row * _TOKENS + _POSITION)
+                position = tl.sum(tl.where(lanes == 0, positions, 0), axis=0)
                 marks = tl.where(marks > position, 0, marks)
                 newest = tl.max(marks, axis=0)
                 is_last = (marks == newest) & (newest > 0)
@@ -171,13 +228,10 @@ def scan_kernel(
                     smoothed = tl.sum(tl.where(is_last, past, 0.0), axis=0)
                 begun += 1
             for nth in range(0, alike):
-                here = (row + nth).to(tl.int64)
-                applies = ids_count == 0
-                if ids_count > 0:
-                    listed = is_listed(every, ids_count, tl.load(ids + here))
-                    applies = listed != ((flags & _OTHER_IDS) != 0)
-                x = tl.sum(tl.where(lanes == nth, read, 0.0), axis=0) + bias
-                position = tl.load(tokens + here * _TOKENS + _POSITION)
+                is_nth = lanes == nth
+                x = tl.sum(tl.where(is_nth, read, 0.0), axis=0)
+                position = tl.sum(tl.where(is_nth, positions, 0), axis=0)
+                applies = tl.sum(tl.where(is_nth, applied, 0), axis=0) != 0
                 is_fresh = (position >= fresh) & (newest <= fresh)
                 smoothed = tl.where(is_fresh, smoothed_after, smoothed)
                 left = tl.where(is_fresh, left_after, left)
@@ -190,15 +244,18 @@ def scan_kernel(
                 score = tl.where(left > 1, _OPEN, smoothed)
                 if (flags & _STEP) != 0:
                     score = tl.where(left > 0, 1.0, 0.0)
-                tl.store(scores + here * slots + slot - 1, score)
-                nonfinite = tally + here * _TALLY + _NONFINITE
-                tl.store(nonfinite, 1, mask=applies & is_infinite(x))
+                made = tl.where(is_nth, score, made)
                 last = (last + 1) % kept
                 is_new = entries == last
                 newest = 1 + position
                 marks = tl.where(is_new, newest, marks)
                 past = tl.where(is_new, smoothed, past)
                 lefts = tl.where(is_new, left, lefts)
+            inside = lanes < alike
+            of_rows = rows.to(tl.int64)
+            tl.store(scores + of_rows * slots + slot - 1, made, mask=inside)
+            spoiled = inside & (applied != 0) & is_infinite(read)
+            tl.store(tally + of_rows * _TALLY + _NONFINITE, 1, mask=spoiled)
         row += alike
     if begun > 0:
         tl.store(place + _STATE_POSITION, marks)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 from torch import Tensor
 
@@ -11,6 +14,7 @@ from midstream.ops.site_triton import current
 TILE_ROWS = 16
 MAX_DEPTH = 512  # columns of a tile that are read at a time
 WARPS = 8
+REGISTERS = 128  # most of a thread: two programs share a multiprocessor, also those that exit
 
 
 def scan_triton(
@@ -33,6 +37,7 @@ def scan_triton(
     rows.
     """
     width = hidden.shape[1]
+    block = triton.next_power_of_2(width)
     rest = hidden if residual is None else residual
     with current(hidden.device):
         scan_kernel[(scans.shape[0],)](
@@ -43,7 +48,16 @@ def scan_triton(
             has_residual=residual is not None,
             kept=states.shape[1],
             tile=TILE_ROWS,
-            depth=min(triton.next_power_of_2(width), MAX_DEPTH),
-            num_warps=WARPS,
-            enable_fp_fusion=False,
+            depth=min(block, MAX_DEPTH),
+            block=block,
+            **launch_options(),
         )  # fmt: skip
+
+
+@cache
+def launch_options() -> dict[str, int | bool]:
+    """Return the options of the launch."""
+    options: dict[str, int | bool] = {"num_warps": WARPS, "enable_fp_fusion": False}
+    if torch.version.hip is None:  # only CUDA devices know it
+        options["maxnreg"] = REGISTERS
+    return options

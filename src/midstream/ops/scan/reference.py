@@ -41,15 +41,16 @@ def scan_ref(
         tokens, ids, table, instructions, params, lists, bank: see `midstream.ops.site.SiteBuffers`.
         tally: int32 [rows, 4]. `NONFINITE` is set where a reading is not finite.
         scores: float32 [rows, slots]. Mutated.
-        scans: int32 [n, 8], see `midstream.ops.layout`.
+        scans: int32 [n, 9], see `midstream.ops.layout`.
         states: int32 [n, kept, 3]. Mutated.
     """
     armed: Ints = scans.numpy()
-    here = armed[:, layout.SCAN_COUNT].nonzero()[0]
+    site: Ints = table.numpy()
+    is_here = armed[:, layout.SCAN_SITE] == site[0, layout.CODE]
+    here = (is_here & (armed[:, layout.SCAN_COUNT] > 0)).nonzero()[0]
     if not here.size:
         return
     words: Ints = tokens.numpy()
-    site: Ints = table.numpy()
     every: Ints = instructions.numpy()
     for nth in here.tolist():
         first, count, slot = armed[nth, : layout.SCAN_FROM].tolist()
@@ -121,7 +122,7 @@ class _State:
 
     Attributes:
         kept: int32 [kept, 3], the states after the last positions.
-        scan: int32 [8], the row of `scans`.
+        scan: int32 [9], the row of `scans`.
         at: row of `kept` that is written last.
         smoothed: s.
         left: left.

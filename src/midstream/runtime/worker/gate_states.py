@@ -12,7 +12,7 @@ from midstream.ops import layout
 from midstream.ops.layout import HELD, OPEN, Op
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.step.step_plan import TokenRuns
-from midstream.runtime.worker.tables.device_buffers import Buffers, on_device, upload
+from midstream.runtime.worker.tables.device_buffers import Buffers, code, on_device, upload
 from midstream.spec import ResolvedProbe
 from midstream.spec.operations.gate_memory import ScanStart, State
 
@@ -28,14 +28,18 @@ class GateStates:
     the prefix cache.
     """
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, buffers: Buffers, only_armed: bool) -> None:
         """Args:
         buffers: the rank's buffers.
+        only_armed: see `StepRecorder`.
         """
         count = buffers.scans.shape[0]
         self._buffers = buffers
+        self._only_armed = only_armed
         self._slots = np.full(count, _FREE, np.int64)  # slot of the request that has each state
         self._armed = np.zeros((count, layout.SCAN_COLUMNS), np.int32)
+        self._sent = self._armed.copy()  # what the device has
+        self._runs: TokenRuns | None = None  # of which `_armed` has the rows
 
     def acquire(
         self, slot: int, segments: Iterable[Segment], probes: Iterable[ResolvedProbe]
@@ -62,6 +66,7 @@ class GateStates:
         free = np.flatnonzero(self._slots == _FREE)[: len(scores)]
         if free.size < len(scores):
             raise NoRoomError("", f"no room for {len(scores)} states of gates")
+        self._runs = None
         self._slots[free] = slot
         self._armed[free] = [
             _row_of(probe) for probe in probes if probe.is_scan and probe.slot in scores
@@ -71,7 +76,10 @@ class GateStates:
 
     def release(self, slot: int) -> None:
         """Take back the states of a request that has ended, if it has any."""
-        self._slots[self._slots == slot] = _FREE
+        mine = self._slots == slot
+        if mine.any():
+            self._runs = None
+            self._slots[mine] = _FREE
 
     def __len__(self) -> int:
         """Return the number of states that requests have."""
@@ -83,7 +91,11 @@ class GateStates:
         Args:
             runs: the step's runs.
         """
+        last = self._runs
+        if last is not None and _has_rows_of(runs, last):
+            return
         if not len(self):
+            self._clear()
             return
         size = 1 + max(int(runs.slot.max()), int(self._slots.max()))
         first, stop = np.full(size, np.iinfo(np.int64).max), np.zeros(size, np.int64)
@@ -94,27 +106,45 @@ class GateStates:
         self._armed[:, layout.SCAN_ROW] = np.where(is_here, first[self._slots], 0)
         rows = np.where(is_here, stop[self._slots] - first[self._slots], 0)
         self._armed[:, layout.SCAN_COUNT] = rows
-        upload(self._buffers.scans, torch.from_numpy(self._armed.copy()))
+        self._runs = runs
+        if not np.array_equal(self._armed, self._sent):
+            self._sent = self._armed.copy()
+            upload(self._buffers.scans, torch.from_numpy(self._sent))
 
     def disarm(self) -> None:
         """Let no forward pass change a state before the next step is armed."""
-        if self._armed[:, layout.SCAN_COUNT].any():
+        if not self._only_armed:
+            self._clear()
+
+    def _clear(self) -> None:
+        """Let no state have a row."""
+        self._runs = None
+        if self._sent[:, layout.SCAN_COUNT].any():
             self._armed[:, layout.SCAN_COUNT] = 0
+            self._sent = np.zeros_like(self._armed)
             self._buffers.scans.zero_()
 
     def check_integrity(self) -> None:
-        """Check that no state is armed between steps.
+        """Check that the device has what was armed last, and that nothing is where a forward pass
+        may not be armed.
 
         Raises:
-            AssertionError: one is.
+            AssertionError: it has not, or a state is armed.
         """
-        assert not bool(self._buffers.scans[:, layout.SCAN_COUNT].any())
+        assert np.array_equal(self._buffers.scans.cpu().numpy(), self._sent)
+        assert self._only_armed or not self._sent[:, layout.SCAN_COUNT].any()
+
+
+def _has_rows_of(runs: TokenRuns, last: TokenRuns) -> bool:
+    """Return whether a step repeats the rows of another; see `StepPlan.at`."""
+    return runs.row is last.row and runs.length is last.length and runs.slot is last.slot
 
 
 def _row_of(scan: ResolvedProbe) -> list[int]:
     """Return the row of `Buffers.scans` of a state that no step has reached."""
     start = ScanStart() if scan.start is None else scan.start
-    return [0, 0, 1 + scan.slot, start.position, *_pair(start.before), *_pair(start.after)]
+    starts = *_pair(start.before), *_pair(start.after)
+    return [0, 0, 1 + scan.slot, start.position, *starts, code(scan.tap)]
 
 
 def _pair(state: State) -> tuple[int, int]:

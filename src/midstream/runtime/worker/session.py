@@ -82,7 +82,7 @@ class WorkerSession:
         self._codecs = CodecTable(buffers)
         self._tables = ProgramTable(buffers)
         slots = SlotTable(max_model_len, on_nonfinite)
-        self._gate_states = GateStates(buffers)
+        self._gate_states = GateStates(buffers, only_armed)
         self._planner = StepPlanner(slots, self._tables)
         self._local = LocalCalls(taps, buffers, slots) if calls_functions else None
         buffers.before = self._local

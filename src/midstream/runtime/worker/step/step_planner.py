@@ -33,6 +33,7 @@ class _DecodeStep:
         start: first position of the segment of each chosen request.
         stop: last position + 1 of that segment.
         active: which of the chosen requests have a program there; None: all.
+        by_position: which of the plan's runs have a program that reads positions; None: none.
         position: position of each chosen request.
         more: how many more steps are within these segments, if each advances by one position.
     """
@@ -46,6 +47,7 @@ class _DecodeStep:
     start: Ints
     stop: Ints
     active: NDArray[np.bool_] | None
+    by_position: NDArray[np.bool_] | None
     position: Ints
     more: int
 
@@ -97,8 +99,7 @@ class StepPlanner:
     def _remember(self, batch: StepBatch, plan: StepPlan) -> None:
         """Store a step that the next step may repeat."""
         runs = plan.runs
-        by_position = self._tables.by_position[runs.program].any()
-        if by_position or not runs.exact or (runs.length != 1).any():
+        if not runs.exact or (runs.length != 1).any():
             return
         slots = self._slots.slots_of(batch.request_ids)
         chosen = np.flatnonzero(slots >= 0)
@@ -113,6 +114,7 @@ class StepPlanner:
             return
         position = batch.computed[chosen].astype(np.int64)
         stop = content[:, columns.STOP].copy()
+        by_position = self._tables.by_position[runs.program]
         self._decode = _DecodeStep(
             plan=plan,
             slots=slots,
@@ -123,6 +125,7 @@ class StepPlanner:
             start=content[:, columns.START].copy(),
             stop=stop,
             active=None if active.all() else active,
+            by_position=by_position if by_position.any() else None,
             position=position,
             more=int((stop - position).min()) - 1,
         )
@@ -140,7 +143,12 @@ class StepPlanner:
         if position is None:
             return None
         self._slots.advance(last.slot, position, position + 1)
-        return last.plan.at(position if last.active is None else position[last.active])
+        plan = last.plan.at(position if last.active is None else position[last.active])
+        if last.by_position is not None:
+            plan.tokens = plan.tokens.copy()  # the last are compared with these
+            read = np.where(last.by_position, plan.positions, 0)
+            plan.tokens[plan.active, layout.POSITION] = read
+        return plan
 
     def _make_runs(self, batch: StepBatch) -> TokenRuns | None:
         """Return the runs of a batch that have a program; None if there are none."""

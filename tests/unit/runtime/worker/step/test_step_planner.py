@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_steps import TAPS, captures_at, covers, make_buffers, view_of
-from support.plans import VECTORS, plan_of, random_plan
+from support.plans import VECTORS, plan_of, random_plan, rows
 from support.programs import assert_free, assert_program
 
 from midstream.ops import layout
@@ -195,6 +195,28 @@ def test_a_decode_step_like_the_last_notes_what_was_skipped():
     slots.remove(request)
     once = APPLIED_0 + 1
     assert request.done.tolist() == [CACHED] * 5 + [once] * 2 + [CACHED] * 2 + [once]
+
+
+def test_edits_by_position_are_laid_out_once_for_decode_steps_and_get_their_positions():
+    tables = ProgramTable(make_buffers())
+    planner, slots = planner_of(tables)
+    by_position = plan_of(edits=[(("resid_post", 0), rows(12, 4), ((4, 16),))])
+    other = request_of("s", STEER, tables, slots)
+    first, second = (request_of(name, by_position, tables, slots) for name in "ab")
+    laid_out, before = [], None
+    for a, b in [(4, 7), (5, 8), (6, 9), (9, 10), (10, 11)]:
+        step = planner.plan(view_of(["a", "plain", "s", "b"], [1, 1, 1, 1], [a, 3, 2 * a, b]))
+        if a == 4:  # both enter the segment of their edit
+            continue
+        assert step.tokens[:, layout.POSITION].tolist() == [a, 0, 0, b]
+        assert (step.tokens[:, layout.PROGRAM] != 0).tolist() == [True, False, True, True]
+        assert step.positions.tolist() == [a, 2 * a, b]
+        assert before is None or step.tokens is not before.tokens
+        laid_out.append(step.runs.row)
+        before = step
+    assert all(row is laid_out[0] for row in laid_out)
+    for request in (other, first, second):
+        slots.remove(request)
 
 
 def test_a_slot_that_is_used_again_remembers_nothing():
