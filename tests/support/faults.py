@@ -15,6 +15,7 @@ from support.faults_kernel import KERNELS
 from support.faults_live import LIVE
 from support.faults_models import MODELS
 from support.faults_operations import OPERATIONS
+from support.faults_ranks import RANKS
 from support.faults_reuse import REUSE
 from support.faults_sae import SAES
 from support.faults_servers import SERVERS
@@ -489,5 +490,6 @@ FAULTS: tuple[Fault, ...] = (
     *SERVERS,
     *STUDIO,
     *OPERATIONS,
+    *RANKS,
     *TOOLS,
 )

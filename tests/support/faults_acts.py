@@ -118,8 +118,8 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "A version of a plan holds one position late on the worker",
         "runtime/worker/request_state.py",
-        "        return splice(self.segments, later.plan.segments, later.position)\n",
-        "        return splice(self.segments, later.plan.segments, later.position + 1)\n",
+        "        return splice(self.segments, segments, later.position)\n",
+        "        return splice(self.segments, segments, later.position + 1)\n",
         CORE,
     ),
 )

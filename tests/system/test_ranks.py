@@ -242,10 +242,10 @@ def test_shards_make_up_what_the_first_rank_gathers(model: Model, tensor: Any, c
     for tap in gathered:
         assert gathered.positions_of(*tap).tolist() == list(range(23))
         mine, theirs = gathered.encoded(*tap), sharded.encoded(*tap)
-        if codec.startswith("rp8") and GPUS:
-            # The product with the projection is rounded by how many rows it has.
-            mine, theirs = gathered[tap], sharded[tap]
-            assert MEASURE.error(mine, theirs) < MEASURE.rows
+        if GPUS:
+            # Each rank compiles kernels for itself, and their sums may be in other orders.
+            error = MEASURE.error(gathered[tap], sharded[tap])
+            assert error < (1e-5 if codec == "raw" else MEASURE.rows)
         else:
             assert torch.equal(mine, theirs)
 

@@ -191,6 +191,8 @@ class PlanSegment(NamedTuple):
         taps: indices of taps whose vectors are returned, on this rank.
         scored: whether a score there is returned to the caller.
         patterns: rows of attention that are returned, and scores that are made of attention.
+        runs_tapped: whether a rank of the tensor-parallel group has any of these, so that all ranks
+            must run the tapped model.
     """
 
     start: int
@@ -199,6 +201,7 @@ class PlanSegment(NamedTuple):
     taps: tuple[int, ...]
     scored: bool
     patterns: tuple[PatternRead, ...] = ()
+    runs_tapped: bool = True
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -210,7 +213,7 @@ class PlanSegment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An edit, probe or capture at some positions."""
+    """An edit, probe or capture at some positions; without any, that of another rank."""
 
     ranges: Ranges
     edit: TapProgramStep | None = None
@@ -222,7 +225,8 @@ class _Part:
 def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[PlanSegment]:
     """Cut a plan into segments over [0, FOREVER), for the taps of one rank.
 
-    The front end counts with the same segments that the worker runs.
+    The front end counts with the same segments that the worker runs. All ranks of a tensor-parallel
+    group get segments of the same positions.
 
     Args:
         plan: a request's plan.
@@ -239,7 +243,7 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[Plan
         end = FOREVER if stop is None else stop
         mine = share.of_indices(places, plan.sharded)
         reads = tuple(read for part in here for read in part.patterns)
-        pieces.append(PlanSegment(start, end, edits, mine, scored, reads))
+        pieces.append(PlanSegment(start, end, edits, mine, scored, reads, bool(here)))
     return pieces
 
 
@@ -253,9 +257,9 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
     for probe in plan.probes:
         index = taps.get(probe.tap)
         if index is not None and probe.attention is not None:
-            if share.returns(index):
-                mean = _mean(probe.attention, index, share)
-                parts.append(_Part(probe.where.possible, patterns=(mean,), scored=True))
+            mine = share.returns(index)
+            means = (_mean(probe.attention, index, share),) if mine else ()
+            parts.append(_Part(probe.where.possible, patterns=means, scored=mine))
         elif index is not None and probe.is_scan:
             # The last score of a conversation's gate is its state.
             scored = probe.start is not None and share.returns(index)
@@ -269,14 +273,14 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
             parts.append(_Part(probe.where.possible, read, scored=scored))
     for nth, capture in enumerate(plan.captures):
         if capture.pattern is not None:
+            if taps.keys().isdisjoint(capture.pattern.reads):
+                continue
             reads = _reads(nth, capture.pattern, taps, share)
-            if reads:
-                parts.append(_Part(capture.returned, patterns=reads))
+            parts.append(_Part(capture.returned, patterns=reads))
+            # Rows that are counted for the row that the last of them returns.
+            counted = tuple(read._replace(returned=False) for read in reads)
             before = subtract(capture.where.possible, capture.returned)
-            if reads and before:
-                # Rows that are counted for the row that the last of them returns.
-                counted = tuple(read._replace(returned=False) for read in reads)
-                parts.append(_Part(before, patterns=counted))
+            parts.append(_Part(before, patterns=counted))
             continue
         places = tuple(taps[tap] for tap in capture.taps if tap in taps)
         if places:

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from midstream.runtime.protocol.rank_parts import part_of_steps
-from midstream.runtime.protocol.segments import PlanSegment, RankShare, cut
+from midstream.runtime.protocol.segments import FOREVER, PlanSegment, RankShare, cut
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.worker.request_state import (
     RankPlan,
+    Segment,
     acquire_segments,
     release_segments,
 )
@@ -94,6 +96,16 @@ class PlanTable:
             found = self._used[packed] = RankPlan(packed, resolved, segments)
         found.users += 1
         return found
+
+    def without_work(self, packed: bytes) -> list[Segment]:
+        """Return the segments of a plan that this rank cannot run, without edits and captures.
+        Other ranks may run it, and the tapped model runs here where it does there.
+        """
+        bare = [PlanSegment(0, FOREVER, (), (), False, (), False)]
+        with suppress(Exception):  # where it cannot be read, it is read on no rank
+            _, pieces = self._parse(packed)
+            bare = [one._replace(edits=(), taps=(), scored=False, patterns=()) for one in pieces]
+        return acquire_segments(bare, self._tables, self._rows, self._codecs)
 
     def release(self, plan: RankPlan) -> None:
         """Release one use of a plan."""

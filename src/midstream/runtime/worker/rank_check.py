@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from hashlib import blake2b
+from typing import Any
 
 from midstream.runtime.protocol.results import KEPT_CHECKSUMS, StepChecksum
 from midstream.runtime.worker.step.step_batch import StepBatch
@@ -42,8 +43,8 @@ class RankChecksum:
         """
         rows = [list(batch.request_ids), batch.scheduled.tolist(), batch.computed.tolist()]
         self._received.update(json.dumps(rows).encode())
-        # Captures are not included, as ranks may share them.
-        runs: list[object] = []
+        # What is captured is not included, as ranks may share it.
+        runs: list[list[Any]] = []
         if plan is not None:
             planned = plan.runs
             for row, length, position, program in zip(
@@ -57,10 +58,11 @@ class RankChecksum:
                     [edit.tap, edit.digest, list(edit.ids), edit.others]
                     for edit in tables.edits_of(program)
                 ]
-                # A row that only one rank captures has a program on that rank alone.
-                if edits:
-                    runs.append([row, length, position, edits])
-        self._executed.update(json.dumps(runs).encode())
+                runs.append([row, length, position, edits])
+        runs.sort()  # each rank has its own order of encodings
+        # All ranks run the same model: the all-reduces in a CUDA graph of the tapped model read the
+        # memory of that graph on the other ranks.
+        self._executed.update(json.dumps([plan is not None, runs]).encode())
         self._marks.append(self._mark(self._marks[-1].step + 1))
 
     @property

@@ -175,14 +175,17 @@ class RequestState:
         last = bisect.bisect_left(self.segments, stop, key=lambda segment: segment.start)
         return self.segments[first:last]
 
-    def change(self, later: PlacedVersion) -> Segment:
-        """Let a version of the plan hold from its position on; return the segment there."""
+    def change(self, later: PlacedVersion, segments: Sequence[Segment]) -> Segment:
+        """Let a version of the plan hold from its position on; return the segment there.
+
+        Args:
+            later: the version.
+            segments: its segments, over [0, FOREVER).
+        """
         self.later.append(later)
-        if later.plan is None:
-            return self.segments_within(later.position, later.position + 1)[0]
         if self.shared is not None and self.segments is self.shared.segments:
             self.segments = list(self.segments)
-        return splice(self.segments, later.plan.segments, later.position)
+        return splice(self.segments, segments, later.position)
 
     @property
     def biases(self) -> Sequence[ResolvedBias]:
@@ -244,8 +247,8 @@ def acquire_segments(
     segments: list[Segment] = []
     try:
         for piece in plan:
-            start, stop, edits, _, scored, patterns = piece
-            if not edits and not piece.captured:
+            start, stop, edits, _, scored, patterns, runs_tapped = piece
+            if not runs_tapped:
                 segments.append(idle_segment(start, stop))
                 continue
             taps, returned = codecs.in_order(piece.captured), codecs.in_order(piece.taps)

@@ -19,7 +19,6 @@ from midstream.runtime.worker.request_state import (
     PlacedVersion,
     RequestState,
     Segment,
-    idle_segment,
 )
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step_recorder import StepRecorder
@@ -129,7 +128,7 @@ class RequestTable:
             uid=uid,
             plan=_NO_PLAN if own is None else own.resolved,
             slot=slot,
-            segments=[idle_segment()] if own is None else own.segments,
+            segments=self.plans.without_work(plan) if own is None else own.segments,
             reports=reports,
             split=split,
             shared=own,
@@ -172,7 +171,8 @@ class RequestTable:
             if plan is not None:
                 self.plans.release(plan)
             problem, plan = problem or "another rank cannot run the plan", None
-        segment = request.change(PlacedVersion(change.number, change.position, plan))
+        segments = self.plans.without_work(change.plan) if plan is None else plan.segments
+        segment = request.change(PlacedVersion(change.number, change.position, plan), segments)
         if problem and not request.problem:
             self._slots.fail(request, change.position, problem)
         return request.slot, segment

@@ -9,11 +9,15 @@ from support.fake_steps import TAPS, Fake, FakeEngine
 from support.plans import VECTORS, plan_of
 from support.stored import worker_info
 
-from midstream.errors import RankError
+from midstream.errors import NoRoomError, RankError
 from midstream.runtime.frontend.rpc.fetch import check_traces
+from midstream.runtime.protocol.plan_version import PlanChange
 from midstream.runtime.protocol.segments import RankShare
+from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_check import RankChecksum
+from midstream.runtime.worker.request_state import idle_segment
 from midstream.runtime.worker.session import WorkerSession
+from midstream.spec.resolve.wire import to_bytes
 
 (PRE, POST), EVERYWHERE = (list(TAPS)[0], list(TAPS)[-1]), ((0, None),)
 STEER = plan_of(edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)], captures=[([PRE, POST], EVERYWHERE)])
@@ -37,10 +41,11 @@ class Rank:
         self.engine.add(fake)
         return fake
 
-    def step(self, *batch: tuple[Fake, int]) -> None:
-        self.engine.session.before_forward(self.engine.view(list(batch)))
+    def step(self, *batch: tuple[Fake, int]) -> bool:
+        runs_tapped = self.engine.session.before_forward(self.engine.view(list(batch)))
         for fake, count in batch:
             fake.computed += count
+        return runs_tapped
 
     @property
     def answer(self):
@@ -49,6 +54,10 @@ class Rank:
 
 def two() -> tuple[Rank, Rank]:
     return Rank(RankShare(0, 2)), Rank(RankShare(1, 2))
+
+
+def fail(*_args):
+    raise NoRoomError("", "there is no room")
 
 
 def check(*ranks: Rank, workers=WORKERS) -> None:
@@ -64,6 +73,50 @@ def test_ranks_that_share_captures_differ_in_nothing_else(sharded):
         rank.step((fake, 1))
     check(*ranks)
     assert ranks[0].trace.marks[-1].step == 2
+
+
+ROW = plan_of(captures=[([POST], ((2, 5),))])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_both_ranks_run_the_tapped_model_where_one_of_them_captures(sharded):
+    ranks = two()
+    models = []
+    for rank in ranks:
+        fake = rank.add("a", replace(ROW, sharded=sharded))
+        models.append([rank.step((fake, count)) for count in (2, 3, 1)])
+    assert models == [[False, True, False]] * 2
+    check(*ranks)
+
+
+def test_a_rank_that_cannot_run_a_plan_runs_the_tapped_model_where_others_do(monkeypatch):
+    """Until the request ends, which takes a step or two."""
+    (first, second), models = two(), []
+    for rank in (first, second):
+        requests = rank.engine.session.requests
+        fakes = [rank.add("changed", plan_of())]
+        with monkeypatch.context() as patch:
+            if rank is second:
+                patch.setattr(PlanTable, "acquire", fail)
+            fakes.append(rank.add("failed", ROW))
+            requests.change([PlanChange("changed", "changed", 1, 2, to_bytes(ROW))])
+        assert bool(requests.failures) == (rank is second)
+        models += [[rank.step((fake, count)) for count in (2, 3, 1)] for fake in fakes]
+    changed, failed = models[::2], models[1::2]
+    assert changed == failed == [[False, True, False]] * 2
+
+
+def test_a_rank_that_runs_another_model_is_found():
+    first, second = two()
+    for rank in (first, second):
+        fake = rank.add("a", ROW)
+        if rank is second:
+            (request,) = rank.engine.session.requests.of_uids(["a"])
+            request.segments = [idle_segment()]
+            rank.engine.session._planner._slots.enter(request.slot, idle_segment())
+        rank.step((fake, 3))
+    with pytest.raises(RankError, match="executed other operations"):
+        check(first, second)
 
 
 def test_another_plan_is_found_even_before_a_row_of_it_is_computed():

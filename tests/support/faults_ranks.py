@@ -1,0 +1,31 @@
+"""Faults of ranks that must do the same. See `faults`."""
+
+from __future__ import annotations
+
+from support.fault import Fault
+
+RANKS: tuple[Fault, ...] = (
+    Fault(
+        "A rank of a tensor-parallel group runs vLLM's own model beside ranks that capture",
+        "runtime/protocol/segments.py",
+        "scored, reads, bool(here)))",
+        "scored, reads, bool(edits or mine or reads)))",
+        "tests/unit/runtime/protocol/test_segments.py"
+        "::test_all_ranks_run_the_tapped_model_at_the_same_positions",
+    ),
+    Fault(
+        "A rank that cannot run a request's plan runs vLLM's own model beside ranks that can",
+        "runtime/worker/plan_table.py",
+        "            bare = [one._replace",
+        "            [one._replace",
+        "tests/unit/runtime/worker/test_rank_check.py"
+        "::test_a_rank_that_cannot_run_a_plan_runs_the_tapped_model_where_others_do",
+    ),
+    Fault(
+        "Ranks that run different models are not found out",
+        "runtime/worker/rank_check.py",
+        "[plan is not None, runs]",
+        "[one for one in runs if one[-1]]",
+        "tests/unit/runtime/worker/test_rank_check.py::test_a_rank_that_runs_another_model_is_found",
+    ),
+)
