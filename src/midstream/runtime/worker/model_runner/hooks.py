@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.runtime.protocol.request_payload import payload_of
+from midstream.runtime.worker.model_runner.call_frames import with_room_for_calls
 from midstream.runtime.worker.model_runner.model_switch import PLAIN, ModelSwitch
 from midstream.runtime.worker.model_runner.step_output import attach
 from midstream.runtime.worker.session import WorkerSession
@@ -132,6 +133,8 @@ def report_results(runner: Any, hooks: Hooks) -> None:
 
 
 def _with_results(original: Callable[..., Any], hooks: Hooks) -> Callable[..., Any]:
+    original = with_room_for_calls(original)
+
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         return hooks.on_output(original(*args, **kwargs))

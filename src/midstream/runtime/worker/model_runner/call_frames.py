@@ -1,0 +1,30 @@
+"""Room for the frames of Python calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Values of the frame that makes the room: 32 KiB. CPython gives it a chunk of twice that size, and
+# the other half is for the calls inside.
+_VALUES = 4096
+
+
+def with_room_for_calls(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that does the same, in which calls are not slow at any depth.
+
+    CPython keeps the frames of a thread's calls in chunks of 16 KiB. A call whose frame does not
+    fit into the last chunk maps another one, and unmaps it when it returns. If the end of a chunk
+    is where a forward pass launches its kernels, each launch makes two system calls and touches new
+    memory, which takes longer than the launch.
+    """
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs)
+
+    run.__code__ = run.__code__.replace(co_stacksize=_VALUES)
+    return functools.wraps(function)(run)
