@@ -1,4 +1,4 @@
-"""Launches of the op's kernel by kept addresses. `tests/gpu/test_site_triton.py` runs the kernel."""
+"""Launches of the op's kernel by kept addresses; `tests/gpu/test_site_triton.py` runs it."""
 
 from __future__ import annotations
 
