@@ -56,6 +56,8 @@ class Plan:
     origins: tuple[int, ...] = ()
     coming_from: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     controller: Controller | None = None
+    # Looked for once, as requests share plans.
+    _names: tuple[str, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, parts, form, shown in (
@@ -183,9 +185,12 @@ class Plan:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
-        own = () if self.controller is None else (self.controller,)
-        parts = (*self.edits, *self.probes, *self.switches, *own)
-        return tuple(dict.fromkeys(name for part in parts for name in part.names()))
+        if self._names is None:
+            own = () if self.controller is None else (self.controller,)
+            parts = (*self.edits, *self.probes, *self.switches, *own)
+            found = tuple(dict.fromkeys(name for part in parts for name in part.names()))
+            object.__setattr__(self, "_names", found)
+        return self._names or ()
 
     @property
     def switches(self) -> tuple[Switch, ...]:
