@@ -56,7 +56,6 @@ class Plan:
     origins: tuple[int, ...] = ()
     coming_from: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     controller: Controller | None = None
-    # Looked for once, as requests share plans.
     _names: tuple[str, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -186,10 +185,7 @@ class Plan:
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
         if self._names is None:
-            own = () if self.controller is None else (self.controller,)
-            parts = (*self.edits, *self.probes, *self.switches, *own)
-            found = tuple(dict.fromkeys(name for part in parts for name in part.names()))
-            object.__setattr__(self, "_names", found)
+            object.__setattr__(self, "_names", _names_of(self))
         return self._names or ()
 
     @property
@@ -313,6 +309,13 @@ def check_law(plan: Plan, controller: Controller) -> None:
         raise SpecError(
             "controller", "a law changes the strength of the request's edits: give it `edits`"
         )
+
+
+def _names_of(plan: Plan) -> tuple[str, ...]:
+    """Return the names that a plan uses. Takes a while where there are many edits."""
+    own = () if plan.controller is None else (plan.controller,)
+    parts = (*plan.edits, *plan.probes, *plan.switches, *own)
+    return tuple(dict.fromkeys(name for part in parts for name in part.names()))
 
 
 def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[T, ...]:
