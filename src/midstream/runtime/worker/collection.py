@@ -83,9 +83,7 @@ class Collection:
         for request in requests:
             found = _since(request.streamed, blocks[request.serial])
             request.oldest_step = oldest
-            request.streamed = max(
-                (request.streamed, *(int(block.position[-1] + block.length[-1]) for block in found))
-            )
+            request.streamed = max((request.streamed, *(block.stop for block in found)))
             collected[request.uid].append(replace(request, blocks=found, scores=[], done=nothing))
         try:
             yield collected
@@ -111,5 +109,7 @@ class Collection:
 
 def _since(position: int, blocks: list[RowBlock[ArenaRows]]) -> list[RowBlock[ArenaRows]]:
     """Return the rows of some blocks at `position` and later, without blocks that have none."""
+    if not position:
+        return blocks
     found = [block.since(position) for block in blocks]
-    return [block for block in found if block.size]
+    return [block for block in found if block.runs]

@@ -9,15 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midstream.runtime.protocol.runs import Ints, within_runs
+from midstream.runtime.protocol.runs import Ints, expand_runs, joined, within_runs
 from midstream.runtime.protocol.segments import FOREVER
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Shipment
@@ -40,73 +39,81 @@ class RowSource(Protocol):
 R = TypeVar("R", bound=RowSource)
 
 
-@dataclass(frozen=True, slots=True)
+class Run(NamedTuple):
+    """Records that are contiguous in their source, at consecutive positions.
+
+    Attributes:
+        position: position of the first record.
+        length: number of records.
+        source: index of their source.
+        first: row of the source at which the first record begins.
+    """
+
+    position: int
+    length: int
+    source: int
+    first: int
+
+
+@dataclass(slots=True)  # not frozen, as frozen instances take longer to make, for each request
 class RowBlock(Generic[R]):
-    """One request's rows of one kind of record, which are not copied, as runs of records that are
-    contiguous in their source, at consecutive positions.
+    """One request's rows of one kind of record, which are not copied.
 
     Attributes:
         taps: the taps in each record, in order, as indices on this rank.
         codec: number of the rows' encoding.
         rows: rows of a record in its source; see `RowEncoding` for what a row is.
         sources: the rows of steps.
-        position: int64 [runs], position of each run's first record. Positions ascend, and no two
-            records have the same.
-        length: int64 [runs], number of records of each run.
-        source: int64 [runs], index of each run's source.
-        first: int64 [runs], row of its source at which each run's first record begins.
+        runs: the records. Positions ascend, and no two records have the same.
     """
 
     taps: tuple[int, ...]
     codec: int
     rows: int
     sources: list[R]
-    position: Ints
-    length: Ints
-    source: Ints
-    first: Ints
+    runs: list[Run]
 
     @property
     def size(self) -> int:
         """Number of records."""
-        return int(self.length.sum())
+        return sum([length for _, length, _, _ in self.runs])
+
+    @property
+    def stop(self) -> int:
+        """Position of the last record + 1."""
+        position, length, _, _ = self.runs[-1]
+        return position + length
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The positions as (first, length), adjacent runs as one."""
+        return joined([(position, length) for position, length, _, _ in self.runs])
 
     @property
     def positions(self) -> Ints:
         """Position of each record, int64 [size]."""
-        return np.repeat(self.position, self.length) + within_runs(self.length)
+        return expand_runs(self.spans)
 
     @property
     def values(self) -> Tensor:
         """A copy of the rows, [size, `rows`, width]. Blocks until the rows are on the host."""
         parts = [
             self.sources[nth].rows()[first : first + self.rows * records]
-            for nth, first, records in self.runs()
+            for _, records, nth, first in self.runs
         ]
         return torch.cat(parts).view(self.size, self.rows, -1)
 
     def since(self, position: int) -> RowBlock[R]:
         """Return the rows at `position` and later."""
-        if not self.position.size or position <= self.position[0]:
+        if not self.runs or position <= self.runs[0].position:
             return self
-        cut = np.maximum(position - self.position, 0)
-        left = cut < self.length
-        cut = cut[left]
-        return RowBlock(
-            self.taps,
-            self.codec,
-            self.rows,
-            self.sources,
-            self.position[left] + cut,
-            self.length[left] - cut,
-            self.source[left],
-            self.first[left] + cut * self.rows,
-        )
-
-    def runs(self) -> list[tuple[int, int, int]]:
-        """Return (index of the source, first row, number of records) of each run."""
-        columns = self.source.tolist(), self.first.tolist(), self.length.tolist()
-        return list(zip(*columns, strict=True))
+        left = []
+        for run in self.runs:
+            cut = max(position - run.position, 0)
+            if cut < run.length:
+                at = run.position + cut, run.length - cut, run.source, run.first + cut * self.rows
+                left.append(Run(*at))
+        return RowBlock(self.taps, self.codec, self.rows, self.sources, left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +367,7 @@ class CapturedRowIndex(Generic[R]):
         self, chosen: list[StepRecord[R]], serials: list[int]
     ) -> dict[int, list[RowBlock[R]]]:
         found: dict[int, list[RowBlock[R]]] = {serial: [] for serial in serials}
-        present = {kind for entry in chosen for kind in np.unique(entry.kind).tolist()}
+        present = {kind for entry in chosen for kind in set(entry.kind.tolist())}
         for kind in sorted(present):
             for serial, block in _blocks_of_kind(chosen, self._keys[kind], kind):
                 found[serial].append(block)
@@ -421,62 +428,63 @@ def _blocks_of_kind(
     chosen: list[StepRecord[R]], key: _Kind, kind: int
 ) -> list[tuple[int, RowBlock[R]]]:
     """Return the blocks of one kind, each with the serial number of its request."""
+    if not chosen:
+        return []
     taps, codec, rows = key
     parts = []
     for nth, entry in enumerate(chosen):
-        mine = np.flatnonzero(entry.kind == kind)
-        if mine.size:
-            known = entry.known
-            columns = entry.serial, known, np.full(known.size, nth), entry.length, entry.first
-            parts.append(np.stack(columns)[:, mine])
-    if not parts:
-        return []
-    table = np.concatenate(parts, axis=1)
-    serial, position, step, length, first = table[:, np.lexsort((table[2], table[1], table[0]))]
+        known = entry.known
+        columns = entry.serial, known, entry.length, np.full(known.size, nth), entry.first
+        mine = entry.kind == kind
+        parts.append(np.array(columns) if mine.all() else np.array(columns)[:, mine])
+    table = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    # Mostly a step has one run of each request, in the order of their serial numbers.
+    if not (table[0, 1:] > table[0, :-1]).all():
+        table = _in_order(table, rows)
+    sources = [entry.source for entry in chosen]
+    found: list[tuple[int, RowBlock[R]]] = []
+    last = -1
+    for serial, *run in table.T.tolist():
+        if serial != last:
+            found.append((serial, RowBlock(taps, codec, rows, sources, [])))
+            last = serial
+        found[-1][1].runs.append(Run(*run))
+    return found
+
+
+def _in_order(table: Ints, rows: int) -> Ints:
+    """Return runs by request and position, of records at the same position only the latest.
+
+    Args:
+        table: int64 [5, runs]: serial, position, length, source and first of each run.
+        rows: rows of a record.
+    """
+    table = table[:, np.lexsort((table[3], table[1], table[0]))]
+    serial, position, length, source, first = table
     follows = (serial[1:] == serial[:-1]) & (position[1:] <= (position + length)[:-1])
     if (follows & (position[1:] < (position + length)[:-1])).any():
-        serial, position, step, length, first = _latest(table, rows)
+        table = _latest(table, rows)
+        serial, position, length, source, first = table
         follows = (serial[1:] == serial[:-1]) & (position[1:] == (position + length)[:-1])
     # Runs that continue the run before in the same source are one run.
-    follows &= (step[1:] == step[:-1]) & (first[1:] == (first + length * rows)[:-1])
+    follows &= (source[1:] == source[:-1]) & (first[1:] == (first + length * rows)[:-1])
     if follows.any():
         begin = np.append(0, np.flatnonzero(~follows) + 1)
         length = np.add.reduceat(length, begin)
-        serial, position, step, first = serial[begin], position[begin], step[begin], first[begin]
-    sources = [entry.source for entry in chosen]
-    starts = [0, *(np.flatnonzero(serial[1:] != serial[:-1]) + 1).tolist(), serial.size]
-    return [
-        (
-            int(serial[start]),
-            RowBlock(
-                taps,
-                codec,
-                rows,
-                sources,
-                position[start:stop],
-                length[start:stop],
-                step[start:stop],
-                first[start:stop],
-            ),
-        )
-        for start, stop in pairwise(starts)
-    ]
+        table = np.array((serial[begin], position[begin], length, source[begin], first[begin]))
+    return table
 
 
-def _latest(table: Ints, rows: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+def _latest(table: Ints, rows: int) -> Ints:
     """Return runs of one record each, in order: of the records at one position of a request only
-    the latest.
-
-    Args:
-        table: int64 [5, runs]: serial, position, step, length and first of each run.
-        rows: rows of a record.
+    the latest; see `_in_order`.
     """
-    length = table[3]
+    length = table[2]
     within = within_runs(length)
-    serial, position, step, _, first = np.repeat(table, length, axis=1)
+    serial, position, _, source, first = np.repeat(table, length, axis=1)
     position, first = position + within, first + within * rows
-    order = np.lexsort((step, position, serial))
-    serial, position, step, first = serial[order], position[order], step[order], first[order]
+    order = np.lexsort((source, position, serial))
+    serial, position, source, first = serial[order], position[order], source[order], first[order]
     last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)
-    serial, position, step, first = serial[last], position[last], step[last], first[last]
-    return serial, position, step, np.ones(serial.size, np.int64), first
+    ones = np.ones(int(last.sum()), np.int64)
+    return np.array((serial[last], position[last], ones, source[last], first[last]))

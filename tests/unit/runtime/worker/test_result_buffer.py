@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.fake_steps import TAPS, Fake, FakeEngine, captured, scored
 from support.plans import VECTORS, plan_of
-from support.stored import outbox_of, rows_block, scores_block, unmapped
+from support.stored import outbox_of, put_one, rows_block, scores_block, unmapped
 
 from midstream.errors import FetchError
 from midstream.runtime.frontend.rpc import fetch as fetching
-from midstream.runtime.protocol.codec import pack
+from midstream.runtime.protocol.codec import encode, pack
 from midstream.runtime.protocol.codec import unpack as unpack_message
 from midstream.runtime.protocol.results import ResultHeader, ScoresHeader
 from midstream.runtime.protocol.rpc import (
@@ -69,7 +69,7 @@ def unpack(entry, data, dtype=torch.float32):
 
 def test_the_header_says_how_to_cut_the_data():
     outbox = outbox_of()
-    header = outbox.put("u", [request(block(range(4), (0, 2), 7), done=[1] * 4)], mapped=False)
+    header = put_one(outbox, "u", [request(block(range(4), (0, 2), 7), done=[1] * 4)], mapped=False)
     data = outbox.read("u", 0, 10**6)
     assert len(data) == header.nbytes
     states, blocks, size = unpack(header.requests[0], data)
@@ -84,7 +84,7 @@ def test_the_header_says_how_to_cut_the_data():
 def test_blocks_follow_each_other_and_gaps_between_positions_are_runs():
     outbox = outbox_of()
     found = request(block([0, 1, 3, 7, 8], (0,), 1), block([2], (0, 1), 2))
-    header = outbox.put("u", [found], mapped=False)
+    header = put_one(outbox, "u", [found], mapped=False)
     assert [one.runs for one in header.requests[0].rows] == [
         [(0, 2), (3, 1), (7, 2)],
         [(2, 1)],
@@ -98,7 +98,7 @@ def test_rows_that_are_a_view_of_others_are_packed_by_themselves():
     outbox = outbox_of()
     whole = block(range(6), (0, 1, 2), 4)
     part = whole.since(4)
-    header = outbox.put("u", [request(part)], mapped=False)
+    header = put_one(outbox, "u", [request(part)], mapped=False)
     _, blocks, _ = unpack(header.requests[0], outbox.read("u", 0, 10**6))
     assert blocks[tuple(NAMES[:3])] == (
         [4, 5],
@@ -114,7 +114,7 @@ def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
         done=[1] * 3,
         scores=[scores_block([0, 1, 5], values[:, 0])],
     )
-    header = outbox.put("u", [found, request(done=[9], name="next")], mapped=False)
+    header = put_one(outbox, "u", [found, request(done=[9], name="next")], mapped=False)
     first, second = header.requests
     data = outbox.read("u", 0, 10**6)
     _, _, size = unpack(first, data)
@@ -128,7 +128,8 @@ def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
 
 def test_a_rank_through_which_no_rows_leave_sends_its_states_and_problems():
     outbox = outbox_of()
-    header = outbox.put(
+    header = put_one(
+        outbox,
         "u",
         [request(done=[1, 2], problem="bad")],
         mapped=False,
@@ -143,7 +144,8 @@ def test_a_rank_through_which_no_rows_leave_sends_its_states_and_problems():
 
 def test_the_requests_of_one_uid_follow_each_other():
     outbox = outbox_of()
-    header = outbox.put(
+    header = put_one(
+        outbox,
         "u",
         [
             request(block(range(0, 1), (0,), 5), done=[1], name="0_x"),
@@ -168,7 +170,9 @@ def test_the_requests_of_one_uid_follow_each_other():
 
 def test_bfloat16_rows_keep_their_bytes():
     outbox = outbox_of()
-    header = outbox.put("u", [request(block(range(0, 2), (0, 1), 3, torch.bfloat16))], mapped=False)
+    header = put_one(
+        outbox, "u", [request(block(range(0, 2), (0, 1), 3, torch.bfloat16))], mapped=False
+    )
     assert header.nbytes == 2 * 2 * 4 * 2
     _, blocks, _ = unpack(header.requests[0], outbox.read("u", 0, 999), torch.bfloat16)
     assert blocks[NAMES[0], NAMES[1]][1][1] == [[3, 1, 0, 0.5], [3, 1, 1, 0.5]]
@@ -187,7 +191,7 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
     taken = engine.take("a")
     kept = captured(taken[0])
     outbox = outbox_of()
-    header = outbox.put("a", taken, mapped=False)
+    header = put_one(outbox, "a", taken, mapped=False)
     data = outbox.read("a", 0, 10**6)
     states, blocks, size = unpack(header.requests[0], data)
     assert states == fake.done
@@ -209,7 +213,9 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
 
 def test_data_is_read_in_pieces_until_it_is_released():
     outbox = outbox_of()
-    header = outbox.put("u", [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], mapped=False)
+    header = put_one(
+        outbox, "u", [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], mapped=False
+    )
     whole = outbox.read("u", 0, header.nbytes)
     pieces = [outbox.read("u", offset, 7) for offset in range(0, header.nbytes, 7)]
     assert b"".join(pieces) == whole
@@ -224,8 +230,8 @@ def test_data_is_read_in_pieces_until_it_is_released():
 def test_small_data_comes_with_the_header_and_is_not_held(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
     outbox = outbox_of()
-    outbox.put("small", [request(done=[1] * 50)], mapped=False)
-    outbox.put("large", [request(done=[1] * 51)], mapped=False)
+    put_one(outbox, "small", [request(done=[1] * 50)], mapped=False)
+    put_one(outbox, "large", [request(done=[1] * 51)], mapped=False)
     small, large = outbox.inline(["small", "large"])
     assert small == np.ones(50, np.uint16).tobytes()
     assert large is None
@@ -237,7 +243,7 @@ def test_data_that_is_small_one_by_one_may_be_too_much_together(monkeypatch):
     monkeypatch.setattr(results, "INLINE_TOTAL", 250)
     outbox = outbox_of()
     for name in "abc":
-        outbox.put(name, [request(done=[1] * 50)], mapped=False)
+        put_one(outbox, name, [request(done=[1] * 50)], mapped=False)
     assert [data is not None for data in outbox.inline(list("abc"))] == [True, True, False]
 
 
@@ -245,8 +251,8 @@ def test_large_data_does_not_keep_small_data_from_coming_with_the_header(monkeyp
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
     monkeypatch.setattr(results, "INLINE_TOTAL", 250)
     outbox = outbox_of()
-    outbox.put("large", [request(done=[1] * 500)], mapped=False)
-    outbox.put("small", [request(done=[1] * 50)], mapped=False)
+    put_one(outbox, "large", [request(done=[1] * 500)], mapped=False)
+    put_one(outbox, "small", [request(done=[1] * 50)], mapped=False)
     assert [data is not None for data in outbox.inline(["large", "small"])] == [False, True]
 
 
@@ -254,9 +260,9 @@ def test_each_front_end_reads_its_own_answer_to_the_end(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
     outbox = outbox_of()
     # Of a front end's two results another worker has a large one, which all workers are asked for.
-    outbox.put("one", [request(done=[1] * 50)], mapped=False, front_end=0)
+    put_one(outbox, "one", [request(done=[1] * 50)], mapped=False, front_end=0)
     assert outbox.inline(["one"], 0) != [None]
-    outbox.put("other", [request(done=[1] * 50)], mapped=False, front_end=1)
+    put_one(outbox, "other", [request(done=[1] * 50)], mapped=False, front_end=1)
     assert outbox.inline(["other"], 1) != [None]
     assert outbox.read("one", 0, 999) == outbox.read("other", 0, 999) == b""
     outbox.release("other")
@@ -283,7 +289,7 @@ def test_rows_of_a_running_request_are_there_when_their_answer_is(monkeypatch, i
     found = rows_block((0,), range(3), torch.ones(3, 1, 4), outbox._arena)
     arriving = [Arriving(source.shipment) for source in found.sources]
     sources = [replace(one, shipment=way) for one, way in zip(found.sources, arriving, strict=True)]
-    header = outbox.put("u", [request(replace(found, sources=sources))], mapped=True)
+    header = put_one(outbox, "u", [request(replace(found, sources=sources))], mapped=True)
     assert (header.lease is not None) == is_leased
     assert [one.waited for one in arriving] == [1]
 
@@ -302,8 +308,10 @@ class Worker:
     def answer(self, request):
         match read_request(pack(request)):
             case CollectResults(uids, mapped):
-                headers = [self.outbox.put(uid, self.requests, mapped=bool(mapped)) for uid in uids]
-                return CollectedResults(headers, self.outbox.inline(uids), [], [])
+                headers = [
+                    put_one(self.outbox, uid, self.requests, mapped=bool(mapped)) for uid in uids
+                ]
+                return CollectedResults(encode(headers), self.outbox.inline(uids), [], [])
             case ReadData(name, offset, size):
                 return ResultData(self.outbox.read(name, offset, size))
             case DiscardData(name):

@@ -188,7 +188,7 @@ def test_the_ledger_gives_the_latest_row_below_a_stop_and_keeps_all_others(steps
                 told = {
                     p + row: (one.sources[s]._nth, first + row * one.rows)
                     for one in blocks
-                    for p, (s, first, count) in zip(one.position.tolist(), one.runs(), strict=True)
+                    for p, count, s, first in one.runs
                     for row in range(count)
                 }
                 assert told == mine
