@@ -71,7 +71,7 @@ class ResultBuffer:
         placer = _Placer()
         found = []
         for name, requests in results.items():
-            parts: list[bytes] = []
+            parts: list[bytes | memoryview] = []
             placed = [[placer.place(block) for block in request.blocks] for request in requests]
             lease = self._lease(placed, front_end) if mapped else None
             entries = [
@@ -86,8 +86,8 @@ class ResultBuffer:
         self,
         request: RequestState,
         placed: list[Placed],
-        parts: list[bytes],
-        copier: _Placer | None,
+        parts: list[bytes | memoryview],
+        reads: _Placer | None,
     ) -> RequestHeader:
         """Return the header of a request, and add its data to `parts`.
 
@@ -95,19 +95,19 @@ class ResultBuffer:
             request: the request.
             placed: places of the rows of each of its blocks.
             parts: data so far.
-            copier: copies the rows; None: the front end reads them where they are.
+            reads: reads the rows; None: the front end reads them where they are.
         """
         parts.append(request.done.tobytes())
         blocks = []
         for block, (places, nbytes) in zip(request.blocks, placed, strict=True):
-            if copier is None:
-                data = array("q", [number for place in places for number in place]).tobytes()
+            if reads is None:
+                parts.append(array("q", [number for place in places for number in place]).tobytes())
+                nbytes = len(parts[-1])
             else:
-                data = copier.copy(block, places, nbytes)
-            parts.append(data)
+                parts += reads.rows(block, places, nbytes)
             encoding = self._encoding(block.codec)
             spec, patterns = encoding.codec.spec, _patterns(encoding, request)
-            blocks.append(RowsHeader(block.taps, spec, block.spans, len(data), patterns))
+            blocks.append(RowsHeader(block.taps, spec, block.spans, nbytes, patterns))
         scores = []
         for read in request.scores:
             parts.append(_bytes(read.values[:, 0, : request.plan.slots]))
@@ -179,7 +179,7 @@ class ResultBuffer:
 
 
 class _Placer:
-    """Finds and copies rows in the arena, which are on the host as soon as they are found: a reader
+    """Finds and reads rows in the arena, which are on the host as soon as they are found: a reader
     that maps them cannot wait for them.
     """
 
@@ -201,16 +201,16 @@ class _Placer:
             nbytes += records * block.rows * width
         return places, nbytes
 
-    def copy(self, block: RowBlock[ArenaRows], places: Places, nbytes: int) -> bytes:
-        """Return a copy of the rows of a block, which are `nbytes` bytes at some places."""
+    def rows(
+        self, block: RowBlock[ArenaRows], places: Places, nbytes: int
+    ) -> list[bytes | memoryview]:
+        """Return the rows of a block, which are `nbytes` bytes at some places."""
         record = nbytes // block.size
         arena = block.sources[0].arena
-        return b"".join(
-            [
-                self._memory_of(arena, segment)[begin : begin + record * records]
-                for segment, begin, records in places
-            ]
-        )
+        return [
+            self._memory_of(arena, segment)[begin : begin + record * records]
+            for segment, begin, records in places
+        ]
 
     def _memory_of(self, arena: Arena, segment: int) -> memoryview:
         found = self._memory.get((arena, segment))
