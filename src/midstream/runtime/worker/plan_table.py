@@ -55,6 +55,7 @@ class PlanTable:
         self._share = share
         self._vectors = VectorStore()
         self._used: dict[bytes, RankPlan] = {}
+        self._acquired = 0
         # Requests one after the other often have the same plan, too.
         self._parse = functools.lru_cache(maxsize=_CACHED_PLANS)(self._parse_and_cut)
 
@@ -93,7 +94,8 @@ class PlanTable:
             segments = acquire_segments(
                 pieces, self._tables, self._rows, self._codecs, resolved.codec
             )
-            found = self._used[packed] = RankPlan(packed, resolved, segments)
+            self._acquired += 1
+            found = self._used[packed] = RankPlan(self._acquired, packed, resolved, segments)
         found.users += 1
         return found
 

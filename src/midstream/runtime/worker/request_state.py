@@ -89,12 +89,14 @@ class RankPlan:
     """A plan on this rank, which requests with the same plan share.
 
     Attributes:
+        number: number of the plan, from 1; none gets it again.
         packed: its bytes.
         resolved: the plan.
         segments: its segments on this rank, with their programs and groups.
         users: number of requests that use it.
     """
 
+    number: int
     packed: bytes
     resolved: ResolvedPlan
     segments: list[Segment]

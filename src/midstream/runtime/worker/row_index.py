@@ -456,23 +456,24 @@ def _in_order(table: Ints, rows: int) -> Ints:
     """Return runs by request and position, of records at the same position only the latest.
 
     Args:
-        table: int64 [5, runs]: serial, position, length, source and first of each run.
+        table: int64 [5, runs]: serial, position, length, source and first of each run, in the order
+            in which they were recorded.
         rows: rows of a record.
     """
-    table = table[:, np.lexsort((table[3], table[1], table[0]))]
-    serial, position, length, source, first = table
+    ordered = table[:, np.lexsort((table[3], table[1], table[0]))]
+    serial, position, length, source, first = ordered
     follows = (serial[1:] == serial[:-1]) & (position[1:] <= (position + length)[:-1])
     if (follows & (position[1:] < (position + length)[:-1])).any():
-        table = _latest(table, rows)
-        serial, position, length, source, first = table
+        ordered = _latest(table, rows)
+        serial, position, length, source, first = ordered
         follows = (serial[1:] == serial[:-1]) & (position[1:] == (position + length)[:-1])
     # Runs that continue the run before in the same source are one run.
     follows &= (source[1:] == source[:-1]) & (first[1:] == (first + length * rows)[:-1])
     if follows.any():
         begin = np.append(0, np.flatnonzero(~follows) + 1)
         length = np.add.reduceat(length, begin)
-        table = np.array((serial[begin], position[begin], length, source[begin], first[begin]))
-    return table
+        ordered = np.array((serial[begin], position[begin], length, source[begin], first[begin]))
+    return ordered
 
 
 def _latest(table: Ints, rows: int) -> Ints:
