@@ -124,8 +124,7 @@ def measure_prompts(layers: int, device: str) -> dict[str, float]:
         queued = time.perf_counter()
         session.after_forward()
         after = time.perf_counter()
-        for name in names:
-            session.requests.finish(name)
+        session.requests.finish(names)
         with session.collection.collect(names) as taken:
             results.put(taken, mapped=False)
         results.inline(names)

@@ -42,8 +42,7 @@ class Collection:
         wanted = set(uids)
         unsettled = [request for request in self._requests.all() if request.uid in wanted]
         self._requests.settle_requests(unsettled)
-        for request in unsettled:
-            self._requests.finish(request.id)
+        self._requests.finish([request.id for request in unsettled])
         collected = {uid: self._requests.pop_finished(uid) for uid in uids}
         requests = [request for found in collected.values() for request in found]
         serials = [request.serial for request in requests]

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from midstream.ops.layout import Op
 from midstream.runtime.protocol.rank_parts import part_of_steps
 from midstream.runtime.protocol.segments import FOREVER, PlanSegment, RankShare, cut
 from midstream.runtime.protocol.vector_update import VectorUpdate
@@ -95,7 +96,21 @@ class PlanTable:
                 pieces, self._tables, self._rows, self._codecs, resolved.codec
             )
             self._acquired += 1
-            found = self._used[packed] = RankPlan(self._acquired, packed, resolved, segments)
+            found = self._used[packed] = RankPlan(
+                self._acquired,
+                packed,
+                resolved,
+                segments,
+                has_states=any(
+                    step.op is Op.SCAN
+                    for segment in segments
+                    for edit in segment.edits
+                    for step in edit.steps
+                ),
+                has_sums=any(
+                    read.pattern.reduces for segment in segments for read in segment.patterns
+                ),
+            )
         found.users += 1
         return found
 

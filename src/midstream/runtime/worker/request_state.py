@@ -93,6 +93,8 @@ class RankPlan:
         packed: its bytes.
         resolved: the plan.
         segments: its segments on this rank, with their programs and groups.
+        has_states: whether gates of it remember something; see `GateStates`.
+        has_sums: whether it reduces rows; see `Reductions`.
         users: number of requests that use it.
     """
 
@@ -100,6 +102,8 @@ class RankPlan:
     packed: bytes
     resolved: ResolvedPlan
     segments: list[Segment]
+    has_states: bool = False
+    has_sums: bool = False
     users: int = 0
 
 
