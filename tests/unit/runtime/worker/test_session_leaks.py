@@ -36,6 +36,7 @@ def assert_empty(session):
     tables, slots, recorder = session._tables, session.requests._slots, session._recorder
     assert tables.in_use == 0
     tables.drop_unused()
+    session.requests.plans.drop_unused()
     assert tables.instructions.bank.used == tables.instructions.lists.used == 0
     assert tables.instructions.ranges.free == tables.instructions.ranges.size
     assert not tables._programs
