@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import threading
 from collections.abc import Callable
@@ -113,6 +114,8 @@ def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return hook(original, self, *args, **kwargs)
 
+    # vLLM asks for it in each call of a front end; it takes long to find behind a wrapper.
+    wrapped.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     setattr(owner, name, wrapped)
 
 

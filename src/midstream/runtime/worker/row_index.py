@@ -313,11 +313,13 @@ class CapturedRowIndex(Generic[R]):
         kept: list[StepRecord[R]] = []
         for entry in self._steps:
             mask = _among(entry.serial, wanted)
-            if mask.any():
+            count = np.count_nonzero(mask)
+            if count == mask.size:
+                chosen.append(entry)
+                self._taken.append(entry.source)
+                continue
+            if count:
                 chosen.append(entry.only(mask))
-                if mask.all():
-                    self._taken.append(entry.source)
-                    continue
                 entry = entry.only(~mask)
             kept.append(entry)
         self._steps = kept
@@ -419,8 +421,7 @@ def _among(values: Ints, wanted: Ints) -> NDArray[np.bool_]:
     """Return which values are among some, which ascend. `np.isin` takes several times as long."""
     if not wanted.size:
         return np.zeros(values.size, np.bool_)
-    place = np.searchsorted(wanted, values)
-    found: NDArray[np.bool_] = wanted[np.minimum(place, wanted.size - 1)] == values
+    found: NDArray[np.bool_] = wanted.take(wanted.searchsorted(values), mode="clip") == values
     return found
 
 
