@@ -69,11 +69,12 @@ class ResultBuffer:
             front_end: number of the front end, which leases what it maps.
         """
         placer = _Placer()
+        leases: dict[tuple[int, ...], Lease] = {}
         found = []
         for name, requests in results.items():
             parts: list[bytes | memoryview] = []
             placed = [[placer.place(block) for block in request.blocks] for request in requests]
-            lease = self._lease(placed, front_end) if mapped else None
+            lease = self._lease(placed, front_end, leases) if mapped else None
             entries = [
                 self._entry(request, mine, parts, placer if lease is None else None)
                 for request, mine in zip(requests, placed, strict=True)
@@ -162,20 +163,35 @@ class ResultBuffer:
         for names in self._inlined.values():
             names.discard(name)
 
-    def _lease(self, placed: list[list[Placed]], front_end: int) -> Lease | None:
+    def _lease(
+        self,
+        placed: list[list[Placed]],
+        front_end: int,
+        leases: dict[tuple[int, ...], Lease],
+    ) -> Lease | None:
         """Lease the segments of rows, and return the lease; None if the rows must be copied: they
-        are few, or the arena permits no more leases.
+        are few, or the arena permits no more leases. Rows in the same segments have one lease, as a
+        lease keeps whole segments.
+
+        Args:
+            placed: places of the rows of each block of each request.
+            front_end: number of the front end.
+            leases: those of the same answer, by segments.
         """
         blocks = [block for mine in placed for block in mine]
         if sum([nbytes for _, nbytes in blocks]) < LEASED_BYTES:
             return None
-        segments = sorted({segment for places, _ in blocks for segment, _, _ in places})
-        number = self._arena.lease(segments)
-        if number is None:
-            return None
-        self._arena.use(segments)
-        known = self._arena.describe(segments, front_end)
-        return Lease(number, [LeasedSegment(one, *place) for one, place in known.items()])
+        segments = tuple(sorted({segment for places, _ in blocks for segment, _, _ in places}))
+        found = leases.get(segments)
+        if found is None:
+            number = self._arena.lease(list(segments))
+            if number is None:
+                return None
+            self._arena.use(segments)
+            known = self._arena.describe(segments, front_end)
+            found = Lease(number, [LeasedSegment(one, *place) for one, place in known.items()])
+            leases[segments] = found
+        return found
 
 
 class _Placer:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from support.fake_steps import TAPS, Fake, FakeEngine, captured, scored
 from support.plans import VECTORS, plan_of
-from support.stored import outbox_of, put_one, rows_block, scores_block, unmapped
+from support.stored import outbox_of, put_one, rows_block, scores_block, unmapped, worker_info
 
 from midstream.errors import FetchError
 from midstream.runtime.frontend.rpc import fetch as fetching
+from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.codec import encode, pack
 from midstream.runtime.protocol.codec import unpack as unpack_message
 from midstream.runtime.protocol.results import ResultHeader, ScoresHeader
@@ -292,6 +293,33 @@ def test_rows_of_a_running_request_are_there_when_their_answer_is(monkeypatch, i
     header = put_one(outbox, "u", [request(replace(found, sources=sources))], mapped=True)
     assert (header.lease is not None) == is_leased
     assert [one.waited for one in arriving] == [1]
+
+
+def test_rows_in_the_same_segments_have_one_lease_until_the_last_of_them_is_freed(monkeypatch):
+    monkeypatch.setattr(results, "LEASED_BYTES", 1)
+    outbox = outbox_of()
+    arena = outbox._arena
+    block = rows_block((0,), range(3), torch.ones(3, 1, 4), arena)
+    arena.take(1 << 20)  # the next rows are in another segment
+    other = rows_block((0,), range(3), torch.ones(3, 1, 4), arena)
+    found = {"a": [request(block)], "b": [request(block)], "c": [request(other)], "d": []}
+    headers = outbox.put(found, mapped=True)
+    assert headers[0].lease == headers[1].lease
+    assert headers[2].lease.number != headers[0].lease.number
+    assert headers[3].lease is None
+    assert len(arena.leases) == 2
+    reader = RemoteWorker(worker_info(taps=(NAMES[0],), arena=arena.leases.address, arena_bytes=99))
+    answer = CollectedResults(encode(headers), outbox.inline(list(found)), [], [])
+    exchange = fetching.collect([reader], list(found))
+    next(exchange)
+    with pytest.raises(StopIteration) as end:
+        exchange.send([answer])
+    answers = end.value.value
+    del end
+    for name, leases in (("a", 2), ("c", 1), ("b", 0)):
+        assert answers.pop(name)[0].leased is not None
+        arena.sweep()
+        assert len(arena.leases) == leases
 
 
 # ---------------------------------------------------------------- with the front end

@@ -15,6 +15,7 @@ from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.codec import decode
 from midstream.runtime.protocol.results import (
     KEPT_CHECKSUMS,
+    Leased,
     ResultHeader,
     StepChecksum,
     WorkerAnswer,
@@ -97,10 +98,16 @@ def _fetch(
     for worker, answer in zip(workers, answers, strict=True):
         headers = decode(list[ResultHeader], answer.headers, "results of a worker")
         worker.see(headers, answer.retired)
+        leases: dict[int, Leased | None] = {}
         for header, data in zip(headers, answer.inline, strict=True):
             if data is None:
                 large.add(header.name)
-            leased = worker.leased(header.lease)
+            leased = None
+            if header.lease is not None:
+                number = header.lease.number
+                if number not in leases:
+                    leases[number] = worker.leased(header.lease)
+                leased = leases[number]
             found[header.name].append(WorkerAnswer(worker.info, header, data or b"", leased))
     for name in large:
         found[name] = yield from _read(name, found[name])
