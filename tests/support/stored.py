@@ -15,7 +15,8 @@ from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.runtime.worker.result_buffer import ResultBuffer
-from midstream.runtime.worker.row_index import ArenaRows, RowBlock, Run, Scores
+from midstream.runtime.worker.row_block import RowBlock, Run
+from midstream.runtime.worker.row_index import ArenaRows, Scores
 from midstream.transport.arena import Arena, ArenaSettings
 from midstream.transport.leases import Address
 from midstream.transport.ring_copy import CpuShipment

@@ -10,7 +10,8 @@ import numpy as np
 
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.request_table import RequestTable
-from midstream.runtime.worker.row_index import ArenaRows, RowBlock, Scores
+from midstream.runtime.worker.row_block import RowBlock
+from midstream.runtime.worker.row_index import ArenaRows, Scores
 from midstream.runtime.worker.step_recorder import StepRecorder
 
 Span = tuple[int, int]

@@ -62,7 +62,8 @@ from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
-from midstream.runtime.worker.row_index import RowBlock, Scores
+from midstream.runtime.worker.row_block import RowBlock
+from midstream.runtime.worker.row_index import Scores
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.taps.tap_check import check_taps

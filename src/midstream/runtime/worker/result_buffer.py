@@ -24,7 +24,8 @@ from midstream.runtime.protocol.results import (
     ScoresHeader,
 )
 from midstream.runtime.worker.request_state import RequestState
-from midstream.runtime.worker.row_index import ArenaRows, RowBlock
+from midstream.runtime.worker.row_block import RowBlock
+from midstream.runtime.worker.row_index import ArenaRows
 from midstream.runtime.worker.tables.pattern_records import PatternEncoding
 from midstream.transport.arena import Arena
 from midstream.transport.base import Shipment

@@ -9,111 +9,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midstream.runtime.protocol.runs import Ints, expand_runs, joined, within_runs
+from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.protocol.segments import FOREVER
+from midstream.runtime.worker.row_block import R, RowBlock, Run
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Shipment
 
 _Kind = tuple[tuple[int, ...], int, int]  # taps, number of the encoding, rows of a record
-
-
-class RowSource(Protocol):
-    """Rows of one step."""
-
-    def rows(self) -> Tensor:
-        """Return the rows on the host, [rows, width]. Blocks until their copy is complete."""
-        ...
-
-    def free(self) -> None:
-        """Release the rows, as the index has no entry for them any more. Called once."""
-        ...
-
-
-R = TypeVar("R", bound=RowSource)
-
-
-class Run(NamedTuple):
-    """Records that are contiguous in their source, at consecutive positions.
-
-    Attributes:
-        position: position of the first record.
-        length: number of records.
-        source: index of their source.
-        first: row of the source at which the first record begins.
-    """
-
-    position: int
-    length: int
-    source: int
-    first: int
-
-
-@dataclass(slots=True)  # not frozen, as frozen instances take longer to make, for each request
-class RowBlock(Generic[R]):
-    """One request's rows of one kind of record, which are not copied.
-
-    Attributes:
-        taps: the taps in each record, in order, as indices on this rank.
-        codec: number of the rows' encoding.
-        rows: rows of a record in its source; see `RowEncoding` for what a row is.
-        sources: the rows of steps.
-        runs: the records. Positions ascend, and no two records have the same.
-    """
-
-    taps: tuple[int, ...]
-    codec: int
-    rows: int
-    sources: list[R]
-    runs: list[Run]
-
-    @property
-    def size(self) -> int:
-        """Number of records."""
-        return sum([length for _, length, _, _ in self.runs])
-
-    @property
-    def stop(self) -> int:
-        """Position of the last record + 1."""
-        position, length, _, _ = self.runs[-1]
-        return position + length
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """The positions as (first, length), adjacent runs as one."""
-        return joined([(position, length) for position, length, _, _ in self.runs])
-
-    @property
-    def positions(self) -> Ints:
-        """Position of each record, int64 [size]."""
-        return expand_runs(self.spans)
-
-    @property
-    def values(self) -> Tensor:
-        """A copy of the rows, [size, `rows`, width]. Blocks until the rows are on the host."""
-        parts = [
-            self.sources[nth].rows()[first : first + self.rows * records]
-            for _, records, nth, first in self.runs
-        ]
-        return torch.cat(parts).view(self.size, self.rows, -1)
-
-    def since(self, position: int) -> RowBlock[R]:
-        """Return the rows at `position` and later."""
-        if not self.runs or position <= self.runs[0].position:
-            return self
-        left = []
-        for run in self.runs:
-            cut = max(position - run.position, 0)
-            if cut < run.length:
-                at = run.position + cut, run.length - cut, run.source, run.first + cut * self.rows
-                left.append(Run(*at))
-        return RowBlock(self.taps, self.codec, self.rows, self.sources, left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,17 +216,17 @@ class CapturedRowIndex(Generic[R]):
         Returns:
             The blocks of each request, by serial number.
         """
-        wanted = np.array(sorted(serials), np.int64)
+        wanted = set(serials)
         chosen: list[StepRecord[R]] = []
         kept: list[StepRecord[R]] = []
         for entry in self._steps:
-            mask = _among(entry.serial, wanted)
-            count = np.count_nonzero(mask)
-            if count == mask.size:
+            mine = entry.serial.tolist()
+            if wanted.issuperset(mine):
                 chosen.append(entry)
                 self._taken.append(entry.source)
                 continue
-            if count:
+            if not wanted.isdisjoint(mine):
+                mask = np.array([serial in wanted for serial in mine], np.bool_)
                 chosen.append(entry.only(mask))
                 entry = entry.only(~mask)
             kept.append(entry)
@@ -369,11 +277,30 @@ class CapturedRowIndex(Generic[R]):
         self, chosen: list[StepRecord[R]], serials: list[int]
     ) -> dict[int, list[RowBlock[R]]]:
         found: dict[int, list[RowBlock[R]]] = {serial: [] for serial in serials}
+        if len(chosen) == 1 and self._add_single(chosen[0], found):
+            return found
         present = {kind for entry in chosen for kind in set(entry.kind.tolist())}
         for kind in sorted(present):
             for serial, block in _blocks_of_kind(chosen, self._keys[kind], kind):
                 found[serial].append(block)
         return found
+
+    def _add_single(self, entry: StepRecord[R], found: dict[int, list[RowBlock[R]]]) -> bool:
+        """Add the blocks of one step, as of requests that ended with their prompts, without the
+        sorting of several steps; return whether that was possible: each request has one run there.
+        """
+        serials = entry.serial.tolist()
+        if len(set(serials)) < len(serials):
+            return False
+        sources = [entry.source]
+        columns = entry.known.tolist(), entry.length.tolist(), entry.first.tolist()
+        for serial, kind, position, length, first in zip(
+            serials, entry.kind.tolist(), *columns, strict=True
+        ):
+            run = Run(position, length, 0, first)
+            taps, codec, rows = self._keys[kind]
+            found[serial].append(RowBlock(taps, codec, rows, sources, [run]))
+        return True
 
     def free_taken(self) -> None:
         """Free the rows of steps that have no rows left in the index."""
@@ -439,9 +366,7 @@ def _blocks_of_kind(
         mine = entry.kind == kind
         parts.append(np.array(columns) if mine.all() else np.array(columns)[:, mine])
     table = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-    # Mostly a step has one run of each request, in the order of their serial numbers.
-    if not (table[0, 1:] > table[0, :-1]).all():
-        table = _in_order(table, rows)
+    table = _in_order(table, rows)
     sources = [entry.source for entry in chosen]
     found: list[tuple[int, RowBlock[R]]] = []
     last = -1
