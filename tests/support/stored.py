@@ -15,7 +15,7 @@ from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.runtime.worker.result_buffer import ResultBuffer
-from midstream.runtime.worker.row_block import RowBlock, Run
+from midstream.runtime.worker.row_block import RecordRun, RowBlock
 from midstream.runtime.worker.row_index import ArenaRows, Scores
 from midstream.transport.arena import Arena, ArenaSettings
 from midstream.transport.leases import Address
@@ -122,7 +122,7 @@ def _block(taps, positions, source):
     runs = []
     first = 0
     for position, length in runs_of(np.array(positions)):
-        runs.append(Run(position, length, 0, first))
+        runs.append(RecordRun(position, length, 0, first))
         first += length * len(taps)
     return RowBlock(taps, 0, len(taps), [source], runs)
 

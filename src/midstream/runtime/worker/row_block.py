@@ -26,7 +26,7 @@ class RowSource(Protocol):
 R = TypeVar("R", bound=RowSource)
 
 
-class Run(NamedTuple):
+class RecordRun(NamedTuple):
     """Records that are contiguous in their source, at consecutive positions.
 
     Attributes:
@@ -58,7 +58,7 @@ class RowBlock(Generic[R]):
     codec: int
     rows: int
     sources: list[R]
-    runs: list[Run]
+    runs: list[RecordRun]
 
     @property
     def size(self) -> int:
@@ -99,5 +99,5 @@ class RowBlock(Generic[R]):
             cut = max(position - run.position, 0)
             if cut < run.length:
                 at = run.position + cut, run.length - cut, run.source, run.first + cut * self.rows
-                left.append(Run(*at))
+                left.append(RecordRun(*at))
         return RowBlock(self.taps, self.codec, self.rows, self.sources, left)

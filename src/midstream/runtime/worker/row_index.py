@@ -17,7 +17,7 @@ from torch import Tensor
 
 from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.protocol.segments import FOREVER
-from midstream.runtime.worker.row_block import R, RowBlock, Run
+from midstream.runtime.worker.row_block import R, RecordRun, RowBlock
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Shipment
 
@@ -297,7 +297,7 @@ class CapturedRowIndex(Generic[R]):
         for serial, kind, position, length, first in zip(
             serials, entry.kind.tolist(), *columns, strict=True
         ):
-            run = Run(position, length, 0, first)
+            run = RecordRun(position, length, 0, first)
             taps, codec, rows = self._keys[kind]
             found[serial].append(RowBlock(taps, codec, rows, sources, [run]))
         return True
@@ -374,7 +374,7 @@ def _blocks_of_kind(
         if serial != last:
             found.append((serial, RowBlock(taps, codec, rows, sources, [])))
             last = serial
-        found[-1][1].runs.append(Run(*run))
+        found[-1][1].runs.append(RecordRun(*run))
     return found
 
 

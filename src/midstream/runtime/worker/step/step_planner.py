@@ -99,10 +99,9 @@ class StepPlanner:
             return None
         slot = slot[chosen]
         key = self._kept.key_of(batch, chosen, slot)
-        if key is not None:
-            plan = self._kept.repeat(key, slot)
-            if plan is not None:
-                return plan
+        plan = None if key is None else self._kept.repeat(key, slot)
+        if plan is not None:
+            return plan
         runs = self._make_runs(batch, chosen, slot)
         if runs is None:
             return None

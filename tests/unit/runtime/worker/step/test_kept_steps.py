@@ -140,7 +140,9 @@ def test_a_request_with_another_version_of_its_plan_has_its_own_step():
     changed = [stream.add(0), stream.add(0)]
     for slots in stream.slots:
         request = slots.get(changed[1])
-        slots.change([(request.slot, request.change(PlacedVersion(1, 3, stream.plans[1])))])
+        other = stream.plans[1]
+        there = request.change(PlacedVersion(1, 3, other), other.segments)
+        slots.change([(request.slot, there)])
     kept, fresh = stream.step(changed, [9, 9], [0, 0])
     assert_same(kept, fresh, stream.slots)
     assert not np.array_equal(kept.tokens, first.tokens)
