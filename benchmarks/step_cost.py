@@ -124,11 +124,9 @@ def measure_prompts(layers: int, device: str) -> dict[str, float]:
         queued = time.perf_counter()
         session.after_forward()
         after = time.perf_counter()
-        for name in names:
-            session.requests.finish(name)
+        session.requests.finish(names)
         with session.collection.collect(names) as taken:
-            for name, found in taken.items():
-                results.put(name, found, mapped=False)
+            results.put(taken, mapped=False)
         results.inline(names)
         seconds.append((between - start, after - queued, time.perf_counter() - after))
     late = seconds[PROMPT_STEPS // 4 :]

@@ -28,7 +28,7 @@ def llm(wide):
 def broken(monkeypatch):
     """A worker on which a plan with the scale BAD cannot be taken in."""
 
-    def acquire(pieces, tables, ledger, codecs, codec):
+    def acquire(pieces, tables, ledger, codecs, codec="raw"):
         if any(step.a == BAD for piece in pieces for edit in piece.edits for step in edit.steps):
             raise ZeroDivisionError("a fault planted by the test")
         return acquire_segments(pieces, tables, ledger, codecs, codec)

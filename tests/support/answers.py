@@ -15,7 +15,7 @@ from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_index import CapturedRowIndex
 from midstream.spec import ModelShape
 from support.plans import plan_of
-from support.stored import make_arena, scores_block, stored, worker_info
+from support.stored import make_arena, put_one, scores_block, stored, worker_info
 
 PRE, POST, DEEP = ("resid_pre", 0), ("resid_post", 1), ("resid_post", 7)
 EVERYWHERE = ((0, None),)
@@ -76,7 +76,7 @@ def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=()
         ]
         kept.append(request)
     outbox = ResultBuffer(make_arena(), lambda _: RowEncoding.of(Raw(), (), WIDTH))
-    header = outbox.put("u", kept, mapped=False)
+    header = put_one(outbox, "u", kept, mapped=False)
     worker = worker_info(
         stage=stage,
         tensor_rank=tensor_rank,

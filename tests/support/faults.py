@@ -179,8 +179,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A row that was computed twice is duplicated or outdated",
         "runtime/worker/row_index.py",
-        "    order = np.lexsort((step, position, serial))\n",
-        "    order = np.lexsort((-step, position, serial))\n",
+        "    order = np.lexsort((source, position, serial))\n",
+        "    order = np.lexsort((-source, position, serial))\n",
         "tests/unit/runtime/worker/test_row_index.py",
     ),
     Fault(
@@ -367,17 +367,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "One tensor-parallel rank does not apply the edits",
         "runtime/worker/plan_table.py",
-        "            segments = acquire_segments(\n",
+        "            resolved, pieces = self._parse(packed)\n            try:\n",
+        "            resolved, pieces = self._parse(packed)\n"
         "            if self._share.rank:\n"
         "                pieces = [piece._replace(edits=()) for piece in pieces]\n"
-        "            segments = acquire_segments(\n",
+        "            try:\n",
         SYSTEM + "test_ranks.py::test_two_tensor_ranks_give_what_one_rank_gives",
     ),
     Fault(
         "A plan leaves the device when the first of the requests that share it has ended",
         "runtime/worker/plan_table.py",
         "        if not plan.users:\n",
-        "        if plan.packed in self._used:\n",
+        "        if plan.packed in self._plans:\n",
         "tests/unit/runtime/worker/test_plan_table.py",
     ),
     Fault(

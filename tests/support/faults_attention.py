@@ -341,8 +341,8 @@ ATTENTION = (
     Fault(
         "A rank that cannot run a plan with logits leaves the others waiting for it",
         "runtime/worker/request_table.py",
-        "        is_shared = bool(split) or is_joint(plan)\n",
-        "        is_shared = False\n",
+        "        agree = self._agree if split or (self._agree is not None and is_joint(plan)) else None\n",
+        "        agree = None\n",
         _TOGETHER,
     ),
     Fault(

@@ -49,10 +49,17 @@ KEPT: tuple[Fault, ...] = (
     Fault(
         "A plan reaches a worker before its vectors",
         "runtime/install.py",
-        "    vector_updates.send_updates(engine)\n    if is_enabled",
-        "    if is_enabled",
+        "        vector_updates.send_updates(engine)\n",
+        "",
         "tests/engine/test_vectors_once.py"
         "::test_vectors_are_sent_once_and_no_steps_message_has_their_numbers",
+    ),
+    Fault(
+        "A step is run as one of other requests, whose plans were others",
+        "runtime/worker/step/kept_steps.py",
+        "        parts = chosen, plans, batch.scheduled, batch.computed[chosen]\n",
+        "        parts = chosen, slot[:0], batch.scheduled, batch.computed[chosen]\n",
+        "tests/unit/runtime/worker/step/test_kept_steps.py",
     ),
     Fault(
         "Rows with an open lease are overwritten",

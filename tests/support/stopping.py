@@ -341,7 +341,7 @@ class StoppingRun:
             if not any(name in each.scheduled for each in self.flight):
                 self.waits.discard(name)
         for name in [name for name in self.every if name not in self.requests]:
-            self.engine.session.requests.finish(name)
+            self.engine.session.requests.finish([name])
 
     # -- what must be so -------------------------------------------------------------------------
 

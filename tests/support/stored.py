@@ -15,7 +15,8 @@ from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.runtime.worker.result_buffer import ResultBuffer
-from midstream.runtime.worker.row_index import ArenaRows, RowBlock, Scores
+from midstream.runtime.worker.row_block import RecordRun, RowBlock
+from midstream.runtime.worker.row_index import ArenaRows, Scores
 from midstream.transport.arena import Arena, ArenaSettings
 from midstream.transport.leases import Address
 from midstream.transport.ring_copy import CpuShipment
@@ -111,13 +112,19 @@ def outbox_of() -> ResultBuffer:
     return ResultBuffer(make_arena(), lambda _: RowEncoding.of(Raw(), (), 4))
 
 
+def put_one(outbox: ResultBuffer, name: str, requests, mapped: bool, front_end: int = 0):
+    """Put requests under one name; return the header."""
+    (header,) = outbox.put({name: requests}, mapped, front_end=front_end)
+    return header
+
+
 def _block(taps, positions, source):
-    runs = runs_of(np.array(positions))
-    position, length = np.array(runs, np.int64).reshape(-1, 2).T
-    first = (np.cumsum(length) - length) * len(taps)
-    return RowBlock(
-        taps, 0, len(taps), [source], position, length, np.zeros(len(runs), np.int64), first
-    )
+    runs = []
+    first = 0
+    for position, length in runs_of(np.array(positions)):
+        runs.append(RecordRun(position, length, 0, first))
+        first += length * len(taps)
+    return RowBlock(taps, 0, len(taps), [source], runs)
 
 
 def runs_of(positions):

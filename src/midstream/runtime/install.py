@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import threading
 from collections.abc import Callable
@@ -113,6 +114,8 @@ def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return hook(original, self, *args, **kwargs)
 
+    # vLLM asks for it in each call of a front end; it takes long to find behind a wrapper.
+    wrapped.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     setattr(owner, name, wrapped)
 
 
@@ -233,7 +236,7 @@ def _core_receive(original: Callable[..., Any], engine: Any, request: Any, *rest
     """Reject a request that bypassed request validation, and take the workers' vectors out of
     others.
     """
-    if is_enabled(engine.vllm_config.additional_config):
+    if vector_updates.is_prepared(engine):
         payload = payload_of(request.sampling_params)
         if payload is not None:
             vector_updates.take_update(engine, request.sampling_params, payload)
@@ -242,8 +245,8 @@ def _core_receive(original: Callable[..., Any], engine: Any, request: Any, *rest
 
 def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
     """Send the workers what they need before the request is scheduled."""
-    vector_updates.send_updates(engine)
-    if is_enabled(engine.vllm_config.additional_config):
+    if vector_updates.is_prepared(engine):
+        vector_updates.send_updates(engine)
         plan_versions.prepare(engine)
     return original(engine, request, *rest)
 

@@ -115,32 +115,39 @@ class CudaCopy:
         return self.pinned
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CudaShipment:
-    """A shipment in progress on the copy stream."""
+    """A shipment in progress on the copy stream. The driver is not asked again once it is complete:
+    each call of it lets other threads take the interpreter's lock.
+    """
 
     extents: tuple[Extent | None, ...]
     pinned_tally: Tensor
     pinned_scores: Tensor
     arrived: torch.cuda.Event
     staging: PinnedStaging
+    _is_complete: bool = False
 
     def ready(self) -> bool:
-        return bool(self.arrived.query())
+        if not self._is_complete:
+            self._is_complete = bool(self.arrived.query())
+        return self._is_complete
 
     def wait(self) -> None:
-        self.arrived.synchronize()
+        if not self._is_complete:
+            self.arrived.synchronize()
+            self._is_complete = True
 
     def tally(self) -> Tensor:
-        self.arrived.synchronize()
+        self.wait()
         return self.pinned_tally
 
     def free_tally(self) -> None:
-        self.arrived.synchronize()
+        self.wait()
         self.staging.give(self.pinned_tally)
 
     def scores(self) -> Tensor:
-        self.arrived.synchronize()
+        self.wait()
         return self.pinned_scores
 
 

@@ -15,7 +15,13 @@ from midstream.codecs import Full8, Raw, RowEncoding, parse_codec
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 from midstream.transport.arena import Arena, ArenaSettings
 from midstream.transport.base import Parcel, Shipment
-from midstream.transport.ring_copy import CpuTransport, CudaTransport, PinnedStaging, host_transport
+from midstream.transport.ring_copy import (
+    CpuTransport,
+    CudaShipment,
+    CudaTransport,
+    PinnedStaging,
+    host_transport,
+)
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -263,3 +269,35 @@ def test_on_cuda_a_copy_arrives_before_what_is_queued_after_it():
     assert copy.values().tolist() == [0, 1, 2, 3]
     assert not later.query(), "it was waited for work that was queued after the copy"
     torch.cuda.synchronize()
+
+
+class Event:
+    """An event of a CUDA stream, which counts how often the driver is asked."""
+
+    def __init__(self):
+        self.is_complete, self.asked = False, 0
+
+    def query(self):
+        self.asked += 1
+        return self.is_complete
+
+    def synchronize(self):
+        self.asked += 1
+        self.is_complete = True
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_driver_is_not_asked_again_about_a_shipment_that_is_complete(waits):
+    event = Event()
+    shipment = CudaShipment((), tally(), torch.zeros(0), event, PinnedStaging())
+    assert not shipment.ready()
+    if waits:
+        assert torch.equal(shipment.tally(), tally())
+    else:
+        event.is_complete = True
+        assert shipment.ready()
+    shipment.wait()
+    assert shipment.ready()
+    shipment.scores()
+    shipment.free_tally()
+    assert event.asked == 2

@@ -34,8 +34,9 @@ def prepare(engine: Any) -> None:
     """Let the scheduler of an engine core reach the workers and the declared controllers. May be
     called more than once.
     """
-    EXECUTOR.set(engine.scheduler, engine.model_executor)
-    DECLARED.set(engine.scheduler, DECLARED.get(engine) or {})
+    if EXECUTOR.get(engine.scheduler) is not engine.model_executor:
+        EXECUTOR.set(engine.scheduler, engine.model_executor)
+        DECLARED.set(engine.scheduler, DECLARED.get(engine) or {})
 
 
 def answer_rpc(engine: Any, method: object, args: Sequence[object]) -> list[Any] | None:

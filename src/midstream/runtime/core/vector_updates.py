@@ -23,6 +23,11 @@ def prepare(engine: Any) -> None:
     VECTOR_UPDATES.set(engine, deque())
 
 
+def is_prepared(engine: Any) -> bool:
+    """Return whether an engine core was prepared: midstream is enabled for it."""
+    return VECTOR_UPDATES.get(engine) is not None
+
+
 def take_update(engine: Any, sampling_params: Any, payload: RequestPayload) -> None:
     """Take the changes out of a request that arrives. May be called from any thread.
 

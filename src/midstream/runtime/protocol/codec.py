@@ -46,7 +46,23 @@ def unpack(kind: Any, value: object, name: str) -> Any:
             lambda given: msgspec.convert(given, kind, builtin_types=(bytes,)), value
         )
     except SpecError as error:
-        raise MessageError(
-            f"malformed {name}: {error}; all processes of an engine must run one version of "
-            "midstream"
-        ) from None
+        raise _malformed(name, error) from None
+
+
+def encode(messages: object) -> bytes:
+    """Return messages as bytes, for many small ones: processes in between only copy them."""
+    return msgspec.msgpack.encode(messages)
+
+
+def decode(kind: Any, data: bytes, name: str) -> Any:
+    """Read what `encode` returned; see `unpack`."""
+    try:
+        return read_message(lambda given: msgspec.msgpack.decode(given, type=kind), data)
+    except SpecError as error:
+        raise _malformed(name, error) from None
+
+
+def _malformed(name: str, error: Exception) -> MessageError:
+    return MessageError(
+        f"malformed {name}: {error}; all processes of an engine must run one version of midstream"
+    )

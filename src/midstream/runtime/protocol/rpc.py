@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from midstream.errors import MessageError
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage, pack, unpack
 from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
-from midstream.runtime.protocol.results import ResultHeader, StepChecksum
+from midstream.runtime.protocol.results import StepChecksum
 from midstream.runtime.protocol.scores import RequestScores, Span
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.protocol.worker_info import WorkerInfo, WorkerRank
@@ -44,13 +44,13 @@ class CollectedResults(ProtocolMessage, frozen=True):
     """Results that a worker has put into its buffer.
 
     Attributes:
-        headers: one per name that was requested, in that order.
+        headers: `encode`d list of a `ResultHeader` for each name that was requested, in that order.
         inline: data of each header; None: it is too large, and is read with `ReadData`.
         retired: numbers of arena segments that this front end knows and that no longer exist.
         checksums: the worker's latest, with the setting `check_ranks`; otherwise empty.
     """
 
-    headers: list[ResultHeader]
+    headers: bytes
     inline: list[bytes | None]
     retired: list[int]
     checksums: list[StepChecksum]

@@ -22,18 +22,19 @@ def within_runs(lengths: Ints) -> Ints:
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def joined(first: Ints, length: Ints) -> list[tuple[int, int]]:
-    """Return runs of ascending positions as (first, length), adjacent ones as one.
-
-    Args:
-        first: int64 [runs], first position of each run.
-        length: int64 [runs], number of positions of each.
-    """
-    if first.size == 1:
-        return [(int(first[0]), int(length[0]))]
-    gaps = np.flatnonzero(first[1:] != (first + length)[:-1]) + 1
-    begin = np.append(0, gaps)[: first.size]
-    return list(zip(first[begin].tolist(), np.add.reduceat(length, begin).tolist(), strict=True))
+def joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (first, length) runs of ascending positions with adjacent ones as one."""
+    if len(runs) < 2:
+        return runs
+    found: list[tuple[int, int]] = []
+    first, stop = runs[0][0], runs[0][0]
+    for begin, length in runs:
+        if begin != stop:
+            found.append((first, stop - first))
+            first = begin
+        stop = begin + length
+    found.append((first, stop - first))
+    return found
 
 
 def count_of(runs: Iterable[tuple[int, int]]) -> int:

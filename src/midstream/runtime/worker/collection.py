@@ -10,7 +10,8 @@ import numpy as np
 
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.request_table import RequestTable
-from midstream.runtime.worker.row_index import ArenaRows, RowBlock, Scores
+from midstream.runtime.worker.row_block import RowBlock
+from midstream.runtime.worker.row_index import ArenaRows, Scores
 from midstream.runtime.worker.step_recorder import StepRecorder
 
 Span = tuple[int, int]
@@ -42,8 +43,7 @@ class Collection:
         wanted = set(uids)
         unsettled = [request for request in self._requests.all() if request.uid in wanted]
         self._requests.settle_requests(unsettled)
-        for request in unsettled:
-            self._requests.finish(request.id)
+        self._requests.finish([request.id for request in unsettled])
         collected = {uid: self._requests.pop_finished(uid) for uid in uids}
         requests = [request for found in collected.values() for request in found]
         serials = [request.serial for request in requests]
@@ -83,9 +83,7 @@ class Collection:
         for request in requests:
             found = _since(request.streamed, blocks[request.serial])
             request.oldest_step = oldest
-            request.streamed = max(
-                (request.streamed, *(int(block.position[-1] + block.length[-1]) for block in found))
-            )
+            request.streamed = max((request.streamed, *(block.stop for block in found)))
             collected[request.uid].append(replace(request, blocks=found, scores=[], done=nothing))
         try:
             yield collected
@@ -111,5 +109,7 @@ class Collection:
 
 def _since(position: int, blocks: list[RowBlock[ArenaRows]]) -> list[RowBlock[ArenaRows]]:
     """Return the rows of some blocks at `position` and later, without blocks that have none."""
+    if not position:
+        return blocks
     found = [block.since(position) for block in blocks]
-    return [block for block in found if block.size]
+    return [block for block in found if block.runs]

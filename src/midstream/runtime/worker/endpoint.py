@@ -12,7 +12,7 @@ from midstream.config.config import Config
 from midstream.errors import UnsupportedError
 from midstream.ops.sae.reference import SaeBuffers
 from midstream.runtime.models.decoder import Decoder, find_decoder
-from midstream.runtime.protocol.codec import ProtocolMessage, pack
+from midstream.runtime.protocol.codec import ProtocolMessage, encode, pack
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import (
     Acknowledged,
@@ -39,7 +39,6 @@ from midstream.runtime.protocol.rpc import (
     WriteWeights,
     read_request,
 )
-from midstream.runtime.protocol.runs import joined
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.segments import RankShare, Room
 from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank, this_process
@@ -63,7 +62,8 @@ from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
-from midstream.runtime.worker.row_index import RowBlock, Scores
+from midstream.runtime.worker.row_block import RowBlock
+from midstream.runtime.worker.row_index import Scores
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.taps.tap_check import check_taps
@@ -324,12 +324,9 @@ class WorkerEndpoint:
         """Put requests into the buffer under names, and return what the front end needs of it."""
         is_mapped = WorkerRank(self._stage, self._tensor_rank) in given.mapped
         resets = self._session.requests.resets
-        headers = [
-            self._results.put(name, found, is_mapped, resets, given.front_end)
-            for name, found in requests.items()
-        ]
+        headers = self._results.put(requests, is_mapped, resets, given.front_end)
         return CollectedResults(
-            headers=headers,
+            headers=encode(headers),
             inline=self._results.inline(list(requests), given.front_end),
             retired=self._arena.take_retired(given.front_end),
             checksums=[] if self._checksum is None else self._checksum.marks,
@@ -348,7 +345,7 @@ def pack_scores(
     parts = []
     for state, block in found:
         slots = state.plan.slots
-        requests.append(RequestScores(state.uid, slots, joined(block.position, block.length)))
+        requests.append(RequestScores(state.uid, slots, block.spans))
         parts.append(block.values[:, 0, :slots].contiguous().numpy().tobytes())
     return RunningScores(requests, b"".join(parts))
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from midstream.errors import NoRoomError
+from midstream.ops.layout import Op
 from midstream.runtime.protocol.rank_parts import part_of_steps
 from midstream.runtime.protocol.segments import FOREVER, PlanSegment, RankShare, cut
 from midstream.runtime.protocol.vector_update import VectorUpdate
@@ -54,7 +56,9 @@ class PlanTable:
         self._taps = dict(taps)
         self._share = share
         self._vectors = VectorStore()
-        self._used: dict[bytes, RankPlan] = {}
+        self._plans: dict[bytes, RankPlan] = {}
+        self._unused: RankPlan | None = None
+        self._acquired = 0
         # Requests one after the other often have the same plan, too.
         self._parse = functools.lru_cache(maxsize=_CACHED_PLANS)(self._parse_and_cut)
 
@@ -87,13 +91,32 @@ class PlanTable:
             NoRoomError: the tables are full.
             SpecError: the bytes are no plan, or name a vector or a codec that does not exist.
         """
-        found = self._used.get(packed)
+        found = self._plans.get(packed)
         if found is None:
             resolved, pieces = self._parse(packed)
-            segments = acquire_segments(
-                pieces, self._tables, self._rows, self._codecs, resolved.codec
+            try:
+                segments = self._acquire_segments(pieces, resolved.codec)
+            except NoRoomError:
+                self.drop_unused()
+                segments = self._acquire_segments(pieces, resolved.codec)
+            self._acquired += 1
+            found = self._plans[packed] = RankPlan(
+                self._acquired,
+                packed,
+                resolved,
+                segments,
+                has_states=any(
+                    step.op is Op.SCAN
+                    for segment in segments
+                    for edit in segment.edits
+                    for step in edit.steps
+                ),
+                has_sums=any(
+                    read.pattern.reduces for segment in segments for read in segment.patterns
+                ),
             )
-            found = self._used[packed] = RankPlan(packed, resolved, segments)
+        elif found is self._unused:
+            self._unused = None
         found.users += 1
         return found
 
@@ -107,16 +130,30 @@ class PlanTable:
             bare = [one._replace(edits=(), taps=(), scored=False, patterns=()) for one in pieces]
         return acquire_segments(bare, self._tables, self._rows, self._codecs)
 
+    def _acquire_segments(self, pieces: list[PlanSegment], codec: str) -> list[Segment]:
+        return acquire_segments(pieces, self._tables, self._rows, self._codecs, codec)
+
     def release(self, plan: RankPlan) -> None:
         """Release one use of a plan."""
         plan.users -= 1
         if not plan.users:
-            del self._used[plan.packed]
+            self.drop_unused()
+            self._unused = plan
+            if any(segment.edits for segment in plan.segments):
+                self.drop_unused()  # vectors are not kept beyond their requests
+
+    def drop_unused(self) -> None:
+        """Free what the plan takes that no request uses. The last one without edits is kept, as the
+        next request often has the same.
+        """
+        plan, self._unused = self._unused, None
+        if plan is not None:
+            del self._plans[plan.packed]
             release_segments(plan.segments, self._tables)
 
     def __len__(self) -> int:
         """Return the number of plans that requests use."""
-        return len(self._used)
+        return len(self._plans) - (self._unused is not None)
 
     def _parse_and_cut(self, packed: bytes) -> tuple[ResolvedPlan, list[PlanSegment]]:
         resolved = from_bytes(packed, self._vectors.by_digest)

@@ -55,8 +55,9 @@ class RequestResources:
                 if self._load is None:
                     raise LookupError("this worker calls no functions")
                 functions = self._load(found.resolved)
-            self._gate_states.acquire(slot, found.segments, found.resolved.probes)
-            if self._reductions is not None:
+            if found.has_states:
+                self._gate_states.acquire(slot, found.segments, found.resolved.probes)
+            if found.has_sums and self._reductions is not None:
                 reductions, widths = self._reductions
                 reductions.acquire(slot, found.segments, widths)
         except Exception:
@@ -67,6 +68,7 @@ class RequestResources:
     def release(self, plan: RankPlan, slot: int) -> None:
         """Take back what a request has."""
         self._plans.release(plan)
-        if self._reductions is not None:
+        if plan.has_sums and self._reductions is not None:
             self._reductions[0].release(slot)
-        self._gate_states.release(slot)
+        if plan.has_states:
+            self._gate_states.release(slot)

@@ -18,7 +18,8 @@ from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.runtime.protocol.segments import FOREVER, Edits, PatternRead, PlanSegment
-from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, RowBlock, Scores
+from midstream.runtime.worker.row_block import RowBlock
+from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.spec import ResolvedPlan
@@ -89,15 +90,21 @@ class RankPlan:
     """A plan on this rank, which requests with the same plan share.
 
     Attributes:
+        number: number of the plan, from 1; none gets it again.
         packed: its bytes.
         resolved: the plan.
         segments: its segments on this rank, with their programs and groups.
+        has_states: whether gates of it remember something; see `GateStates`.
+        has_sums: whether it reduces rows; see `Reductions`.
         users: number of requests that use it.
     """
 
+    number: int
     packed: bytes
     resolved: ResolvedPlan
     segments: list[Segment]
+    has_states: bool = False
+    has_sums: bool = False
     users: int = 0
 
 

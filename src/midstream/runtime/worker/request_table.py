@@ -116,8 +116,8 @@ class RequestTable:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
-        is_shared = bool(split) or is_joint(plan)
-        if self._agree is not None and is_shared and not self._agree(not problem):
+        agree = self._agree if split or (self._agree is not None and is_joint(plan)) else None
+        if agree is not None and not agree(not problem):
             if own is not None:
                 self._resources.release(own, slot)
                 own = None
@@ -191,19 +191,21 @@ class RequestTable:
             known.prompt = list(prompt or ())
             known.turns.append(len(known.prompt))
 
-    def finish(self, request_id: str) -> None:
-        """End a request, which has no more rows. Ids of requests without a plan are ignored."""
-        self._early.pop(request_id, None)
-        request = self._slots.get(request_id)
-        if request is None or any(request is finishing for _, finishing in self._finishing):
-            return
-        if request.shared is not None:
-            self._resources.release(request.shared, request.slot)
-        for later in request.later:
-            if later.plan is not None:
-                self.plans.release(later.plan)
-        self._slots.retire(request)
-        self._finishing.append((self._recorder.last_step_of([request]), request))
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """End requests, which have no more rows. Ids of requests without a plan are ignored."""
+        for request_id in request_ids:
+            if self._early:
+                self._early.pop(request_id, None)
+            request = self._slots.get(request_id)
+            if request is None or not self._slots.runs(request):
+                continue
+            if request.shared is not None:
+                self._resources.release(request.shared, request.slot)
+            for later in request.later:
+                if later.plan is not None:
+                    self.plans.release(later.plan)
+            self._slots.retire(request)
+            self._finishing.append((self._recorder.last_step_of([request]), request))
         self._remove_settled()
 
     def settle(self) -> None:

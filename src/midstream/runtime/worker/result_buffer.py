@@ -6,9 +6,9 @@ stay in it under one lease.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Mapping
 
-import numpy as np
 from torch import Tensor, uint8
 
 from midstream.codecs import RowEncoding
@@ -23,16 +23,18 @@ from midstream.runtime.protocol.results import (
     RowsHeader,
     ScoresHeader,
 )
-from midstream.runtime.protocol.runs import joined
 from midstream.runtime.worker.request_state import RequestState
-from midstream.runtime.worker.row_index import ArenaRows, RowBlock
+from midstream.runtime.worker.row_block import RowBlock
+from midstream.runtime.worker.row_index import ArenaRows
 from midstream.runtime.worker.tables.pattern_records import PatternEncoding
 from midstream.transport.arena import Arena
+from midstream.transport.base import Shipment
 
 INLINE_BYTES = 4 << 20
 INLINE_TOTAL = 32 << 20
 # (segment, offset within it, number of records) of each run of records.
 Places = list[tuple[int, int, int]]
+Placed = tuple[Places, int]  # and the bytes of all rows
 # Fewer bytes are copied, as a lease keeps whole segments in use.
 LEASED_BYTES = 1 << 20
 
@@ -53,66 +55,78 @@ class ResultBuffer:
 
     def put(
         self,
-        name: str,
-        requests: list[RequestState],
+        results: Mapping[str, list[RequestState]],
         mapped: bool,
         resets: int = 0,
         front_end: int = 0,
-    ) -> ResultHeader:
-        """Store the results of requests under a name and return their header.
+    ) -> list[ResultHeader]:
+        """Store the results of requests under names and return a header of each.
 
         Args:
-            name: name of the data for `inline`, `read` and `release`.
-            requests: the requests with their rows, which are copied or leased here.
+            results: by name of the data for `inline`, `read` and `release`, the requests with their
+                rows, which are copied or leased here.
             mapped: whether the front end maps the arena.
             resets: number of resets of the prefix cache by now.
             front_end: number of the front end, which leases what it maps.
         """
-        parts: list[bytes] = []
-        entries = []
-        every = [block for request in requests for block in request.blocks]
-        places = {id(block): _places(block) for block in every}
-        lease = self._lease(every, places.values(), front_end) if mapped else None
-        for request in requests:
-            blocks = []
-            scores = []
-            parts.append(request.done.tobytes())
-            for block in request.blocks:
-                where = places[id(block)]
-                parts.append(
-                    _copied(block, where) if lease is None else np.array(where, np.int64).tobytes()
-                )
-                blocks.append(
-                    RowsHeader(
-                        taps=tuple(block.taps),
-                        codec=self._encoding(block.codec).codec.spec,
-                        runs=joined(block.position, block.length),
-                        nbytes=len(parts[-1]),
-                        patterns=_patterns(self._encoding(block.codec), request),
-                    )
-                )
-            for read in request.scores:
-                parts.append(_bytes(read.values[:, 0, : request.plan.slots]))
-                scores.append(ScoresHeader(joined(read.position, read.length), len(parts[-1])))
-            entries.append(
-                RequestHeader(
-                    id=request.id,
-                    problem=request.problem,
-                    dropped=request.dropped,
-                    prompt=request.prompt,
-                    turns=request.turns,
-                    states=int(request.done.size),
-                    rows=blocks,
-                    scores=scores,
-                    resets=request.resets,
-                    functions=[
-                        FunctionCount(one.index, one.calls, one.rows) for one in request.functions
-                    ],
-                    versions=[(one.number, one.position) for one in request.later],
-                )
-            )
-        self._data[name] = b"".join(parts)
-        return ResultHeader(name, entries, len(self._data[name]), lease, resets)
+        placer = _Placer()
+        leases: dict[tuple[int, ...], Lease] = {}
+        found = []
+        for name, requests in results.items():
+            parts: list[bytes | memoryview] = []
+            placed = [[placer.place(block) for block in request.blocks] for request in requests]
+            lease = self._lease(placed, front_end, leases) if mapped else None
+            entries = [
+                self._entry(request, mine, parts, placer if lease is None else None)
+                for request, mine in zip(requests, placed, strict=True)
+            ]
+            data = self._data[name] = b"".join(parts)
+            found.append(ResultHeader(name, entries, len(data), lease, resets))
+        return found
+
+    def _entry(
+        self,
+        request: RequestState,
+        placed: list[Placed],
+        parts: list[bytes | memoryview],
+        reads: _Placer | None,
+    ) -> RequestHeader:
+        """Return the header of a request, and add its data to `parts`.
+
+        Args:
+            request: the request.
+            placed: places of the rows of each of its blocks.
+            parts: data so far.
+            reads: reads the rows; None: the front end reads them where they are.
+        """
+        parts.append(request.done.tobytes())
+        blocks = []
+        for block, (places, nbytes) in zip(request.blocks, placed, strict=True):
+            if reads is None:
+                parts.append(array("q", [number for place in places for number in place]).tobytes())
+                nbytes = len(parts[-1])
+            else:
+                parts += reads.rows(block, places, nbytes)
+            encoding = self._encoding(block.codec)
+            spec, patterns = encoding.codec.spec, _patterns(encoding, request)
+            blocks.append(RowsHeader(block.taps, spec, block.spans, nbytes, patterns))
+        scores = []
+        for read in request.scores:
+            parts.append(_bytes(read.values[:, 0, : request.plan.slots]))
+            scores.append(ScoresHeader(read.spans, len(parts[-1])))
+        return RequestHeader(
+            id=request.id,
+            problem=request.problem,
+            dropped=request.dropped,
+            prompt=request.prompt,
+            turns=request.turns,
+            states=request.done.size,
+            rows=blocks,
+            scores=scores,
+            resets=request.resets,
+            functions=[FunctionCount(one.index, one.calls, one.rows) for one in request.functions],
+            versions=[(one.number, one.position) for one in request.later],
+        )
 
     def inline(self, names: list[str], front_end: int = 0) -> list[bytes | None]:
         """Remove and return the data that is small enough to be sent with its header; None for
@@ -151,21 +165,76 @@ class ResultBuffer:
             names.discard(name)
 
     def _lease(
-        self, blocks: list[RowBlock[ArenaRows]], places: Iterable[Places], front_end: int
+        self,
+        placed: list[list[Placed]],
+        front_end: int,
+        leases: dict[tuple[int, ...], Lease],
     ) -> Lease | None:
         """Lease the segments of rows, and return the lease; None if the rows must be copied: they
-        are few, or the arena permits no more leases.
+        are few, or the arena permits no more leases. Rows in the same segments have one lease, as a
+        lease keeps whole segments.
+
+        Args:
+            placed: places of the rows of each block of each request.
+            front_end: number of the front end.
+            leases: those of the same answer, by segments.
         """
-        nbytes = sum(block.size * _record_bytes(block) for block in blocks)
-        if nbytes < LEASED_BYTES:
+        blocks = [block for mine in placed for block in mine]
+        if sum([nbytes for _, nbytes in blocks]) < LEASED_BYTES:
             return None
-        segments = sorted({segment for found in places for segment, _, _ in found})
-        number = self._arena.lease(segments)
-        if number is None:
-            return None
-        self._arena.use(segments)
-        known = self._arena.describe(segments, front_end)
-        return Lease(number, [LeasedSegment(one, *place) for one, place in known.items()])
+        segments = tuple(sorted({segment for places, _ in blocks for segment, _, _ in places}))
+        found = leases.get(segments)
+        if found is None:
+            number = self._arena.lease(list(segments))
+            if number is None:
+                return None
+            self._arena.use(segments)
+            known = self._arena.describe(segments, front_end)
+            found = Lease(number, [LeasedSegment(one, *place) for one, place in known.items()])
+            leases[segments] = found
+        return found
+
+
+class _Placer:
+    """Finds and reads rows in the arena, which are on the host as soon as they are found: a reader
+    that maps them cannot wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._awaited: Shipment | None = None
+        self._memory: dict[tuple[Arena, int], memoryview] = {}
+
+    def place(self, block: RowBlock[ArenaRows]) -> Placed:
+        """Return the places of the rows, and their bytes. Blocks until they are on the host."""
+        places = []
+        nbytes = 0
+        for _, records, nth, first in block.runs:
+            stored = block.sources[nth]
+            if stored.shipment is not self._awaited:
+                self._awaited = stored.shipment
+                stored.shipment.wait()
+            extent, width = stored.extent, stored.row_bytes
+            places.append((extent.segment, extent.offset + first * width, records))
+            nbytes += records * block.rows * width
+        return places, nbytes
+
+    def rows(
+        self, block: RowBlock[ArenaRows], places: Places, nbytes: int
+    ) -> list[bytes | memoryview]:
+        """Return the rows of a block, which are `nbytes` bytes at some places."""
+        record = nbytes // block.size
+        arena = block.sources[0].arena
+        return [
+            self._memory_of(arena, segment)[begin : begin + record * records]
+            for segment, begin, records in places
+        ]
+
+    def _memory_of(self, arena: Arena, segment: int) -> memoryview:
+        found = self._memory.get((arena, segment))
+        if found is None:
+            found = arena.memory_of(segment).numpy().data
+            self._memory[arena, segment] = found
+        return found
 
 
 def _patterns(encoding: RowEncoding, request: RequestState) -> tuple[PatternHeader, ...]:
@@ -178,41 +247,6 @@ def _patterns(encoding: RowEncoding, request: RequestState) -> tuple[PatternHead
         for each in encoding.patterns
         if each.is_row
     )
-
-
-def _copied(block: RowBlock[ArenaRows], places: Places) -> bytes:
-    """Return a copy of the rows, which must be on the host."""
-    arena, size = block.sources[0].arena, _record_bytes(block)
-    memory = {
-        segment: arena.memory_of(segment).numpy().data
-        for segment in {segment for segment, _, _ in places}
-    }
-    return b"".join([memory[segment][begin : begin + size * n] for segment, begin, n in places])
-
-
-def _places(block: RowBlock[ArenaRows]) -> Places:
-    """Return the places of the rows. Blocks until the rows are on the host, as a reader that maps
-    them cannot wait for them.
-    """
-    width = _row_bytes(block)
-    places = []
-    waited = None
-    for nth, first, records in block.runs():
-        stored = block.sources[nth]
-        if nth != waited:
-            stored.shipment.wait()
-            waited = nth
-        extent = stored.extent
-        places.append((extent.segment, extent.offset + first * width, records))
-    return places
-
-
-def _row_bytes(block: RowBlock[ArenaRows]) -> int:
-    return block.sources[int(block.source[0])].row_bytes
-
-
-def _record_bytes(block: RowBlock[ArenaRows]) -> int:
-    return block.rows * _row_bytes(block)
 
 
 def _bytes(values: Tensor) -> bytes:

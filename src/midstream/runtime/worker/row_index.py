@@ -9,104 +9,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.protocol.segments import FOREVER
+from midstream.runtime.worker.row_block import R, RecordRun, RowBlock
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Shipment
 
 _Kind = tuple[tuple[int, ...], int, int]  # taps, number of the encoding, rows of a record
-
-
-class RowSource(Protocol):
-    """Rows of one step."""
-
-    def rows(self) -> Tensor:
-        """Return the rows on the host, [rows, width]. Blocks until their copy is complete."""
-        ...
-
-    def free(self) -> None:
-        """Release the rows, as the index has no entry for them any more. Called once."""
-        ...
-
-
-R = TypeVar("R", bound=RowSource)
-
-
-@dataclass(frozen=True, slots=True)
-class RowBlock(Generic[R]):
-    """One request's rows of one kind of record, which are not copied, as runs of records that are
-    contiguous in their source, at consecutive positions.
-
-    Attributes:
-        taps: the taps in each record, in order, as indices on this rank.
-        codec: number of the rows' encoding.
-        rows: rows of a record in its source; see `RowEncoding` for what a row is.
-        sources: the rows of steps.
-        position: int64 [runs], position of each run's first record. Positions ascend, and no two
-            records have the same.
-        length: int64 [runs], number of records of each run.
-        source: int64 [runs], index of each run's source.
-        first: int64 [runs], row of its source at which each run's first record begins.
-    """
-
-    taps: tuple[int, ...]
-    codec: int
-    rows: int
-    sources: list[R]
-    position: Ints
-    length: Ints
-    source: Ints
-    first: Ints
-
-    @property
-    def size(self) -> int:
-        """Number of records."""
-        return int(self.length.sum())
-
-    @property
-    def positions(self) -> Ints:
-        """Position of each record, int64 [size]."""
-        return np.repeat(self.position, self.length) + within_runs(self.length)
-
-    @property
-    def values(self) -> Tensor:
-        """A copy of the rows, [size, `rows`, width]. Blocks until the rows are on the host."""
-        parts = [
-            self.sources[nth].rows()[first : first + self.rows * records]
-            for nth, first, records in self.runs()
-        ]
-        return torch.cat(parts).view(self.size, self.rows, -1)
-
-    def since(self, position: int) -> RowBlock[R]:
-        """Return the rows at `position` and later."""
-        if not self.position.size or position <= self.position[0]:
-            return self
-        cut = np.maximum(position - self.position, 0)
-        left = cut < self.length
-        cut = cut[left]
-        return RowBlock(
-            self.taps,
-            self.codec,
-            self.rows,
-            self.sources,
-            self.position[left] + cut,
-            self.length[left] - cut,
-            self.source[left],
-            self.first[left] + cut * self.rows,
-        )
-
-    def runs(self) -> list[tuple[int, int, int]]:
-        """Return (index of the source, first row, number of records) of each run."""
-        columns = self.source.tolist(), self.first.tolist(), self.length.tolist()
-        return list(zip(*columns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,16 +216,18 @@ class CapturedRowIndex(Generic[R]):
         Returns:
             The blocks of each request, by serial number.
         """
-        wanted = np.array(sorted(serials), np.int64)
+        wanted = set(serials)
         chosen: list[StepRecord[R]] = []
         kept: list[StepRecord[R]] = []
         for entry in self._steps:
-            mask = _among(entry.serial, wanted)
-            if mask.any():
+            mine = entry.serial.tolist()
+            if wanted.issuperset(mine):
+                chosen.append(entry)
+                self._taken.append(entry.source)
+                continue
+            if not wanted.isdisjoint(mine):
+                mask = np.array([serial in wanted for serial in mine], np.bool_)
                 chosen.append(entry.only(mask))
-                if mask.all():
-                    self._taken.append(entry.source)
-                    continue
                 entry = entry.only(~mask)
             kept.append(entry)
         self._steps = kept
@@ -360,11 +277,30 @@ class CapturedRowIndex(Generic[R]):
         self, chosen: list[StepRecord[R]], serials: list[int]
     ) -> dict[int, list[RowBlock[R]]]:
         found: dict[int, list[RowBlock[R]]] = {serial: [] for serial in serials}
-        present = {kind for entry in chosen for kind in np.unique(entry.kind).tolist()}
+        if len(chosen) == 1 and self._add_single(chosen[0], found):
+            return found
+        present = {kind for entry in chosen for kind in set(entry.kind.tolist())}
         for kind in sorted(present):
             for serial, block in _blocks_of_kind(chosen, self._keys[kind], kind):
                 found[serial].append(block)
         return found
+
+    def _add_single(self, entry: StepRecord[R], found: dict[int, list[RowBlock[R]]]) -> bool:
+        """Add the blocks of one step, as of requests that ended with their prompts, without the
+        sorting of several steps; return whether that was possible: each request has one run there.
+        """
+        serials = entry.serial.tolist()
+        if len(set(serials)) < len(serials):
+            return False
+        sources = [entry.source]
+        columns = entry.known.tolist(), entry.length.tolist(), entry.first.tolist()
+        for serial, kind, position, length, first in zip(
+            serials, entry.kind.tolist(), *columns, strict=True
+        ):
+            run = RecordRun(position, length, 0, first)
+            taps, codec, rows = self._keys[kind]
+            found[serial].append(RowBlock(taps, codec, rows, sources, [run]))
+        return True
 
     def free_taken(self) -> None:
         """Free the rows of steps that have no rows left in the index."""
@@ -412,8 +348,7 @@ def _among(values: Ints, wanted: Ints) -> NDArray[np.bool_]:
     """Return which values are among some, which ascend. `np.isin` takes several times as long."""
     if not wanted.size:
         return np.zeros(values.size, np.bool_)
-    place = np.searchsorted(wanted, values)
-    found: NDArray[np.bool_] = wanted[np.minimum(place, wanted.size - 1)] == values
+    found: NDArray[np.bool_] = wanted.take(wanted.searchsorted(values), mode="clip") == values
     return found
 
 
@@ -421,62 +356,62 @@ def _blocks_of_kind(
     chosen: list[StepRecord[R]], key: _Kind, kind: int
 ) -> list[tuple[int, RowBlock[R]]]:
     """Return the blocks of one kind, each with the serial number of its request."""
+    if not chosen:
+        return []
     taps, codec, rows = key
     parts = []
     for nth, entry in enumerate(chosen):
-        mine = np.flatnonzero(entry.kind == kind)
-        if mine.size:
-            known = entry.known
-            columns = entry.serial, known, np.full(known.size, nth), entry.length, entry.first
-            parts.append(np.stack(columns)[:, mine])
-    if not parts:
-        return []
-    table = np.concatenate(parts, axis=1)
-    serial, position, step, length, first = table[:, np.lexsort((table[2], table[1], table[0]))]
+        known = entry.known
+        columns = entry.serial, known, entry.length, np.full(known.size, nth), entry.first
+        mine = entry.kind == kind
+        parts.append(np.array(columns) if mine.all() else np.array(columns)[:, mine])
+    table = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    table = _in_order(table, rows)
+    sources = [entry.source for entry in chosen]
+    found: list[tuple[int, RowBlock[R]]] = []
+    last = -1
+    for serial, *run in table.T.tolist():
+        if serial != last:
+            found.append((serial, RowBlock(taps, codec, rows, sources, [])))
+            last = serial
+        found[-1][1].runs.append(RecordRun(*run))
+    return found
+
+
+def _in_order(table: Ints, rows: int) -> Ints:
+    """Return runs by request and position, of records at the same position only the latest.
+
+    Args:
+        table: int64 [5, runs]: serial, position, length, source and first of each run, in the order
+            in which they were recorded.
+        rows: rows of a record.
+    """
+    ordered = table[:, np.lexsort((table[3], table[1], table[0]))]
+    serial, position, length, source, first = ordered
     follows = (serial[1:] == serial[:-1]) & (position[1:] <= (position + length)[:-1])
     if (follows & (position[1:] < (position + length)[:-1])).any():
-        serial, position, step, length, first = _latest(table, rows)
+        ordered = _latest(table, rows)
+        serial, position, length, source, first = ordered
         follows = (serial[1:] == serial[:-1]) & (position[1:] == (position + length)[:-1])
     # Runs that continue the run before in the same source are one run.
-    follows &= (step[1:] == step[:-1]) & (first[1:] == (first + length * rows)[:-1])
+    follows &= (source[1:] == source[:-1]) & (first[1:] == (first + length * rows)[:-1])
     if follows.any():
         begin = np.append(0, np.flatnonzero(~follows) + 1)
         length = np.add.reduceat(length, begin)
-        serial, position, step, first = serial[begin], position[begin], step[begin], first[begin]
-    sources = [entry.source for entry in chosen]
-    starts = [0, *(np.flatnonzero(serial[1:] != serial[:-1]) + 1).tolist(), serial.size]
-    return [
-        (
-            int(serial[start]),
-            RowBlock(
-                taps,
-                codec,
-                rows,
-                sources,
-                position[start:stop],
-                length[start:stop],
-                step[start:stop],
-                first[start:stop],
-            ),
-        )
-        for start, stop in pairwise(starts)
-    ]
+        ordered = np.array((serial[begin], position[begin], length, source[begin], first[begin]))
+    return ordered
 
 
-def _latest(table: Ints, rows: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+def _latest(table: Ints, rows: int) -> Ints:
     """Return runs of one record each, in order: of the records at one position of a request only
-    the latest.
-
-    Args:
-        table: int64 [5, runs]: serial, position, step, length and first of each run.
-        rows: rows of a record.
+    the latest; see `_in_order`.
     """
-    length = table[3]
+    length = table[2]
     within = within_runs(length)
-    serial, position, step, _, first = np.repeat(table, length, axis=1)
+    serial, position, _, source, first = np.repeat(table, length, axis=1)
     position, first = position + within, first + within * rows
-    order = np.lexsort((step, position, serial))
-    serial, position, step, first = serial[order], position[order], step[order], first[order]
+    order = np.lexsort((source, position, serial))
+    serial, position, source, first = serial[order], position[order], source[order], first[order]
     last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)
-    serial, position, step, first = serial[last], position[last], step[last], first[last]
-    return serial, position, step, np.ones(serial.size, np.int64), first
+    ones = np.ones(int(last.sum()), np.int64)
+    return np.array((serial[last], position[last], ones, source[last], first[last]))

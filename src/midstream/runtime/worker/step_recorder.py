@@ -283,7 +283,7 @@ class StepRecorder:
             expected = self._expected = ExpectedCounts(plan, self._signature.signature)
         tally = step.shipment.tally().numpy()[plan.active]
         if (tally == expected.tally).all():
-            self._slots.record_states(plan.slots, plan.positions, expected.states)
+            self._slots.record_states(plan, expected.states)
             return
         edits = tally[:, layout.EDITS].astype(np.int64)
         self._slots.record(plan, edits, tally[:, layout.NONFINITE] != 0)

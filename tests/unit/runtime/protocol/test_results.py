@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
 from support.plans import plan_of
-from support.stored import outbox_of, rows_block, scores_block, worker_info
+from support.stored import outbox_of, put_one, rows_block, scores_block, worker_info
 from unit.spec.strategies import spoilt
 
 from midstream.errors import MessageError
@@ -56,7 +56,7 @@ def travelled(header):
 def test_what_goes_into_an_outbox_comes_out_of_its_parts(data, order):
     sent = [data.draw(requests(f"{n}_x")) for n in order[: data.draw(st.integers(1, 4))]]
     outbox = outbox_of()
-    header = outbox.put("u", sent, mapped=False)
+    header = put_one(outbox, "u", sent, mapped=False)
     answers = [WorkerAnswer(WORKER, header, outbox.read("u", 0, 10**9))]
     found = split(answers, num_completions=12)
     assert set(found) == {int(request.id.split("_")[0]) for request in sent}
@@ -87,7 +87,7 @@ def test_every_worker_gives_each_completion_a_part():
         sent = [
             RequestState(f"{n}_x", "u", plan_of(), 0, [], problem=f"{stage}.{n}") for n in (1, 0)
         ]
-        header = outbox.put("u", sent, mapped=False)
+        header = put_one(outbox, "u", sent, mapped=False)
         answers.append(WorkerAnswer(worker_info(stage=stage), header, outbox.read("u", 0, 9)))
     found = split(answers, 2)
     assert [part.problem for part in found[0]] == ["0.0", "1.0"]
@@ -98,7 +98,7 @@ def test_every_worker_gives_each_completion_a_part():
 @pytest.mark.parametrize("name", ["x", "7_x", "no-number_x", "_"])
 def test_a_lone_completion_has_all_whatever_its_request_is_called(name):
     outbox = outbox_of()
-    header = outbox.put("u", [RequestState(name, "u", plan_of(), 0, [])], mapped=False)
+    header = put_one(outbox, "u", [RequestState(name, "u", plan_of(), 0, [])], mapped=False)
     assert list(split([WorkerAnswer(WORKER, header, b"")], 1)) == [0]
 
 
@@ -106,7 +106,7 @@ def test_rows_may_be_written_to_without_touching_what_was_sent():
     outbox = outbox_of()
     request = RequestState("x", "u", plan_of(), 0, [])
     request.blocks = [rows_block((0,), [4], torch.ones(1, 1, WIDTH))]
-    header = outbox.put("u", [request], mapped=False)
+    header = put_one(outbox, "u", [request], mapped=False)
     data = outbox.read("u", 0, 99)
     (part,) = split([WorkerAnswer(WORKER, header, data)], 1)[0]
     part.blocks()[0].chunks[0].zero_()
@@ -119,7 +119,7 @@ def test_results_that_do_not_fit_their_header_are_refused_with_the_worker_that_s
     """A spoilt header, or data that is cut off or too long."""
     outbox = outbox_of()
     sent = [data.draw(requests("0_x")), data.draw(requests("1_x"))]
-    value = data.draw(spoilt(pack(outbox.put("u", sent, mapped=False))))
+    value = data.draw(spoilt(pack(put_one(outbox, "u", sent, mapped=False))))
     body = outbox.read("u", 0, 10**9)
     cut = data.draw(st.integers(-3, 3))
     body = body[:cut] if cut < 0 else body + b"\0" * cut
@@ -149,7 +149,7 @@ def test_a_block_that_does_not_fit_the_worker_is_refused(change, problem):
     outbox = outbox_of()
     request = RequestState("x", "u", plan_of(), 0, [])
     request.blocks = [rows_block((0,), [4], torch.ones(1, 1, WIDTH))]
-    header = outbox.put("u", [request], mapped=False)
+    header = put_one(outbox, "u", [request], mapped=False)
     [one] = header.requests
     one.rows = [msgspec.structs.replace(one.rows[0], **change)]
     [part] = split([WorkerAnswer(WORKER, header, outbox.read("u", 0, 99))], 1)[0]

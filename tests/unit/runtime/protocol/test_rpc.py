@@ -13,7 +13,7 @@ from unit.spec.strategies import spoilt
 from midstream.errors import MessageError
 from midstream.runtime.protocol import rpc
 from midstream.runtime.protocol.cache_keys import CacheKeys
-from midstream.runtime.protocol.codec import pack
+from midstream.runtime.protocol.codec import encode, pack
 from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
 from midstream.runtime.protocol.results import (
     Lease,
@@ -34,7 +34,7 @@ HEADER = RequestHeader(
     "0_x", "", 0, [1, 2], [2], 3, [RowsHeader((0, 2), "raw", [(0, 2)], 8)], [ScoresHeader([], 0)]
 )
 RESULTS = rpc.CollectedResults(
-    [ResultHeader("u", [HEADER], 14, Lease(1, [LeasedSegment(7, 5, 4096)]))],
+    encode([ResultHeader("u", [HEADER], 14, Lease(1, [LeasedSegment(7, 5, 4096)]))]),
     [b"x", None],
     [3],
     [StepChecksum(1, "ab", "cd")],

@@ -78,7 +78,7 @@ def test_each_request_is_told_the_scores_of_the_span_it_asks_for(seed, lag):
             else:
                 assert fake.id not in seen
     for fake in fakes:
-        engine.session.requests.finish(fake.id)
+        engine.session.requests.finish([fake.id])
         check(fake, (0, fake.computed), peek(engine, {fake.id: (0, fake.computed)}))
         taken = engine.take(fake.id)
         if fake.scored:

@@ -7,7 +7,7 @@ from support.fake_steps import TAPS, make_buffers
 from support.plans import VECTORS, plan_of
 from support.programs import assert_program
 
-from midstream.errors import SpecError
+from midstream.errors import NoRoomError, SpecError
 from midstream.runtime.protocol.segments import WHOLE
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.row_index import CapturedRowIndex
@@ -18,6 +18,8 @@ from midstream.spec.resolve.wire import to_bytes
 EVERYWHERE = ((0, None),)
 ONE = to_bytes(plan_of(edits=[(("resid_post", 0), VECTORS[1], 1.0, EVERYWHERE)]))
 OTHER = to_bytes(plan_of(edits=[(("resid_post", 0), VECTORS[2], 1.0, EVERYWHERE)]))
+
+CAPTURED = [(("resid_post", 0),), (("resid_post", 0), ("resid_post", 1))]
 
 
 @pytest.fixture
@@ -44,6 +46,30 @@ def test_a_plan_stays_on_the_device_until_the_last_request_that_has_it_ends(plan
     plans.release(again)
     assert (tables.in_use, len(plans)) == (0, 0)
     tables.check_integrity()
+
+
+def test_the_last_plan_of_captures_is_kept_until_another_ends(plans):
+    packed = [to_bytes(plan_of(captures=[(taps, EVERYWHERE)])) for taps in CAPTURED]
+    first, second = (plans.acquire(each) for each in packed)
+    plans.release(first)
+    assert len(plans) == 1
+    assert plans.acquire(packed[0]) is first
+    plans.release(first)
+    plans.release(second)
+    assert len(plans) == 0
+    assert plans.acquire(packed[0]) is not first
+    assert plans.acquire(packed[1]) is second
+
+
+def test_a_plan_without_a_user_leaves_its_room_to_others(plans):
+    packed = [to_bytes(plan_of(captures=[(taps, EVERYWHERE)])) for taps in CAPTURED]
+    tables = plans._tables
+    del tables._free_groups[1:]
+    plans.release(plans.acquire(packed[0]))
+    plans.acquire(packed[1])
+    assert len(plans) == 1
+    with pytest.raises(NoRoomError):
+        plans.acquire(packed[0])
 
 
 def test_bytes_that_are_no_plan_leave_nothing_behind(plans):

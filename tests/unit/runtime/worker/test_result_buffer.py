@@ -9,11 +9,12 @@ import pytest
 import torch
 from support.fake_steps import TAPS, Fake, FakeEngine, captured, scored
 from support.plans import VECTORS, plan_of
-from support.stored import outbox_of, rows_block, scores_block, unmapped
+from support.stored import outbox_of, put_one, rows_block, scores_block, unmapped, worker_info
 
 from midstream.errors import FetchError
 from midstream.runtime.frontend.rpc import fetch as fetching
-from midstream.runtime.protocol.codec import pack
+from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
+from midstream.runtime.protocol.codec import encode, pack
 from midstream.runtime.protocol.codec import unpack as unpack_message
 from midstream.runtime.protocol.results import ResultHeader, ScoresHeader
 from midstream.runtime.protocol.rpc import (
@@ -69,7 +70,7 @@ def unpack(entry, data, dtype=torch.float32):
 
 def test_the_header_says_how_to_cut_the_data():
     outbox = outbox_of()
-    header = outbox.put("u", [request(block(range(4), (0, 2), 7), done=[1] * 4)], mapped=False)
+    header = put_one(outbox, "u", [request(block(range(4), (0, 2), 7), done=[1] * 4)], mapped=False)
     data = outbox.read("u", 0, 10**6)
     assert len(data) == header.nbytes
     states, blocks, size = unpack(header.requests[0], data)
@@ -84,7 +85,7 @@ def test_the_header_says_how_to_cut_the_data():
 def test_blocks_follow_each_other_and_gaps_between_positions_are_runs():
     outbox = outbox_of()
     found = request(block([0, 1, 3, 7, 8], (0,), 1), block([2], (0, 1), 2))
-    header = outbox.put("u", [found], mapped=False)
+    header = put_one(outbox, "u", [found], mapped=False)
     assert [one.runs for one in header.requests[0].rows] == [
         [(0, 2), (3, 1), (7, 2)],
         [(2, 1)],
@@ -98,7 +99,7 @@ def test_rows_that_are_a_view_of_others_are_packed_by_themselves():
     outbox = outbox_of()
     whole = block(range(6), (0, 1, 2), 4)
     part = whole.since(4)
-    header = outbox.put("u", [request(part)], mapped=False)
+    header = put_one(outbox, "u", [request(part)], mapped=False)
     _, blocks, _ = unpack(header.requests[0], outbox.read("u", 0, 10**6))
     assert blocks[tuple(NAMES[:3])] == (
         [4, 5],
@@ -114,7 +115,7 @@ def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
         done=[1] * 3,
         scores=[scores_block([0, 1, 5], values[:, 0])],
     )
-    header = outbox.put("u", [found, request(done=[9], name="next")], mapped=False)
+    header = put_one(outbox, "u", [found, request(done=[9], name="next")], mapped=False)
     first, second = header.requests
     data = outbox.read("u", 0, 10**6)
     _, _, size = unpack(first, data)
@@ -128,7 +129,8 @@ def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
 
 def test_a_rank_through_which_no_rows_leave_sends_its_states_and_problems():
     outbox = outbox_of()
-    header = outbox.put(
+    header = put_one(
+        outbox,
         "u",
         [request(done=[1, 2], problem="bad")],
         mapped=False,
@@ -143,7 +145,8 @@ def test_a_rank_through_which_no_rows_leave_sends_its_states_and_problems():
 
 def test_the_requests_of_one_uid_follow_each_other():
     outbox = outbox_of()
-    header = outbox.put(
+    header = put_one(
+        outbox,
         "u",
         [
             request(block(range(0, 1), (0,), 5), done=[1], name="0_x"),
@@ -168,7 +171,9 @@ def test_the_requests_of_one_uid_follow_each_other():
 
 def test_bfloat16_rows_keep_their_bytes():
     outbox = outbox_of()
-    header = outbox.put("u", [request(block(range(0, 2), (0, 1), 3, torch.bfloat16))], mapped=False)
+    header = put_one(
+        outbox, "u", [request(block(range(0, 2), (0, 1), 3, torch.bfloat16))], mapped=False
+    )
     assert header.nbytes == 2 * 2 * 4 * 2
     _, blocks, _ = unpack(header.requests[0], outbox.read("u", 0, 999), torch.bfloat16)
     assert blocks[NAMES[0], NAMES[1]][1][1] == [[3, 1, 0, 0.5], [3, 1, 1, 0.5]]
@@ -187,7 +192,7 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
     taken = engine.take("a")
     kept = captured(taken[0])
     outbox = outbox_of()
-    header = outbox.put("a", taken, mapped=False)
+    header = put_one(outbox, "a", taken, mapped=False)
     data = outbox.read("a", 0, 10**6)
     states, blocks, size = unpack(header.requests[0], data)
     assert states == fake.done
@@ -209,7 +214,9 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
 
 def test_data_is_read_in_pieces_until_it_is_released():
     outbox = outbox_of()
-    header = outbox.put("u", [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], mapped=False)
+    header = put_one(
+        outbox, "u", [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], mapped=False
+    )
     whole = outbox.read("u", 0, header.nbytes)
     pieces = [outbox.read("u", offset, 7) for offset in range(0, header.nbytes, 7)]
     assert b"".join(pieces) == whole
@@ -224,8 +231,8 @@ def test_data_is_read_in_pieces_until_it_is_released():
 def test_small_data_comes_with_the_header_and_is_not_held(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
     outbox = outbox_of()
-    outbox.put("small", [request(done=[1] * 50)], mapped=False)
-    outbox.put("large", [request(done=[1] * 51)], mapped=False)
+    put_one(outbox, "small", [request(done=[1] * 50)], mapped=False)
+    put_one(outbox, "large", [request(done=[1] * 51)], mapped=False)
     small, large = outbox.inline(["small", "large"])
     assert small == np.ones(50, np.uint16).tobytes()
     assert large is None
@@ -237,7 +244,7 @@ def test_data_that_is_small_one_by_one_may_be_too_much_together(monkeypatch):
     monkeypatch.setattr(results, "INLINE_TOTAL", 250)
     outbox = outbox_of()
     for name in "abc":
-        outbox.put(name, [request(done=[1] * 50)], mapped=False)
+        put_one(outbox, name, [request(done=[1] * 50)], mapped=False)
     assert [data is not None for data in outbox.inline(list("abc"))] == [True, True, False]
 
 
@@ -245,8 +252,8 @@ def test_large_data_does_not_keep_small_data_from_coming_with_the_header(monkeyp
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
     monkeypatch.setattr(results, "INLINE_TOTAL", 250)
     outbox = outbox_of()
-    outbox.put("large", [request(done=[1] * 500)], mapped=False)
-    outbox.put("small", [request(done=[1] * 50)], mapped=False)
+    put_one(outbox, "large", [request(done=[1] * 500)], mapped=False)
+    put_one(outbox, "small", [request(done=[1] * 50)], mapped=False)
     assert [data is not None for data in outbox.inline(["large", "small"])] == [False, True]
 
 
@@ -254,9 +261,9 @@ def test_each_front_end_reads_its_own_answer_to_the_end(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
     outbox = outbox_of()
     # Of a front end's two results another worker has a large one, which all workers are asked for.
-    outbox.put("one", [request(done=[1] * 50)], mapped=False, front_end=0)
+    put_one(outbox, "one", [request(done=[1] * 50)], mapped=False, front_end=0)
     assert outbox.inline(["one"], 0) != [None]
-    outbox.put("other", [request(done=[1] * 50)], mapped=False, front_end=1)
+    put_one(outbox, "other", [request(done=[1] * 50)], mapped=False, front_end=1)
     assert outbox.inline(["other"], 1) != [None]
     assert outbox.read("one", 0, 999) == outbox.read("other", 0, 999) == b""
     outbox.release("other")
@@ -283,9 +290,36 @@ def test_rows_of_a_running_request_are_there_when_their_answer_is(monkeypatch, i
     found = rows_block((0,), range(3), torch.ones(3, 1, 4), outbox._arena)
     arriving = [Arriving(source.shipment) for source in found.sources]
     sources = [replace(one, shipment=way) for one, way in zip(found.sources, arriving, strict=True)]
-    header = outbox.put("u", [request(replace(found, sources=sources))], mapped=True)
+    header = put_one(outbox, "u", [request(replace(found, sources=sources))], mapped=True)
     assert (header.lease is not None) == is_leased
     assert [one.waited for one in arriving] == [1]
+
+
+def test_rows_in_the_same_segments_have_one_lease_until_the_last_of_them_is_freed(monkeypatch):
+    monkeypatch.setattr(results, "LEASED_BYTES", 1)
+    outbox = outbox_of()
+    arena = outbox._arena
+    block = rows_block((0,), range(3), torch.ones(3, 1, 4), arena)
+    arena.take(1 << 20)  # the next rows are in another segment
+    other = rows_block((0,), range(3), torch.ones(3, 1, 4), arena)
+    found = {"a": [request(block)], "b": [request(block)], "c": [request(other)], "d": []}
+    headers = outbox.put(found, mapped=True)
+    assert headers[0].lease == headers[1].lease
+    assert headers[2].lease.number != headers[0].lease.number
+    assert headers[3].lease is None
+    assert len(arena.leases) == 2
+    reader = RemoteWorker(worker_info(taps=(NAMES[0],), arena=arena.leases.address, arena_bytes=99))
+    answer = CollectedResults(encode(headers), outbox.inline(list(found)), [], [])
+    exchange = fetching.collect([reader], list(found))
+    next(exchange)
+    with pytest.raises(StopIteration) as end:
+        exchange.send([answer])
+    answers = end.value.value
+    del end
+    for name, leases in (("a", 2), ("c", 1), ("b", 0)):
+        assert answers.pop(name)[0].leased is not None
+        arena.sweep()
+        assert len(arena.leases) == leases
 
 
 # ---------------------------------------------------------------- with the front end
@@ -302,8 +336,10 @@ class Worker:
     def answer(self, request):
         match read_request(pack(request)):
             case CollectResults(uids, mapped):
-                headers = [self.outbox.put(uid, self.requests, mapped=bool(mapped)) for uid in uids]
-                return CollectedResults(headers, self.outbox.inline(uids), [], [])
+                headers = [
+                    put_one(self.outbox, uid, self.requests, mapped=bool(mapped)) for uid in uids
+                ]
+                return CollectedResults(encode(headers), self.outbox.inline(uids), [], [])
             case ReadData(name, offset, size):
                 return ResultData(self.outbox.read(name, offset, size))
             case DiscardData(name):

@@ -75,7 +75,7 @@ class Scheduler:
             over = fake.computed >= self.lengths[fake.id]
             if over or self.draw.random() < 0.01:  # ended, or aborted
                 self.running.remove(fake)
-                self.engine.session.requests.finish(fake.id)
+                self.engine.session.requests.finish([fake.id])
                 if self.draw.random() < 0.8:
                     self.take(fake)
                 else:
@@ -148,7 +148,7 @@ def test_a_prompt_in_chunks_gives_the_rows_of_all_its_positions():
     engine.add(fake)
     for count in (3, 3, 2, 1, 1):
         engine.step([(fake, count)])
-    engine.session.requests.finish("a")
+    engine.session.requests.finish(["a"])
     taken = engine.take("a")
     assert [position for _, position in sorted(captured(taken[0]))] == list(range(10))
     check_taken(taken, [fake])
@@ -195,7 +195,7 @@ def test_a_request_may_be_taken_while_it_runs():
     engine.step([(fake, 4)])
     check_taken(engine.take("a"), [fake])
     engine.session.check_integrity()
-    engine.session.requests.finish("a")  # the scheduler says so afterwards; it is unknown by now
+    engine.session.requests.finish(["a"])  # the scheduler says so afterwards; it is unknown by now
 
 
 def test_who_takes_a_request_waits_for_its_own_steps_and_for_no_later_one(monkeypatch):
@@ -224,7 +224,7 @@ def test_the_children_of_one_prompt_are_taken_together():
     for fake in [*children, other]:
         engine.add(fake)
     engine.step([(fake, n + 1) for n, fake in enumerate([*children, other])])
-    engine.session.requests.finish("1_x")
+    engine.session.requests.finish(["1_x"])
     check_taken(engine.take("u"), children)
     check_taken(engine.take("v"), [other])
 
@@ -234,7 +234,7 @@ def test_an_id_used_again_belongs_to_its_new_bearer():
     first, second = Fake("a", STEER, uid="first"), Fake("a", READ, uid="second")
     engine.add(first)
     engine.step([(first, 3)])
-    engine.session.requests.finish("a")
+    engine.session.requests.finish(["a"])
     engine.add(second)
     engine.step([(second, 2)])
     check_taken(engine.take("first"), [first])
@@ -247,9 +247,9 @@ def test_adding_a_request_twice_or_finishing_it_twice_changes_nothing():
     engine.add(fake)
     engine.add(fake)
     engine.step([(fake, 2)])
-    engine.session.requests.finish("a")
-    engine.session.requests.finish("a")
-    engine.session.requests.finish("never heard of")
+    engine.session.requests.finish(["a"])
+    engine.session.requests.finish(["a"])
+    engine.session.requests.finish(["never heard of"])
     check_taken(engine.take("a"), [fake])
     engine.session.check_integrity()
     assert engine.take("a") == []
@@ -260,7 +260,7 @@ def test_programs_of_a_finished_request_are_free_while_its_steps_are_under_way()
     first, second = Fake("a", STEER), Fake("b", plan_of([(POST, VECTORS[1], 1.0, EVERYWHERE)]))
     engine.add(first)
     engine.step([(first, 3)])
-    engine.session.requests.finish("a")
+    engine.session.requests.finish(["a"])
     engine.add(second)
     engine.step([(second, 2)])
     check_taken(engine.take("b"), [second])

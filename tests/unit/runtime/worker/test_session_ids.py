@@ -22,7 +22,7 @@ def test_a_plain_request_with_the_id_of_one_that_just_ended_is_left_alone():
     engine.add(first)
     for count in (3, 1, 1):
         engine.step([(first, count)])
-    engine.session.requests.finish("X")
+    engine.session.requests.finish(["X"])
     plain, other = Fake("X"), Fake("B", steering(9.0), uid="u2")
     engine.add(other)
     engine.step([(plain, 3), (other, 3)])

@@ -36,6 +36,7 @@ def assert_empty(session):
     tables, slots, recorder = session._tables, session.requests._slots, session._recorder
     assert tables.in_use == 0
     tables.drop_unused()
+    session.requests.plans.drop_unused()
     assert tables.instructions.bank.used == tables.instructions.lists.used == 0
     assert tables.instructions.ranges.free == tables.instructions.ranges.size
     assert not tables._programs
@@ -74,7 +75,7 @@ def test_thousands_of_requests_come_and_go_and_leave_nothing_behind(lag):
             session.after_forward()
             fate |= dict.fromkeys(chosen, "runs")
             for name in running[::7]:
-                session.requests.finish(name)
+                session.requests.finish([name])
                 fate[name] = "aborted"
         names = list(fate)
         draw.shuffle(names)
@@ -82,7 +83,7 @@ def test_thousands_of_requests_come_and_go_and_leave_nothing_behind(lag):
             if fate[name] == "runs":
                 fate[name] = draw.choice(["ended", "taken as it ran"])
                 if fate[name] == "ended":
-                    session.requests.finish(name)
+                    session.requests.finish([name])
             fates[fate[name]] += 1
         for start in range(0, len(names), 10):
             taken = engine.take_many([f"u{name}" for name in names[start : start + 10]])
@@ -132,7 +133,7 @@ def test_memory_is_the_same_after_thousands_of_requests_with_plans_of_their_own(
             engine.forward(40)
             session.after_forward()
             for name in names:
-                session.requests.finish(name)
+                session.requests.finish([name])
             engine.take_many([f"u{name}" for name in names])
         gc.collect()
         return tracemalloc.get_traced_memory()[0]

@@ -24,7 +24,7 @@ def ended(engine: FakeEngine, fakes: list[Fake]) -> list[int]:
     """How many rows each request lost, after holding those that it has against the reader's."""
     lost = []
     for fake in fakes:
-        engine.session.requests.finish(fake.id)
+        engine.session.requests.finish([fake.id])
         (request,) = engine.take(fake.id)
         assert request.problem == ""
         found = captured(request)

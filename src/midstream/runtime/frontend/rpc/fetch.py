@@ -12,8 +12,11 @@ from typing import Any, Protocol, TypeVar
 
 from midstream.errors import RankError
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
+from midstream.runtime.protocol.codec import decode
 from midstream.runtime.protocol.results import (
     KEPT_CHECKSUMS,
+    Leased,
+    ResultHeader,
     StepChecksum,
     WorkerAnswer,
     WorkerAnswers,
@@ -93,11 +96,18 @@ def _fetch(
     check_traces([worker.info for worker in workers], [one.checksums for one in answers])
     large: set[str] = set()
     for worker, answer in zip(workers, answers, strict=True):
-        worker.see(answer.headers, answer.retired)
-        for header, data in zip(answer.headers, answer.inline, strict=True):
+        headers = decode(list[ResultHeader], answer.headers, "results of a worker")
+        worker.see(headers, answer.retired)
+        leases: dict[int, Leased | None] = {}
+        for header, data in zip(headers, answer.inline, strict=True):
             if data is None:
                 large.add(header.name)
-            leased = worker.leased(header.lease)
+            leased = None
+            if header.lease is not None:
+                number = header.lease.number
+                if number not in leases:
+                    leases[number] = worker.leased(header.lease)
+                leased = leases[number]
             found[header.name].append(WorkerAnswer(worker.info, header, data or b"", leased))
     for name in large:
         found[name] = yield from _read(name, found[name])

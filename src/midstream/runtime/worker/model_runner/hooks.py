@@ -52,8 +52,7 @@ class Hooks:
             self._drafted = {name: len(tokens) for name, tokens in self._drafts.items()}
         requests = self._session.requests
         nonfinite = requests.pop_nonfinite(scheduler_output.finished_req_ids)
-        for request_id in scheduler_output.finished_req_ids:
-            requests.finish(request_id)
+        requests.finish(scheduler_output.finished_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
             payload = payload_of(new.sampling_params)
             if payload is not None:

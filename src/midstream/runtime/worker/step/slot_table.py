@@ -23,6 +23,7 @@ from midstream.runtime.worker.step.step_plan import StepPlan, TokenRuns
 
 T = TypeVar("T", bound=np.generic)
 _FIRST_SIZE = 64
+_LONG_RUN = 16  # rows of a run, from which NumPy copies them faster as a slice
 
 
 class SlotTable:
@@ -32,6 +33,8 @@ class SlotTable:
         segments: int64 [slots, SEGMENT_COLUMNS], the segment of each request's latest rows.
         failures: failures of running requests that are not reported yet, by vLLM's request id.
         incomplete: bool [slots], whether rows of the request were dropped.
+        plans: int64 [slots], number of the plan of each request, see `RankPlan`; 0: it has another
+            version of its plan by now, or none that can be run.
         last_step: int64 [slots], number of the last step with a row of the request; 0: none.
         reports: bool [slots], whether the scores of the request leave with each step's output.
         num_reporting: number of requests for which that is so.
@@ -47,6 +50,7 @@ class SlotTable:
         self.segments = np.zeros((0, columns.SEGMENT_COLUMNS), np.int64)
         self.failures: dict[str, Failure] = {}
         self.incomplete = np.zeros(0, np.bool_)
+        self.plans = np.zeros(0, np.int64)
         self.last_step = np.zeros(0, np.int64)
         self.reports = np.zeros(0, np.bool_)
         self.num_reporting = 0
@@ -92,6 +96,7 @@ class SlotTable:
             grown = max(_FIRST_SIZE, 2 * size)
             self.segments = _grow(self.segments, grown)
             self.incomplete = _grow(self.incomplete, grown)
+            self.plans = _grow(self.plans, grown)
             self.last_step = _grow(self.last_step, grown)
             self.reports = _grow(self.reports, grown)
             self._reached = _grow(self._reached, grown)
@@ -110,6 +115,7 @@ class SlotTable:
         self._by_slot[slot] = request
         self.enter(slot, request.segments[0])
         self.incomplete[slot] = False
+        self.plans[slot] = 0 if request.shared is None else request.shared.number
         self.last_step[slot] = 0
         self.reports[slot] = request.reports
         self.num_reporting += request.reports
@@ -189,6 +195,7 @@ class SlotTable:
         if changed:
             self._latest = None
             last = dict(changed)
+            self.plans[list(last)] = 0
             self.segments[list(last)] = [
                 (one.start, one.stop, *one.content) for one in last.values()
             ]
@@ -226,11 +233,19 @@ class SlotTable:
                 request = self._by_slot[int(plan.slots[nth])]
                 if request is not None:
                     self._add_nonfinite(request, int(plan.positions[nth]))
-        self.record_states(plan.slots, plan.positions, states)
+        self.record_states(plan, states)
 
-    def record_states(self, slots: Ints, positions: Ints, states: NDArray[np.uint16]) -> None:
-        """Set the state of one position of each slot."""
-        self._states[slots, positions] = states
+    def record_states(self, plan: StepPlan, states: NDArray[np.uint16]) -> None:
+        """Set the state of the position of each active row of a step."""
+        runs = plan.runs
+        if plan.slots.size < _LONG_RUN * runs.slot.size or not runs.exact:
+            self._states[plan.slots, plan.positions] = states
+            return
+        begin = 0
+        columns = runs.slot.tolist(), runs.position.tolist(), runs.length.tolist()
+        for slot, position, length in zip(*columns, strict=True):
+            self._states[slot, position : position + length] = states[begin : begin + length]
+            begin += length
 
     def _add_nonfinite(self, request: RequestState, position: int) -> None:
         if request.problem or request.nonfinite:

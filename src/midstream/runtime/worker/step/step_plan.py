@@ -85,6 +85,19 @@ class CodecBatch:
             self.record[begin:stop] - first,
         )
 
+    def of(self, serial: Ints) -> CodecBatch:
+        """Return the same rows of other requests, by the serial number of each run's."""
+        return CodecBatch(
+            self.codec,
+            self.first,
+            self.num_units,
+            self.runs,
+            serial,
+            self.length,
+            self.kind,
+            self.record,
+        )
+
     def alone(self) -> list[CodecBatch]:
         """Return the rows of each run, those of the oldest request first."""
         parts = [self.between(nth, nth + 1) for nth in range(self.runs.size)]
@@ -138,17 +151,37 @@ class StepPlan:
         return [part for batch in self.batches for part in batch.stretches(chosen[batch.runs])]
 
     def at(self, position: Ints) -> StepPlan:
-        """Return the same step at other positions, one for each run; each run has one row.
+        """Return the same step at other positions, one for each run; each run has one row."""
+        return self._with(self.runs.slot, position, self.slots, position, self.batches)
 
-        The fields are written out, as `dataclasses.replace` takes more than twice as long.
+    def of(self, slot: Ints, serial: Ints) -> StepPlan:
+        """Return the same step of other requests.
+
+        Args:
+            slot: slot of the request of each run.
+            serial: its serial number.
         """
+        runs = self.runs
+        batches = tuple([batch.of(serial[batch.runs]) for batch in self.batches])
+        slots = np.repeat(slot, runs.length)
+        return self._with(slot, runs.position, slots, self.positions, batches)
+
+    def _with(
+        self,
+        slot: Ints,
+        position: Ints,
+        slots: Ints,
+        positions: Ints,
+        batches: tuple[CodecBatch, ...],
+    ) -> StepPlan:
+        """The fields are written out, as `dataclasses.replace` takes more than twice as long."""
         runs = self.runs
         return StepPlan(
             tokens=self.tokens,
             num_units=self.num_units,
             active=self.active,
-            slots=self.slots,
-            positions=position,
+            slots=slots,
+            positions=positions,
             fewest=self.fewest,
             most=self.most,
             captures=self.captures,
@@ -159,7 +192,7 @@ class StepPlan:
                 row=runs.row,
                 length=runs.length,
                 position=position,
-                slot=runs.slot,
+                slot=slot,
                 program=runs.program,
                 group=runs.group,
                 vectors=runs.vectors,
@@ -170,5 +203,5 @@ class StepPlan:
                 record=runs.record,
                 exact=runs.exact,
             ),
-            batches=self.batches,
+            batches=batches,
         )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from midstream.ops import layout
 from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.worker.step import columns
+from midstream.runtime.worker.step.kept_steps import KeptSteps
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan, TokenRuns
@@ -82,6 +83,7 @@ class StepPlanner:
         self._slots = slots
         self._tables = tables
         self._decode: _DecodeStep | None = None
+        self._kept = KeptSteps(slots)
 
     def plan(self, batch: StepBatch) -> StepPlan | None:
         """Return the plan of a step; None if no row of it has a program."""
@@ -89,10 +91,23 @@ class StepPlanner:
         if plan is not None:
             return plan
         self._decode = None
-        runs = self._make_runs(batch)
+        if not len(self._slots):
+            return None
+        slot = self._slots.slots_of(batch.request_ids)
+        chosen = np.flatnonzero(slot >= 0)
+        if not chosen.size:
+            return None
+        slot = slot[chosen]
+        key = self._kept.key_of(batch, chosen, slot)
+        plan = None if key is None else self._kept.repeat(key, slot)
+        if plan is not None:
+            return plan
+        runs = self._make_runs(batch, chosen, slot)
         if runs is None:
             return None
         plan = self._lay_out(runs, batch.num_tokens)
+        if key is not None:
+            self._kept.keep(key, plan, batch, chosen, slot)
         self._remember(batch, plan)
         return plan
 
@@ -150,15 +165,14 @@ class StepPlanner:
             plan.tokens[plan.active, layout.POSITION] = read
         return plan
 
-    def _make_runs(self, batch: StepBatch) -> TokenRuns | None:
-        """Return the runs of a batch that have a program; None if there are none."""
-        if not len(self._slots):
-            return None
-        slot = self._slots.slots_of(batch.request_ids)
-        chosen = np.flatnonzero(slot >= 0)
-        if chosen.size == 0:
-            return None
-        slot = slot[chosen]
+    def _make_runs(self, batch: StepBatch, chosen: Ints, slot: Ints) -> TokenRuns | None:
+        """Return the runs of a batch that have a program; None if there are none.
+
+        Args:
+            batch: the batch.
+            chosen: indices of its requests that have a plan.
+            slot: their slots.
+        """
         length = batch.scheduled[chosen].astype(np.int64)
         row = (np.cumsum(batch.scheduled, dtype=np.int64) - batch.scheduled)[chosen]
         lowest, position = self._bounds(batch, chosen, slot, row, length)

@@ -21,7 +21,7 @@ from support.answers import (
 )
 from support.fake_steps import MIXED, Fake, FakeEngine
 from support.plans import VECTORS, plan_of
-from support.stored import worker_info
+from support.stored import put_one, worker_info
 
 from midstream.codecs import Full8
 from midstream.errors import ReceiptError
@@ -439,7 +439,7 @@ def test_rows_of_different_widths_are_those_of_their_taps(codec, leased, monkeyp
         taps=tuple(taps), widths=tuple(MIXED.values()), arena=engine.arena.leases.address
     )
     worker, buffer = RemoteWorker(info), ResultBuffer(engine.arena, engine.session.encoding)
-    header = buffer.put("u", engine.take("x"), mapped=leased)
+    header = put_one(buffer, "u", engine.take("x"), mapped=leased)
     assert (header.lease is not None) == leased
     worker.see([header], [])
     (data,) = buffer.inline(["u"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from support.plans import plan_of
-from support.stored import make_arena, rows_block, worker_info
+from support.stored import make_arena, put_one, rows_block, worker_info
 
 from midstream.codecs import Raw, RowEncoding
 from midstream.results.activations import Activations
@@ -50,7 +50,7 @@ class Held:
         request = RequestState("a", "u", plan, 0, [])
         request.blocks = blocks
         buffer = ResultBuffer(self.arena, lambda _: RowEncoding.of(Raw(), (), HIDDEN))
-        header = buffer.put("u", [request], mapped=True)
+        header = put_one(buffer, "u", [request], mapped=True)
         worker = RemoteWorker(
             worker_info(
                 taps=tuple(TAPS),

@@ -77,7 +77,7 @@ def test_each_row_comes_once_while_its_request_runs_or_at_its_end(seed, lag):
     engine, fakes, got = run(seed, lag)
     assert sum(map(len, got.values())) > 50
     for fake in fakes:
-        engine.session.requests.finish(fake.id)
+        engine.session.requests.finish([fake.id])
         (request,) = engine.take(fake.id)
         assert request.problem == ""
         assert request.done.tolist() == fake.done
@@ -122,7 +122,7 @@ def test_a_request_that_has_ended_is_handed_over_and_one_that_was_taken_is_unkno
     engine, fake = FakeEngine(), Fake("a", ALL, uid="u")
     engine.add(fake)
     engine.step([(fake, 3)])
-    engine.session.requests.finish("a")
+    engine.session.requests.finish(["a"])
     ((name, rows),) = hand_over(engine, {"u": {"a": 2, "else": 9}, "v": {"a": 3}})["u"]
     assert (name, len(rows)) == ("a", 2)
     (request,) = engine.take("u")
@@ -188,7 +188,7 @@ def test_the_ledger_gives_the_latest_row_below_a_stop_and_keeps_all_others(steps
                 told = {
                     p + row: (one.sources[s]._nth, first + row * one.rows)
                     for one in blocks
-                    for p, (s, first, count) in zip(one.position.tolist(), one.runs(), strict=True)
+                    for p, count, s, first in one.runs
                     for row in range(count)
                 }
                 assert told == mine

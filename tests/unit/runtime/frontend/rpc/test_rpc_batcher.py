@@ -10,6 +10,7 @@ from support.stored import unmapped
 
 from midstream.errors import BusyError, FetchError
 from midstream.runtime.frontend.rpc.rpc_batcher import RpcBatcher
+from midstream.runtime.protocol.codec import encode
 from midstream.runtime.protocol.results import ResultHeader, partial_name
 from midstream.runtime.protocol.rpc import (
     Acknowledged,
@@ -65,7 +66,7 @@ class Workers:
         headers = [ResultHeader(name, [], len(self.large), None) for name in names]
         inline = [None if self.large else b"" for _ in names]
         nothing = [b"" for _ in names]
-        return [CollectedResults(headers, each, [], []) for each in (inline, nothing)]
+        return [CollectedResults(encode(headers), each, [], []) for each in (inline, nothing)]
 
 
 def run(work):

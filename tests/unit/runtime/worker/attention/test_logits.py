@@ -244,7 +244,7 @@ def test_ranks_call_the_head_together_whatever_each_one_drops_or_cannot_run(seed
         for pair in list(running):
             if pair[0].computed >= 40 or draw.random() < 0.03:  # ended, or aborted
                 running.remove(pair)
-                both(lambda rank, n, pair=pair: rank.session.requests.finish(pair[n].id))
+                both(lambda rank, n, pair=pair: rank.session.requests.finish([pair[n].id]))
                 mine, theirs = both(lambda rank, n, pair=pair: rank.take(pair[n].id))
                 if mine and any(one.pattern for one in pair[0].plan.captures):
                     assert bool(mine[0].problem) == bool(theirs[0].problem)

@@ -93,7 +93,7 @@ class Decoding:
         for fake in list(self.running):
             if fake.computed >= self.lengths[fake.id] or self.draw.random() < 0.01:
                 self.running.remove(fake)
-                self.engine.session.requests.finish(fake.id)
+                self.engine.session.requests.finish([fake.id])
                 taken = self.engine.take(fake.id)
                 assert len(taken) == (fake.plan is not None)
                 for request in taken:
@@ -160,7 +160,7 @@ def test_whatever_is_accepted_each_position_gets_its_own_segments_edits_and_row(
     for count, right in drafts:
         engine.draft([(fake, count, right)], random.Random(seed), spare)
         check_scores(engine.peeked(fake, 0), fake)
-    engine.session.requests.finish("a")
+    engine.session.requests.finish(["a"])
     (request,) = engine.take("a")
     check_true(request, fake)
 

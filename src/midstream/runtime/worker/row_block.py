@@ -1,0 +1,103 @@
+"""Captured rows of one request, where they are: runs of records in the results of steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from midstream.runtime.protocol.runs import Ints, expand_runs, joined
+
+
+class RowSource(Protocol):
+    """Rows of one step."""
+
+    def rows(self) -> Tensor:
+        """Return the rows on the host, [rows, width]. Blocks until their copy is complete."""
+        ...
+
+    def free(self) -> None:
+        """Release the rows, as the index has no entry for them any more. Called once."""
+        ...
+
+
+R = TypeVar("R", bound=RowSource)
+
+
+class RecordRun(NamedTuple):
+    """Records that are contiguous in their source, at consecutive positions.
+
+    Attributes:
+        position: position of the first record.
+        length: number of records.
+        source: index of their source.
+        first: row of the source at which the first record begins.
+    """
+
+    position: int
+    length: int
+    source: int
+    first: int
+
+
+@dataclass(slots=True)  # not frozen, as frozen instances take longer to make, for each request
+class RowBlock(Generic[R]):
+    """One request's rows of one kind of record, which are not copied.
+
+    Attributes:
+        taps: the taps in each record, in order, as indices on this rank.
+        codec: number of the rows' encoding.
+        rows: rows of a record in its source; see `RowEncoding` for what a row is.
+        sources: the rows of steps.
+        runs: the records. Positions ascend, and no two records have the same.
+    """
+
+    taps: tuple[int, ...]
+    codec: int
+    rows: int
+    sources: list[R]
+    runs: list[RecordRun]
+
+    @property
+    def size(self) -> int:
+        """Number of records."""
+        return sum([length for _, length, _, _ in self.runs])
+
+    @property
+    def stop(self) -> int:
+        """Position of the last record + 1."""
+        position, length, _, _ = self.runs[-1]
+        return position + length
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The positions as (first, length), adjacent runs as one."""
+        return joined([(position, length) for position, length, _, _ in self.runs])
+
+    @property
+    def positions(self) -> Ints:
+        """Position of each record, int64 [size]."""
+        return expand_runs(self.spans)
+
+    @property
+    def values(self) -> Tensor:
+        """A copy of the rows, [size, `rows`, width]. Blocks until the rows are on the host."""
+        parts = [
+            self.sources[nth].rows()[first : first + self.rows * records]
+            for _, records, nth, first in self.runs
+        ]
+        return torch.cat(parts).view(self.size, self.rows, -1)
+
+    def since(self, position: int) -> RowBlock[R]:
+        """Return the rows at `position` and later."""
+        if not self.runs or position <= self.runs[0].position:
+            return self
+        left = []
+        for run in self.runs:
+            cut = max(position - run.position, 0)
+            if cut < run.length:
+                at = run.position + cut, run.length - cut, run.source, run.first + cut * self.rows
+                left.append(RecordRun(*at))
+        return RowBlock(self.taps, self.codec, self.rows, self.sources, left)

@@ -1,0 +1,98 @@
+"""Plans of the last steps with prompts: in a stream of requests that ask for the same, steps repeat
+with other requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from midstream.runtime.protocol.runs import Ints
+from midstream.runtime.worker.step.slot_table import SlotTable
+from midstream.runtime.worker.step.step_batch import StepBatch
+from midstream.runtime.worker.step.step_plan import StepPlan
+
+# Each keeps some arrays with a row for each token of its step.
+MOST_KEPT = 4
+# What a step consists of, besides its requests.
+StepKey = tuple[int, bytes, bytes, bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptStep:
+    """A planned step.
+
+    Attributes:
+        plan: its plan.
+        of_run: for each run, the index of its request among those with a plan.
+        position: position of the first row of each request.
+        stop: position of the last row + 1.
+        segments: segments of the slots of the requests afterwards.
+    """
+
+    plan: StepPlan
+    of_run: Ints
+    position: Ints
+    stop: Ints
+    segments: Ints
+
+
+class KeptSteps:
+    """The plans of the last different steps with prompts."""
+
+    def __init__(self, slots: SlotTable) -> None:
+        """Args:
+        slots: the requests.
+        """
+        self._slots = slots
+        self._kept: dict[StepKey, _KeptStep] = {}
+
+    def key_of(self, batch: StepBatch, chosen: Ints, slot: Ints) -> StepKey | None:
+        """Return the key of a step; None: it cannot be repeated with other requests.
+
+        Args:
+            batch: the batch of the step.
+            chosen: indices of the batch's requests that have a plan.
+            slot: their slots.
+        """
+        # Steps without prompts repeat with the same requests: see `StepPlanner`.
+        if batch.unknown is not None or batch.num_tokens == len(batch.request_ids):
+            return None
+        plans = self._slots.plans[slot]
+        if not plans.all():
+            return None
+        parts = chosen, plans, batch.scheduled, batch.computed[chosen]
+        first, second, third, fourth = [part.tobytes() for part in parts]
+        return batch.num_tokens, first, second, third, fourth
+
+    def repeat(self, key: StepKey, slot: Ints) -> StepPlan | None:
+        """Return the plan of a step of some requests; None: no such step is kept.
+
+        Args:
+            key: the step's key.
+            slot: slots of the requests that have a plan.
+        """
+        found = self._kept.get(key)
+        if found is None:
+            return None
+        self._slots.advance(slot, found.position, found.stop)
+        self._slots.segments[slot] = found.segments
+        mine = slot[found.of_run]
+        return found.plan.of(mine, self._slots.serials(mine))
+
+    def keep(
+        self, key: StepKey, plan: StepPlan, batch: StepBatch, chosen: Ints, slot: Ints
+    ) -> None:
+        """Keep the plan of a step; see `key_of`."""
+        if len(self._kept) >= MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        order = np.argsort(slot)
+        position = batch.computed[chosen].astype(np.int64)
+        self._kept[key] = _KeptStep(
+            plan,
+            order[np.searchsorted(slot[order], plan.runs.slot)],
+            position,
+            position + batch.scheduled[chosen],
+            self._slots.segments[slot],
+        )
