@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from midstream.call_frames import with_room_for_calls
 from midstream.compat.act_environment import is_capture_worker
 from midstream.config.config import KEY, from_additional_config, is_complete, is_enabled
 from midstream.config.controllers import load, read_controllers
@@ -65,7 +66,8 @@ def activate() -> None:
         _wrap("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", _init_device)
         _wrap("vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", _process)
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", _engine_init)
-        _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "step", _engine_step)
+        step = with_room_for_calls(_engine_step)
+        _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "step", step)
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "abort_request", _engine_abort)
         _wrap("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", _core_init)
         _wrap("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", _core_receive)
@@ -79,8 +81,8 @@ def activate() -> None:
             prefix_cache.computed_blocks,
         )
         # The last one runs first: what is left of requests that failed is not evaluated.
-        for part in (ended_requests, probe_stops, failed_requests):
-            hook = part.update_from_output
+        first = with_room_for_calls(failed_requests.update_from_output)
+        for hook in (ended_requests.update_from_output, probe_stops.update_from_output, first):
             _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", hook)
         # By name: the server is a layer above, but a process with an AsyncLLM may build its app.
         importlib.import_module("midstream.server.install").install()

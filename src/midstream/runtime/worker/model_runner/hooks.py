@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midstream.call_frames import with_room_for_calls
 from midstream.runtime.protocol.request_payload import payload_of
-from midstream.runtime.worker.model_runner.call_frames import with_room_for_calls
 from midstream.runtime.worker.model_runner.model_switch import PLAIN, ModelSwitch
 from midstream.runtime.worker.model_runner.step_output import attach
 from midstream.runtime.worker.session import WorkerSession

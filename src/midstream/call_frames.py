@@ -9,9 +9,9 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Values of the frame that makes the room: 32 KiB. CPython gives it a chunk of twice that size, and
-# the other half is for the calls inside.
-_VALUES = 4096
+# Values of the frame that makes the room: 256 KiB. CPython gives it a chunk of twice that size, of
+# which memory is only taken where it is written; the other half is for the calls inside.
+_VALUES = 1 << 15
 
 
 def with_room_for_calls(function: Callable[P, T]) -> Callable[P, T]:
@@ -19,8 +19,8 @@ def with_room_for_calls(function: Callable[P, T]) -> Callable[P, T]:
 
     CPython keeps the frames of a thread's calls in chunks of 16 KiB. A call whose frame does not
     fit into the last chunk maps another one, and unmaps it when it returns. If the end of a chunk
-    is where a forward pass launches its kernels, each launch makes two system calls and touches new
-    memory, which takes longer than the launch.
+    is where a forward pass launches its kernels, or where the scheduler looks at each request, each
+    of these calls makes two system calls and touches new memory, which takes longer than the call.
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
