@@ -15,7 +15,7 @@ _VALUES = 1 << 15
 
 
 def with_room_for_calls(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that does the same, in which calls are not slow at any depth.
+    """Return a function that does the same, and has room for the frames of all calls in it.
 
     CPython keeps the frames of a thread's calls in chunks of 16 KiB. A call whose frame does not
     fit into the last chunk maps another one, and unmaps it when it returns. If the end of a chunk

@@ -77,7 +77,7 @@ class Relaunch:
             if stream is None or _has_hooks():
                 kernel[(rows, 1, 1)](address, other or None, *self.rest, stream=stream)
             else:
-                # What the line above does, in a third of the calls.
+                # What the line above does, without the calls for profilers.
                 kernel.run(
                     rows, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None,
                     address, other or None, *self.rest,

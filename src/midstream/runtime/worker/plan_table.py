@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from midstream.errors import NoRoomError
-from midstream.ops.layout import Op
 from midstream.runtime.protocol.rank_parts import part_of_steps
 from midstream.runtime.protocol.segments import FOREVER, PlanSegment, RankShare, cut
 from midstream.runtime.protocol.vector_update import VectorUpdate
@@ -100,21 +99,7 @@ class PlanTable:
                 self.drop_unused()
                 segments = self._acquire_segments(pieces, resolved.codec)
             self._acquired += 1
-            found = self._plans[packed] = RankPlan(
-                self._acquired,
-                packed,
-                resolved,
-                segments,
-                has_states=any(
-                    step.op is Op.SCAN
-                    for segment in segments
-                    for edit in segment.edits
-                    for step in edit.steps
-                ),
-                has_sums=any(
-                    read.pattern.reduces for segment in segments for read in segment.patterns
-                ),
-            )
+            found = self._plans[packed] = RankPlan(self._acquired, packed, resolved, segments)
         elif found is self._unused:
             self._unused = None
         found.users += 1
@@ -128,7 +113,7 @@ class PlanTable:
         with suppress(Exception):  # where it cannot be read, it is read on no rank
             _, pieces = self._parse(packed)
             bare = [one._replace(edits=(), taps=(), scored=False, patterns=()) for one in pieces]
-        return acquire_segments(bare, self._tables, self._rows, self._codecs)
+        return self._acquire_segments(bare, "raw")
 
     def _acquire_segments(self, pieces: list[PlanSegment], codec: str) -> list[Segment]:
         return acquire_segments(pieces, self._tables, self._rows, self._codecs, codec)

@@ -94,8 +94,6 @@ class RankPlan:
         packed: its bytes.
         resolved: the plan.
         segments: its segments on this rank, with their programs and groups.
-        has_states: whether gates of it remember something; see `GateStates`.
-        has_sums: whether it reduces rows; see `Reductions`.
         users: number of requests that use it.
     """
 
@@ -103,9 +101,18 @@ class RankPlan:
     packed: bytes
     resolved: ResolvedPlan
     segments: list[Segment]
-    has_states: bool = False
-    has_sums: bool = False
     users: int = 0
+
+    @property
+    def has_states(self) -> bool:
+        """Whether gates of it remember something; see `GateStates`."""
+        return any(probe.is_scan for probe in self.resolved.probes)
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether it reduces rows; see `Reductions`."""
+        patterns = [capture.pattern for capture in self.resolved.captures]
+        return any(pattern is not None and pattern.reduces for pattern in patterns)
 
 
 @dataclass(frozen=True, slots=True)
