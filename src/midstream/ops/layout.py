@@ -50,9 +50,9 @@ The score is 1 if left > 0, else 0, with `STEP`; without, it is s, or `OPEN` if 
 the whole state, as `hold` is either 0 or outlasts the request. hold is the column WRITE. A token
 whose id is not listed leaves the state as it is.
 
-Each state is of one site. It has a position up to which the tokens are those of earlier requests,
-one start for the first of them that is read, and another for the first that is read at or after
-that position.
+Each state belongs to one site. It has a position up to which the tokens are those of earlier
+requests, one start for the first of them that is read, and another for the first that is read at or
+after that position.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return hook(original, self, *args, **kwargs)
 
-    # vLLM asks for it in each call of a front end; it takes long to find behind a wrapper.
+    # vLLM looks for it in each call of a front end, which takes long behind a wrapper.
     wrapped.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     setattr(owner, name, wrapped)
 

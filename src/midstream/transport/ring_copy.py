@@ -118,7 +118,7 @@ class CudaCopy:
 @dataclass(slots=True)
 class CudaShipment:
     """A shipment in progress on the copy stream. The driver is not asked again once it is complete:
-    each call of it lets other threads take the interpreter's lock.
+    each call to it lets other threads take the interpreter's lock.
     """
 
     extents: tuple[Extent | None, ...]

@@ -213,7 +213,9 @@ class PlanSegment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An edit, probe or capture at some positions; without any, that of another rank."""
+    """An edit, probe or capture at some positions; a part without any stands for one that other
+    ranks have.
+    """
 
     ranges: Ranges
     edit: TapProgramStep | None = None

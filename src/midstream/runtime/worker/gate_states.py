@@ -125,8 +125,8 @@ class GateStates:
             self._buffers.scans.zero_()
 
     def check_integrity(self) -> None:
-        """Check that the device has what was armed last, and that nothing is where a forward pass
-        may not be armed.
+        """Check that the device has what was armed last. Where passes that are not armed fire the
+        taps too, check that no state is armed between steps.
 
         Raises:
             AssertionError: it has not, or a state is armed.

@@ -110,7 +110,7 @@ class PlanTable:
         Other ranks may run it, and the tapped model runs here where it does there.
         """
         bare = [PlanSegment(0, FOREVER, (), (), False, (), False)]
-        with suppress(Exception):  # where it cannot be read, it is read on no rank
+        with suppress(Exception):  # then no rank can read it
             _, pieces = self._parse(packed)
             bare = [one._replace(edits=(), taps=(), scored=False, patterns=()) for one in pieces]
         return self._acquire_segments(bare, "raw")

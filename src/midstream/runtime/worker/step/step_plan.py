@@ -174,7 +174,9 @@ class StepPlan:
         positions: Ints,
         batches: tuple[CodecBatch, ...],
     ) -> StepPlan:
-        """The fields are written out, as `dataclasses.replace` takes more than twice as long."""
+        """Return the step with other requests or positions. The fields are written out, as
+        `dataclasses.replace` takes more than twice as long.
+        """
         runs = self.runs
         return StepPlan(
             tokens=self.tokens,
