@@ -220,11 +220,11 @@ def shards(folder: Path) -> int:
 
 def wait_for_another_shard(folder: Path, process: own_process.Process) -> None:
     before = shards(folder)
-    for _ in range(3000):
+    for _ in range(15000):
         if shards(folder) > before:
             return
         assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+        time.sleep(0.01)
     raise AssertionError("nothing was written")
 
 
@@ -250,7 +250,10 @@ def test_nothing_is_lost_and_nothing_there_twice_whichever_process_is_killed(
 
     process = command(tmp_path, talking_llama, "--json")
     wait_for_another_shard(tmp_path, process)
+    # While the command is stopped it takes no results, so that the job does not end before.
+    os.kill(process.pid, signal.SIGSTOP)
     engine_process(process).kill()
+    os.kill(process.pid, signal.SIGCONT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1, err
     summary = json.loads(out)
