@@ -314,16 +314,30 @@ class Run:
 
 
 def seconds(values: dict[str, list[float]]) -> dict[str, Any]:
-    """Return median, minimum, maximum and number of the seconds of each variant."""
+    """Return median, minimum, maximum and number of the seconds of each variant, and what they are
+    of plain vLLM's; see `of_plain`.
+    """
     return {
         name: {
             "median_s": statistics.median(found),
             "min_s": min(found),
             "max_s": max(found),
             "rounds": len(found),
+            "of_plain": of_plain(values, name),
         }
         for name, found in values.items()
     }
+
+
+def of_plain(values: dict[str, list[float]], name: str) -> float | None:
+    """Return the median over rounds of the ratio between a variant's value and that of plain vLLM
+    in the same round; None if one of them was not measured in each. A host whose speed changes from
+    round to round changes both values of a round.
+    """
+    found, plain = values[name], values.get("plain", [])
+    if not found or len(found) != len(plain):
+        return None
+    return statistics.median(one / other for one, other in zip(found, plain, strict=True))
 
 
 def arguments(

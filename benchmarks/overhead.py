@@ -4,7 +4,7 @@
         [--also '{"tapped_model": "always"}'] [--seconds 280] [--json FILE]
 
 Two engines of plain vLLM ("plain" and "plain again") and one with midstream take turns, each in a
-process of its own, in a random order in each round; figures are medians over rounds. Plain vLLM
+process of its own, in a random order in each round; see engines.py for the figures. Plain vLLM
 runs with its defaults: torch.compile and CUDA graphs enabled. Model weights are random; their
 values do not change the work. Each `--also` adds an engine with other settings, measured idle.
 

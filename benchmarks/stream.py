@@ -202,14 +202,13 @@ def read(activations: Any) -> int:
 def summary(values: dict[str, list[tuple[float, int]]]) -> dict[str, Any]:
     """Return the median rate of each variant, what it is of plain vLLM's, and GB/s of rows."""
     rates = {name: [rate for rate, _ in each] for name, each in values.items()}
-    plain = statistics.median(rates["plain"]) if "plain" in rates else None
     return {
         name: {
             "prompts_per_s": (rate := statistics.median(each)),
             "min": min(each),
             "max": max(each),
             "rounds": len(each),
-            "of_plain": plain and rate / plain,
+            "of_plain": engines.of_plain(rates, name),
             "gb_s": rate * values[name][-1][1] / 1e9,
         }
         for name, each in rates.items()

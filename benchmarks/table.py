@@ -89,7 +89,11 @@ def _stream_figures(measured: dict[str, Any]) -> list[list[str]]:
 
 
 def _added(variants: dict[str, dict[str, float]], name: str) -> float:
-    return variants[name]["median_s"] / variants["plain"]["median_s"]
+    """Return a variant's time relative to plain vLLM's; results before 2026-11-27 have medians
+    only.
+    """
+    ratio = variants[name].get("of_plain")
+    return ratio or variants[name]["median_s"] / variants["plain"]["median_s"]
 
 
 def _source(result: dict[str, Any]) -> str:
@@ -373,7 +377,7 @@ def _cell(variants: dict[str, dict[str, float]], name: str) -> str:
     median = variants[name]["median_s"]
     if name == "plain" or "plain" not in variants:
         return f"{median * 1e3:.3f} ms"
-    return _percent(median / variants["plain"]["median_s"])
+    return _percent(_added(variants, name))
 
 
 def _percent(ratio: float) -> str:

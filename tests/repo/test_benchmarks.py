@@ -102,6 +102,19 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def test_a_variant_is_compared_with_plain_vllm_in_the_same_round() -> None:
+    # The host becomes slower in each round, and for the variant's last one very slow.
+    slower = {"plain": [1.0, 2.0, 4.0], "idle": [1.1, 2.2, 40.0], "late": [1.0, 2.0]}
+    measured = engines.seconds(slower)
+    assert measured["idle"]["of_plain"] == pytest.approx(1.1)
+    assert measured["late"]["of_plain"] is None
+    result = {"benchmark": "overhead", "machine": MACHINE, "rounds": 3}
+    engine = {"engine": {"runner": "v2"}}
+    rendered = table.render({**result, "shapes": {"8b": {**engine, "decode": measured}}})
+    assert "| idle | +10.0 % |" in rendered
+    assert "| late | −25.0 % |" in rendered
+
+
 @pytest.mark.engine
 def test_a_run_that_is_killed_leaves_the_workloads_before_and_no_engine(tmp_path: Path) -> None:
     process = start(tmp_path, "plain midstream")
