@@ -54,6 +54,7 @@ LIMITS = {"held_captures": 60000, "client_captures": 60000, "held_seconds": 20}
 OPTIONS = (
     "--dtype=float32", "--max-model-len=512", "--block-size=32", "--max-num-seqs=64",
     "--enforce-eager", "--no-enable-log-requests", "--disable-uvicorn-access-log",
+    "--kv-cache-memory-bytes=1073741824", "--gpu-memory-utilization=0.05",
 )  # fmt: skip
 # Runs first in each of the server's processes. Processes that wait for each other spin, which
 # charges the time of one to the others: here they sleep.
