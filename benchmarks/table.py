@@ -2,8 +2,8 @@
 
     python benchmarks/table.py [--check]
 
-The README has three figures of the latest results of the 8B shape on a GPU, the document the tables
-of these results, and the folder of the results every one.
+The README has three figures of the latest results of the 8B shape on a GPU and the comparison with
+other tools, the document the tables of these results, and the folder of the results every one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, st
     """Return every block, by page and name. Default: of the committed results."""
     found = read() if results is None else results
     return {
-        "README.md": {"figures": figures(found)},
+        "README.md": {"ratio": ratio(found), "figures": figures(found)},
         "docs/benchmarks.md": {"benchmarks": "\n\n".join(map(render, latest_8b(found).values()))},
         "benchmarks/results/README.md": {"benchmarks": "\n\n".join(map(render, found))},
     }
@@ -52,6 +52,26 @@ def figures(results: list[dict[str, Any]]) -> str:
         read_figures = _overhead_figures if name == "overhead" else _stream_figures
         rows += [[*row, _source(result)] for row in read_figures(result["shapes"]["8b"])]
     return markers.table(["", "measured", "script, result, machine"], rows) if rows else ""
+
+
+def ratio(results: list[dict[str, Any]]) -> str:
+    """Return a sentence that compares midstream with its alternatives, of the latest result of
+    against.py on a GPU.
+    """
+    found = [one for one in results if one["benchmark"] == "against"]
+    found = [one for one in found if one["machine"]["device"] != "cpu"]
+    if not found:
+        return ""
+    ((shape, measured), *_), source = found[-1]["shapes"].items(), _source(found[-1])
+    median = {name.split(",")[0]: one["median_s"] for name, one in measured["variants"].items()}
+    mine, theirs, reference = (
+        median[name] for name in ("midstream", "extract_hidden_states", "transformers")
+    )
+    return (
+        f"Every layer of every prompt token of a {shape.upper()} model takes {mine / theirs:.0%} "
+        f"of the time of vLLM's own `extract_hidden_states`, and {mine / reference:.0%} of that of "
+        f"transformers ({source})."
+    ).replace("%", " %")
 
 
 def _overhead_figures(measured: dict[str, Any]) -> list[list[str]]:

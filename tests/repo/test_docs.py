@@ -240,6 +240,21 @@ def test_the_readme_s_figures_are_of_the_latest_run_of_the_8b_shape_on_a_gpu() -
     assert pages["benchmarks/results/README.md"]["benchmarks"].count("8b, runner v2") == 3
 
 
+def test_the_readme_s_comparison_is_that_of_the_latest_run_on_a_gpu() -> None:
+    table = script("benchmarks/table.py")
+    seconds = {"midstream": 1.0, "extract_hidden_states": 4.0, "transformers, batches of 8": 2.0}
+    of_shape = {"variants": {name: {"median_s": each} for name, each in seconds.items()}}
+    earlier = {**RESULT, "benchmark": "against", "shapes": {"0.6b": of_shape}, "file": "first.json"}
+    slower = {**of_shape["variants"], "midstream": {"median_s": 3.0}}
+    later = {**earlier, "shapes": {"0.6b": {"variants": slower}}, "file": "later.json"}
+    on_cpu = {**earlier, "machine": {**RESULT["machine"], "device": "cpu"}, "file": "cpu.json"}
+    sentence = table.ratio([earlier, later, on_cpu, RESULT])
+    assert "75 % of the time of vLLM's own `extract_hidden_states`, and 150 % of that" in sentence
+    assert "a 0.6B model" in sentence
+    assert "results/later.json" in sentence
+    assert table.ratio([on_cpu, RESULT]) == ""
+
+
 def test_a_result_of_an_unknown_benchmark_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="no table for the benchmark 'speed'"):
         script("benchmarks/table.py").render({"benchmark": "speed"})
