@@ -264,15 +264,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A request gets the receipt of another one of its plan, whose states differ",
         "runtime/protocol/results.py",
-        "        return self.worker, self._leased is None, self.states.tobytes(), known\n",
+        "        return self.worker, self._leased is None, self._states.tobytes(), known\n",
         "        return self.worker, self._leased is None, known\n",
         "tests/unit/runtime/frontend/results/test_assembly.py::test_what_requests_of_one_plan_share_is_only_what_the_workers_said_alike",
     ),
     Fault(
         "Requests of one plan share the positions that their callers may change",
-        "runtime/frontend/results/assembly.py",
-        "        positions = [one.positions.copy() for one in self.places]\n",
-        "        positions = [one.positions for one in self.places]\n",
+        "results/gathered_rows.py",
+        "            self._positions = torch.from_numpy(self._positions.copy())\n",
+        "            self._positions = torch.from_numpy(self._positions)\n",
         "tests/unit/runtime/frontend/results/test_assembly.py::test_positions_of_a_request_can_be_changed_without_changing_those_of_the_next",
     ),
     Fault(

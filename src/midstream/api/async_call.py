@@ -27,6 +27,7 @@ from midstream.errors import MidstreamError, SpecError
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 from midstream.runtime.frontend.input_session import InputSession, with_call_plan
 from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
+from midstream.runtime.frontend.results.async_completion import set_nothing
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.spec import Plan
 from midstream.spec.controller import Controller
@@ -84,8 +85,19 @@ class AsyncEngineCall:
         call: GenerateCall | None = None
         stream: Any = None
         controlled: ControlledRequest | None = None
+        is_plain = False
         try:
-            call, params = self._begin(prompt, sampling_params)
+            plan = self._plan(prompt, sampling_params)
+            if plan is None and self._is_plain(prompt, sampling_params):
+                is_plain = True
+                front.plain.begin(request_id)
+                given = (prompt, sampling_params, request_id)
+                stream = VllmAsyncLLM.generate(self._llm, *given, **vllm_args)
+                async for output in stream:
+                    set_nothing(output)
+                    yield output
+                return
+            call, params = self._begin(plan, prompt, sampling_params)
             if self._controller is not None:
                 check_controlled(call.plan, params, self._controller)
                 check_controller(self._default)
@@ -124,17 +136,30 @@ class AsyncEngineCall:
                 if stream is not None:
                     await stream.aclose()
             finally:
+                if is_plain:
+                    front.plain.leave(request_id)
                 if call is not None:
                     front.leave(call)
 
+    def _plan(self, prompt: Any, sampling_params: SamplingParams) -> Plan | CallPlan | None:
+        """Return the plan of the call and of the default capture; None: they ask for nothing."""
+        asked = None if self._arguments.nothing else self._arguments.alone().plan()
+        plan = merged_plan(asked, sampling_params)
+        if self._default is not None:
+            plan = self._with_default(self._default, plan, prompt, sampling_params)
+        return plan
+
+    def _is_plain(self, prompt: Any, sampling_params: SamplingParams) -> bool:
+        """Return whether nothing applies to a call without a plan: vLLM alone serves it."""
+        is_session = isinstance(prompt, AsyncGenerator)
+        is_asked = self._controller is not None or self._default is not None
+        return not (is_session or is_asked or self._front.concerns(sampling_params))
+
     def _begin(
-        self, prompt: Any, sampling_params: SamplingParams
+        self, plan: Plan | CallPlan | None, prompt: Any, sampling_params: SamplingParams
     ) -> tuple[GenerateCall, SamplingParams]:
         """Begin a call, and return its sampling parameters; the caller's are not changed."""
         session = InputSession() if isinstance(prompt, AsyncGenerator) else None
-        plan = merged_plan(self._arguments.alone().plan(), sampling_params)
-        if self._default is not None:
-            plan = self._with_default(self._default, plan, prompt, sampling_params)
         if isinstance(prompt, EngineCoreRequest):
             if plan is not None or self._front.concerns(sampling_params):
                 raise SpecError(

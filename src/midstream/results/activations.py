@@ -265,7 +265,7 @@ class Activations:
             tap: rows.alone() if isinstance(rows, Rows) else rows
             for tap, rows in self._given.items()
         }
-        return {**self.__dict__, "_given": given, "_values": {}}
+        return {**self.__dict__, "_given": given, "_values": {}, "_positions": {**self._positions}}
 
     def __repr__(self) -> str:
         return _describe(self)
@@ -285,7 +285,7 @@ class Activations:
 
     def _value(self, tap: Tap) -> Tensor:
         if tap not in self._values:
-            self._values |= _decoded(self._given, tap, self.heads)
+            self._values.update(_decoded(self._given, tap, self.heads))
         return self._values[tap]
 
 
@@ -321,26 +321,31 @@ def _group_of(tap: Tap, rows: Rows, positions: Tensor) -> RowGroup:
 
 def _decoded(
     given: Mapping[Tap, Tensor | Rows], tap: Tap, heads: Mapping[Tap, Heads]
-) -> dict[Tap, Tensor]:
+) -> Iterable[tuple[Tap, Tensor]]:
     """Return the rows of a tap, and of those that are decoded together with it."""
     mine = heads.get(tap)
     if isinstance(given, GatheredRows):
         from midstream.results.interleaved_rows import mark_interleaved
 
-        found = given.group(tap).decoded()
-        if found is not None:
-            for each in found.keys() & heads.keys() if heads else ():
+        group = given.group(tap)
+        views = group.decoded()
+        if views is not None and not heads:
+            mark_interleaved(views)
+            return zip(group.taps, views, strict=True)
+        if views is not None:
+            found = dict(zip(group.taps, views, strict=True))
+            for each in found.keys() & heads.keys():
                 found[each] = heads[each].of(found[each])
             chosen = {each for each, one in heads.items() if one.chosen is not None}
             mark_interleaved([rows for each, rows in found.items() if each not in chosen])
-            return found
+            return found.items()
     rows = given[tap]
     if not isinstance(rows, Rows):
-        return {tap: rows if mine is None else mine.of(rows)}
+        return [(tap, rows if mine is None else mine.of(rows))]
     from midstream.results.interleaved_rows import interleaved
 
     found_rows = rows.decoded()
-    return {tap: interleaved(found_rows if mine is None else mine.of(found_rows))}
+    return [(tap, interleaved(found_rows if mine is None else mine.of(found_rows)))]
 
 
 def with_heads(activations: Activations, heads: Mapping[Tap, Heads]) -> Activations:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +13,6 @@ from midstream.sites import Tap
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-T = TypeVar("T")
 
 
 class Block(Protocol):
@@ -37,23 +34,50 @@ class Block(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class RowGroup:
     """Rows of taps that were captured at the same positions.
 
     Attributes:
         taps: the taps.
-        positions: int64 [rows], ascending.
         blocks: the blocks that have these rows.
         chosen: int64 [rows], indices into the blocks' rows; None: all rows in their order.
         nothing: encoded rows of the same codec, width and dtype, without any.
     """
 
-    taps: tuple[Tap, ...]
-    positions: Tensor
-    blocks: Sequence[Block]
-    chosen: Tensor | None
-    nothing: Rows
+    __slots__ = ("_positions", "blocks", "chosen", "nothing", "taps")
+
+    def __init__(
+        self,
+        taps: tuple[Tap, ...],
+        positions: Tensor | NDArray[np.int64],
+        blocks: Sequence[Block],
+        chosen: Tensor | None,
+        nothing: Rows,
+    ) -> None:
+        """Create it.
+
+        Args:
+            taps: the taps.
+            positions: int64 [rows], ascending. An array may be shared: callers get a copy of it.
+            blocks, chosen, nothing: see the attributes.
+        """
+        self.taps = taps
+        self._positions = positions
+        self.blocks = blocks
+        self.chosen = chosen
+        self.nothing = nothing
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @property
+    def positions(self) -> Tensor:
+        """The position of each row, int64 [rows], ascending."""
+        if isinstance(self._positions, np.ndarray):
+            import torch
+
+            self._positions = torch.from_numpy(self._positions.copy())
+        return self._positions
 
     def rows_of(self, tap: Tap) -> Rows:
         """Return the rows of one tap."""
@@ -72,23 +96,28 @@ class RowGroup:
             self.chosen,
         )
 
-    def decoded(self) -> dict[Tap, Tensor] | None:
-        """Return the decoded rows of all taps, [rows, hidden] each, as views of one tensor; None if
-        they are not raw rows in one piece of memory.
+    def decoded(self) -> Sequence[Tensor] | None:
+        """Return the decoded rows of each tap, [rows, hidden], as views of one tensor; None if they
+        are not raw rows in one piece of memory.
         """
         from midstream.codecs.base import view_as
 
-        nothing = self.nothing
-        pieces = [(block.taps, chunk) for block in self.blocks for chunk in block.chunks]
-        if self.chosen is not None or len(pieces) != 1 or nothing.codec.spec != "raw":
+        nothing, blocks = self.nothing, self.blocks
+        if self.chosen is not None or len(blocks) != 1 or nothing.codec.spec != "raw":
             return None
-        ((taps, chunk),) = pieces
+        taps, chunks = blocks[0].taps, blocks[0].chunks
+        if len(chunks) != 1:
+            return None
+        chunk = chunks[0]
         width = nothing.hidden * nothing.dtype.itemsize
         if isinstance(chunk, Scattered) or chunk.shape[1:] != (len(taps), width):
             return None
+        every = view_as(chunk, nothing.dtype).unbind(1)
+        if taps == self.taps:
+            return every
         # A block may have taps of other groups too.
-        every = dict(zip(taps, view_as(chunk, nothing.dtype).unbind(1), strict=True))
-        return every if taps == self.taps else {tap: every[tap] for tap in self.taps}
+        by_tap = dict(zip(taps, every, strict=True))
+        return [by_tap[tap] for tap in self.taps]
 
     def encoded(self) -> NDArray[np.uint8]:
         """Return the encoded rows of all taps, uint8 [taps, rows, bytes of a row].
@@ -119,49 +148,79 @@ class GatheredRows(Mapping[Tap, Rows]):
         groups: the rows by taps that were captured together; no tap is in two of them.
     """
 
-    def __init__(self, taps: Sequence[Tap], groups: Sequence[RowGroup]) -> None:
+    def __init__(
+        self,
+        taps: Iterable[Tap],
+        groups: Sequence[RowGroup],
+        numbers: Mapping[Tap, int] | None = None,
+    ) -> None:
         """Create it.
 
         Args:
             taps: all taps of the groups, in the order in which they are shown.
             groups: the rows.
+            numbers: `numbers_of` these, which alike completions share; None: it is made here.
         """
         self.groups = tuple(groups)
-        self._groups = self._by_tap(taps, self.groups)
+        self._numbers = numbers_of(taps, groups) if numbers is None else numbers
 
     def group(self, tap: Tap) -> RowGroup:
         """Return the group of a tap."""
-        return self._groups[tap]
+        return self.groups[self._numbers[tap]]
 
     @property
     def owns_memory(self) -> bool:
         """Whether no row is in a worker's memory."""
         return not any(block.is_leased for group in self.groups for block in group.blocks)
 
-    def positions(self) -> dict[Tap, Tensor]:
-        """Return the positions of each tap, int64 [rows]."""
-        return self._by_tap(self._groups, [group.positions for group in self.groups])
+    def positions(self) -> Mapping[Tap, Tensor]:
+        """Return the positions of each tap, int64 [rows]; tensors are made when looked at."""
+        return _Positions(self)
 
     def counts(self) -> dict[Tap, int]:
         """Return the number of rows of each tap."""
-        return self._by_tap(self._groups, [len(group.positions) for group in self.groups])
-
-    def _by_tap(self, taps: Iterable[Tap], values: Sequence[T]) -> dict[Tap, T]:
-        """Return by tap, in this order, what each group has."""
-        if len(self.groups) == 1:
-            return dict.fromkeys(taps, values[0])
-        pairs = zip(self.groups, values, strict=True)
-        found = {tap: value for group, value in pairs for tap in group.taps}
-        return {tap: found[tap] for tap in taps}
+        return {tap: len(self.groups[nth]) for tap, nth in self._numbers.items()}
 
     def __getitem__(self, tap: Tap) -> Rows:
-        return self._groups[tap].rows_of(tap)
+        return self.group(tap).rows_of(tap)
 
     def __contains__(self, tap: object) -> bool:
-        return tap in self._groups
+        return tap in self._numbers
 
     def __iter__(self) -> Iterator[Tap]:
-        return iter(self._groups)
+        return iter(self._numbers)
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._numbers)
+
+
+class _Positions(Mapping[Tap, "Tensor"]):
+    """Positions of each tap of some rows."""
+
+    def __init__(self, rows: GatheredRows) -> None:
+        self._rows = rows
+
+    def __getitem__(self, tap: Tap) -> Tensor:
+        return self._rows.group(tap).positions
+
+    def __iter__(self) -> Iterator[Tap]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class _HasTaps(Protocol):
+    @property
+    def taps(self) -> tuple[Tap, ...]: ...
+
+
+def numbers_of(taps: Iterable[Tap], groups: Sequence[_HasTaps]) -> dict[Tap, int]:
+    """Return the index of each tap's group.
+
+    Args:
+        taps: all taps of the groups; the result has their order.
+        groups: what has taps; no tap is in two of them.
+    """
+    found = {tap: nth for nth, group in enumerate(groups) for tap in group.taps}
+    return {tap: found[tap] for tap in taps}

@@ -16,6 +16,7 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd, set_payload
 from midstream.runtime.frontend.engine_info import FrontEnds, describe
 from midstream.runtime.frontend.input_session import InputSession, check_session
+from midstream.runtime.frontend.plain_calls import PlainCalls
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.intake import Intake
 from midstream.runtime.frontend.results.async_completion import AsyncCompletion
@@ -61,6 +62,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         self.directions.carry_out_later = self._replicas[0].batcher.carry_out
         self.changes.send_later = partial(call, client)
         self._calls: dict[CallPlan, GenerateCall] = {}
+        self.plain = PlainCalls()
         self._admitted: dict[str, GenerateCall] = {}  # by uid
         self._sessions: dict[str, GenerateCall] = {}  # of streaming input, by vLLM's id
         self.intake, self._tasks = Intake(), BackgroundTasks()
@@ -81,6 +83,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         return call
 
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
+        if plan is None and request.request_id in self.plain:
+            return None
         call = self._calls.get(plan) if isinstance(plan, CallPlan) else None
         if call is None:
             raise SpecError(
@@ -125,10 +129,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         if admitted is not None:
             call.is_delta = request.sampling_params.output_kind.name == "DELTA"
             if call.session is None:
-                num_completions = request.sampling_params.n
-                call.partial_rows = PartialRows.of(
-                    admitted, request.request_id, num_completions, self.sinks, self.info.shape
-                )
+                given = request.request_id, request.sampling_params.n, self.sinks, self.info.shape
+                call.partial_rows = PartialRows.of(admitted, *given)
             self._admitted[admitted.uid] = call
             # vLLM prepares requests in a thread, which runs on after a cancelled call. `leave`
             # reads `admitted` after it has set `is_over`: at least one of the two cleans up.
@@ -149,6 +151,9 @@ class AsyncFrontEnd(BaseFrontEnd):
             deliver: the client's own function that sends it.
         """
         uid = uid_of(request.sampling_params)
+        if uid is None and request.request_id not in self._sessions:
+            await deliver(request)
+            return
         if uid in self._reused or (uid in self._needs and self._needs[uid].vectors):
             deliver = _within(self._with_vectors, deliver)
         # The end of a session has no payload, and must not overtake the session's inputs.
@@ -189,8 +194,7 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     def _set_replica(self, call: GenerateCall, request: Any) -> None:
         """Set the replica of a request to the one that has capacity for its call."""
-        assert call.admitted is not None
-        call.replica = self._replicas[self._admission.replica_of(call.admitted.uid)]
+        call.replica = self._replicas[self._admission.replica_of(call.uid)]
         if len(self._replicas) > 1:
             request.data_parallel_rank = call.replica.number
 
@@ -230,18 +234,15 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     def _end(self, call: GenerateCall) -> None:
         """Release what the ended requests of a call take, except for their rows."""
-        assert call.admitted is not None
-        self._release_tables([call.admitted.uid])
+        self._release_tables([call.uid])
 
     def _collected(self, call: GenerateCall) -> None:
         """Release all capacity of a call whose results were fetched."""
-        assert call.admitted is not None
-        self._release([call.admitted.uid])
+        self._release([call.uid])
         self._forget(call)
 
     def _forget(self, call: GenerateCall) -> None:
-        assert call.admitted is not None
-        self._admitted.pop(call.admitted.uid, None)
+        self._admitted.pop(call.uid, None)
         if call.session is not None:
             for name in call.ids:
                 self._sessions.pop(name, None)
@@ -267,8 +268,9 @@ class AsyncFrontEnd(BaseFrontEnd):
     async def check_integrity(self) -> None:
         """Check the invariants of an idle engine, here and on the workers."""
         await self._tasks.wait()
-        for things in (self._calls, self._admitted, self._sessions, self._needs, self._reused):
+        for things in (self._calls, self.plain, self._admitted, self._sessions, self._needs):
             assert not things
+        assert not self._reused
         assert self._admission.waiting + len(self.changes) == 0
         check = CheckIntegrity(self.info.front_ends.number)
         self.check_vectors(await call_all(self._client, check))

@@ -166,7 +166,7 @@ class BaseFrontEnd:
         if admitted is not None:
             given = (prepared.plan, request, call_plan, before, also, admitted.later, recalled)
             self.changes.add(admitted.uid, *given)
-        return admitted and replace(admitted, recalled=recalled)
+        return replace(admitted, recalled=recalled) if admitted and recalled else admitted
 
     def _attach_payload(
         self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]

@@ -60,8 +60,10 @@ class RequestTotals:
             self.rows += rows
             self.row_bytes += nbytes
             self.dropped += receipt.dropped
-            self.scores += sum(one.actual for one in receipt.probed)
-            self.sink_failures += sum(kept.status != "ok" for _, kept in receipt.kept)
+            for probed in receipt.probed:
+                self.scores += probed.actual
+            for _, kept in receipt.kept:
+                self.sink_failures += kept.status != "ok"
             if receipt.edited is not None:
                 self.edits += receipt.edited.applied
                 self.cached_edits += receipt.edited.cached

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,13 +106,14 @@ class UnreadChunks(Sequence[Chunk]):
         yield self._read()
 
     def __getitem__(self, index: Any) -> Any:
-        return [self._read()][index]
+        return (self._read(),)[index]
 
     def _read(self) -> Tensor:
         if self._chunk is None:
             shape = (-1, len(self._part.taps), self._part.row_bytes)
             # A writable copy: tensors over read-only memory are a trap.
-            self._chunk = torch.frombuffer(bytearray(self._data), dtype=torch.uint8).view(shape)
+            copy = np.frombuffer(bytearray(self._data), np.uint8)
+            self._chunk = torch.from_numpy(copy.reshape(shape))
         return self._chunk
 
 

@@ -265,7 +265,6 @@ class WorkerResult:
         worker: the worker's description.
         problem: what went wrong there; empty: nothing did.
         dropped: number of captured vectors that the arena had no space for.
-        states: uint16, the state of each position; see `segments`.
         resets: number of resets of the prefix cache when it began.
         functions: calls of its functions.
         versions: (number, first position) of each later version of the plan, in order.
@@ -290,7 +289,7 @@ class WorkerResult:
         self.versions = tuple(header.versions)
         self._leased = leased
         end = header.states * _STATE
-        self.states: NDArray[np.uint16] = np.frombuffer(data[:end], np.uint16)
+        self._states = data[:end]
         self._rows: list[tuple[RowsHeader, memoryview]] = []
         for rows in header.rows:
             self._rows.append((rows, data[end : end + rows.nbytes]))
@@ -301,12 +300,17 @@ class WorkerResult:
             end += scores.nbytes
 
     @property
+    def states(self) -> NDArray[np.uint16]:
+        """The state of each position; see `segments`."""
+        return np.frombuffer(self._states, np.uint16)
+
+    @property
     def outline(self) -> Hashable:
         """All that is known of the completion besides the values of its rows and scores."""
         rows = [(one.taps, one.codec, one.patterns, one.nbytes, *one.runs) for one, _ in self._rows]
         counts = [(one.index, one.calls, one.rows) for one in self.functions]
         known = self.problem, self.dropped, self.versions, tuple(rows), tuple(counts)
-        return self.worker, self._leased is None, self.states.tobytes(), known
+        return self.worker, self._leased is None, self._states.tobytes(), known
 
     def forms(self) -> list[BlockForm] | None:
         """Return the forms of the blocks; None: their rows are in the arena, large, or lie between

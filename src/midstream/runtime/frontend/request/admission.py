@@ -84,7 +84,7 @@ class Admission:
             self._waiting[uid].sends.append(send)
             return
         allowed = self._every if only is None else frozenset({only})
-        found = self._find(need, allowed - self._waited_for())
+        found = self._find(need, allowed - self._waited_for() if self._waiting else allowed)
         if found is None:
             self._waiting[uid] = _Waiting(need, allowed, [send])
         else:

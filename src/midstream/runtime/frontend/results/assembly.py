@@ -16,7 +16,7 @@ from torch import Tensor
 from midstream.codecs import Raw, parse_codec
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
-from midstream.results.gathered_rows import GatheredRows, RowGroup
+from midstream.results.gathered_rows import GatheredRows, RowGroup, numbers_of
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.runtime.frontend.conversations import Recollection
@@ -91,7 +91,6 @@ def assemble(
         The results of each completion, by its index.
     """
     children = split(answers, len(output.outputs))
-    nothing = plan.remember(("no rows", shape.dtype), 0, lambda: no_rows(plan, shape))
     coming_from = () if own is None else own.coming_from
     found = {}
     for completion in output.outputs:
@@ -103,6 +102,7 @@ def assemble(
         kept: list[ResultBlock] = []
         # The receipt of reduced rows depends on their values.
         if earlier or reused is not None or later or plan.probes or plan.reduced:
+            nothing = _no_rows_once(plan, shape)
             computed = joined_blocks(parts) if plan.captures else []
             kept = [] if reused is None else reused.missing(computed, tokens)
             blocks = [*computed, *kept]
@@ -120,7 +120,7 @@ def assemble(
         else:
             probes = None
             key = ("results", *[part.outline for part in parts], coming_from, *_ending(completion))
-            given = plan, parts, completion, tokens, nothing, coming_from
+            given = plan, parts, completion, tokens, shape, coming_from
             shared = plan.remember(key, len(tokens), functools.partial(_shared_results, *given))
             blocks = shared.blocks(plan, parts)
             activations = shared.activations(plan, blocks, tokens)
@@ -162,12 +162,14 @@ class _SharedResults:
     Attributes:
         receipt: the receipt of one of them.
         places: of the captured rows.
+        numbers: index of each tap's place; see `GatheredRows`.
         forms: of each block, the index of its worker's results and its form; None: see
             `WorkerResult.forms`.
     """
 
     receipt: Receipt
     places: tuple[_Places, ...]
+    numbers: Mapping[Tap, int]
     forms: tuple[tuple[int, BlockForm], ...] | None
 
     def blocks(self, plan: ResolvedPlan, parts: Sequence[WorkerResult]) -> list[ResultBlock]:
@@ -182,9 +184,7 @@ class _SharedResults:
         """Return the rows of one of these completions; None: the plan has no captures."""
         if not plan.captures:
             return None
-        # Callers may change the positions that they get.
-        positions = [one.positions.copy() for one in self.places]
-        return _gathered(plan, self.places, positions, blocks, tokens)
+        return _gathered(plan, self.places, blocks, tokens, self.numbers)
 
 
 def _shared_results(
@@ -192,16 +192,17 @@ def _shared_results(
     parts: list[WorkerResult],
     completion: Any,
     tokens: list[int],
-    nothing: Mapping[Tap, Rows],
+    shape: ModelShape,
     coming_from: tuple[tuple[str, str], ...],
 ) -> _SharedResults:
+    nothing = _no_rows_once(plan, shape)
     blocks = joined_blocks(parts) if plan.captures else []
     every = _activations(plan, blocks, tokens, nothing)
     receipt = make_receipt("", plan, parts, completion, tokens, every, None, coming_from)
-    places = []
-    if plan.captures:
-        places = _places(plan, blocks, select_final(plan, tokens), nothing)
-    return _SharedResults(receipt, tuple(places), _forms(parts) if plan.captures else ())
+    if not plan.captures:
+        return _SharedResults(receipt, (), {}, ())
+    places = tuple(_places(plan, blocks, select_final(plan, tokens), nothing))
+    return _SharedResults(receipt, places, numbers_of(plan.taps, places), _forms(parts))
 
 
 def _forms(parts: Sequence[WorkerResult]) -> tuple[tuple[int, BlockForm], ...] | None:
@@ -226,6 +227,11 @@ def _count_by_tap(blocks: Sequence[ResultBlock]) -> dict[Tap, int]:
         for tap in block.taps:
             found[tap] = found.get(tap, 0) + block.positions.size
     return found
+
+
+def _no_rows_once(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
+    """Return `no_rows`, which requests with this plan share."""
+    return plan.remember(("no rows", shape.dtype), 0, lambda: no_rows(plan, shape))
 
 
 def no_rows(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
@@ -310,7 +316,7 @@ def activations_of(
         nothing: see `no_rows`.
     """
     places = _places(plan, blocks, select, nothing)
-    return _gathered(plan, places, [one.positions for one in places], blocks, tokens)
+    return _gathered(plan, places, blocks, tokens)
 
 
 def _places(
@@ -333,22 +339,18 @@ def _places(
 def _gathered(
     plan: ResolvedPlan,
     places: Sequence[_Places],
-    positions: Sequence[Ints],
     blocks: Sequence[ResultBlock],
     tokens: Tensor | Sequence[int],
+    numbers: Mapping[Tap, int] | None = None,
 ) -> Activations:
-    """Return the rows of some blocks, given where they are and the positions to show."""
+    """Return the rows of some blocks, given where they are; `numbers` as for `GatheredRows`."""
     groups = [
         RowGroup(
-            one.taps,
-            torch.from_numpy(shown),
-            [blocks[nth] for nth in one.blocks],
-            one.chosen,
-            one.nothing,
+            one.taps, one.positions, [blocks[nth] for nth in one.blocks], one.chosen, one.nothing
         )
-        for one, shown in zip(places, positions, strict=True)
+        for one in places
     ]
-    rows = GatheredRows(plan.taps, groups)
+    rows = GatheredRows(plan.taps, groups, numbers)
     return Activations(rows, rows.positions(), tokens)
 
 

@@ -82,8 +82,7 @@ class AsyncCompletion:
         Raises:
             ReceiptError: it is the last output, and results differ from the plan.
         """
-        for holder in (output, *output.outputs):
-            holder.__dict__.update(_NOTHING)
+        set_nothing(output)
         if call.admitted is None:
             return
         if call.session is not None:
@@ -148,7 +147,8 @@ class AsyncCompletion:
             # aborted. The abort must precede the release of its capacity to other requests.
             await self._abort(call.ids)
         self._ended(call)
-        await self._streamer.stop(call)
+        if call.partial_rows is not None:
+            await self._streamer.stop(call)
         answers = await call.replica.batcher.collect(call.admitted.uid)
         call.is_collected = True
         self._collected(call)
@@ -185,6 +185,12 @@ class AsyncCompletion:
         for span in call.spans:
             span.finish(receipts[span.completion])
         call.spans.clear()
+
+
+def set_nothing(output: Any) -> None:
+    """Set midstream's attributes on an output that has no results, or none yet."""
+    for holder in (output, *output.outputs):
+        holder.__dict__.update(_NOTHING)
 
 
 def _record(call: GenerateCall, output: Any) -> None:

@@ -34,7 +34,6 @@ class GenerateCall:
         is_over: whether its caller has left, possibly before its request was validated.
         failure: why a request could not be sent.
         partial_rows: its rows that are delivered before its end; None: none are.
-        row_lock: held while such rows are fetched and delivered.
         spans: spans of its requests that wait for receipts.
     """
 
@@ -51,8 +50,13 @@ class GenerateCall:
     is_over: bool = False
     failure: BaseException | None = None
     partial_rows: PartialRows | None = None
-    row_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     spans: list[DelayedSpan] = field(default_factory=list)
+
+    @property
+    def uid(self) -> str:
+        """midstream's id of its admitted request."""
+        assert self.admitted is not None
+        return self.admitted.uid
 
     @property
     def plan(self) -> Plan | None:

@@ -46,8 +46,9 @@ RESULTS = (
 )
 _NO_RESULTS = dict.fromkeys(RESULTS)
 # Result of rows that are on the output.
+_STORED = CaptureResult()
 _DONE: Future[CaptureResult] = Future()
-_DONE.set_result(CaptureResult())
+_DONE.set_result(_STORED)
 # The manifest of this sink is also set on the output.
 _MANIFEST_SINK = "npz"
 
@@ -181,14 +182,15 @@ def set_on_output(output: Any, finished: FinishedRequest) -> bool:
             return False
         assert mine.activations is not None, "there is a route only for captured rows"
         shown = with_heads(mine.activations, admitted.heads(route.captures, finished.shape))
-    only.__dict__.update(
-        _NO_RESULTS,
-        activations=shown,
-        probes=mine.probes,
-        receipt=mine.receipt,
-        capture_results={MEMORY: _DONE.result()} if routes else None,
-    )
-    output.__dict__.update({name: only.__dict__[name] for name in RESULTS})
+    found = {
+        **_NO_RESULTS,
+        "activations": shown,
+        "probes": mine.probes,
+        "receipt": mine.receipt,
+        "capture_results": {MEMORY: _STORED} if routes else None,
+    }
+    only.__dict__.update(found)
+    output.__dict__.update(found)
     return True
 
 

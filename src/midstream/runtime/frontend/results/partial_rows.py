@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,7 @@ class PartialRows:
     Attributes:
         ids: vLLM's ids of its completions.
         is_over: whether no more rows are to be requested before the end.
+        lock: an asynchronous engine holds it while it fetches and delivers rows.
     """
 
     @staticmethod
@@ -92,6 +94,7 @@ class PartialRows:
         """
         self.ids: list[str] = []
         self.is_over = False
+        self.lock = asyncio.Lock()
         self._admitted = admitted
         self._request_id = request_id
         self._count = num_completions

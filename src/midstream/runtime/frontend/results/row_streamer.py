@@ -152,7 +152,7 @@ class RowStreamer:
             states: vLLM's states of running requests, by its ids.
         """
         assert call.partial_rows is not None
-        if call.replica is None or call.row_lock.locked() or call.partial_rows.is_over:
+        if call.replica is None or call.partial_rows.lock.locked() or call.partial_rows.is_over:
             return False
         return call.partial_rows.is_due(lengths_of(states, call.partial_rows.ids))
 
@@ -165,7 +165,7 @@ class RowStreamer:
         """
         partial = call.partial_rows
         assert partial is not None
-        async with call.row_lock:
+        async with partial.lock:
             # Read only now: there may be more since the lock was requested.
             known = running_of(states, partial.ids)
             if partial.is_over or not known:
@@ -183,7 +183,7 @@ class RowStreamer:
         assert call.partial_rows is not None
         assert call.stream is not None
         tokens = call.stream.tokens
-        async with call.row_lock:
+        async with call.partial_rows.lock:
             if not is_aborted:
                 stop = call.partial_rows.stop(len(tokens))
                 await self._fetch(call, dict.fromkeys(call.partial_rows.ids, stop))
@@ -191,14 +191,14 @@ class RowStreamer:
 
     async def stop(self, call: GenerateCall) -> None:
         """Wait for deliveries under way, and start no others: the other rows come at the end."""
-        if call.partial_rows is not None:
-            async with call.row_lock:
-                call.partial_rows.is_over = True
+        assert call.partial_rows is not None
+        async with call.partial_rows.lock:
+            call.partial_rows.is_over = True
 
     async def end(self, call: GenerateCall) -> None:
         """Deliver a last piece to sinks which got pieces of a call and not its last one."""
-        assert call.partial_rows is not None
         await self.stop(call)
+        assert call.partial_rows is not None
         for route, delivery in call.partial_rows.endings():
             self._sinks.queue(route.sink).put_empty(delivery)
 
