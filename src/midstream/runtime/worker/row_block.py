@@ -63,6 +63,8 @@ class RowBlock(Generic[R]):
     @property
     def size(self) -> int:
         """Number of records."""
+        if len(self.runs) == 1:
+            return self.runs[0].length
         return sum([length for _, length, _, _ in self.runs])
 
     @property
