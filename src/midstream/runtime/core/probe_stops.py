@@ -51,7 +51,7 @@ class Watched:
         and change nothing; return whether that is so. Otherwise nothing is taken.
 
         So it is for nearly every request in nearly every step. `advance` and the controller would
-        find the same, but take three times as long.
+        find the same, but take several times as long.
 
         Args:
             scores: the scores of the step.
@@ -64,12 +64,11 @@ class Watched:
         if self.params is not request.sampling_params:
             return False
         row = scores.row[nth]
-        if self.acts:
+        if self.ranges:
             if position < self.reached:
                 return False
-            for (slot, start, stop, low, high), progress in zip(
-                self.ranges, self.each, strict=True
-            ):
+            for place, (slot, start, stop, low, high) in enumerate(self.ranges):
+                progress = self.each[place]
                 if progress is None:
                     continue
                 if progress.run or not start <= position < stop:
@@ -78,7 +77,7 @@ class Watched:
                     return False
         if self.controller is not None and not self.controller.passes(scores, row, position):
             return False
-        if self.acts:
+        if self.ranges:
             self.reached = position + 1
         return True
 

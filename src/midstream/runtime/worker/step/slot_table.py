@@ -62,8 +62,8 @@ class SlotTable:
         self._reached = np.zeros(0, np.int64)  # number of positions that each request has reached
         self._serials = np.zeros(0, np.int64)
         self._states = np.zeros((0, max_model_len), np.uint16)
-        # The bytes of `_states`. For more than 500 values NumPy releases the interpreter's lock, and
-        # to get it back takes longer than to copy them.
+        # The bytes of `_states`. To copy more than 500 values NumPy releases the interpreter's
+        # lock; to get it back takes longer than the copy.
         self._bytes = memoryview(b"")
         self._latest: tuple[list[str], Ints] | None = None  # result of the last `slots_of`
 
