@@ -5,6 +5,9 @@ from __future__ import annotations
 from support.fault import Fault
 
 CORE = "tests/unit/runtime/core/test_probe_stops.py"
+PASSES = (
+    "tests/unit/runtime/core/test_scores_that_pass.py::test_what_passes_is_what_changes_nothing"
+)
 ENGINE = "tests/engine/test_probe_stops.py"
 SWITCHES = "tests/engine/test_switches.py"
 FORMS = "tests/engine/test_probe_forms.py"
@@ -67,9 +70,23 @@ ACTS: tuple[Fault, ...] = (
         SWITCHES + "::test_several_probes_switch_one_after_the_other_and_a_stop_ends_it",
     ),
     Fault(
+        "A score within the threshold passes unseen after one beyond it, and the run of tokens goes on",
+        "runtime/core/probe_stops.py",
+        "                if progress.run or not",
+        "                if not",
+        PASSES,
+    ),
+    Fault(
+        "A score passes a law unseen that answers another scale to it",
+        "spec/control_laws.py",
+        "        return is_on is self._is_on and scale",
+        "        return scale",
+        PASSES,
+    ),
+    Fault(
         "It is forgotten how far the conditions of a request are",
         "runtime/core/probe_stops.py",
-        "                watched.progress = progress\n",
+        "                watched.reached, watched.each = progress\n",
         "                pass\n",
         SWITCHES + "::test_what_is_computed_again_after_a_preemption_has_the_edits_that_it_had",
     ),

@@ -83,6 +83,12 @@ class Threshold(_Called):
             self._is_on = score > (below if self._is_on else self.above)
         return self.on if self._is_on else self.off
 
+    def holds(self, score: float, scale: float | None) -> bool:
+        """Return whether it answers a scale to the next score, and is then as it was before."""
+        below = self.above if self.below is None else self.below
+        is_on = score > (below if self._is_on else self.above)
+        return is_on is self._is_on and scale == (self.on if is_on else self.off)
+
     def scales(self) -> tuple[float, ...]:
         """Return every scale that it may answer."""
         return self.off, self.on

@@ -25,7 +25,7 @@ from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.step_scores import ScoresOfStep
 from midstream.runtime.vllm.additional_config import controllers_of
 from midstream.runtime.vllm.attributes import CONTROLLED, DECLARED
-from midstream.spec.control_laws import Observed, read_law
+from midstream.spec.control_laws import Observed, Threshold, read_law
 from midstream.spec.controller import read_answer
 from midstream.validation import kind, read_float32, show
 
@@ -43,6 +43,7 @@ class RunningController:
         decide: the law, or what is called with what was observed.
         calls: those of its declared controller; None: it is a law.
         reads: name of the probe that its law reads; empty: none.
+        slot: column of that probe's scores, if its law is a `Threshold`; None: it is another.
         choices: index in `control.choices`, by the name of a set of edits and a scale.
         reached: number of positions whose scores were taken. A position is taken once, also if it
             is computed again after a preemption.
@@ -59,6 +60,7 @@ class RunningController:
     calls: DeclaredCalls | None
     reads: str
     choices: dict[tuple[str, float], int]
+    slot: int | None = None
     reached: int = 0
     unseen: dict[str, list[float]] = field(default_factory=dict)
     chosen: int = 0
@@ -84,6 +86,23 @@ class RunningController:
                 self.unseen.setdefault(probe.name, []).extend(found)
         self.reached = max(self.reached, end)
         return bool(self.unseen)
+
+    def passes(self, scores: ScoresOfStep, row: int, position: int) -> bool:
+        """Take the scores of one position if its law answers what holds already, and is then as it
+        was; return whether that is so. Otherwise nothing is taken.
+
+        Args:
+            scores: the scores of the step.
+            row: the row of the position.
+            position: the position.
+        """
+        if self.slot is None or position < self.reached:
+            return False
+        # At a position that the probe does not read, the law answers what it answered last.
+        if not self.decide.holds(scores.column(self.slot)[row], self.answered):
+            return False
+        self.reached = position + 1
+        return True
 
     @property
     def tokens(self) -> int:
@@ -174,7 +193,10 @@ def controlled(scheduler: Any, request: Any, control: Control) -> RunningControl
         for nth, one in enumerate(control.choices):
             choices.setdefault((one.edits, one.scale), nth)
         reads = getattr(decide, "probe", "")
-        found = RunningController(request, control, decide, calls, reads, choices)
+        slot: int | None = None
+        if isinstance(decide, Threshold):
+            (slot,) = (probe.slot for probe in control.probes if probe.name == reads)
+        found = RunningController(request, control, decide, calls, reads, choices, slot)
         CONTROLLED.set(request, found)
     return found
 

@@ -38,14 +38,19 @@ class ScoresOfStep:
         """Return the scores in a column at some positions of the nth request."""
         if not positions:
             return []
-        column = self._columns.get(slot)
-        if column is None:
-            # At once for all requests: an index of numpy takes as long as a hundred of a list.
-            column = self._columns[slot] = self.values[:, slot].tolist()
+        column = self.column(slot)
         shift = self.row[nth] - self.first[nth]
         if isinstance(positions, range):
             return column[positions.start + shift : positions.stop + shift]
         return [column[position + shift] for position in positions]
+
+    def column(self, slot: int) -> list[float]:
+        """Return the scores in a column, of each row."""
+        found = self._columns.get(slot)
+        if found is None:
+            # At once for all requests: an index of numpy takes as long as a hundred of a list.
+            found = self._columns[slot] = self.values[:, slot].tolist()
+        return found
 
     def alone(self) -> ScoresOfStep:
         """Return the same without rows of other requests."""

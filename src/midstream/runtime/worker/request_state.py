@@ -26,6 +26,7 @@ from midstream.spec import ResolvedPlan
 from midstream.spec.resolve.resolved import ResolvedBias, ResolvedFunction
 
 T = TypeVar("T")
+_NO_STATES = np.zeros(0, np.uint16)
 
 
 class Segment(NamedTuple):
@@ -95,6 +96,8 @@ class RankPlan:
         resolved: the plan.
         segments: its segments on this rank, with their programs and groups.
         users: number of requests that use it.
+        has_states: whether gates of it remember something; see `GateStates`.
+        has_sums: whether it reduces rows; see `Reductions`.
     """
 
     number: int
@@ -102,17 +105,13 @@ class RankPlan:
     resolved: ResolvedPlan
     segments: list[Segment]
     users: int = 0
+    has_states: bool = field(init=False)
+    has_sums: bool = field(init=False)
 
-    @property
-    def has_states(self) -> bool:
-        """Whether gates of it remember something; see `GateStates`."""
-        return any(probe.is_scan for probe in self.resolved.probes)
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether it reduces rows; see `Reductions`."""
+    def __post_init__(self) -> None:
         patterns = [capture.pattern for capture in self.resolved.captures]
-        return any(pattern is not None and pattern.reduces for pattern in patterns)
+        self.has_states = any(probe.is_scan for probe in self.resolved.probes)
+        self.has_sums = any(one is not None and one.reduces for one in patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,7 @@ class RequestState:
     oldest_step: int = 0
     resets: int = 0
     functions: list[FunctionUse] = field(default_factory=list)
-    done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
+    done: NDArray[np.uint16] = field(default_factory=lambda: _NO_STATES)
 
     def segments_within(self, start: int, stop: int) -> list[Segment]:
         """Return the segments that contain positions of [start, stop)."""

@@ -193,6 +193,7 @@ class RequestTable:
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """End requests, which have no more rows. Ids of requests without a plan are ignored."""
+        ended = []
         for request_id in request_ids:
             if self._early:
                 self._early.pop(request_id, None)
@@ -205,7 +206,10 @@ class RequestTable:
                 if later.plan is not None:
                     self.plans.release(later.plan)
             self._slots.retire(request)
-            self._finishing.append((self._recorder.last_step_of([request]), request))
+            ended.append(request)
+        if ended:
+            last = self._slots.last_step[[request.slot for request in ended]]
+            self._finishing += zip(last.tolist(), ended, strict=True)
         self._remove_settled()
 
     def settle(self) -> None:
@@ -270,13 +274,10 @@ class RequestTable:
 
     def _remove_settled(self) -> None:
         """Remove finished requests whose steps are all settled from the slots."""
-        if not self._finishing:
-            return
         settled = self._recorder.settled
-        finishing, self._finishing = self._finishing, []
-        for number, request in finishing:
-            if number <= settled:
-                self._slots.remove(request)
-                self._finished.setdefault(request.uid, []).append(request)
-            else:
-                self._finishing.append((number, request))
+        removed = [request for number, request in self._finishing if number <= settled]
+        if removed:
+            self._finishing = [one for one in self._finishing if one[0] > settled]
+            self._slots.remove(removed)
+        for request in removed:
+            self._finished.setdefault(request.uid, []).append(request)

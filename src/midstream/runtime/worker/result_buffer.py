@@ -77,8 +77,8 @@ class ResultBuffer:
             placed = [[placer.place(block) for block in request.blocks] for request in requests]
             lease = self._lease(placed, front_end, leases) if mapped else None
             entries = [
-                self._entry(request, mine, parts, placer if lease is None else None)
-                for request, mine in zip(requests, placed, strict=True)
+                self._entry(request, placed[nth], parts, placer if lease is None else None)
+                for nth, request in enumerate(requests)
             ]
             data = self._data[name] = b"".join(parts)
             found.append(ResultHeader(name, entries, len(data), lease, resets))
@@ -101,7 +101,8 @@ class ResultBuffer:
         """
         parts.append(request.done.tobytes())
         blocks = []
-        for block, (places, nbytes) in zip(request.blocks, placed, strict=True):
+        for nth, block in enumerate(request.blocks):
+            places, nbytes = placed[nth]
             if reads is None:
                 parts.append(array("q", [number for place in places for number in place]).tobytes())
                 nbytes = len(parts[-1])

@@ -63,6 +63,8 @@ class RowBlock(Generic[R]):
     @property
     def size(self) -> int:
         """Number of records."""
+        if len(self.runs) == 1:
+            return self.runs[0].length
         return sum([length for _, length, _, _ in self.runs])
 
     @property
@@ -74,6 +76,9 @@ class RowBlock(Generic[R]):
     @property
     def spans(self) -> list[tuple[int, int]]:
         """The positions as (first, length), adjacent runs as one."""
+        if len(self.runs) == 1:
+            position, length, _, _ = self.runs[0]
+            return [(position, length)]
         return joined([(position, length) for position, length, _, _ in self.runs])
 
     @property

@@ -62,6 +62,9 @@ class SlotTable:
         self._reached = np.zeros(0, np.int64)  # number of positions that each request has reached
         self._serials = np.zeros(0, np.int64)
         self._states = np.zeros((0, max_model_len), np.uint16)
+        # The bytes of `_states`. To copy more than 500 values NumPy releases the interpreter's
+        # lock; to get it back takes longer than the copy.
+        self._bytes = memoryview(b"")
         self._latest: tuple[list[str], Ints] | None = None  # result of the last `slots_of`
 
     def __len__(self) -> int:
@@ -102,6 +105,7 @@ class SlotTable:
             self._reached = _grow(self._reached, grown)
             self._serials = _grow(self._serials, grown)
             self._states = _grow(self._states, grown)
+            self._bytes = self._states.data.cast("B")
             self._by_slot += [None] * (grown - size)
             self._free = list(range(grown - 1, size - 1, -1))
         return self._free.pop()
@@ -133,20 +137,22 @@ class SlotTable:
         """Return whether a request may have more rows."""
         return self._slot_of.get(request.id) == request.slot
 
-    def remove(self, request: RequestState) -> None:
-        """Remove a request and free its slot; the states of its positions move into
-        `request.done`.
+    def remove(self, requests: Sequence[RequestState]) -> None:
+        """Remove requests and free their slots; the states of their positions move into
+        `RequestState.done`.
         """
-        slot = request.slot
-        reached = int(self._reached[slot])
-        request.done = self._states[slot, :reached].copy()
-        self._states[slot, :reached] = UNSEEN
-        self.retire(request)
-        if self._requests.get(request.id) is request:
-            del self._requests[request.id]
-        self._by_slot[slot] = None
-        self.num_reporting -= request.reports
-        self._free.append(slot)
+        reached = self._reached[[request.slot for request in requests]].tolist()
+        for request, count in zip(requests, reached, strict=True):
+            slot = request.slot
+            states = self._bytes_of(slot, 0, count)
+            request.done = np.frombuffer(bytes(states), np.uint16)
+            states[:] = bytes(len(states))  # each is UNSEEN
+            self.retire(request)
+            if self._requests.get(request.id) is request:
+                del self._requests[request.id]
+            self._by_slot[slot] = None
+            self.num_reporting -= request.reports
+            self._free.append(slot)
 
     def fail(self, request: RequestState, position: int, problem: str) -> None:
         """Record a request's first problem.
@@ -241,11 +247,17 @@ class SlotTable:
         if plan.slots.size < _LONG_RUN * runs.slot.size or not runs.exact:
             self._states[plan.slots, plan.positions] = states
             return
-        begin = 0
+        given, begin = states.astype(np.uint16, copy=False).data.cast("B"), 0
         columns = runs.slot.tolist(), runs.position.tolist(), runs.length.tolist()
         for slot, position, length in zip(*columns, strict=True):
-            self._states[slot, position : position + length] = states[begin : begin + length]
-            begin += length
+            part = self._bytes_of(slot, position, length)
+            part[:] = given[begin : begin + len(part)]
+            begin += len(part)
+
+    def _bytes_of(self, slot: int, position: int, length: int) -> memoryview:
+        """Return the bytes of the states of some positions of a slot."""
+        size, begin = self._states.itemsize, slot * self._states.shape[1] + position
+        return self._bytes[begin * size : (begin + length) * size]
 
     def _add_nonfinite(self, request: RequestState, position: int) -> None:
         if request.problem or request.nonfinite:

@@ -293,5 +293,5 @@ def test_drafts_that_were_rejected_are_not_taken_for_positions_from_the_cache():
             view, _ = late_view(host, 4, slack, true)
         planner.plan(view)
     request = slots.get("a")
-    slots.remove(request)
+    slots.remove([request])
     assert not request.done.any()

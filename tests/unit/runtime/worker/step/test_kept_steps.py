@@ -69,7 +69,7 @@ class Streamed:
         for slots in self.slots:
             requests = [slots.get(name) for name in names]
             for request in requests:
-                slots.remove(request)
+                slots.remove([request])
             found.append([request.done.tolist() for request in requests])
         return found
 

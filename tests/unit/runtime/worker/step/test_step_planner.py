@@ -108,7 +108,7 @@ def test_every_row_of_every_step_gets_what_its_request_asks_for_at_its_position(
             computed[nth] += chunk[nth]
     for request in requests.values():
         release_segments(request.segments, tables)
-        slots.remove(request)
+        slots.remove([request])
     assert_free(tables)
     assert len(slots) == 0
 
@@ -163,7 +163,7 @@ def test_positions_that_no_step_computed_are_known_to_come_from_the_cache():
     request = request_of("a", STEER, tables, slots)
     step = planner.plan(view_of(["a"], [4], [16]))
     slots.record(step, np.full(4, 1), np.zeros(4, bool))
-    slots.remove(request)
+    slots.remove([request])
     assert request.done.tolist() == [CACHED] * 16 + [APPLIED_0 + 1] * 4
 
 
@@ -177,8 +177,8 @@ def test_a_cache_hit_after_preemption_marks_only_what_was_never_computed():
         step = planner.plan(view_of(["b", "a"], [1, scheduled], [computed] * 2))
         count = len(step.slots)
         slots.record(step, np.ones(count, np.int64), np.zeros(count, bool))
-    slots.remove(request)
-    slots.remove(other)
+    slots.remove([request])
+    slots.remove([other])
     once = APPLIED_0 + 1
     # The second run began at 16; the third, at 10, computed what the cache had served as well.
     assert request.done.tolist() == [UNSEEN] * 4 + [once] * 2 + [CACHED] * 4 + [once] * 12
@@ -192,7 +192,7 @@ def test_a_decode_step_like_the_last_notes_what_was_skipped():
     for position in (5, 6, 9):
         step = planner.plan(view_of(["a"], [1], [position]))
         slots.record(step, np.ones(1, np.int64), np.zeros(1, bool))
-    slots.remove(request)
+    slots.remove([request])
     once = APPLIED_0 + 1
     assert request.done.tolist() == [CACHED] * 5 + [once] * 2 + [CACHED] * 2 + [once]
 
@@ -216,7 +216,7 @@ def test_edits_by_position_are_laid_out_once_for_decode_steps_and_get_their_posi
         before = step
     assert all(row is laid_out[0] for row in laid_out)
     for request in (other, first, second):
-        slots.remove(request)
+        slots.remove([request])
 
 
 def test_a_slot_that_is_used_again_remembers_nothing():
@@ -225,10 +225,10 @@ def test_a_slot_that_is_used_again_remembers_nothing():
     first = request_of("a", STEER, tables, slots)
     step = planner.plan(view_of(["a"], [8], [0]))
     slots.record(step, np.full(8, 1), np.zeros(8, bool))
-    slots.remove(first)
+    slots.remove([first])
     second = request_of("b", STEER, tables, slots)
     assert second.slot == first.slot
-    slots.remove(second)
+    slots.remove([second])
     assert second.done.tolist() == []
 
 
@@ -238,7 +238,7 @@ def test_a_count_too_large_to_be_told_stays_the_largest():
     request = request_of("a", STEER, tables, slots)
     step = planner.plan(view_of(["a"], [2], [0]))
     slots.record(step, np.array([2**20, 3]), np.zeros(2, bool))
-    slots.remove(request)
+    slots.remove([request])
     assert request.done.tolist() == [MOST_APPLIED, APPLIED_0 + 3]
 
 
@@ -251,6 +251,6 @@ def test_a_request_that_comes_under_an_id_of_an_unchanged_batch_is_seen():
     assert active_rows(planner.plan(view)) == [1]
     mine = request_of("a", STEER, tables, slots)
     assert sorted(active_rows(planner.plan(view))) == [0, 1]
-    slots.remove(mine)
-    slots.remove(other)
+    slots.remove([mine])
+    slots.remove([other])
     assert planner.plan(view) is None
