@@ -34,13 +34,20 @@ def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, st
 
 
 def latest_8b(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the latest results of `LEADING` benchmarks of the 8B shape on a GPU, by benchmark."""
-    latest = {
-        one["benchmark"]: one
-        for one in results
-        if one["machine"]["device"] != "cpu" and "8b" in one.get("shapes", ())
-    }
+    """Return the latest results of `LEADING` benchmarks of the 8B shape on a GPU with the newest
+    vLLM, by benchmark.
+    """
+    latest: dict[str, dict[str, Any]] = {}
+    for one in results:
+        if one["machine"]["device"] != "cpu" and "8b" in one.get("shapes", ()):
+            before = latest.get(one["benchmark"])
+            if before is None or _release(one) >= _release(before):
+                latest[one["benchmark"]] = one
     return {name: latest[name] for name in LEADING if name in latest}
+
+
+def _release(result: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(map(int, result["machine"]["vllm"].split(".")))
 
 
 def figures(results: list[dict[str, Any]]) -> str:

@@ -218,7 +218,7 @@ def test_a_benchmark_s_table_has_the_plain_time_and_what_is_added_to_it() -> Non
     assert "| idle | +2.0 % | −1.0 % |" in text
 
 
-def test_the_readme_s_figures_are_of_the_latest_run_of_the_8b_shape_on_a_gpu() -> None:
+def test_the_readme_s_figures_are_of_the_latest_run_of_the_8b_shape_with_the_newest_vllm() -> None:
     table = script("benchmarks/table.py")
     measured = {"plain": {"median_s": 1.0}}
     for name, median in (("idle", 1.004), ("plain again", 1.01)):
@@ -231,13 +231,14 @@ def test_the_readme_s_figures_are_of_the_latest_run_of_the_8b_shape_on_a_gpu() -
     later = {**RESULT, "shapes": shapes, "file": "later.json"}
     on_cpu = {**later, "machine": {**RESULT["machine"], "device": "cpu"}, "file": "cpu.json"}
     small = {**later, "shapes": {"0.6b": shapes["8b"]}, "file": "small.json"}
-    pages = table.pages([{**later, "file": "earlier.json"}, later, on_cpu, small])
+    old = {**later, "machine": {**RESULT["machine"], "vllm": "0.9.2"}, "file": "old.json"}
+    pages = table.pages([{**later, "file": "earlier.json"}, later, on_cpu, small, old])
     figures = pages["README.md"]["figures"]
     assert "−0.2 % to +0.4 %; plain vLLM against itself: −1.0 % to +1.0 %" in figures
     assert "+1.2 % with one vector for all, +1.4 % with 256 different ones" in figures
     assert set(re.findall(r"results/(\w+)\.json", figures)) == {"later"}
     assert pages["docs/benchmarks.md"]["benchmarks"].count("8b, runner v2") == 1
-    assert pages["benchmarks/results/README.md"]["benchmarks"].count("8b, runner v2") == 3
+    assert pages["benchmarks/results/README.md"]["benchmarks"].count("8b, runner v2") == 4
 
 
 def test_the_readme_s_comparison_is_that_of_the_latest_run_on_a_gpu() -> None:
