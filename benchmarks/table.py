@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import markers
+from figures import added, figures, latest_8b, percent, ratio
 
 RESULTS = markers.ROOT / "benchmarks" / "results"
-# Of these benchmarks README.md has figures, and the document tables.
-LEADING = ("overhead", "stream")
 
 
 def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, str]]:
@@ -31,102 +31,6 @@ def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, st
         "docs/benchmarks.md": {"benchmarks": "\n\n".join(map(render, latest_8b(found).values()))},
         "benchmarks/results/README.md": {"benchmarks": "\n\n".join(map(render, found))},
     }
-
-
-def latest_8b(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the latest results of `LEADING` benchmarks of the 8B shape on a GPU with the newest
-    vLLM, by benchmark.
-    """
-    latest: dict[str, dict[str, Any]] = {}
-    for one in results:
-        if one["machine"]["device"] != "cpu" and "8b" in one.get("shapes", ()):
-            before = latest.get(one["benchmark"])
-            if before is None or _release(one) >= _release(before):
-                latest[one["benchmark"]] = one
-    return {name: latest[name] for name in LEADING if name in latest}
-
-
-def _release(result: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(map(int, result["machine"]["vllm"].split(".")))
-
-
-def figures(results: list[dict[str, Any]]) -> str:
-    """Return figures that make a point, of the latest results of the 8B shape on a GPU, each with
-    its script, result and machine.
-    """
-    rows = []
-    for name, result in latest_8b(results).items():
-        read_figures = _overhead_figures if name == "overhead" else _stream_figures
-        rows += [[*row, _source(result)] for row in read_figures(result["shapes"]["8b"])]
-    return markers.table(["", "measured", "script, result, machine"], rows) if rows else ""
-
-
-def ratio(results: list[dict[str, Any]]) -> str:
-    """Return a sentence that compares midstream with its alternatives, of the latest result of
-    against.py on a GPU.
-    """
-    found = [one for one in results if one["benchmark"] == "against"]
-    found = [one for one in found if one["machine"]["device"] != "cpu"]
-    if not found:
-        return ""
-    ((shape, measured), *_), source = found[-1]["shapes"].items(), _source(found[-1])
-    median = {name.split(",")[0]: one["median_s"] for name, one in measured["variants"].items()}
-    mine, theirs, reference = (
-        median[name] for name in ("midstream", "extract_hidden_states", "transformers")
-    )
-    return (
-        f"Every layer of every prompt token of a {shape.upper()} model takes {mine / theirs:.0%} "
-        f"of the time of vLLM's own `extract_hidden_states`, and {mine / reference:.0%} of that of "
-        f"transformers ({source})."
-    ).replace("%", " %")
-
-
-def _overhead_figures(measured: dict[str, Any]) -> list[list[str]]:
-    works = {name: one for name, one in measured.items() if name.startswith("decode")}
-    idle, again = (
-        [_added(one, name) for one in works.values() if name in one] or [1.0]
-        for name in ("idle", "plain again")
-    )
-    name, largest = list(works.items())[-1]
-    one, many = (_added(largest, f"add at every layer, K = {k}") for k in (1, 256))
-    return [
-        [
-            "Overhead while nobody asks",
-            f"a decode step of an 8B model: {_percent(min(idle))} to {_percent(max(idle))}; plain "
-            f"vLLM against itself: {_percent(min(again))} to {_percent(max(again))}",
-        ],
-        [
-            "256 steering vectors cost what one costs",
-            f"{name}, a vector added at every layer: {_percent(one)} with one vector for all,"
-            f" {_percent(many)} with 256 different ones",
-        ],
-    ]
-
-
-def _stream_figures(measured: dict[str, Any]) -> list[list[str]]:
-    variants = next(one for one in measured.values() if "plain" in one)
-    every = variants["every token, every layer"]
-    return [
-        [
-            "Throughput while everything is captured",
-            f"every layer of every prompt token of an 8B model: {_percent(1 / every['of_plain'])}"
-            f" time, {every['gb_s']:.1f} GB/s to the caller",
-        ]
-    ]
-
-
-def _added(variants: dict[str, dict[str, float]], name: str) -> float:
-    """Return a variant's time relative to plain vLLM's; results before 2026-11-27 have medians
-    only.
-    """
-    ratio = variants[name].get("of_plain")
-    return ratio or variants[name]["median_s"] / variants["plain"]["median_s"]
-
-
-def _source(result: dict[str, Any]) -> str:
-    machine, script = result["machine"], f"benchmarks/{result['benchmark']}.py"
-    links = f"[script]({script}), [result](benchmarks/results/{result.get('file', '')})"
-    return f"{links}; {machine['device']}, vLLM {machine['vllm']}, {machine['commit']}"
 
 
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -314,7 +218,7 @@ def stream(result: dict[str, Any]) -> str:
                 [
                     name,
                     f"{one['prompts_per_s']:,.1f}",
-                    _percent(1 / one["of_plain"]),
+                    percent(1 / one["of_plain"]),
                     f"{one['gb_s']:.2f}" if one["gb_s"] else "",
                 ]
                 for name, one in variants.items()
@@ -404,11 +308,7 @@ def _cell(variants: dict[str, dict[str, float]], name: str) -> str:
     median = variants[name]["median_s"]
     if name == "plain" or "plain" not in variants:
         return f"{median * 1e3:.3f} ms"
-    return _percent(_added(variants, name))
-
-
-def _percent(ratio: float) -> str:
-    return f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")
+    return percent(added(variants, name))
 
 
 def parity(result: dict[str, Any]) -> str:

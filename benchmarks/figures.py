@@ -1,0 +1,115 @@
+"""Figures of README.md: the latest results that make a point, and how ratios are written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import markers
+
+# Of these benchmarks README.md has figures, and the document tables.
+LEADING = ("overhead", "stream")
+
+
+def latest_8b(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the latest results of `LEADING` benchmarks of the 8B shape on a GPU with the newest
+    vLLM, by benchmark.
+    """
+    latest: dict[str, dict[str, Any]] = {}
+    for one in results:
+        if one["machine"]["device"] != "cpu" and "8b" in one.get("shapes", ()):
+            before = latest.get(one["benchmark"])
+            if before is None or _release(one) >= _release(before):
+                latest[one["benchmark"]] = one
+    return {name: latest[name] for name in LEADING if name in latest}
+
+
+def _release(result: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(map(int, result["machine"]["vllm"].split(".")))
+
+
+def figures(results: list[dict[str, Any]]) -> str:
+    """Return figures that make a point, of the latest results of the 8B shape on a GPU, each with
+    its script, result and machine.
+    """
+    rows = []
+    for name, result in latest_8b(results).items():
+        read_figures = _overhead_figures if name == "overhead" else _stream_figures
+        rows += [[*row, _source(result)] for row in read_figures(result["shapes"]["8b"])]
+    return markers.table(["", "measured", "script, result, machine"], rows) if rows else ""
+
+
+def ratio(results: list[dict[str, Any]]) -> str:
+    """Return a sentence that compares midstream with its alternatives, of the latest result of
+    against.py on a GPU.
+    """
+    found = [one for one in results if one["benchmark"] == "against"]
+    found = [one for one in found if one["machine"]["device"] != "cpu"]
+    if not found:
+        return ""
+    ((shape, measured), *_), source = found[-1]["shapes"].items(), _source(found[-1])
+    median = {name.split(",")[0]: one["median_s"] for name, one in measured["variants"].items()}
+    mine, theirs, reference = (
+        median[name] for name in ("midstream", "extract_hidden_states", "transformers")
+    )
+    return (
+        f"Every layer of every prompt token of a {shape.upper()} model takes {mine / theirs:.0%} "
+        f"of the time of vLLM's own `extract_hidden_states`, and {mine / reference:.0%} of that of "
+        f"transformers ({source})."
+    ).replace("%", " %")
+
+
+def _overhead_figures(measured: dict[str, Any]) -> list[list[str]]:
+    works = {name: one for name, one in measured.items() if name.startswith("decode")}
+    idle, again = (
+        [added(one, name) for one in works.values() if name in one] or [1.0]
+        for name in ("idle", "plain again")
+    )
+    name, largest = list(works.items())[-1]
+    one, many = (added(largest, f"add at every layer, K = {k}") for k in (1, 256))
+    return [
+        [
+            "Overhead while nobody asks",
+            f"a decode step of an 8B model: {percent(min(idle))} to {percent(max(idle))}; plain "
+            f"vLLM against itself: {percent(min(again))} to {percent(max(again))}",
+        ],
+        [
+            "256 steering vectors cost what one costs",
+            f"{name}, a vector added at every layer: {percent(one)} with one vector for all,"
+            f" {percent(many)} with 256 different ones",
+        ],
+    ]
+
+
+def _stream_figures(measured: dict[str, Any]) -> list[list[str]]:
+    variants = next(one for one in measured.values() if "plain" in one)
+    every = variants["every token, every layer"]
+    return [
+        [
+            "Throughput while everything is captured",
+            f"every layer of every prompt token of an 8B model: {percent(1 / every['of_plain'])}"
+            f" time, {every['gb_s']:.1f} GB/s to the caller",
+        ]
+    ]
+
+
+def added(variants: dict[str, dict[str, float]], name: str) -> float:
+    """Return a variant's time relative to plain vLLM's; results before 2026-11-27 have medians
+    only.
+    """
+    ratio = variants[name].get("of_plain")
+    return ratio or variants[name]["median_s"] / variants["plain"]["median_s"]
+
+
+def _source(result: dict[str, Any]) -> str:
+    machine, script = result["machine"], f"benchmarks/{result['benchmark']}.py"
+    links = f"[script]({script}), [result](benchmarks/results/{result.get('file', '')})"
+    return f"{links}; {machine['device']}, vLLM {machine['vllm']}, {machine['commit']}"
+
+
+def percent(ratio: float) -> str:
+    """Return by how much a ratio is above 1, as text."""
+    return f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")
