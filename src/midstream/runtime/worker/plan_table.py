@@ -121,11 +121,13 @@ class PlanTable:
     def release(self, plan: RankPlan) -> None:
         """Release one use of a plan."""
         plan.users -= 1
-        if not plan.users:
-            self.drop_unused()
-            self._unused = plan
-            if any(segment.edits for segment in plan.segments):
-                self.drop_unused()  # vectors are not kept beyond their requests
+        if plan.users:
+            return
+        if any(segment.edits for segment in plan.segments):
+            self._free(plan)  # vectors are not kept beyond their requests
+            return
+        self.drop_unused()
+        self._unused = plan
 
     def drop_unused(self) -> None:
         """Free what the plan takes that no request uses. The last one without edits is kept, as the
@@ -133,8 +135,11 @@ class PlanTable:
         """
         plan, self._unused = self._unused, None
         if plan is not None:
-            del self._plans[plan.packed]
-            release_segments(plan.segments, self._tables)
+            self._free(plan)
+
+    def _free(self, plan: RankPlan) -> None:
+        del self._plans[plan.packed]
+        release_segments(plan.segments, self._tables)
 
     def __len__(self) -> int:
         """Return the number of plans that requests use."""
