@@ -377,8 +377,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A plan leaves the device when the first of the requests that share it has ended",
         "runtime/worker/plan_table.py",
-        "        if not plan.users:\n",
-        "        if plan.packed in self._plans:\n",
+        "        if plan.users:\n",
+        "        if plan.packed not in self._plans:\n",
         "tests/unit/runtime/worker/test_plan_table.py",
     ),
     Fault(

@@ -61,6 +61,16 @@ def test_the_last_plan_of_captures_is_kept_until_another_ends(plans):
     assert plans.acquire(packed[1]) is second
 
 
+def test_a_plan_of_edits_is_freed_at_once_and_the_last_one_of_captures_stays(plans):
+    captures = to_bytes(plan_of(captures=[(CAPTURED[0], EVERYWHERE)]))
+    kept, edited = plans.acquire(captures), plans.acquire(ONE)
+    plans.release(kept)
+    plans.release(edited)
+    assert plans._tables.in_use == 0
+    assert plans.acquire(ONE) is not edited
+    assert plans.acquire(captures) is kept
+
+
 def test_a_plan_without_a_user_leaves_its_room_to_others(plans):
     packed = [to_bytes(plan_of(captures=[(taps, EVERYWHERE)])) for taps in CAPTURED]
     tables = plans._tables
