@@ -393,6 +393,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
 @given(bit=st.integers(0, 8 * len(GOOD) - 1))
 @example(bit=8 * (len(GOOD) - 1))
 @example(bit=8 * (len(GOOD) - 12))
+@example(bit=8 * (START + 100))  # in the rows of the first tap
 def test_a_flipped_bit_is_refused_by_name(tmp_path_factory, bit):
     root = tmp_path_factory.mktemp("flipped")
     data = bytearray(GOOD)
