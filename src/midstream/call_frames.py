@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -12,6 +13,8 @@ T = TypeVar("T")
 # Values of the frame that makes the room: 256 KiB. CPython gives it a chunk of twice that size, of
 # which memory is only taken where it is written; the other half is for the calls inside.
 _VALUES = 1 << 15
+# Whether this thread runs a function in such a frame.
+_ROOM = threading.local()
 
 
 def with_room_for_calls(function: Callable[P, T]) -> Callable[P, T]:
@@ -21,10 +24,23 @@ def with_room_for_calls(function: Callable[P, T]) -> Callable[P, T]:
     fit into the last chunk maps another one, and unmaps it when it returns. If the end of a chunk
     is where a forward pass launches its kernels, or where the scheduler looks at each request, each
     of these calls makes two system calls and touches new memory, which takes longer than the call.
+
+    The room itself is mapped at each call, unless a function with room is running in the thread.
     """
 
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        return function(*args, **kwargs)
+    def in_room(*args: P.args, **kwargs: P.kwargs) -> T:
+        _ROOM.is_made = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _ROOM.is_made = False
 
-    run.__code__ = run.__code__.replace(co_stacksize=_VALUES)
-    return functools.wraps(function)(run)
+    in_room.__code__ = in_room.__code__.replace(co_stacksize=_VALUES)
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if getattr(_ROOM, "is_made", False):
+            return function(*args, **kwargs)
+        return in_room(*args, **kwargs)
+
+    return run

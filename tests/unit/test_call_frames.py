@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 
+import pytest
+
 from midstream.call_frames import with_room_for_calls
 
 CALLS, DEPTHS = 400, range(200)
@@ -35,6 +37,21 @@ def test_calls_of_a_wrapped_function_map_no_memory_at_any_depth():
     # However deep the wrapped function is called, and whatever it calls.
     assert max(at(depth, inside(0)) for depth in DEPTHS) < CALLS / 2
     assert max(at(0, inside(depth)) for depth in range(700)) < CALLS / 2
+
+
+def test_a_wrapped_function_makes_no_room_inside_another_and_makes_it_again_after_an_error():
+    inner = with_room_for_calls(leaf)
+
+    def pages() -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for _ in range(CALLS):
+            inner(1, 2, 3)
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    assert with_room_for_calls(pages)() < CALLS / 2
+    with pytest.raises(ZeroDivisionError):
+        with_room_for_calls(lambda: 1 // 0)()
+    assert pages() >= CALLS
 
 
 def test_a_wrapped_function_returns_and_raises_what_the_function_does():
