@@ -46,8 +46,11 @@ def ratio(results: list[dict[str, Any]]) -> str:
     """Return a sentence that compares midstream with its alternatives, of the latest result of
     against.py on a GPU.
     """
-    found = [one for one in results if one["benchmark"] == "against"]
-    found = [one for one in found if one["machine"]["device"] != "cpu"]
+    found = [
+        one
+        for one in results
+        if one["benchmark"] == "against" and one["machine"]["device"] != "cpu"
+    ]
     if not found:
         return ""
     ((shape, measured), *_), source = found[-1]["shapes"].items(), _source(found[-1])
@@ -100,8 +103,8 @@ def added(variants: dict[str, dict[str, float]], name: str) -> float:
     """Return a variant's time relative to plain vLLM's; results before 2026-11-27 have medians
     only.
     """
-    ratio = variants[name].get("of_plain")
-    return ratio or variants[name]["median_s"] / variants["plain"]["median_s"]
+    measured = variants[name].get("of_plain")
+    return measured or variants[name]["median_s"] / variants["plain"]["median_s"]
 
 
 def _source(result: dict[str, Any]) -> str:

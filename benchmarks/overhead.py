@@ -4,9 +4,10 @@
         [--also '{"tapped_model": "always"}'] [--seconds 280] [--json FILE]
 
 Two engines of plain vLLM ("plain" and "plain again") and one with midstream take turns, each in a
-process of its own, in a random order in each round; see engines.py for the figures. Plain vLLM
-runs with its defaults: torch.compile and CUDA graphs enabled. Model weights are random; their
-values do not change the work. Each `--also` adds an engine with other settings, measured idle.
+process of its own, in a random order in each round. Times are medians over rounds, and percentages
+medians of the differences from plain vLLM in the same round. Plain vLLM runs with its defaults:
+torch.compile and CUDA graphs enabled. Model weights are random; their values do not change the
+work. Each `--also` adds an engine with other settings, measured idle.
 
 decode: seconds of one step of a batch that only generates: the mean over 96 consecutive steps after
 all prompts are processed.

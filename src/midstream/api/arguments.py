@@ -47,13 +47,7 @@ class CallArguments:
     @property
     def nothing(self) -> bool:
         """Whether all arguments are None."""
-        return (
-            self.capture is None
-            and self.steer is None
-            and self.edits is None
-            and self.probes is None
-            and self.controller is None
-        )
+        return all(value is None for value in self._values().values())
 
     def per_prompt(self, count: int) -> list[PromptArguments]:
         """Return the arguments for each prompt.

@@ -78,16 +78,18 @@ class Threshold(_Called):
 
     def follow(self, tokens: int, scores: Sequence[float]) -> float:
         """Return the scale after `tokens` generated tokens and the next scores of the probe."""
-        below = self.above if self.below is None else self.below
         for score in scores:
-            self._is_on = score > (below if self._is_on else self.above)
+            self._is_on = self._is_on_after(score)
         return self.on if self._is_on else self.off
 
     def holds(self, score: float, scale: float | None) -> bool:
         """Return whether it answers a scale to the next score, and is then as it was before."""
-        below = self.above if self.below is None else self.below
-        is_on = score > (below if self._is_on else self.above)
+        is_on = self._is_on_after(score)
         return is_on is self._is_on and scale == (self.on if is_on else self.off)
+
+    def _is_on_after(self, score: float) -> bool:
+        below = self.above if self.below is None else self.below
+        return score > (below if self._is_on else self.above)
 
     def scales(self) -> tuple[float, ...]:
         """Return every scale that it may answer."""
