@@ -83,7 +83,7 @@ class Threshold(_Called):
         return self.on if self._is_on else self.off
 
     def holds(self, score: float, scale: float | None) -> bool:
-        """Return whether it answers a scale to the next score, and is then as it was before."""
+        """Return whether it would answer this scale to the next score and keep its state."""
         is_on = self._is_on_after(score)
         return is_on is self._is_on and scale == (self.on if is_on else self.off)
 

@@ -88,8 +88,8 @@ class RunningController:
         return bool(self.unseen)
 
     def passes(self, scores: ScoresOfStep, row: int, position: int) -> bool:
-        """Take the scores of one position if its law answers what holds already, and is then as it
-        was; return whether that is so. Otherwise nothing is taken.
+        """Take the scores of one position if its law answers to them with the scale that holds, and
+        keeps its state; return whether that is so. Otherwise nothing is taken.
 
         Args:
             scores: the scores of the step.

@@ -50,7 +50,7 @@ class Watched:
         """Take the scores of a step without drafts if they are of one position, meet no condition,
         and change nothing; return whether that is so. Otherwise nothing is taken.
 
-        So it is for nearly every request in nearly every step. `advance` and the controller would
+        This holds for nearly every request in nearly every step. `advance` and the controller would
         find the same, but take several times as long.
 
         Args:

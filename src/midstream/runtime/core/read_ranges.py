@@ -12,7 +12,7 @@ from midstream.runtime.protocol.acting_probes import ActingProbe
 
 
 class ReadRange(NamedTuple):
-    """The last range of positions that a probe reads, whatever is generated.
+    """The last range of positions that a probe reads, whatever the tokens there are.
 
     Attributes:
         slot: column of its scores.
