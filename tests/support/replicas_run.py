@@ -324,11 +324,14 @@ async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
 async def main(model: str, found: dict[str, Any]) -> None:
     from midstream import AsyncLLM
     from midstream.config.config import Config
+    from midstream.runtime.frontend.results import row_streamer
     from midstream.sinks import registry as finding
     from midstream.transport.sizing import arena_settings
 
     entry = EntryPoint("rows", "support.sinking:AsTheyCome", finding.GROUP)
     finding.entry_points = lambda group: [entry]  # type: ignore[assignment,misc]
+    # Otherwise a request may end between two checks, and its sink gets no piece before.
+    row_streamer.CHECK_SECONDS = 0.0
     found["memory"] = arena_settings(Config(), 1).budget
     name_vectors()
     llm = AsyncLLM(model, data_parallel_size=REPLICAS, **SETTINGS)
