@@ -25,7 +25,8 @@ def with_room_for_calls(function: Callable[P, T]) -> Callable[P, T]:
     is where a forward pass launches its kernels, or where the scheduler looks at each request, each
     of these calls makes two system calls and touches new memory, which takes longer than the call.
 
-    The room itself is mapped at each call, unless a function with room is running in the thread.
+    The room itself is mapped at each call, which takes a few microseconds, unless a function with
+    room is running in the thread. So a loop over steps has it, see `midstream.runtime.install`.
     """
 
     def in_room(*args: P.args, **kwargs: P.kwargs) -> T:

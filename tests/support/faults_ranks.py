@@ -1,4 +1,4 @@
-"""Faults of ranks that must do the same. See `faults`."""
+"""Faults of ranks that must do the same, and of the loops of an engine's processes; see `faults`."""
 
 from __future__ import annotations
 
@@ -27,5 +27,13 @@ RANKS: tuple[Fault, ...] = (
         "[plan is not None, runs]",
         "[one for one in runs if one[-1]]",
         "tests/unit/runtime/worker/test_rank_check.py::test_a_rank_that_runs_another_model_is_found",
+    ),
+    Fault(
+        "Each step of an engine maps and unmaps memory for the frames of its calls",
+        "runtime/install.py",
+        "        loop = with_room_for_calls(_unchanged)\n",
+        "        loop = _unchanged\n",
+        "tests/system/test_call_frames.py"
+        "::test_the_engine_core_and_each_worker_make_room_once_and_not_for_each_step",
     ),
 )

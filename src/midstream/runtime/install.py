@@ -62,11 +62,17 @@ def activate() -> None:
         if _active:
             return
         seams.check_process()
+        # The loops that run all steps of an engine, of a worker, and of an offline call.
+        loop = with_room_for_calls(_unchanged)
+        _wrap("vllm.v1.engine.core", "EngineCoreProc", "run_busy_loop", loop)
+        _wrap("vllm.v1.engine.core", "DPEngineCoreProc", "run_busy_loop", loop)
+        _wrap("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_busy_loop", loop)
+        _wrap("vllm.entrypoints.llm", "LLM", "_run_engine", loop)
         _wrap("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", _complete_config)
         _wrap("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", _init_device)
         _wrap("vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", _process)
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", _engine_init)
-        step = with_room_for_calls(_engine_step)
+        step = with_room_for_calls(_engine_step)  # for callers without such a loop
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "step", step)
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "abort_request", _engine_abort)
         _wrap("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", _core_init)
@@ -81,8 +87,8 @@ def activate() -> None:
             prefix_cache.computed_blocks,
         )
         # The last one runs first: what is left of requests that failed is not evaluated.
-        first = with_room_for_calls(failed_requests.update_from_output)
-        for hook in (ended_requests.update_from_output, probe_stops.update_from_output, first):
+        for part in (ended_requests, probe_stops, failed_requests):
+            hook = part.update_from_output
             _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", hook)
         # By name: the server is a layer above, but a process with an AsyncLLM may build its app.
         importlib.import_module("midstream.server.install").install()
@@ -130,6 +136,10 @@ def _wrap_function(module: str, name: str, hook: Callable[..., Any]) -> None:
         return hook(original, *args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def _unchanged(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(owner, *args, **kwargs)
 
 
 def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:

@@ -95,6 +95,30 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "results are fetched from the workers, and plans of running requests are changed",
     ),
     Seam(
+        "vllm.v1.engine.core",
+        "EngineCoreProc.run_busy_loop",
+        (),
+        "room for the frames of all steps is made once",
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "DPEngineCoreProc.run_busy_loop",
+        (),
+        "room for the frames of all steps is made once",
+    ),
+    Seam(
+        "vllm.v1.executor.multiproc_executor",
+        "WorkerProc.worker_busy_loop",
+        (),
+        "room for the frames of all steps is made once",
+    ),
+    Seam(
+        "vllm.entrypoints.llm",
+        "LLM._run_engine",
+        (),
+        "room for the frames of all steps is made once",
+    ),
+    Seam(
         "vllm.v1.request",
         "Request.update_block_hashes",
         (),

@@ -132,6 +132,7 @@ def report_results(runner: Any, hooks: Hooks) -> None:
 
 
 def _with_results(original: Callable[..., Any], hooks: Hooks) -> Callable[..., Any]:
+    # For executors whose workers have no loop of vLLM's that makes room, as those of Ray's graphs.
     original = with_room_for_calls(original)
 
     @functools.wraps(original)
