@@ -72,4 +72,12 @@ SERVERS: tuple[Fault, ...] = (
         "tests/unit/transport/test_leases.py"
         "::test_a_flag_that_is_set_while_flags_are_read_ends_its_lease_and_not_the_engine",
     ),
+    Fault(
+        "A thread that waits for a copy waits for the copies of later steps",
+        "transport/ring_copy.py",
+        "            lent.event.synchronize()\n",
+        "            event, lent = lent.event, None\n            event.synchronize()\n",
+        "tests/unit/transport/test_ring_copy.py"
+        "::test_an_event_is_not_recorded_again_while_a_thread_waits_for_it",
+    ),
 )

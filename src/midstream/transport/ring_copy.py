@@ -89,8 +89,12 @@ class PinnedStaging:
             return torch.empty_like(like, device="cpu")
         while self._free:
             memory = self._free.pop()
-            if memory.dtype == like.dtype and memory.numel() >= like.numel():
-                return memory[: like.numel()].view(like.shape)
+            if memory.dtype != like.dtype:
+                continue
+            if memory.shape == like.shape:
+                return memory
+            if memory.untyped_storage().nbytes() >= like.nbytes:
+                return memory.as_strided((like.numel(),), (1,), 0).view(like.shape)
         # Powers of two, so that the next step may be somewhat larger.
         size = 1 << max(like.numel() - 1, 1).bit_length()
         memory = torch.empty(size, dtype=like.dtype, pin_memory=torch.cuda.is_available())
@@ -99,8 +103,70 @@ class PinnedStaging:
     def give(self, taken: Tensor) -> None:
         """Return a tensor from `take` whose copy is complete and whose values are read."""
         if taken.numel():
-            size = taken.untyped_storage().nbytes() // taken.element_size()
-            self._free.append(taken.as_strided((size,), (1,), 0))
+            self._free.append(taken)
+
+
+class EventPool:
+    """CUDA events that are used again: making one and destroying it are calls of the driver."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.cuda.Event] = []
+
+    def record(self, stream: torch.cuda.Stream) -> Arrival:
+        """Return the arrival of what is queued on a stream by now."""
+        event = self._free.pop() if self._free else torch.cuda.Event()
+        event.record(stream)
+        return Arrival(_LentEvent(event, self._free))
+
+
+class _LentEvent:
+    """A recorded event. It is free when nobody holds this object, so no thread is using it then."""
+
+    __slots__ = ("_free", "event")
+
+    def __init__(self, event: torch.cuda.Event, free: list[torch.cuda.Event]) -> None:
+        self.event = event
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
+
+
+class Arrival:
+    """The moment when queued copies are complete; for any number of threads.
+
+    The driver is not asked again after that: each call to it lets other threads take the
+    interpreter's lock.
+    """
+
+    __slots__ = ("_lent",)
+
+    def __init__(self, lent: _LentEvent) -> None:
+        self._lent: _LentEvent | None = lent
+
+    def is_past(self) -> bool:
+        """Return whether the copies are complete."""
+        # A local variable holds the event while this thread uses it, here and below.
+        lent = self._lent
+        if lent is None:
+            return True
+        if not lent.event.query():
+            return False
+        self._lent = None
+        return True
+
+    def wait(self) -> None:
+        """Block until the copies are complete."""
+        lent = self._lent
+        if lent is not None:
+            lent.event.synchronize()
+            self._lent = None
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Have what is queued on a stream from now on wait for the copies."""
+        lent = self._lent
+        if lent is not None:
+            stream.wait_event(lent.event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,46 +174,39 @@ class CudaCopy:
     """A copy of a tensor in progress on the model's stream."""
 
     pinned: Tensor
-    arrived: torch.cuda.Event
+    arrival: Arrival
 
     def values(self) -> Tensor:
-        self.arrived.synchronize()
+        self.arrival.wait()
         return self.pinned
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class CudaShipment:
-    """A shipment in progress on the copy stream. The driver is not asked again once it is complete:
-    each call to it lets other threads take the interpreter's lock.
-    """
+    """A shipment in progress on the copy stream."""
 
     extents: tuple[Extent | None, ...]
     pinned_tally: Tensor
     pinned_scores: Tensor
-    arrived: torch.cuda.Event
+    arrival: Arrival
     staging: PinnedStaging
-    _is_complete: bool = False
 
     def ready(self) -> bool:
-        if not self._is_complete:
-            self._is_complete = bool(self.arrived.query())
-        return self._is_complete
+        return self.arrival.is_past()
 
     def wait(self) -> None:
-        if not self._is_complete:
-            self.arrived.synchronize()
-            self._is_complete = True
+        self.arrival.wait()
 
     def tally(self) -> Tensor:
-        self.wait()
+        self.arrival.wait()
         return self.pinned_tally
 
     def free_tally(self) -> None:
-        self.wait()
+        self.arrival.wait()
         self.staging.give(self.pinned_tally)
 
     def scores(self) -> Tensor:
-        self.wait()
+        self.arrival.wait()
         return self.pinned_scores
 
 
@@ -155,7 +214,7 @@ class CudaShipment:
 class _InFlight:
     first: int
     stop: int
-    arrived: torch.cuda.Event
+    arrival: Arrival
 
 
 class CudaTransport:
@@ -169,7 +228,9 @@ class CudaTransport:
         self._arena = arena
         self._stream = torch.cuda.Stream(ring.device)
         self._queued = torch.cuda.Event()
+        self._events = EventPool()
         self._tallies = PinnedStaging()
+        self._no_scores = torch.empty(0)
         self._in_flight: deque[_InFlight] = deque()
         self._next = 0
 
@@ -179,35 +240,30 @@ class CudaTransport:
 
     def reserve(self, num_units: int) -> int:
         _check_fits(num_units, self.capacity)
-        while self._in_flight and self._in_flight[0].arrived.query():
+        while self._in_flight and self._in_flight[0].arrival.is_past():
             self._in_flight.popleft()
         # Restarting at row 0 when no copy is in progress keeps small steps in the device's cache.
         if not self._in_flight or self._next + num_units > self.capacity:
             self._next = 0
         first, stop = self._next, self._next + num_units
-        current = torch.cuda.current_stream(self._ring.device)
         for copy in self._in_flight:
             if copy.first < stop and first < copy.stop:
-                current.wait_event(copy.arrived)
+                copy.arrival.hold(torch.cuda.current_stream(self._ring.device))
         self._next = stop
         return first
 
     def copy(self, values: Tensor) -> Copy:
         pinned = _pinned(values)
         pinned.copy_(values, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(self._ring.device))
-        return CudaCopy(pinned, arrived)
+        return CudaCopy(pinned, self._events.record(torch.cuda.current_stream(self._ring.device)))
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
-        pinned_tally, pinned_scores = self._tallies.take(tally), _pinned(scores)
+        pinned_tally = self._tallies.take(tally)
         # These are small, and the next step overwrites them: copied on the model's own stream.
         pinned_tally.copy_(tally, non_blocking=True)
-        if scores.numel():
-            pinned_scores.copy_(scores, non_blocking=True)
+        pinned_scores = self._copy_scores(scores)
         extents = tuple(_allocate(self._arena, self._ring, parcel) for parcel in parcels)
         current = torch.cuda.current_stream(self._ring.device)
-        arrived = torch.cuda.Event()
         if any(extent is not None for extent in extents):
             # One event for all steps: a wait refers to the record before it.
             self._queued.record(current)
@@ -219,13 +275,25 @@ class CudaTransport:
                         _send(self._ring, parcel, extent)
             finally:
                 torch.cuda.set_stream(current)
-            arrived.record(self._stream)
+            arrival = self._events.record(self._stream)
             first = min(parcel.first for parcel in parcels)
             stop = max(parcel.first + parcel.num_units for parcel in parcels)
-            self._in_flight.append(_InFlight(first, stop, arrived))
+            self._in_flight.append(_InFlight(first, stop, arrival))
         else:
-            arrived.record(current)
-        return CudaShipment(extents, pinned_tally, pinned_scores, arrived, self._tallies)
+            arrival = self._events.record(current)
+        return CudaShipment(extents, pinned_tally, pinned_scores, arrival, self._tallies)
+
+    def _copy_scores(self, scores: Tensor) -> Tensor:
+        """Start to copy scores into pinned memory. Callers keep views of it for as long as they
+        like, so PyTorch's allocator decides when it is used again.
+        """
+        if scores.numel():
+            pinned = _pinned(scores)
+            pinned.copy_(scores, non_blocking=True)
+            return pinned
+        if self._no_scores.shape != scores.shape:
+            self._no_scores = _pinned(scores)
+        return self._no_scores
 
 
 def _allocate(arena: Arena, ring: Tensor, parcel: Parcel) -> Extent | None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from support.stored import make_arena
 
 from midstream.codecs import Full8, Raw, RowEncoding, parse_codec
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
+from midstream.transport import ring_copy
 from midstream.transport.arena import Arena, ArenaSettings
 from midstream.transport.base import Parcel, Shipment
 from midstream.transport.ring_copy import (
     CpuTransport,
     CudaShipment,
     CudaTransport,
+    EventPool,
     PinnedStaging,
     host_transport,
 )
@@ -274,8 +277,14 @@ def test_on_cuda_a_copy_arrives_before_what_is_queued_after_it():
 class Event:
     """An event of a CUDA stream, which counts how often the driver is asked."""
 
+    made: ClassVar[list[Event]] = []
+
     def __init__(self):
-        self.is_complete, self.asked = False, 0
+        self.is_complete, self.asked, self.meanwhile = False, 0, None
+        self.made.append(self)
+
+    def record(self, _stream):
+        self.is_complete = False
 
     def query(self):
         self.asked += 1
@@ -284,12 +293,38 @@ class Event:
     def synchronize(self):
         self.asked += 1
         self.is_complete = True
+        if self.meanwhile is not None:
+            self.meanwhile()
+
+
+class Stream:
+    """A CUDA stream, which has the events that it waits for."""
+
+    def __init__(self, _device=None):
+        self.awaited = []
+
+    def wait_event(self, event):
+        self.awaited.append(event)
+
+
+@pytest.fixture
+def model_stream(monkeypatch) -> Stream:
+    """The stream of a model, on a driver that is none."""
+    stream = Stream()
+    monkeypatch.setattr(Event, "made", [])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _stream: None)
+    monkeypatch.setattr(ring_copy, "_pinned", torch.empty_like)
+    return stream
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_the_driver_is_not_asked_again_about_a_shipment_that_is_complete(waits):
-    event = Event()
-    shipment = CudaShipment((), tally(), torch.zeros(0), event, PinnedStaging())
+def test_the_driver_is_not_asked_again_about_a_shipment_that_is_complete(model_stream, waits):
+    arrival = EventPool().record(model_stream)
+    (event,) = Event.made
+    shipment = CudaShipment((), tally(), torch.zeros(0), arrival, PinnedStaging())
     assert not shipment.ready()
     if waits:
         assert torch.equal(shipment.tally(), tally())
@@ -301,3 +336,71 @@ def test_the_driver_is_not_asked_again_about_a_shipment_that_is_complete(waits):
     shipment.scores()
     shipment.free_tally()
     assert event.asked == 2
+
+
+def test_the_driver_is_asked_once_for_a_shipment_and_for_its_part_of_the_ring(model_stream):
+    transport = CudaTransport(ring(), make_arena())
+    shipment = transport.ship(raw(transport.reserve(5), 5), tally(), scores(0))
+    event = Event.made[-1]
+    event.is_complete = True
+    assert transport.reserve(5) == 0
+    shipment.free_tally()
+    assert shipment.ready()
+    assert event.asked == 1
+    assert model_stream.awaited == []
+
+
+def test_what_is_queued_waits_for_the_copies_of_its_part_of_the_ring_alone(model_stream):
+    transport = CudaTransport(ring(), make_arena())
+    events = []
+    for first in (0, 3):
+        assert transport.reserve(3) == first
+        transport.ship(raw(first, 3), tally(), scores(0))
+        events.append(Event.made[-1])
+    assert transport.reserve(2) == 6
+    assert model_stream.awaited == []
+    assert transport.reserve(2) == 0
+    assert model_stream.awaited == events[:1]
+    assert transport.reserve(3) == 2
+    assert model_stream.awaited == [events[0], *events]
+
+
+@pytest.mark.parametrize("units", [0, 2])
+def test_steps_that_arrive_one_after_the_other_make_no_new_event(model_stream, units):
+    transport = CudaTransport(ring(), make_arena())
+    late = []
+    for _ in range(50):
+        parcels = raw(transport.reserve(units), units) if units else []
+        now = transport.ship(parcels, tally(), scores()), transport.copy(torch.arange(3))
+        for shipment, positions in late:
+            shipment.wait()
+            positions.values()
+        late = [now]
+    # One between the streams, and two steps' of a shipment and a copy each; one more is recorded
+    # while the last of these are held.
+    assert len(Event.made) <= 5
+
+
+def test_an_event_is_not_recorded_again_while_a_thread_waits_for_it(model_stream):
+    events = EventPool()
+    arrival = events.record(model_stream)
+    (event,) = Event.made
+    others = []
+
+    def meanwhile():
+        # What another thread does while the driver lets it.
+        assert arrival.is_past()
+        others.append(events.record(model_stream))
+
+    event.meanwhile = meanwhile
+    arrival.wait()
+    assert len(Event.made) == 2
+    events.record(model_stream)
+    assert len(Event.made) == 2, "nobody waits for the event any more"
+
+
+def test_of_a_shipment_without_scores_the_scores_are_empty(model_stream):
+    transport = CudaTransport(ring(), make_arena())
+    for rows in (0, 2, 0):
+        shipment = transport.ship([], tally(), scores(rows))
+        assert torch.equal(shipment.scores(), scores(rows))
