@@ -36,4 +36,20 @@ KERNELS: tuple[Fault, ...] = (
         "tests/unit/ops/test_site_triton.py"
         "::test_the_interpreted_kernels_do_what_their_references_do",
     ),
+    Fault(
+        "A row takes the sum of additions of the row before, whatever its own are",
+        "ops/site_kernel.py",
+        "                if program != kept:\n",
+        "                if kept == 0:\n",
+        "tests/unit/ops/test_site_triton.py"
+        "::test_the_interpreted_kernels_do_what_their_references_do",
+    ),
+    Fault(
+        "Programs of several rows are launched again for too few rows",
+        "ops/site_triton.py",
+        "programs = self.kernel, -(-rows // self.rows_of_each)\n",
+        "programs = self.kernel, max(rows // self.rows_of_each, 1)\n",
+        "tests/unit/ops/test_site_triton.py"
+        "::test_programs_of_the_grid_share_out_many_rows_and_the_last_one_may_have_fewer",
+    ),
 )

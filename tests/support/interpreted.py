@@ -12,11 +12,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from midstream.ops import layout
+from midstream.ops import layout, site_triton
 from midstream.ops.layout import Flags, Op
 from midstream.ops.scan.launch import scan_triton
 from midstream.ops.site_ref import site_ref
-from midstream.ops.site_triton import site_triton
 from support.attention_scores import check_without_a_gpu
 from support.gate_memory import check_steps
 from support.nightly import NIGHTLY, rounds
@@ -41,7 +40,7 @@ def main() -> None:
         )
         before, wanted = made.hidden.clone(), made.copy()
         site_ref(*wanted.arguments())
-        site_triton(*made.arguments())
+        site_triton.site_triton(*made.arguments())
         assert_same(made, wanted, exact=False)
         edited += int((made.hidden != before).any(1).sum())
     assert edited > 20, edited
@@ -52,7 +51,7 @@ def main() -> None:
         made = in_units(made, (2, 5)[seed % 2])
         wanted = made.copy()
         site_ref(*wanted.arguments())
-        site_triton(*made.arguments())
+        site_triton.site_triton(*made.arguments())
         assert_same(made, wanted, exact=False)
     for nth, dtype in enumerate(DTYPES):
         seed = nth + 7  # of which each has rows that are not finite
@@ -62,10 +61,12 @@ def main() -> None:
         made.hidden[2, 3] = float("nan")
         wanted = made.copy()
         site_ref(*wanted.arguments())
-        site_triton(*made.arguments())
+        site_triton.site_triton(*made.arguments())
         assert bool(made.hidden[:2].isfinite().all())
         assert torch.equal(made.tally, wanted.tally)
         assert int(made.tally[:, layout.NONFINITE].sum()) > 1
+    shared = sum(check_shared_sums(seed) for seed in range(rounds(suite=3, nightly=9)))
+    assert shared > 15, shared
     # Of several tiles: of columns and of the sum, and of rows.
     for seed, (rows, width) in enumerate(((5, 140), (66, 72), (19, 40))):
         made = random_case(
@@ -75,7 +76,7 @@ def main() -> None:
         made = in_units(made, (1, 4, 2)[seed])
         before, wanted = made.hidden.clone(), made.copy()
         site_ref(*wanted.arguments())
-        site_triton(*made.arguments())
+        site_triton.site_triton(*made.arguments())
         assert_same(made, wanted, exact=False)
         assert bool((made.hidden != before).any())
     # Of SAEs: of several tiles, and of more rows than there is room for activations at a time.
@@ -88,14 +89,14 @@ def main() -> None:
             made = in_units(made, 4)
         before, wanted = made.hidden.clone(), made.copy()
         site_ref(*wanted.arguments())
-        site_triton(*made.arguments())
+        site_triton.site_triton(*made.arguments())
         assert_same(made, wanted, exact=False)
         assert_decoded(made, wanted)
         assert int((made.hidden != before).any(1).sum()) > rows // 3
     for nth, name in enumerate([*NOOPS, *NOOPS_OF_MAPS]):
         made = noop_case(name, rows=2, width=20, dtype=DTYPES[nth % 3], residual=nth % 2 == 0)
         before = made.hidden.clone()
-        site_triton(*made.arguments())
+        site_triton.site_triton(*made.arguments())
         assert same_bits(made.hidden, before), name
     # A score that is there already is counted by its token's program, and left as it is.
     scan = Step(Op.SCAN, slot=2, b=1.0, flags=Flags.COUNTED | Flags.STEP)
@@ -105,12 +106,33 @@ def main() -> None:
     )
     wanted = made.copy()
     site_ref(*wanted.arguments())
-    site_triton(*made.arguments())
+    site_triton.site_triton(*made.arguments())
     assert_same(made, wanted, exact=False)
     seeds = range(rounds(suite=1, nightly=3))
     scanned = sum(check_steps(scan_triton, seed, DTYPES[seed]) for seed in seeds)
     assert scanned > 60, scanned
     sys.stdout.write(f"{edited} rows edited, {check_without_a_gpu()} cases of attention\n")
+
+
+def check_shared_sums(seed: int) -> int:
+    """Compare rows that take turns in programs of several rows; return how many of them have the
+    additions of the row before.
+    """
+    adds = [Step(Op.ADD, write=row, a=0.3 * row - 1, flags=Flags.COUNTED) for row in range(5)]
+    kinds = [adds, adds[:1], [Step(Op.LINEAR, read=1, write=2, a=0.1)], []]
+    made = case(kinds, rows=21, width=20, dtype=DTYPES[seed % 3], residual=seed % 2 == 0, seed=seed)
+    # Neighbours with one program, and in some places an idle row between them.
+    made.tokens[:21, layout.PROGRAM] = 2 + torch.arange(21) // (2 + seed) % len(kinds)
+    made.tokens[2 + seed : 21 : 6, layout.PROGRAM] = 0
+    wanted = made.copy()
+    site_ref(*wanted.arguments())
+    few, site_triton.FEW_ROWS = site_triton.FEW_ROWS, 0
+    site_triton.site_triton(*made.arguments())
+    site_triton.FEW_ROWS = few
+    assert_same(made, wanted, exact=False)
+    same = made.tokens[1:21, layout.PROGRAM] == made.tokens[:20, layout.PROGRAM]
+    plain = made.table[made.tokens[1:21, layout.PROGRAM], layout.KIND] == layout.PLAIN
+    return int((same & plain).sum())
 
 
 if __name__ == "__main__":

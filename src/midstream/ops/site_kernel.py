@@ -322,9 +322,121 @@ def _run(
 
 
 @triton.jit
+def _row(
+    row,
+    token,
+    program,
+    kept,  # the program whose plain additions made `delta` and `done`; 0: there is none
+    delta,
+    done,
+    hidden,
+    residual,
+    ids,
+    tally,
+    table,
+    instructions,
+    numbers,
+    lists,
+    bank,
+    scores,
+    ring,
+    mapped,
+    decoded,
+    hidden_stride,
+    residual_stride,
+    slots,
+    mapped_stride,
+    decoded_stride,
+    columns,
+    width: tl.constexpr,
+    unit: tl.constexpr,
+    has_residual: tl.constexpr,
+    has_maps: tl.constexpr,
+    has_saes: tl.constexpr,
+    block: tl.constexpr,
+    limit: tl.constexpr,
+):
+    """Do everything for one row; return `kept`, `delta` and `done` for the next."""
+    totals = tally + row * _TALLY
+    row = row.to(tl.int64)
+    group = tl.load(token + _GROUP)
+    record = tl.load(token + _RECORD)
+    signature = tl.load(totals)
+    edits = tl.load(totals + _EDITS)
+    captures = tl.load(totals + _CAPTURES)
+    start = tl.load(table + program * _TABLE + _EDIT_START)
+    count = tl.load(table + program * _TABLE + _EDIT_COUNT)
+    kind = tl.load(table + program * _TABLE + _KIND)
+    place = tl.load(table + group * _TABLE + _PLACE)
+    first = tl.load(table + _FIRST)
+    code = tl.load(table + _CODE)
+    captured = (record > 0) & (place > 0) & (first >= 0)
+    # Plain stores suffice: one program owns a token, and sites run in stream order.
+    tl.store(totals, signature + code)
+    tl.store(totals + _CAPTURES, captures + captured.to(tl.int32))
+
+    if (count > 0) | captured:
+        inside = columns < width
+        half = hidden + row * hidden_stride + columns
+        rest = columns
+        if has_residual:
+            rest = residual + row * residual_stride + columns
+        if count > 0:
+            if kind == _PLAIN:
+                value = tl.load(half, mask=inside, other=0.0)
+                if program != kept:
+                    delta, done = _product(
+                        start, instructions, numbers, bank, columns, inside, unit
+                    )
+                    for at in range(start + 1, start + count):
+                        added, one = _product(
+                            at, instructions, numbers, bank, columns, inside, unit
+                        )
+                        delta = delta + added
+                        done += one
+                    kept = program
+            else:
+                delta, done = _run(
+                    start, count, row, token, ids, totals, instructions, numbers, lists, bank,
+                    scores + row * slots, mapped + row * mapped_stride,
+                    decoded + row * decoded_stride, half, rest, columns, inside,
+                    width, unit, has_residual, has_maps, has_saes,
+                )  # fmt: skip
+                kept = tl.full((), 0, tl.int32)
+                value = tl.load(half, mask=inside, other=0.0)
+            tl.store(totals + _EDITS, edits + done)
+            entered = value.to(tl.float32)
+            changed = tl.where(delta == 0.0, entered, entered + delta)
+            edited = changed.to(value.dtype)
+            tl.store(half, edited, mask=inside)
+            # Values within the limit are stored by now. Others are rare, and are stored again.
+            beyond_limit = _any_beyond(changed, limit, block)
+            if beyond_limit != 0:
+                # Times 1: otherwise the compiler keeps the sums above in registers until here.
+                again = delta * beyond_limit.to(tl.float32)
+                changed = value.to(tl.float32) + again
+                beyond = (again != 0.0) & ((tl.abs(changed) <= limit) == 0)
+                held = tl.where(changed < 0.0, -limit, tl.where(changed > 0.0, limit, 0.0))
+                changed = tl.where(beyond, held, changed)
+                edited = tl.where(again == 0.0, value, changed.to(value.dtype))
+                tl.store(half, edited, mask=inside)
+                spoiled = (inside & (beyond | is_infinite(edited))).to(tl.int32)
+                tl.store(totals + _NONFINITE, 1, mask=tl.max(spoiled, axis=0) != 0)
+        else:
+            edited = tl.load(half, mask=inside, other=0.0)
+        if captured:
+            copied = _stream(edited, rest, inside, has_residual).to(ring.dtype.element_ty)
+            target = (first + record - 1 + place - 1).to(tl.int64) * unit
+            tl.store(ring + target + columns, copied, mask=inside)
+            tl.store(totals + _NONFINITE, 1, mask=_any_infinite(copied, block) != 0)
+    return kept, delta, done
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def site_kernel(
     hidden,
     residual,
+    num_rows,
     tokens,
     ids,
     tally,
@@ -351,82 +463,28 @@ def site_kernel(
     block: tl.constexpr,
     limit: tl.constexpr,
     dependent: tl.constexpr,
+    rows: tl.constexpr,  # of each program of the grid
 ):
     if dependent:
         # Reads must wait for the preceding kernels; the next kernel may be queued.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    token = tokens + row * _TOKENS
-    program = tl.load(token)
-    if program == 0:
-        return
-    totals = tally + row * _TALLY
-    row = row.to(tl.int64)
-    group = tl.load(token + _GROUP)
-    record = tl.load(token + _RECORD)
-    signature = tl.load(totals)
-    edits = tl.load(totals + _EDITS)
-    captures = tl.load(totals + _CAPTURES)
-    start = tl.load(table + program * _TABLE + _EDIT_START)
-    count = tl.load(table + program * _TABLE + _EDIT_COUNT)
-    kind = tl.load(table + program * _TABLE + _KIND)
-    place = tl.load(table + group * _TABLE + _PLACE)
-    first = tl.load(table + _FIRST)
-    code = tl.load(table + _CODE)
-    captured = (record > 0) & (place > 0) & (first >= 0)
-    # Plain stores suffice: one program owns a token, and sites run in stream order.
-    tl.store(totals, signature + code)
-    tl.store(totals + _CAPTURES, captures + captured.to(tl.int32))
-
-    if (count > 0) | captured:
-        columns = tl.arange(0, block)
-        inside = columns < width
-        half = hidden + row * hidden_stride + columns
-        rest = columns
-        if has_residual:
-            rest = residual + row * residual_stride + columns
-        if count > 0:
-            if kind == _PLAIN:
-                value = tl.load(half, mask=inside, other=0.0)
-                delta, done = _product(start, instructions, numbers, bank, columns, inside, unit)
-                for at in range(start + 1, start + count):
-                    added, one = _product(at, instructions, numbers, bank, columns, inside, unit)
-                    delta = delta + added
-                    done += one
-            else:
-                delta, done = _run(
-                    start, count, row, token, ids, totals, instructions, numbers, lists, bank,
-                    scores + row * slots, mapped + row * mapped_stride,
-                    decoded + row * decoded_stride, half, rest, columns, inside,
-                    width, unit, has_residual, has_maps, has_saes,
-                )  # fmt: skip
-                value = tl.load(half, mask=inside, other=0.0)
-            tl.store(totals + _EDITS, edits + done)
-            entered = value.to(tl.float32)
-            changed = tl.where(delta == 0.0, entered, entered + delta)
-            edited = changed.to(value.dtype)
-            tl.store(half, edited, mask=inside)
-            # Values within the limit are stored by now. Others are rare, and are stored again.
-            beyond_limit = _any_beyond(changed, limit, block)
-            if beyond_limit != 0:
-                # Times 1: otherwise the compiler keeps the sums above in registers until here.
-                delta *= beyond_limit.to(tl.float32)
-                changed = value.to(tl.float32) + delta
-                beyond = (delta != 0.0) & ((tl.abs(changed) <= limit) == 0)
-                held = tl.where(changed < 0.0, -limit, tl.where(changed > 0.0, limit, 0.0))
-                changed = tl.where(beyond, held, changed)
-                edited = tl.where(delta == 0.0, value, changed.to(value.dtype))
-                tl.store(half, edited, mask=inside)
-                spoiled = (inside & (beyond | is_infinite(edited))).to(tl.int32)
-                tl.store(totals + _NONFINITE, 1, mask=tl.max(spoiled, axis=0) != 0)
-        else:
-            edited = tl.load(half, mask=inside, other=0.0)
-        if captured:
-            copied = _stream(edited, rest, inside, has_residual).to(ring.dtype.element_ty)
-            target = (first + record - 1 + place - 1).to(tl.int64) * unit
-            tl.store(ring + target + columns, copied, mask=inside)
-            tl.store(totals + _NONFINITE, 1, mask=_any_infinite(copied, block) != 0)
+    columns = tl.arange(0, block)
+    kept = tl.full((), 0, tl.int32)
+    delta = tl.zeros([block], dtype=tl.float32)
+    done = tl.full((), 0, tl.int32)
+    first = tl.program_id(0) * rows
+    for nth in range(rows):
+        row = first + nth
+        token = tokens + row * _TOKENS
+        program = tl.load(token, mask=row < num_rows, other=0)
+        if program != 0:
+            kept, delta, done = _row(
+                row, token, program, kept, delta, done, hidden, residual, ids, tally, table,
+                instructions, numbers, lists, bank, scores, ring, mapped, decoded, hidden_stride,
+                residual_stride, slots, mapped_stride, decoded_stride, columns,
+                width, unit, has_residual, has_maps, has_saes, block, limit,
+            )  # fmt: skip
 
 
 @triton.jit

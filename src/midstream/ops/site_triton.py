@@ -39,6 +39,9 @@ WIDE = 8192
 # Most registers of a thread, for streams of half precision, by whether it has `VALUES_OF_MANY`. The
 # rarer instructions keep in memory what does not fit.
 REGISTERS, REGISTERS_OF_MANY = 64, 128
+# Rows of each program of the grid, where there are many. Neighbours that have the same additions
+# share their sum, which is in float32 and takes as long to load as the row.
+ROWS_OF_MANY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,15 @@ class Relaunch:
         device: its device.
         tally: address of `tally`.
         most: most rows, those of `tokens`.
-        rest: the kernel's arguments after both halves of the stream.
+        rows_of_each: rows of each program of the grid.
+        rest: the kernel's arguments after both halves of the stream and the number of rows.
     """
 
     kernel: Any
     device: torch.device
     tally: int
     most: int
+    rows_of_each: int
     rest: tuple[Any, ...]
 
     def __call__(self, hidden: Tensor, residual: Tensor | None, tally: Tensor) -> bool:
@@ -73,14 +78,14 @@ class Relaunch:
             return False
         with current(self.device):
             stream = _stream(self.device)
-            kernel = self.kernel
+            kernel, programs = self.kernel, -(-rows // self.rows_of_each)
             if stream is None or _has_hooks():
-                kernel[(rows, 1, 1)](address, other or None, *self.rest, stream=stream)
+                kernel[(programs, 1, 1)](address, other or None, rows, *self.rest, stream=stream)
             else:
                 # What the line above does, without the calls for profilers.
                 kernel.run(
-                    rows, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None,
-                    address, other or None, *self.rest,
+                    programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None,
+                    None, address, other or None, rows, *self.rest,
                 )  # fmt: skip
         return True
 
@@ -150,14 +155,17 @@ def site_triton(
     has = has_residual, has_maps, has_saes
     dependent = _dependent_launch(num_rows, width, device)
     options = _launch_options(width, unit, hidden.dtype, dependent, num_rows <= FEW_ROWS)
+    rows = options["rows"]
     with current(device):
         if has_maps and width <= mapped.shape[1]:
             _launch_maps(hidden, residual, tokens, table, instructions, bank, mapped)
         if sae is not None and encodes:
             precision = _precision(hidden.dtype)
             launch_saes(hidden, residual, tokens, table, instructions, bank, sae, precision)
-        kernel = site_kernel[(num_rows,)](
-            *tensors,
+        kernel = site_kernel[(triton.cdiv(num_rows, rows),)](
+            *tensors[:2],
+            num_rows,
+            *tensors[2:],
             *strides,
             has_residual=has_residual,
             has_maps=has_maps,
@@ -169,9 +177,9 @@ def site_triton(
     # On HIP, a kernel also depends on the sizes of tensors.
     if has_maps or has_saes or not is_aligned or kernel is None or torch.version.hip is not None:
         return None
-    constants = width, unit, *has, options["block"], options["limit"], dependent
+    constants = width, unit, *has, options["block"], options["limit"], dependent, rows
     rest_of = *addresses[2:], *strides, *constants
-    return Relaunch(kernel, device, tally.data_ptr(), tokens.shape[0], rest_of)
+    return Relaunch(kernel, device, tally.data_ptr(), tokens.shape[0], rows, rest_of)
 
 
 def _launch_maps(
@@ -248,6 +256,7 @@ def _launch_options(
         "block": block,
         "limit": layout.limit_of(str(dtype).removeprefix("torch.")),
         "dependent": dependent,
+        "rows": 1 if is_few else ROWS_OF_MANY,
         "num_warps": warps,
         "enable_fp_fusion": False,
     }

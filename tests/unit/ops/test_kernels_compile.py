@@ -23,7 +23,7 @@ SCALARS = {"scale": "fp32", "cap": "fp32"}
 ROW = {"width": 4096, "unit": 4096, "has_residual": True}
 TILES = {"tile_rows": 16, "tile_columns": 32, "depth": 128, "precision": "bf16x3"}
 LIMIT = {"block": 4096, "limit": layout.limit_of("bfloat16")}
-SITE_CONSTANTS = {"width", "unit", "block", "limit", "dependent"}
+SITE_CONSTANTS = {"width", "unit", "block", "limit", "dependent", "rows"}
 SITE = {**ROW, **LIMIT, "has_maps": True, "has_saes": True}
 
 
@@ -45,9 +45,17 @@ def _kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
     few = {"num_warps": 4}
     scores = {"size": 16, "dim": 80, "padded": 128, "block_rows": 16, "block_keys": 64}
     return {
-        "site": (site_kernel, {**SITE, "dependent": False}, options(False, True)),
-        "site of many rows": (site_kernel, {**SITE, "dependent": False}, options(False, False)),
-        "dependent site": (site_kernel, {**SITE, "dependent": True}, options(True, True)),
+        "site": (site_kernel, {**SITE, "dependent": False, "rows": 1}, options(False, True)),
+        "site of many rows": (
+            site_kernel,
+            {**SITE, "dependent": False, "rows": 4},
+            options(False, False),
+        ),
+        "dependent site": (
+            site_kernel,
+            {**SITE, "dependent": True, "rows": 1},
+            options(True, True),
+        ),
         "maps": (map_kernel, {**ROW, **TILES}, few),
         "scan": (
             scan_kernel,

@@ -38,7 +38,7 @@ def hidden() -> torch.Tensor:
 def launches(hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
     tally = torch.zeros(4, 4, dtype=torch.int32)
     kernel = Kernel()
-    again = site_triton.Relaunch(kernel, hidden.device, tally.data_ptr(), 4, REST)
+    again = site_triton.Relaunch(kernel, hidden.device, tally.data_ptr(), 4, 2, REST)
     assert again(hidden, residual, tally)
     return kernel.launched
 
@@ -46,14 +46,14 @@ def launches(hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
 def test_it_is_given_the_addresses_of_the_stream_and_what_was_kept(monkeypatch, hidden):
     monkeypatch.setattr(site_triton, "_stream", lambda device: 7)
     other = torch.zeros(3, 8)
-    assert launches(hidden) == [("bare", 3, 1, 1, 7, hidden.data_ptr(), None, *REST)]
+    assert launches(hidden) == [("bare", 2, 1, 1, 7, hidden.data_ptr(), None, 3, *REST)]
     addresses = hidden.data_ptr(), other.data_ptr()
-    assert launches(hidden, other) == [("bare", 3, 1, 1, 7, *addresses, *REST)]
+    assert launches(hidden, other) == [("bare", 2, 1, 1, 7, *addresses, 3, *REST)]
 
 
 def test_a_profiler_of_tritons_sees_each_launch(monkeypatch, hidden):
     monkeypatch.setattr(site_triton, "_stream", lambda device: 7)
-    seen = ("hooked", 3, 1, 1, 7, hidden.data_ptr(), None, *REST)
+    seen = ("hooked", 2, 1, 1, 7, hidden.data_ptr(), None, 3, *REST)
     for name in ("launch_enter_hook", "launch_exit_hook"):
         with monkeypatch.context() as patch:
             patch.setattr(triton.knobs.runtime, name, lambda metadata: None)
@@ -62,7 +62,7 @@ def test_a_profiler_of_tritons_sees_each_launch(monkeypatch, hidden):
 
 def test_what_the_kernel_was_not_compiled_for_is_not_launched(hidden):
     tally = torch.zeros(4, 4, dtype=torch.int32)
-    again = site_triton.Relaunch(Kernel(), hidden.device, tally.data_ptr(), 4, REST)
+    again = site_triton.Relaunch(Kernel(), hidden.device, tally.data_ptr(), 4, 2, REST)
     assert not again(torch.zeros(5, 8), None, tally), "more rows than tokens"
     assert not again(torch.zeros(0, 8), None, tally)
     assert not again(torch.zeros(25)[1:].view(3, 8), None, tally), "not aligned"

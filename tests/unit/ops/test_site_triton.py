@@ -68,6 +68,7 @@ class Kernels:
 
         self.compiled: list[dict[str, Any]] = []
         self.again: list[tuple[Any, ...]] = []
+        self.grids: list[tuple[int, ...]] = []
         self._names = list(inspect.signature(site_triton.site_kernel.fn).parameters)
         monkeypatch.setattr(site_triton, "site_kernel", self)
 
@@ -75,6 +76,7 @@ class Kernels:
         def compile_and_launch(*args: Any, **options: Any) -> Any:
             bound = dict(zip(self._names, args, strict=False)) | options
             self.compiled.append(bound)
+            self.grids.append(grid)
             return Compiled(self, [bound[name] for name in self._names])
 
         return compile_and_launch
@@ -97,7 +99,7 @@ class Compiled:
             # Triton's launcher takes all arguments by position, constants included.
             assert len(args) == len(self.first)
             for given, compiled in zip(args, self.first, strict=True):
-                if isinstance(compiled, torch.Tensor):
+                if isinstance(compiled, torch.Tensor) or compiled is self.first[2]:
                     assert type(given) is int
                 else:
                     assert given is compiled or given == compiled
@@ -123,9 +125,27 @@ def test_a_kernel_is_launched_again_for_another_stream_and_the_same_buffers(
     ((rows, *args),) = kernels.again
     assert rows == 3
     tensors = [*made.arguments()[2:13], made.mapped]  # in the place of what SAEs decode
+    assert args.pop(2) == 3
     assert args[0] == hidden.data_ptr()
     assert args[1] == (other.data_ptr() if residual else None)
     assert args[2:14] == [each.data_ptr() for each in tensors]
+
+
+def test_programs_of_the_grid_share_out_many_rows_and_the_last_one_may_have_fewer(
+    monkeypatch,
+) -> None:
+    from midstream.ops import site_triton
+
+    kernels = Kernels(monkeypatch)
+    monkeypatch.setattr(site_triton, "FEW_ROWS", 4)
+    monkeypatch.setattr(site_triton, "ROWS_OF_MANY", 4)
+    made = case([[]], rows=9, width=48, captures=False, residual=False)
+    again = kernels.launch(made)
+    assert kernels.grids == [(3,)]
+    assert kernels.compiled[0]["rows"] == 4
+    for rows in (5, 8, 9):
+        assert again(torch.zeros(rows, 48), None, made.tally)
+    assert [(grid, args[2]) for grid, *args in kernels.again] == [(2, 5), (2, 8), (3, 9)]
 
 
 def test_a_kernel_is_not_launched_again_for_other_buffers_or_more_rows_than_these_have(
