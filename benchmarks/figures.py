@@ -15,16 +15,27 @@ LEADING = ("overhead", "stream")
 
 
 def latest_8b(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the latest results of `LEADING` benchmarks of the 8B shape on a GPU with the newest
-    vLLM, by benchmark.
+    """Return results of `LEADING` benchmarks of the 8B shape on a GPU with the newest vLLM, by
+    benchmark: the latest ones of one commit, that for which most of these benchmarks have a result,
+    and of several such commits the one measured last.
     """
-    latest: dict[str, dict[str, Any]] = {}
-    for one in results:
-        if one["machine"]["device"] != "cpu" and "8b" in one.get("shapes", ()):
-            before = latest.get(one["benchmark"])
-            if before is None or _release(one) >= _release(before):
-                latest[one["benchmark"]] = one
-    return {name: latest[name] for name in LEADING if name in latest}
+    measured = [
+        one
+        for one in results
+        if one["benchmark"] in LEADING
+        and one["machine"]["device"] != "cpu"
+        and "8b" in one.get("shapes", ())
+    ]
+    newest = max(map(_release, measured), default=())
+    of_commits: dict[str, dict[str, dict[str, Any]]] = {}
+    for one in measured:
+        if _release(one) == newest:
+            commit = one["machine"]["commit"]
+            # A commit that is measured again comes last.
+            of_commits[commit] = of_commits.pop(commit, {}) | {one["benchmark"]: one}
+    # Of equal ones, max() returns the first.
+    best: dict[str, dict[str, Any]] = max(reversed(of_commits.values()), key=len, default={})
+    return {name: best[name] for name in LEADING if name in best}
 
 
 def _release(result: dict[str, Any]) -> tuple[int, ...]:

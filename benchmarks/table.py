@@ -2,8 +2,9 @@
 
     python benchmarks/table.py [--check]
 
-The README has three figures of the latest results of the 8B shape on a GPU and the comparison with
-other tools, the document the tables of these results, and the folder of the results every one.
+The README has three figures of the latest commit of which all were measured, with the 8B shape on a
+GPU, and the comparison with other tools. The document has the tables of these results, and the
+folder of the results has every one.
 """
 
 from __future__ import annotations
@@ -289,6 +290,31 @@ def identical(result: dict[str, Any]) -> str:
     return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
 
 
+def request_cost(result: dict[str, Any]) -> str:
+    """Render a result of request_cost.py: CPU time of a request in each of the server's processes,
+    by kind.
+    """
+    kinds = result["kinds"]
+    processes = [
+        name for name in next(iter(kinds.values())) if not name.endswith(("request", "_s"))
+    ]
+    rows = [
+        [
+            kind,
+            *(f"{one[name]:.1f} ms" for name in processes),
+            f"{one['steps_per_request']:.2f}",
+            f"{one['requests_per_s']:.0f}",
+        ]
+        for kind, one in kinds.items()
+    ]
+    about = (
+        f"{result['layers']} layers of {result['hidden']}, {result['prompt']} + {result['tokens']} "
+        f"tokens, {result['clients']} clients"
+    )
+    head = [about, *processes, "steps of a request", "requests/s"]
+    return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
+
+
 def _where(result: dict[str, Any]) -> str:
     """Return machine, versions, commit, and the number of rounds, as a line of text."""
     where = result["machine"]
@@ -383,6 +409,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "serving": serving,
     "transport": transport,
     "step_cost": step_cost,
+    "request_cost": request_cost,
     "reuse_chat": reuse_chat,
     # These have the same form: medians of variants by workload.
     "overhead": overhead,

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -232,13 +233,36 @@ def test_the_readme_s_figures_are_of_the_latest_run_of_the_8b_shape_with_the_new
     on_cpu = {**later, "machine": {**RESULT["machine"], "device": "cpu"}, "file": "cpu.json"}
     small = {**later, "shapes": {"0.6b": shapes["8b"]}, "file": "small.json"}
     old = {**later, "machine": {**RESULT["machine"], "vllm": "0.9.2"}, "file": "old.json"}
-    pages = table.pages([{**later, "file": "earlier.json"}, later, on_cpu, small, old])
+    earlier = {**later, "file": "earlier.json"}
+    pages = table.pages([earlier, later, on_cpu, small, old])
     figures = pages["README.md"]["figures"]
     assert "−0.2 % to +0.4 %; plain vLLM against itself: −1.0 % to +1.0 %" in figures
     assert "+1.2 % with one vector for all, +1.4 % with 256 different ones" in figures
     assert set(re.findall(r"results/(\w+)\.json", figures)) == {"later"}
     assert pages["docs/benchmarks.md"]["benchmarks"].count("8b, runner v2") == 1
     assert pages["benchmarks/results/README.md"]["benchmarks"].count("8b, runner v2") == 4
+
+
+def test_the_readme_s_figures_are_of_the_last_commit_of_which_all_of_them_were_measured() -> None:
+    def result(benchmark: str, commit: str, vllm: str = "0.33.0") -> dict[str, Any]:
+        machine = {**RESULT["machine"], "commit": commit, "vllm": vllm}
+        return {**RESULT, "benchmark": benchmark, "machine": machine}
+
+    table = script("benchmarks/table.py")
+    first = result("overhead", "a"), result("stream", "a")
+    second = result("stream", "b"), result("overhead", "b")
+    old = result("overhead", "z", "0.26.0"), result("stream", "z", "0.26.0")
+
+    def chosen(*results: dict[str, Any]) -> dict[str, str]:
+        found = table.latest_8b(list(results))
+        return {name: one["machine"]["commit"] for name, one in found.items()}
+
+    assert chosen(*first, *second, *old) == {"overhead": "b", "stream": "b"}
+    assert chosen(*second, *first) == {"overhead": "a", "stream": "a"}
+    assert chosen(*first, second[1], *old) == {"overhead": "a", "stream": "a"}
+    assert chosen(*second, *first, second[1]) == {"overhead": "b", "stream": "b"}
+    assert chosen(*old, second[1]) == {"overhead": "b"}
+    assert chosen() == {}
 
 
 def test_the_readme_s_comparison_is_that_of_the_latest_run_on_a_gpu() -> None:
