@@ -39,6 +39,8 @@ class GateStates:
         self._slots = np.full(count, _FREE, np.int64)  # slot of the request that has each state
         self._armed = np.zeros((count, layout.SCAN_COLUMNS), np.int32)
         self._sent = self._armed.copy()  # what the device has
+        self._held = 0  # number of states that requests have
+        self._has_rows = False  # whether a state on the device has rows
         self._runs: TokenRuns | None = None  # of which `_armed` has the rows
 
     def acquire(
@@ -68,6 +70,7 @@ class GateStates:
             raise NoRoomError("", f"no room for {len(scores)} states of gates")
         self._runs = None
         self._slots[free] = slot
+        self._held += free.size
         self._armed[free] = [
             _row_of(probe) for probe in probes if probe.is_scan and probe.slot in scores
         ]
@@ -76,14 +79,15 @@ class GateStates:
 
     def release(self, slot: int) -> None:
         """Take back the states of a request that has ended, if it has any."""
-        mine = self._slots == slot
+        mine = self._slots == slot if self._held else np.zeros(0, bool)
         if mine.any():
             self._runs = None
             self._slots[mine] = _FREE
+            self._held -= int(mine.sum())
 
     def __len__(self) -> int:
         """Return the number of states that requests have."""
-        return int((self._slots != _FREE).sum())
+        return self._held
 
     def arm(self, runs: TokenRuns) -> None:
         """Set which rows of the step that is queued next each state's request has.
@@ -94,7 +98,7 @@ class GateStates:
         last = self._runs
         if last is not None and _has_rows_of(runs, last):
             return
-        if not len(self):
+        if not self._held:
             self._clear()
             return
         size = 1 + max(int(runs.slot.max()), int(self._slots.max()))
@@ -109,6 +113,7 @@ class GateStates:
         self._runs = runs
         if not np.array_equal(self._armed, self._sent):
             self._sent = self._armed.copy()
+            self._has_rows = bool(rows.any())
             upload(self._buffers.scans, torch.from_numpy(self._sent))
 
     def disarm(self) -> None:
@@ -119,7 +124,8 @@ class GateStates:
     def _clear(self) -> None:
         """Let no state have a row."""
         self._runs = None
-        if self._sent[:, layout.SCAN_COUNT].any():
+        if self._has_rows:
+            self._has_rows = False
             self._armed[:, layout.SCAN_COUNT] = 0
             self._sent = np.zeros_like(self._armed)
             self._buffers.scans.zero_()
@@ -132,7 +138,9 @@ class GateStates:
             AssertionError: it has not, or a state is armed.
         """
         assert np.array_equal(self._buffers.scans.cpu().numpy(), self._sent)
-        assert self._only_armed or not self._sent[:, layout.SCAN_COUNT].any()
+        assert self._has_rows == bool(self._sent[:, layout.SCAN_COUNT].any())
+        assert self._only_armed or not self._has_rows
+        assert self._held == (self._slots != _FREE).sum()
 
 
 def _has_rows_of(runs: TokenRuns, last: TokenRuns) -> bool:
