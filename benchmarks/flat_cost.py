@@ -27,7 +27,7 @@ def main() -> int:
     parser = engines.arguments(__doc__, list(shapes.SHAPES))
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--distinct", nargs="*", type=int, default=[1, 16, 256])
-    parser.set_defaults(tp=1, midstream={}, also=[])
+    parser.set_defaults(tp=1, midstream={}, also=[], profiles=None)
     args = parser.parse_args()
     adds = ["add at one layer", *(f"{overhead.EVERY}{count}" for count in args.distinct)]
     asks = {name: functools.partial(overhead.asked, name) for name in adds}

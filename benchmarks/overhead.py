@@ -1,13 +1,16 @@
 """Overhead of midstream: plain vLLM against the same engine with taps, idle and in use.
 
     python benchmarks/overhead.py [--shapes 0.6b 8b] [--batches 1 2 16 256] [--tp 2] \
-        [--also '{"tapped_model": "always"}'] [--seconds 280] [--json FILE]
+        [--also '{"tapped_model": "always"}'] [--profiles FOLDER] [--seconds 280] [--json FILE]
 
 Two engines of plain vLLM ("plain" and "plain again") and one with midstream take turns, each in a
 process of its own, in a random order in each round. Times are medians over rounds, and percentages
 medians of the differences from plain vLLM in the same round. Plain vLLM runs with its defaults:
 torch.compile and CUDA graphs enabled. Model weights are random; their values do not change the
 work. Each `--also` adds an engine with other settings, measured idle.
+
+With --profiles, one more turn of each variant and workload is sampled: the stacks of the thread
+that runs the model, in a file for flame graph tools; see stack_samples.py.
 
 decode: seconds of one step of a batch that only generates: the mean over 96 consecutive steps after
 all prompts are processed.
@@ -21,6 +24,7 @@ import argparse
 import functools
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import engines
 import shapes
+from stack_samples import StackSamples
 
 # Numbers of untimed steps (including prefill), of timed steps, and of steps after them.
 SKIPPED, STEPS, LAST = 16, 96, 4
@@ -55,7 +60,10 @@ def main() -> int:
     parser.add_argument("--name", default="overhead", choices=["overhead", "overhead_sites"])
     parser.add_argument("--midstream", type=json.loads, default={}, help="settings, as JSON")
     parser.add_argument("--also", type=json.loads, action="append", default=[], metavar="SETTINGS")
+    parser.add_argument("--profiles", type=Path, help="folder for a file of each variant")
     args = parser.parse_args()
+    if args.profiles and args.tp > 1:
+        parser.error("--profiles: several ranks run the model in other processes")
     asks = {name: functools.partial(asked, name) for name in args.asked}
     name = args.name if args.tp == 1 else "overhead_tp"
     return over_shapes(name, args, workloads(args), asks)
@@ -100,14 +108,16 @@ def over_shapes(
             into |= started["midstream"].call(engines.describe)
             for work, (function, batch, more) in works.items():
                 of = shape, batch, function is decode_step
+                calls = {
+                    name: (started[engine].call, function, ask, of, *more)
+                    for name, (engine, ask) in variants(started, asks).items()
+                }
                 run.measure(
-                    into,
-                    work,
-                    {
-                        name: functools.partial(started[engine].call, function, ask, of, *more)
-                        for name, (engine, ask) in variants(started, asks).items()
-                    },
+                    into, work, {name: functools.partial(*each) for name, each in calls.items()}
                 )
+                for name, (call, *given) in calls.items() if args.profiles else ():
+                    file = re.sub(r"\W+", "-", f"{shape} {work} {name}").strip("-")
+                    call(sampled, args.profiles.resolve() / f"{file}.txt", *given)
     return run.finish()
 
 
@@ -194,6 +204,15 @@ def decode_step(llm: Any, ask: Ask, of: Of) -> float:
     with step_ends(llm) as ends:
         timed(llm, ask, of, PROMPT, SKIPPED + STEPS + LAST)
     return (ends[SKIPPED + STEPS - 1] - ends[SKIPPED - 1]) / STEPS
+
+
+def sampled(llm: Any, file: Path, function: Callable[..., float], *given: Any) -> float:
+    """Return what a workload returns, and write the stacks of this thread meanwhile to a file."""
+    samples = StackSamples()
+    samples.start()
+    found = function(llm, *given)
+    samples.stop(file)
+    return found
 
 
 @contextmanager
