@@ -334,7 +334,7 @@ def test_a_planned_job_counts_what_each_rank_transfers(several, path):
         ({"edits": Ablate(vector(HIDDEN), 1, site="z")}, "edits.*z is split over the ranks"),
         ({"edits": Steer(vector(HIDDEN), 1, site="q", norm="keep")}, "edits.*q is split over"),
         (
-            {"edits": Gate(Scale(0.0, 2), Reading(vector(HIDDEN), layer=1, site="z"))},
+            {"edits": Gate(Scale(0.0, 1), Reading(vector(HIDDEN), layer=1, site="z"))},
             "edits: z is split over the ranks .* a gate that reads it needs all of it",
         ),
         ({"capture": Capture(1, "mlp_act", codec="full8")}, "mlp_act is split over 2 ranks"),
