@@ -114,6 +114,19 @@ def test_compiled_too(
         check_edits(served, every=10 if NIGHTLY else 16)
 
 
+def test_compiled_with_the_op_that_rotates_queries_and_keys_in_place_too(
+    tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, oracle = reference("llama", tiny_models)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    ops = {"custom_ops": ["none", "+rotary_embedding"]}
+    given = settings(oracle, tmp_path)
+    with engine(path, enforce_eager=False, compilation_config=ops, **given) as llm:
+        served = Served("llama", oracle, llm)
+        check_reads(served)
+        check_edits(served, every=10 if NIGHTLY else 16)
+
+
 @pytest.mark.model
 @pytest.mark.nightly
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])

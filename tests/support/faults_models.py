@@ -36,4 +36,12 @@ MODELS: tuple[Fault, ...] = (
         "tests/unit/runtime/worker/taps/test_tapped_model.py"
         "::test_each_model_has_entries_of_its_own_in_the_compile_cache",
     ),
+    Fault(
+        "Queries that an op has rotated in place are tapped where they are",
+        "runtime/worker/taps/taps.py",
+        "            if columns.copies:\n",
+        "            if columns.copies and columns.by_head is None:\n",
+        "tests/engine/test_inner_sites.py"
+        "::test_compiled_with_the_op_that_rotates_queries_and_keys_in_place_too",
+    ),
 )

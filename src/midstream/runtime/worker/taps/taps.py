@@ -88,11 +88,15 @@ class TappedModule(nn.Module):
             given = self._input(args, kwargs)
             if self.midstream_copies:
                 given = given.clone()
-                args, kwargs = self._with_input(given, args, kwargs)
+                where = self.midstream_parameter or ("", 0)
+                args, kwargs = _with_argument(given, args, kwargs, where)
             _fire(self, self.midstream_input, given, None)
         for columns in self.midstream_taken:
-            taken = (_argument(args, kwargs, columns.parameter),)
-            _fire_columns(self, columns, _first(taken, self))
+            taken = _first((_argument(args, kwargs, columns.parameter),), self)
+            if columns.copies:
+                taken = taken.clone()
+                args, kwargs = _with_argument(taken, args, kwargs, columns.parameter)
+            _fire_columns(self, columns, taken)
         out = super().__call__(*args, **kwargs)
         # Attention on the Transformers backend, some mixtures of experts and vLLM's linear layers
         # return more than the value of the tap.
@@ -111,15 +115,6 @@ class TappedModule(nn.Module):
             return _first(args, self)
         return _first((_argument(args, kwargs, self.midstream_parameter),), self)
 
-    def _with_input(
-        self, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call with another input."""
-        name, index = self.midstream_parameter or ("", 0)
-        if name in kwargs:
-            return args, {**kwargs, name: given}
-        return (*args[:index], given, *args[index + 1 :]), kwargs
-
 
 class _Columns(NamedTuple):
     """A site that is columns of a tensor.
@@ -129,12 +124,14 @@ class _Columns(NamedTuple):
         start: the first of the columns.
         by_head: whether they are of heads, which are a dimension of their own in some models.
         parameter: (name, index) of the parameter that gets the tensor; not read at an exit.
+        copies: whether the module gets a copy of the tensor, which is tapped.
     """
 
     table: Tensor
     start: int
     by_head: bool
     parameter: tuple[str, int] = ("", 0)
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +225,8 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
         if site in tables:
             inner = _find_module(module, place.path, site)
             _tap_module(inner, swapped, buffers)
-            _add_columns(inner, place, tables[site])
+            copies = site in ("rot_q", "rot_k") and _rotates_in_place(module)
+            _add_columns(inner, place, tables[site], copies)
     for site, end in layer.ends.items():
         if site in tables and end is not None:
             _tap_module(end, swapped, buffers)
@@ -251,7 +249,7 @@ def _tap_module(module: Any, swapped: list[Any], buffers: Buffers) -> None:
     swapped.append(module)
 
 
-def _add_columns(module: Any, place: InnerPlace, table: Tensor) -> None:
+def _add_columns(module: Any, place: InnerPlace, table: Tensor, copies: bool) -> None:
     """Add the tap of an inner site to a module."""
     by_head = place.heads > 0
     if place.at == "output":
@@ -260,7 +258,18 @@ def _add_columns(module: Any, place: InnerPlace, table: Tensor) -> None:
     # The class is a tapped one by now, whose forward is the module's own.
     names = _parameter_names(module)
     parameter = _parameter(module, place.argument or names[0])
-    module.midstream_taken += (_Columns(table, place.start, by_head, parameter),)
+    module.midstream_taken += (_Columns(table, place.start, by_head, parameter, copies),)
+
+
+def _rotates_in_place(layer: nn.Module) -> bool:
+    """Return whether rotary embeddings of a layer are an op that changes queries and keys in place.
+
+    vLLM's passes over a compiled graph write the result of such an op over its input, and take no
+    other change of the same tensors into account.
+    """
+    rotary = [one for one in layer.modules() if "Rotary" in type(one).__name__]
+    chosen = [getattr(one, "_forward_method", one.forward) for one in rotary]
+    return any(method.__name__ != "forward_native" for method in chosen)
 
 
 def _roles(convention: LayerConvention) -> list[_Role]:
@@ -301,6 +310,16 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[str, i
     if name in kwargs:
         return kwargs[name]
     return args[index] if index < len(args) else None
+
+
+def _with_argument(
+    value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[str, int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with another value of one."""
+    name, index = where
+    if name in kwargs:
+        return args, {**kwargs, name: value}
+    return (*args[:index], value, *args[index + 1 :]), kwargs
 
 
 def _first(values: tuple[Any, ...], module: nn.Module) -> Tensor:
