@@ -37,16 +37,16 @@ from midstream.tools.capacity import read_model
 EXPERTS = "mixtral", "qwen3_moe"  # of the second, `test_routing` has what is run by default
 MODELS = [*INNER, pytest.param(EXPERTS[1], marks=pytest.mark.nightly)]
 MODELS.remove(EXPERTS[1])
-# The llama has four heads, two of keys, and a width of all heads that is not the model's.
+# The llama has two heads of keys for four, and a width of all heads that is not the model's.
 ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
-# Every operation takes long: by day on two models, one of them with merged projections of queries,
-# keys and values, and no rotary embedding.
+# Every operation takes long: by day on two models, one without rotary embedding.
 NIGHT = pytest.mark.nightly
 DAILY = "llama", "gpt2"
 EDITED = [*DAILY, *(pytest.param(name, marks=NIGHT) for name in INNER if name not in DAILY)]
 LONG = 90  # two steps, and two whole blocks
 OTHERS = "gpt2", "phi3", "gemma3", *EXPERTS
-COMPILED = ["llama", *(pytest.param(name, marks=NIGHT) for name in OTHERS)]
+IN_PLACE = "llama, whose queries and keys an op of vLLM's rotates in place"
+COMPILED = ["llama", IN_PLACE, *(pytest.param(name, marks=NIGHT) for name in OTHERS)]
 # Why each model is without a site.
 REASONS = {
     "rot_q": "no rotary embedding; use q",
@@ -103,27 +103,16 @@ def test_rows_of_inner_sites_are_what_the_modules_of_transformers_read_and_retur
 def test_compiled_too(
     name: str, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
+    name, in_place = name.split(",")[0], name == IN_PLACE
     if name in EXPERTS:
         pool.close()
     path, oracle = reference(name, tiny_models)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    with engine(path, enforce_eager=False, **settings(oracle, tmp_path)) as llm:
-        assert int(llm.llm_engine.vllm_config.compilation_config.mode) > 0
-        served = Served(name, oracle, llm)
-        check_reads(served)
-        check_edits(served, every=10 if NIGHTLY else 16)
-
-
-def test_compiled_with_the_op_that_rotates_queries_and_keys_in_place_too(
-    tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, oracle = reference("llama", tiny_models)
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    ops = {"custom_ops": ["none", "+rotary_embedding"]}
+    ops = {"custom_ops": ["none", "+rotary_embedding"] if in_place else []}
     given = settings(oracle, tmp_path)
     with engine(path, enforce_eager=False, compilation_config=ops, **given) as llm:
-        served = Served("llama", oracle, llm)
-        check_reads(served)
+        assert int(llm.llm_engine.vllm_config.compilation_config.mode) > 0
+        check_reads(served := Served(name, oracle, llm))
         check_edits(served, every=10 if NIGHTLY else 16)
 
 

@@ -41,7 +41,6 @@ MODELS: tuple[Fault, ...] = (
         "runtime/worker/taps/taps.py",
         "            if columns.copies:\n",
         "            if columns.copies and columns.by_head is None:\n",
-        "tests/engine/test_inner_sites.py"
-        "::test_compiled_with_the_op_that_rotates_queries_and_keys_in_place_too",
+        "tests/engine/test_inner_sites.py::test_compiled_too",
     ),
 )
