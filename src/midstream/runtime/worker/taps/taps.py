@@ -63,8 +63,8 @@ class TappedModule(nn.Module):
 
     Taps at its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, and the
     input of attention or of the MLP, which is copied first if other modules use that tensor too,
-    and columns of its arguments. At its exit: one branch, and columns of what it returns; at that
-    of the final norm, the switches of `LogitBias`.
+    and columns of its arguments, copied first if they were rotated in place. At its exit: one
+    branch, and columns of what it returns; at that of the final norm, the switches of `LogitBias`.
     """
 
     midstream_half: Tensor | None
