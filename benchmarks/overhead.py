@@ -206,13 +206,12 @@ def decode_step(llm: Any, ask: Ask, of: Of) -> float:
     return (ends[SKIPPED + STEPS - 1] - ends[SKIPPED - 1]) / STEPS
 
 
-def sampled(llm: Any, file: Path, function: Callable[..., float], *given: Any) -> float:
-    """Return what a workload returns, and write the stacks of this thread meanwhile to a file."""
+def sampled(llm: Any, file: Path, function: Callable[..., float], *given: Any) -> None:
+    """Run a workload, and write the stacks of this thread meanwhile to a file."""
     samples = StackSamples()
     samples.start()
-    found = function(llm, *given)
+    function(llm, *given)
     samples.stop(file)
-    return found
 
 
 @contextmanager

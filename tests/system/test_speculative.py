@@ -121,7 +121,7 @@ def test_scores_that_are_shown_meanwhile_are_never_those_of_a_rejected_draft(
                     assert positions.tolist() == places[here].tolist()
                     torch.testing.assert_close(values, final[here])
                     shown += len(values)
-    assert shown > 20  # a busy machine merges outputs
+    assert shown > 50
 
 
 @pytest.mark.parametrize("way", SCRIPTED)

@@ -79,7 +79,9 @@ class GateStates:
 
     def release(self, slot: int) -> None:
         """Take back the states of a request that has ended, if it has any."""
-        mine = self._slots == slot if self._held else np.zeros(0, bool)
+        if not self._held:
+            return
+        mine = self._slots == slot
         if mine.any():
             self._runs = None
             self._slots[mine] = _FREE
