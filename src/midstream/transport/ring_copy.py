@@ -11,6 +11,10 @@ from torch import Tensor
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Parcel, Shipment, Transport
 
+# Bytes of a step's rows up to which they are copied on the model's own stream. The device copies
+# them in a few microseconds; handing them to another stream takes the host longer.
+_SMALL = 1 << 16
+
 
 def host_transport(ring: Tensor, arena: Arena) -> Transport:
     """Return the transport for the ring's device."""
@@ -220,7 +224,7 @@ class _InFlight:
 class CudaTransport:
     """Asynchronous transport: one contiguous copy per step and codec into pinned memory.
 
-    Copies run on a stream of their own, in parallel with the model.
+    Copies run on a stream of their own, in parallel with the model, unless they are small.
     """
 
     def __init__(self, ring: Tensor, arena: Arena) -> None:
@@ -259,29 +263,42 @@ class CudaTransport:
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
         pinned_tally = self._tallies.take(tally)
-        # These are small, and the next step overwrites them: copied on the model's own stream.
+        # The next step overwrites these: copied on the model's own stream.
         pinned_tally.copy_(tally, non_blocking=True)
         pinned_scores = self._copy_scores(scores)
         extents = tuple(_allocate(self._arena, self._ring, parcel) for parcel in parcels)
+        sent = [
+            (parcel, extent)
+            for parcel, extent in zip(parcels, extents, strict=True)
+            if extent is not None
+        ]
         current = torch.cuda.current_stream(self._ring.device)
-        if any(extent is not None for extent in extents):
-            # One event for all steps: a wait refers to the record before it.
-            self._queued.record(current)
-            self._stream.wait_event(self._queued)
-            torch.cuda.set_stream(self._stream)
-            try:
-                for parcel, extent in zip(parcels, extents, strict=True):
-                    if extent is not None:
-                        _send(self._ring, parcel, extent)
-            finally:
-                torch.cuda.set_stream(current)
-            arrival = self._events.record(self._stream)
-            first = min(parcel.first for parcel in parcels)
-            stop = max(parcel.first + parcel.num_units for parcel in parcels)
-            self._in_flight.append(_InFlight(first, stop, arrival))
-        else:
+        if sum(extent.memory.nbytes for _, extent in sent) <= _SMALL:
+            for parcel, extent in sent:
+                _send(self._ring, parcel, extent)
             arrival = self._events.record(current)
+        else:
+            arrival = self._send_beside(current, sent)
         return CudaShipment(extents, pinned_tally, pinned_scores, arrival, self._tallies)
+
+    def _send_beside(
+        self, current: torch.cuda.Stream, sent: list[tuple[Parcel, Extent]]
+    ) -> Arrival:
+        """Copy parcels on the copy stream, once what is queued on the current one is complete."""
+        # One event for all steps: a wait refers to the record before it.
+        self._queued.record(current)
+        self._stream.wait_event(self._queued)
+        torch.cuda.set_stream(self._stream)
+        try:
+            for parcel, extent in sent:
+                _send(self._ring, parcel, extent)
+        finally:
+            torch.cuda.set_stream(current)
+        arrival = self._events.record(self._stream)
+        first = min(parcel.first for parcel, _ in sent)
+        stop = max(parcel.first + parcel.num_units for parcel, _ in sent)
+        self._in_flight.append(_InFlight(first, stop, arrival))
+        return arrival
 
     def _copy_scores(self, scores: Tensor) -> Tensor:
         """Start to copy scores into pinned memory. Callers keep views of it for as long as they

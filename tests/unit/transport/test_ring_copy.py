@@ -26,6 +26,8 @@ from midstream.transport.ring_copy import (
     host_transport,
 )
 
+# Elements of a row that are too many bytes for the model's own stream.
+WIDE = ring_copy._SMALL // 4 + 1
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -298,10 +300,10 @@ class Event:
 
 
 class Stream:
-    """A CUDA stream, which has the events that it waits for."""
+    """A CUDA stream, with the events that it waits for and the streams that were chosen since."""
 
     def __init__(self, _device=None):
-        self.awaited = []
+        self.awaited, self.chosen = [], []
 
     def wait_event(self, event):
         self.awaited.append(event)
@@ -315,7 +317,7 @@ def model_stream(monkeypatch) -> Stream:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda _stream: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", stream.chosen.append)
     monkeypatch.setattr(ring_copy, "_pinned", torch.empty_like)
     return stream
 
@@ -339,8 +341,8 @@ def test_the_driver_is_not_asked_again_about_a_shipment_that_is_complete(model_s
 
 
 def test_the_driver_is_asked_once_for_a_shipment_and_for_its_part_of_the_ring(model_stream):
-    transport = CudaTransport(ring(), make_arena())
-    shipment = transport.ship(raw(transport.reserve(5), 5), tally(), scores(0))
+    transport = CudaTransport(ring(width=WIDE), make_arena(1 << 22))
+    shipment = transport.ship(raw(transport.reserve(5), 5, WIDE), tally(), scores(0))
     event = Event.made[-1]
     event.is_complete = True
     assert transport.reserve(5) == 0
@@ -350,12 +352,24 @@ def test_the_driver_is_asked_once_for_a_shipment_and_for_its_part_of_the_ring(mo
     assert model_stream.awaited == []
 
 
-def test_what_is_queued_waits_for_the_copies_of_its_part_of_the_ring_alone(model_stream):
+def test_few_bytes_are_copied_on_the_models_stream_and_what_is_queued_need_not_wait(model_stream):
     transport = CudaTransport(ring(), make_arena())
+    for _ in range(3):
+        assert transport.reserve(5) == 0
+        shipment = transport.ship(raw(0, 5), tally(), scores())
+        assert torch.equal(rows_of(shipment), ring()[:5])
+    assert model_stream.chosen == model_stream.awaited == []
+    large = CudaTransport(ring(width=WIDE), make_arena(1 << 22))
+    large.ship(raw(large.reserve(5), 5, WIDE), tally(), scores())
+    assert len(model_stream.chosen) == 2, "the other stream was not chosen, and left again"
+
+
+def test_what_is_queued_waits_for_the_copies_of_its_part_of_the_ring_alone(model_stream):
+    transport = CudaTransport(ring(width=WIDE), make_arena(1 << 22))
     events = []
     for first in (0, 3):
         assert transport.reserve(3) == first
-        transport.ship(raw(first, 3), tally(), scores(0))
+        transport.ship(raw(first, 3, WIDE), tally(), scores(0))
         events.append(Event.made[-1])
     assert transport.reserve(2) == 6
     assert model_stream.awaited == []
@@ -365,12 +379,13 @@ def test_what_is_queued_waits_for_the_copies_of_its_part_of_the_ring_alone(model
     assert model_stream.awaited == [events[0], *events]
 
 
+@pytest.mark.parametrize("width", [3, WIDE])
 @pytest.mark.parametrize("units", [0, 2])
-def test_steps_that_arrive_one_after_the_other_make_no_new_event(model_stream, units):
-    transport = CudaTransport(ring(), make_arena())
+def test_steps_that_arrive_one_after_the_other_make_no_new_event(model_stream, units, width):
+    transport = CudaTransport(ring(width=width), make_arena(1 << 26))
     late = []
     for _ in range(50):
-        parcels = raw(transport.reserve(units), units) if units else []
+        parcels = raw(transport.reserve(units), units, width) if units else []
         now = transport.ship(parcels, tally(), scores()), transport.copy(torch.arange(3))
         for shipment, positions in late:
             shipment.wait()

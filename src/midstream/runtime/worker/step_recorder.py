@@ -282,7 +282,7 @@ class StepRecorder:
         if expected is None or expected.tokens is not plan.tokens:
             expected = self._expected = ExpectedCounts(plan, self._signature.signature)
         tally = step.shipment.tally().numpy()[plan.active]
-        if (tally == expected.tally).all():
+        if tally.tobytes() == expected.tally:
             self._slots.record_states(plan, expected.states)
             return
         edits = tally[:, layout.EDITS].astype(np.int64)

@@ -48,12 +48,12 @@ class InFlightStep:
 
 
 class ExpectedCounts:
-    """What the device must count in a step, as an array that is compared at once.
+    """What the device must count in a step, as bytes that are compared at once.
 
     Attributes:
         tokens: `StepPlan.tokens` of the step; repeated steps have the same object.
-        tally: int32 [active rows, TALLY_COLUMNS], where each edit that depends on a token's id
-            applies and all values are finite.
+        tally: bytes of int32 [active rows, TALLY_COLUMNS], where each edit that depends on a
+            token's id applies and all values are finite.
         states: uint16 [active rows], the state of each row's position then.
     """
 
@@ -61,10 +61,11 @@ class ExpectedCounts:
 
     def __init__(self, plan: StepPlan, signature: int) -> None:
         self.tokens = plan.tokens
-        self.tally = np.zeros((plan.slots.size, layout.TALLY_COLUMNS), np.int32)
-        self.tally[:, layout.SIGNATURE] = signature
-        self.tally[:, layout.EDITS] = plan.most
-        self.tally[:, layout.CAPTURES] = plan.captures
+        tally = np.zeros((plan.slots.size, layout.TALLY_COLUMNS), np.int32)
+        tally[:, layout.SIGNATURE] = signature
+        tally[:, layout.EDITS] = plan.most
+        tally[:, layout.CAPTURES] = plan.captures
+        self.tally = tally.tobytes()
         self.states = np.minimum(APPLIED_0 + plan.most, MOST_APPLIED).astype(np.uint16)
 
 
