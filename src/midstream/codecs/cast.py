@@ -50,8 +50,7 @@ class Cast:
             wide, most = rows.float(), torch.finfo(target).max
             beyond = torch.nan if target == torch.float8_e4m3fn else wide
             rows = torch.where(wide.isinf(), beyond, wide.clamp(-most, most)).to(target)
-        width = self.row_bytes(rows.shape[1], target)
-        return rows.reshape(-1).view(torch.uint8).view(len(rows), width)
+        return rows.contiguous().view(torch.uint8)
 
     def decode(self, data: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
         """Decode to float32 [n, hidden]."""

@@ -23,9 +23,7 @@ class Raw:
 
     def encode(self, rows: Tensor) -> Tensor:
         """Encode; returns a view of `rows` if it is contiguous."""
-        rows = checked_rows(rows)
-        width = self.row_bytes(rows.shape[1], rows.dtype)
-        return rows.reshape(-1).view(torch.uint8).view(len(rows), width)
+        return checked_rows(rows).contiguous().view(torch.uint8)
 
     def decode(self, data: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
         """Decode to [n, hidden] in `dtype`, bit-exact; a view of `data` where alignment allows."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from midstream.codecs import Raw
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Parcel, Shipment, Transport
 
@@ -321,21 +320,14 @@ def _allocate(arena: Arena, ring: Tensor, parcel: Parcel) -> Extent | None:
 
 def _send(ring: Tensor, parcel: Parcel, extent: Extent) -> None:
     """Queue the encoding and the copy on the current stream."""
-    encoded, encoding = parcel.encoded, parcel.encoding
-    first, stop = parcel.first, parcel.first + parcel.num_units
-    if encoded is None and isinstance(encoding.codec, Raw):
-        # The rows' own bytes: one view and one copy, as this is done in each step.
-        width = ring.shape[1] * ring.itemsize
-        units = ring.view(-1).view(torch.uint8)[first * width : stop * width]
-        extent.memory.copy_(units, non_blocking=extent.pinned)
-        return
+    encoded = parcel.encoded
     if encoded is None:
-        encoded = encoding.encode(ring[first:stop])
+        encoded = parcel.encoding.encode(ring[parcel.first : parcel.first + parcel.num_units])
     elif encoded.is_cuda:
         # It was made on another stream, on which its memory must not be used again before the copy.
         encoded.record_stream(torch.cuda.current_stream(ring.device))
     # A copy into a file blocks: file-backed pages cannot be pinned.
-    extent.memory.view(encoded.shape).copy_(encoded, non_blocking=extent.pinned)
+    extent.memory.copy_(encoded.reshape(-1), non_blocking=extent.pinned)
 
 
 def _pinned(like: Tensor) -> Tensor:
