@@ -36,4 +36,20 @@ KERNELS: tuple[Fault, ...] = (
         "tests/unit/ops/test_site_triton.py"
         "::test_the_interpreted_kernels_do_what_their_references_do",
     ),
+    Fault(
+        "A step's counts are added to those of the step before",
+        "transport/copy_kernel.py",
+        "        tl.store(tally + at, 0, mask=inside)\n",
+        "",
+        "tests/unit/ops/test_site_triton.py"
+        "::test_the_interpreted_kernels_do_what_their_references_do",
+    ),
+    Fault(
+        "Rows that were computed without work are said to be cached",
+        "runtime/worker/step/slot_table.py",
+        "        self._catch_up()\n        reached = self._reached[slot]\n",
+        "        reached = self._reached[slot]\n",
+        "tests/unit/runtime/worker/step/test_step_planner.py"
+        "::test_rows_without_work_in_decode_steps_like_the_last_were_computed_and_not_cached",
+    ),
 )

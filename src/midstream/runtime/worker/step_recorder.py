@@ -245,6 +245,11 @@ class StepRecorder:
     # -- settling ---------------------------------------------------------------------------
 
     @property
+    def num_in_flight(self) -> int:
+        """Number of steps that are not settled."""
+        return len(self._in_flight)
+
+    @property
     def settled(self) -> int:
         """Number of the step up to which all steps are settled."""
         return self._in_flight[0].number - 1 if self._in_flight else self.counts.steps

@@ -66,6 +66,7 @@ class SlotTable:
         # lock; to get it back takes longer than the copy.
         self._bytes = memoryview(b"")
         self._latest: tuple[list[str], Ints] | None = None  # result of the last `slots_of`
+        self._behind: tuple[Ints, Ints] | None = None  # arguments of the last `advance_by_one`
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -141,6 +142,7 @@ class SlotTable:
         """Remove requests and free their slots; the states of their positions move into
         `RequestState.done`.
         """
+        self._catch_up()
         reached = self._reached[[request.slot for request in requests]].tolist()
         for request, count in zip(requests, reached, strict=True):
             slot = request.slot
@@ -215,6 +217,7 @@ class SlotTable:
             position: position of its first row, or a lower bound.
             stop: position of its last row + 1, or an upper bound.
         """
+        self._catch_up()
         reached = self._reached[slot]
         skipped = position > reached
         if skipped.any():
@@ -222,6 +225,22 @@ class SlotTable:
                 states = self._states[slot[nth], reached[nth] : position[nth]]
                 states[states == UNSEEN] = CACHED
         self._reached[slot] = np.maximum(reached, stop)
+
+    def advance_by_one(self, slot: Ints, position: Ints) -> None:
+        """Record that the requests of the last call of `advance` reach one more position. This is
+        cheap, as only the last such call before the next `advance` counts.
+
+        Args:
+            slot: slots of these requests.
+            position: the position of each.
+        """
+        self._behind = slot, position
+
+    def _catch_up(self) -> None:
+        if self._behind is not None:
+            slot, position = self._behind
+            self._behind = None
+            self._reached[slot] = np.maximum(self._reached[slot], position + 1)
 
     def record(self, plan: StepPlan, edits: Ints, nonfinite: NDArray[np.bool_]) -> None:
         """Record what the device counted for each active row of a step.

@@ -21,13 +21,12 @@ from midstream.runtime.worker.tables.program_table import ProgramTable
 
 @dataclass(slots=True)
 class _DecodeStep:
-    """A step in which every request with a plan had one row. The next step is often the same
-    except for the positions.
+    """A step in which every request had one row. The next step is often the same except for the
+    positions.
 
     Attributes:
         plan: the step's plan.
         slots: slots of the batch's requests; the same array as long as the requests are the same.
-        scheduled: bytes of the number of tokens of each request.
         computed: number of tokens of each request that were computed before the step.
         chosen: indices of the batch's requests that have a plan.
         slot: slots of the chosen requests.
@@ -41,7 +40,6 @@ class _DecodeStep:
 
     plan: StepPlan
     slots: Ints
-    scheduled: bytes
     computed: NDArray[np.int32]
     chosen: Ints
     slot: Ints
@@ -52,16 +50,17 @@ class _DecodeStep:
     position: Ints
     more: int
 
-    def advance(self, batch: StepBatch) -> Ints | None:
-        """Return the chosen requests' positions in a batch of the same requests; None if one has
-        more than one row, or is in another segment.
+    def advance(self, batch: StepBatch, slots: SlotTable) -> Ints | None:
+        """Return the chosen requests' positions in a batch of the same requests, and record that
+        these are reached; None if one has more than one row, or is in another segment.
         """
-        if batch.scheduled.tobytes() != self.scheduled:
+        if batch.num_tokens != len(batch.request_ids):
             return None
         self.computed += 1
         if self.more > 0 and batch.computed.tobytes() == self.computed.tobytes():
             self.more -= 1
             self.position = self.position + 1
+            slots.advance_by_one(self.slot, self.position)
             return self.position
         self.computed[:] = batch.computed
         position = batch.computed[self.chosen].astype(np.int64)
@@ -69,6 +68,7 @@ class _DecodeStep:
             return None
         self.more = int((self.stop - position).min()) - 1
         self.position = position
+        slots.advance(self.slot, position, position + 1)
         return position
 
 
@@ -114,13 +114,10 @@ class StepPlanner:
     def _remember(self, batch: StepBatch, plan: StepPlan) -> None:
         """Store a step that the next step may repeat."""
         runs = plan.runs
-        if not runs.exact or (runs.length != 1).any():
+        if not runs.exact or batch.num_tokens != len(batch.request_ids):
             return
         slots = self._slots.slots_of(batch.request_ids)
         chosen = np.flatnonzero(slots >= 0)
-        scheduled = np.array(batch.scheduled)
-        if (scheduled[chosen] != 1).any():
-            return
         slot = slots[chosen]
         content = self._slots.segments[slot]
         active = content[:, columns.PROGRAM] != layout.IDLE_PROGRAM
@@ -133,7 +130,6 @@ class StepPlanner:
         self._decode = _DecodeStep(
             plan=plan,
             slots=slots,
-            scheduled=scheduled.tobytes(),
             computed=batch.computed.copy(),
             chosen=chosen,
             slot=slot,
@@ -154,10 +150,9 @@ class StepPlanner:
             or self._slots.slots_of(batch.request_ids) is not last.slots
         ):
             return None
-        position = last.advance(batch)
+        position = last.advance(batch, self._slots)
         if position is None:
             return None
-        self._slots.advance(last.slot, position, position + 1)
         plan = last.plan.at(position if last.active is None else position[last.active])
         if last.by_position is not None:
             plan.tokens = plan.tokens.copy()  # the last are compared with these

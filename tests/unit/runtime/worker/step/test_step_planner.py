@@ -197,6 +197,18 @@ def test_a_decode_step_like_the_last_notes_what_was_skipped():
     assert request.done.tolist() == [CACHED] * 5 + [once] * 2 + [CACHED] * 2 + [once]
 
 
+def test_rows_without_work_in_decode_steps_like_the_last_were_computed_and_not_cached():
+    tables = ProgramTable(make_buffers())
+    planner, slots = planner_of(tables)
+    late = plan_of(edits=[(("resid_post", 0), rows(1, 4), ((12, 16),))])
+    working, idle = request_of("a", STEER, tables, slots), request_of("b", late, tables, slots)
+    for position in (5, 6, 7, 9, 10):
+        step = planner.plan(view_of(["a", "b"], [1, 1], [position, position]))
+        slots.record(step, np.ones(1, np.int64), np.zeros(1, bool))
+    slots.remove([working, idle])
+    assert idle.done.tolist() == [CACHED] * 5 + [UNSEEN] * 3 + [CACHED] + [UNSEEN] * 2
+
+
 def test_edits_by_position_are_laid_out_once_for_decode_steps_and_get_their_positions():
     tables = ProgramTable(make_buffers())
     planner, slots = planner_of(tables)
