@@ -46,7 +46,7 @@ KERNELS: tuple[Fault, ...] = (
     ),
     Fault(
         "Rows that were computed without work are said to be cached",
-        "runtime/worker/step/slot_table.py",
+        "runtime/worker/step/position_states.py",
         "        self._catch_up()\n        reached = self._reached[slot]\n",
         "        reached = self._reached[slot]\n",
         "tests/unit/runtime/worker/step/test_step_planner.py"

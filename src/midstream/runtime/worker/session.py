@@ -168,8 +168,8 @@ class WorkerSession:
         if self._local is not None:
             self._local.finish()
         if self._recorder.prepared is not None:
-            self._recorder.record()
-            if self._recorder.num_in_flight >= _SETTLED_TOGETHER:
+            in_flight = self._recorder.record()
+            if in_flight >= _SETTLED_TOGETHER:
                 self.requests.settle()
 
     def check_integrity(self) -> None:

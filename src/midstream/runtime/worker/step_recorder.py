@@ -156,10 +156,9 @@ class StepRecorder:
 
     # -- recording --------------------------------------------------------------------------
 
-    def record(self) -> None:
-        """Start to copy the results of the prepared step, whose forward pass is queued, and add
-        its rows and scores to the indexes.
-        """
+    def record(self) -> int:
+        """Start to copy the results of the prepared step, whose forward pass is queued, and index
+        its rows and scores. Return the number of steps that are not settled."""
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
         self._gate_states.disarm()
@@ -192,6 +191,7 @@ class StepRecorder:
         if plan.scored:
             self._record_scores(prepared, shipment)
         self.reported = reported_scores(prepared, shipment, self._slots)
+        return len(self._in_flight)
 
     def _row_bytes(self, codec: int) -> int:
         return self._codecs.encoding(codec).row_bytes(self._buffers.ring.dtype)
@@ -245,11 +245,6 @@ class StepRecorder:
     # -- settling ---------------------------------------------------------------------------
 
     @property
-    def num_in_flight(self) -> int:
-        """Number of steps that are not settled."""
-        return len(self._in_flight)
-
-    @property
     def settled(self) -> int:
         """Number of the step up to which all steps are settled."""
         return self._in_flight[0].number - 1 if self._in_flight else self.counts.steps
@@ -288,7 +283,7 @@ class StepRecorder:
             expected = self._expected = ExpectedCounts(plan, self._signature.signature)
         tally = step.shipment.tally().numpy()[plan.active]
         if tally.tobytes() == expected.tally:
-            self._slots.record_states(plan, expected.states)
+            self._slots.states.set(plan, expected.states)
             return
         edits = tally[:, layout.EDITS].astype(np.int64)
         self._slots.record(plan, edits, tally[:, layout.NONFINITE] != 0)

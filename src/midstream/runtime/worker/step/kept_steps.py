@@ -76,7 +76,7 @@ class KeptSteps:
         found = self._kept.get(key)
         if found is None:
             return None
-        self._slots.advance(slot, found.position, found.stop)
+        self._slots.states.advance(slot, found.position, found.stop)
         self._slots.segments[slot] = found.segments
         mine = slot[found.of_run]
         return found.plan.of(mine, self._slots.serials(mine))

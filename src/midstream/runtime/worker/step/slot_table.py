@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,18 +11,15 @@ from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import (
     APPLIED_0,
-    CACHED,
     MOST_APPLIED,
     NONFINITE,
-    UNSEEN,
 )
 from midstream.runtime.worker.request_state import RequestState, Segment
 from midstream.runtime.worker.step import columns
+from midstream.runtime.worker.step.position_states import PositionStates, grow
 from midstream.runtime.worker.step.step_plan import StepPlan, TokenRuns
 
-T = TypeVar("T", bound=np.generic)
 _FIRST_SIZE = 64
-_LONG_RUN = 16  # rows of a run, from which NumPy copies them faster as a slice
 
 
 class SlotTable:
@@ -38,6 +34,7 @@ class SlotTable:
         last_step: int64 [slots], number of the last step with a row of the request; 0: none.
         reports: bool [slots], whether the scores of the request leave with each step's output.
         num_reporting: number of requests for which that is so.
+        states: the states of the requests' positions.
         nonfinite: vLLM's ids of running requests that had a value that is not finite.
     """
 
@@ -55,18 +52,13 @@ class SlotTable:
         self.reports = np.zeros(0, np.bool_)
         self.num_reporting = 0
         self.nonfinite: set[str] = set()
+        self.states = PositionStates(max_model_len)
         self._requests: dict[str, RequestState] = {}
         self._slot_of: dict[str, int] = {}
         self._by_slot: list[RequestState | None] = []
         self._free: list[int] = []
-        self._reached = np.zeros(0, np.int64)  # number of positions that each request has reached
         self._serials = np.zeros(0, np.int64)
-        self._states = np.zeros((0, max_model_len), np.uint16)
-        # The bytes of `_states`. To copy more than 500 values NumPy releases the interpreter's
-        # lock; to get it back takes longer than the copy.
-        self._bytes = memoryview(b"")
         self._latest: tuple[list[str], Ints] | None = None  # result of the last `slots_of`
-        self._behind: tuple[Ints, Ints] | None = None  # arguments of the last `advance_by_one`
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -98,15 +90,13 @@ class SlotTable:
         if not self._free:
             size = len(self._by_slot)
             grown = max(_FIRST_SIZE, 2 * size)
-            self.segments = _grow(self.segments, grown)
-            self.incomplete = _grow(self.incomplete, grown)
-            self.plans = _grow(self.plans, grown)
-            self.last_step = _grow(self.last_step, grown)
-            self.reports = _grow(self.reports, grown)
-            self._reached = _grow(self._reached, grown)
-            self._serials = _grow(self._serials, grown)
-            self._states = _grow(self._states, grown)
-            self._bytes = self._states.data.cast("B")
+            self.segments = grow(self.segments, grown)
+            self.incomplete = grow(self.incomplete, grown)
+            self.plans = grow(self.plans, grown)
+            self.last_step = grow(self.last_step, grown)
+            self.reports = grow(self.reports, grown)
+            self._serials = grow(self._serials, grown)
+            self.states.grow(grown)
             self._by_slot += [None] * (grown - size)
             self._free = list(range(grown - 1, size - 1, -1))
         return self._free.pop()
@@ -124,7 +114,6 @@ class SlotTable:
         self.last_step[slot] = 0
         self.reports[slot] = request.reports
         self.num_reporting += request.reports
-        self._reached[slot] = 0
         self._serials[slot] = request.serial
 
     def retire(self, request: RequestState) -> None:
@@ -142,13 +131,10 @@ class SlotTable:
         """Remove requests and free their slots; the states of their positions move into
         `RequestState.done`.
         """
-        self._catch_up()
-        reached = self._reached[[request.slot for request in requests]].tolist()
-        for request, count in zip(requests, reached, strict=True):
+        done = self.states.take([request.slot for request in requests])
+        for request, states in zip(requests, done, strict=True):
             slot = request.slot
-            states = self._bytes_of(slot, 0, count)
-            request.done = np.frombuffer(bytes(states), np.uint16)
-            states[:] = bytes(len(states))  # each is UNSEEN
+            request.done = states
             self.retire(request)
             if self._requests.get(request.id) is request:
                 del self._requests[request.id]
@@ -208,40 +194,6 @@ class SlotTable:
                 (one.start, one.stop, *one.content) for one in last.values()
             ]
 
-    def advance(self, slot: Ints, position: Ints, stop: Ints) -> None:
-        """Record the positions that requests reach. Positions before a row that were never
-        computed were served from the prefix cache.
-
-        Args:
-            slot: slot of each request.
-            position: position of its first row, or a lower bound.
-            stop: position of its last row + 1, or an upper bound.
-        """
-        self._catch_up()
-        reached = self._reached[slot]
-        skipped = position > reached
-        if skipped.any():
-            for nth in np.flatnonzero(skipped).tolist():
-                states = self._states[slot[nth], reached[nth] : position[nth]]
-                states[states == UNSEEN] = CACHED
-        self._reached[slot] = np.maximum(reached, stop)
-
-    def advance_by_one(self, slot: Ints, position: Ints) -> None:
-        """Record that the requests of the last call of `advance` reach one more position. This is
-        cheap, as only the last such call before the next `advance` counts.
-
-        Args:
-            slot: slots of these requests.
-            position: the position of each.
-        """
-        self._behind = slot, position
-
-    def _catch_up(self) -> None:
-        if self._behind is not None:
-            slot, position = self._behind
-            self._behind = None
-            self._reached[slot] = np.maximum(self._reached[slot], position + 1)
-
     def record(self, plan: StepPlan, edits: Ints, nonfinite: NDArray[np.bool_]) -> None:
         """Record what the device counted for each active row of a step.
 
@@ -258,25 +210,7 @@ class SlotTable:
                 request = self._by_slot[int(plan.slots[nth])]
                 if request is not None:
                     self._add_nonfinite(request, int(plan.positions[nth]))
-        self.record_states(plan, states)
-
-    def record_states(self, plan: StepPlan, states: NDArray[np.uint16]) -> None:
-        """Set the state of the position of each active row of a step."""
-        runs = plan.runs
-        if plan.slots.size < _LONG_RUN * runs.slot.size or not runs.exact:
-            self._states[plan.slots, plan.positions] = states
-            return
-        given, begin = states.astype(np.uint16, copy=False).data.cast("B"), 0
-        columns = runs.slot.tolist(), runs.position.tolist(), runs.length.tolist()
-        for slot, position, length in zip(*columns, strict=True):
-            part = self._bytes_of(slot, position, length)
-            part[:] = given[begin : begin + len(part)]
-            begin += len(part)
-
-    def _bytes_of(self, slot: int, position: int, length: int) -> memoryview:
-        """Return the bytes of the states of some positions of a slot."""
-        size, begin = self._states.itemsize, slot * self._states.shape[1] + position
-        return self._bytes[begin * size : (begin + length) * size]
+        self.states.set(plan, states)
 
     def _add_nonfinite(self, request: RequestState, position: int) -> None:
         if request.problem or request.nonfinite:
@@ -292,10 +226,3 @@ class SlotTable:
             self.fail(request, position, problem)
         elif self.runs(request):
             self.failures[request.id] = Failure(position, problem, ends=False)
-
-
-def _grow(array: NDArray[T], rows: int) -> NDArray[T]:
-    # zeros() of a large array takes memory only where it is written.
-    grown = np.zeros((rows, *array.shape[1:]), array.dtype)
-    grown[: array.shape[0]] = array
-    return grown

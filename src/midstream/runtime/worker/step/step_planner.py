@@ -13,6 +13,7 @@ from midstream.ops import layout
 from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.worker.step import columns
 from midstream.runtime.worker.step.kept_steps import KeptSteps
+from midstream.runtime.worker.step.position_states import PositionStates
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan, TokenRuns
@@ -50,7 +51,7 @@ class _DecodeStep:
     position: Ints
     more: int
 
-    def advance(self, batch: StepBatch, slots: SlotTable) -> Ints | None:
+    def advance(self, batch: StepBatch, states: PositionStates) -> Ints | None:
         """Return the chosen requests' positions in a batch of the same requests, and record that
         these are reached; None if one has more than one row, or is in another segment.
         """
@@ -60,7 +61,7 @@ class _DecodeStep:
         if self.more > 0 and batch.computed.tobytes() == self.computed.tobytes():
             self.more -= 1
             self.position = self.position + 1
-            slots.advance_by_one(self.slot, self.position)
+            states.advance_by_one(self.slot, self.position)
             return self.position
         self.computed[:] = batch.computed
         position = batch.computed[self.chosen].astype(np.int64)
@@ -68,7 +69,7 @@ class _DecodeStep:
             return None
         self.more = int((self.stop - position).min()) - 1
         self.position = position
-        slots.advance(self.slot, position, position + 1)
+        states.advance(self.slot, position, position + 1)
         return position
 
 
@@ -150,7 +151,7 @@ class StepPlanner:
             or self._slots.slots_of(batch.request_ids) is not last.slots
         ):
             return None
-        position = last.advance(batch, self._slots)
+        position = last.advance(batch, self._slots.states)
         if position is None:
             return None
         plan = last.plan.at(position if last.active is None else position[last.active])
@@ -222,10 +223,10 @@ class StepPlanner:
         """Return the lowest and the highest possible position of each request's first row."""
         position = batch.computed[chosen].astype(np.int64)
         if batch.unknown is None:
-            self._slots.advance(slot, position, position + length)
+            self._slots.states.advance(slot, position, position + length)
             return position, position
         lowest = np.maximum(position - batch.unknown.slack()[chosen], 0)
-        self._slots.advance(slot, lowest, position + length)
+        self._slots.states.advance(slot, lowest, position + length)
         if self._is_undecided(slot, lowest, position, position + length):
             # What these rows get depends on their positions and must be armed before their forward
             # pass, so the host waits for the device. This is rare: a request must be at a boundary
