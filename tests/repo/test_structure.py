@@ -260,7 +260,7 @@ def test_there_are_ops_and_no_module_beside_them_that_belongs_to_none():
     assert ops()
     others = {path.stem for path in (PACKAGE / "ops").glob("*.py")}
     known = {f"{op}{kind}" for op in ops() for kind in ("", "_ref", "_triton", "_kernel")}
-    assert others - known == {"__init__", "launch", "layout", "row_views"}
+    assert others - known == {"__init__", "layout", "row_views"}
 
 
 @pytest.mark.parametrize("op", ops())

@@ -37,14 +37,6 @@ KERNELS: tuple[Fault, ...] = (
         "::test_the_interpreted_kernels_do_what_their_references_do",
     ),
     Fault(
-        "A step's counts are added to those of the step before",
-        "transport/copy_kernel.py",
-        "        tl.store(tally + at, 0, mask=inside)\n",
-        "",
-        "tests/unit/ops/test_site_triton.py"
-        "::test_the_interpreted_kernels_do_what_their_references_do",
-    ),
-    Fault(
         "Rows that were computed without work are said to be cached",
         "runtime/worker/step/position_states.py",
         "        self._catch_up()\n        reached = self._reached[slot]\n",

@@ -17,7 +17,6 @@ from midstream.ops.layout import Flags, Op
 from midstream.ops.scan.launch import scan_triton
 from midstream.ops.site_ref import site_ref
 from midstream.ops.site_triton import site_triton
-from midstream.transport.copy_kernel import PROGRAMS, copy_kernel
 from support.attention_scores import check_without_a_gpu
 from support.gate_memory import check_steps
 from support.nightly import NIGHTLY, rounds
@@ -108,30 +107,10 @@ def main() -> None:
     site_ref(*wanted.arguments())
     site_triton(*made.arguments())
     assert_same(made, wanted, exact=False)
-    check_copies()
     seeds = range(rounds(suite=1, nightly=3))
     scanned = sum(check_steps(scan_triton, seed, DTYPES[seed]) for seed in seeds)
     assert scanned > 60, scanned
     sys.stdout.write(f"{edited} rows edited, {check_without_a_gpu()} cases of attention\n")
-
-
-def check_copies() -> None:
-    """Results of steps: none, of a few words, and of more than all programs have at a time."""
-    for tokens, scored, pieces in ((0, 0, 0), (1, 3, 0), (5, 0, 7), (700, 900, 1025)):
-        draw = torch.Generator().manual_seed(tokens)
-        tally = torch.randint(1, 2**31 - 1, (tokens + 1, 4), dtype=torch.int32, generator=draw)
-        scores = torch.randn(scored + 1, generator=draw)
-        rows = torch.randint(1, 2**31 - 1, (4 * pieces + 1,), dtype=torch.int32, generator=draw)
-        wanted = [each.clone() for each in (tally, scores, rows)]
-        found = [torch.zeros_like(each) for each in wanted]
-        copy_kernel[(PROGRAMS,)](
-            tally, found[0], scores, found[1], rows, found[2], tokens, scored, pieces, block=256
-        )
-        for value, copied, count in zip(wanted, found, (tokens, scored, 4 * pieces), strict=True):
-            assert torch.equal(copied[:count], value[:count])
-            assert not copied[count:].any(), "more was copied"
-        assert not tally[:tokens].any(), "the tally is not clear"
-        assert torch.equal(tally[tokens:], wanted[0][tokens:]), "more was cleared"
 
 
 if __name__ == "__main__":

@@ -97,11 +97,9 @@ class Transport(Protocol):
         ...
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
-        """Queue the copy of units of the ring, of the step's tally and of its scores, and then the
-        clearing of the tally.
+        """Queue the copy of units of the ring, of the step's tally and of its scores.
 
-        Called after the forward was queued; does not block. Each extent has one user. The caller
-        holds the shipment until it is complete.
+        Called after the forward was queued; does not block. Each extent has one user.
 
         Raises:
             OSError: the disk of the spill folder is full.

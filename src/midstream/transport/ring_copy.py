@@ -10,7 +10,6 @@ from torch import Tensor
 
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Parcel, Shipment, Transport
-from midstream.transport.result_copy import result_copy
 
 # Bytes of a step's rows up to which they are copied on the model's own stream. The device copies
 # them in a few microseconds; handing them to another stream takes the host longer.
@@ -78,10 +77,8 @@ class CpuTransport:
         extents = tuple(_allocate(self._arena, self._ring, parcel) for parcel in parcels)
         for parcel, extent in zip(parcels, extents, strict=True):
             if extent is not None:
-                extent.memory.copy_(_encoded(self._ring, parcel).reshape(-1))
-        copied = tally.clone()
-        tally.zero_()
-        return CpuShipment(extents, copied, scores.clone())
+                _send(self._ring, parcel, extent)
+        return CpuShipment(extents, tally.clone(), scores.clone())
 
 
 class PinnedStaging:
@@ -236,7 +233,6 @@ class CudaTransport:
         self._stream = torch.cuda.Stream(ring.device)
         self._queued = torch.cuda.Event()
         self._events = EventPool()
-        self._copy_results = result_copy(ring.device)
         self._tallies = PinnedStaging()
         self._no_scores = torch.empty(0)
         self._in_flight: deque[_InFlight] = deque()
@@ -267,7 +263,9 @@ class CudaTransport:
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
         pinned_tally = self._tallies.take(tally)
-        pinned_scores = self._room_for_scores(scores)
+        # The next step overwrites these: copied on the model's own stream.
+        pinned_tally.copy_(tally, non_blocking=True)
+        pinned_scores = self._copy_scores(scores)
         extents = tuple(_allocate(self._arena, self._ring, parcel) for parcel in parcels)
         sent = [
             (parcel, extent)
@@ -275,13 +273,12 @@ class CudaTransport:
             if extent is not None
         ]
         current = torch.cuda.current_stream(self._ring.device)
-        # The next step overwrites the tally and the scores: copied on the model's own stream.
-        few: list[tuple[Tensor, Extent]] = []
         if sum(extent.memory.nbytes for _, extent in sent) <= _SMALL:
-            few = [(_encoded(self._ring, parcel), extent) for parcel, extent in sent]
-            sent = []
-        self._copy_results(tally, pinned_tally, scores, pinned_scores, few)
-        arrival = self._send_beside(current, sent) if sent else self._events.record(current)
+            for parcel, extent in sent:
+                _send(self._ring, parcel, extent)
+            arrival = self._events.record(current)
+        else:
+            arrival = self._send_beside(current, sent)
         return CudaShipment(extents, pinned_tally, pinned_scores, arrival, self._tallies)
 
     def _send_beside(
@@ -294,12 +291,7 @@ class CudaTransport:
         torch.cuda.set_stream(self._stream)
         try:
             for parcel, extent in sent:
-                encoded = _encoded(self._ring, parcel)
-                if parcel.encoded is not None and encoded.is_cuda:
-                    # It was made on another stream, on which its memory must not be used again
-                    # before the copy.
-                    encoded.record_stream(self._stream)
-                extent.memory.copy_(encoded.reshape(-1), non_blocking=extent.pinned)
+                _send(self._ring, parcel, extent)
         finally:
             torch.cuda.set_stream(current)
         arrival = self._events.record(self._stream)
@@ -308,13 +300,14 @@ class CudaTransport:
         self._in_flight.append(_InFlight(first, stop, arrival))
         return arrival
 
-    def _room_for_scores(self, scores: Tensor) -> Tensor:
-        """Return pinned memory for scores. Callers keep views of it for as long as they like, so
-        PyTorch's allocator decides when it is used again; the recorder holds the shipment until it
-        has arrived.
+    def _copy_scores(self, scores: Tensor) -> Tensor:
+        """Start to copy scores into pinned memory. Callers keep views of it for as long as they
+        like, so PyTorch's allocator decides when it is used again.
         """
         if scores.numel():
-            return _pinned(scores)
+            pinned = _pinned(scores)
+            pinned.copy_(scores, non_blocking=True)
+            return pinned
         if self._no_scores.shape != scores.shape:
             self._no_scores = _pinned(scores)
         return self._no_scores
@@ -325,11 +318,16 @@ def _allocate(arena: Arena, ring: Tensor, parcel: Parcel) -> Extent | None:
     return arena.take(parcel.num_units // encoding.units * encoding.row_bytes(ring.dtype))
 
 
-def _encoded(ring: Tensor, parcel: Parcel) -> Tensor:
-    """Return the encoded rows of a parcel; makes them on the current stream if need be."""
-    if parcel.encoded is not None:
-        return parcel.encoded
-    return parcel.encoding.encode(ring[parcel.first : parcel.first + parcel.num_units])
+def _send(ring: Tensor, parcel: Parcel, extent: Extent) -> None:
+    """Queue the encoding and the copy on the current stream."""
+    encoded = parcel.encoded
+    if encoded is None:
+        encoded = parcel.encoding.encode(ring[parcel.first : parcel.first + parcel.num_units])
+    elif encoded.is_cuda:
+        # It was made on another stream, on which its memory must not be used again before the copy.
+        encoded.record_stream(torch.cuda.current_stream(ring.device))
+    # A copy into a file blocks: file-backed pages cannot be pinned.
+    extent.memory.copy_(encoded.reshape(-1), non_blocking=extent.pinned)
 
 
 def _pinned(like: Tensor) -> Tensor:

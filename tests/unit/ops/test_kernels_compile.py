@@ -15,9 +15,8 @@ pytestmark = pytest.mark.engine  # compiles
 triton = pytest.importorskip("triton")
 
 INTEGERS = ("tokens", "ids", "tally", "table", "instructions", "lists", "scans", "states")
-INTEGERS += ("requests", "positions", "key_heads", "host_tally", "pieces", "host_pieces")
+INTEGERS += ("requests", "positions", "key_heads")
 FLOATS = ("numbers", "bank", "scores", "mapped", "decoded", "weights", "codes", "slopes", "out")
-FLOATS += ("host_scores",)
 OF_MODEL = ("hidden", "residual", "ring", "queries", "keys")
 SCALARS = {"scale": "fp32", "cap": "fp32"}
 # A row of 4096 in bfloat16, with a second half of the stream.
@@ -37,7 +36,6 @@ def _kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
     from midstream.ops.site_kernel import map_kernel, site_kernel
     from midstream.ops.site_triton import _launch_options
     from midstream.runtime.worker.attention.scores_kernel import scores_kernel
-    from midstream.transport.copy_kernel import BLOCK, copy_kernel
 
     def options(dependent: bool, is_few: bool) -> dict[str, Any]:
         """Those of a launch that are no constants of the kernel."""
@@ -60,7 +58,6 @@ def _kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
         "change": (change_kernel, {"unit": 4096, "block": 1024}, few),
         "decode": (decode_kernel, {**ROW, **TILES}, few),
         "scores": (scores_kernel, {**scores, "has_cap": True, "has_slopes": True}, {}),
-        "copy": (copy_kernel, {"block": BLOCK}, few),
     }
 
 
@@ -84,7 +81,6 @@ def _types(names: list[str], constants: Mapping[str, Any]) -> dict[str, str]:
         "change",
         "decode",
         "scores",
-        "copy",
     ],
 )
 def test_a_kernel_compiles_for_an_h100(

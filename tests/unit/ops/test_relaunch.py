@@ -44,7 +44,7 @@ def launches(hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
 
 
 def test_it_is_given_the_addresses_of_the_stream_and_what_was_kept(monkeypatch, hidden):
-    monkeypatch.setattr("midstream.ops.launch._stream", lambda device: 7)
+    monkeypatch.setattr(site_triton, "_stream", lambda device: 7)
     other = torch.zeros(3, 8)
     assert launches(hidden) == [("bare", 3, 1, 1, 7, hidden.data_ptr(), None, *REST)]
     addresses = hidden.data_ptr(), other.data_ptr()
@@ -52,7 +52,7 @@ def test_it_is_given_the_addresses_of_the_stream_and_what_was_kept(monkeypatch, 
 
 
 def test_a_profiler_of_tritons_sees_each_launch(monkeypatch, hidden):
-    monkeypatch.setattr("midstream.ops.launch._stream", lambda device: 7)
+    monkeypatch.setattr(site_triton, "_stream", lambda device: 7)
     seen = ("hooked", 3, 1, 1, 7, hidden.data_ptr(), None, *REST)
     for name in ("launch_enter_hook", "launch_exit_hook"):
         with monkeypatch.context() as patch:

@@ -86,16 +86,6 @@ def test_a_shipment_has_the_rows_and_the_tally_of_its_step():
     assert torch.equal(shipment.scores(), scores())
 
 
-@pytest.mark.parametrize("kind", [CpuTransport, CudaTransport])
-def test_the_tally_of_the_rows_that_are_shipped_is_clear_afterwards(model_stream, kind):
-    counts = tally(4)
-    transport = kind(ring(), make_arena())
-    shipment = transport.ship([], counts[:3], scores(0))
-    assert torch.equal(shipment.tally(), tally(4)[:3])
-    assert not counts[:3].any()
-    assert torch.equal(counts[3], tally(4)[3])
-
-
 def test_what_was_shipped_does_not_change_with_the_next_step():
     source, counts, read = ring(), tally(), scores()
     transport = host_transport(source, make_arena())
@@ -204,8 +194,8 @@ def test_rows_arrive_in_pinned_memory_as_they_were_when_shipped():
 @needs_cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 900])
-def test_from_cuda_few_and_many_rows_arrive_whether_aligned_or_not_and_the_tally_is_clear(rows):
-    """Rows of 12 bytes, and a second parcel that is beside the first."""
+def test_from_cuda_few_and_many_rows_of_several_parcels_arrive(rows):
+    """Rows of 12 bytes."""
     source = ring(2 * rows + 5, device="cuda")
     transport = host_transport(source, pinned_arena())
     for _ in range(3):
@@ -216,8 +206,6 @@ def test_from_cuda_few_and_many_rows_arrive_whether_aligned_or_not_and_the_tally
         assert torch.equal(rows_of(shipment, 1), ring(2 * rows + 5)[rows + 1 : -4])
         assert torch.equal(shipment.tally(), tally(rows)[:-1])
         assert torch.equal(shipment.scores(), scores(rows))
-        assert not counts[:-1].any()
-        assert torch.equal(counts[-1].cpu(), tally(rows)[-1])
         shipment.free_tally()
 
 

@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from midstream.ops.launch import current
 from midstream.ops.scan.kernel import scan_kernel
+from midstream.ops.site_triton import current
 
 TILE_ROWS = 16
 MAX_DEPTH = 512  # columns of a tile that are read at a time

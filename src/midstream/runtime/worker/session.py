@@ -28,9 +28,6 @@ from midstream.sites import Tap
 from midstream.transport.arena import Arena
 from midstream.transport.base import Transport
 
-# Steps in flight from which on they are settled after a step. Each takes less time together.
-_SETTLED_TOGETHER = 8
-
 
 class WorkerSession:
     """Plans and arms each step before its forward pass, and records what it captured afterwards.
@@ -162,15 +159,14 @@ class WorkerSession:
         return plan is not None
 
     def after_forward(self) -> None:
-        """Record the step whose forward pass was queued, and now and then settle the steps whose
-        results are on the host.
+        """Record the step whose forward pass was queued, and settle steps whose results are on the
+        host.
         """
         if self._local is not None:
             self._local.finish()
         if self._recorder.prepared is not None:
-            in_flight = self._recorder.record()
-            if in_flight >= _SETTLED_TOGETHER:
-                self.requests.settle()
+            self._recorder.record()
+            self.requests.settle()
 
     def check_integrity(self) -> None:
         """Check invariants that hold between steps; cheap.

@@ -156,9 +156,10 @@ class StepRecorder:
 
     # -- recording --------------------------------------------------------------------------
 
-    def record(self) -> int:
-        """Start to copy the results of the prepared step, whose forward pass is queued, and index
-        its rows and scores. Return the number of steps that are not settled."""
+    def record(self) -> None:
+        """Start to copy the results of the prepared step, whose forward pass is queued, and add
+        its rows and scores to the indexes.
+        """
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
         self._gate_states.disarm()
@@ -191,7 +192,6 @@ class StepRecorder:
         if plan.scored:
             self._record_scores(prepared, shipment)
         self.reported = reported_scores(prepared, shipment, self._slots)
-        return len(self._in_flight)
 
     def _row_bytes(self, codec: int) -> int:
         return self._codecs.encoding(codec).row_bytes(self._buffers.ring.dtype)

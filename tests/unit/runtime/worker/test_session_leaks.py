@@ -45,7 +45,7 @@ def assert_empty(session):
     assert len(tables._free_groups) == tables._rows - 1
     assert len(slots) == 0
     assert not slots._slot_of
-    assert not slots._states.any()
+    assert not slots.states._states.any()
     assert sorted(slots._free) == list(range(len(slots._by_slot)))
     assert all(request is None for request in slots._by_slot)
     assert not session.requests._finished

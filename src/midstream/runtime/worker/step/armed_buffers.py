@@ -34,8 +34,7 @@ class ArmedBuffers:
         self.tally = buffers.tally[:0]
 
     def arm(self, tokens: NDArray[np.int32], first: int) -> None:
-        """Set the buffers for a step. Its tally is clear, as that of each step before was cleared
-        when it was copied.
+        """Set the buffers for a step, and clear its tally.
 
         Args:
             tokens: int32 [rows, TOKEN_COLUMNS].
@@ -44,8 +43,7 @@ class ArmedBuffers:
         rows = tokens.shape[0]
         if rows != self.tally.shape[0]:
             self.tally = self._buffers.tally[:rows]
-        if not self._only_armed:
-            self.tally.zero_()  # other forward passes may have counted rows
+        self.tally.zero_()
         self._set_first(first)
         if tokens is not self._tokens:
             self._send(tokens)
@@ -89,5 +87,4 @@ class ArmedBuffers:
             found[:, layout.POSITION] = self._tokens[:, layout.POSITION]
         assert np.array_equal(found, self._tokens)
         assert not bool(self._buffers.tokens[armed:].any())
-        assert not self._only_armed or not bool(self._buffers.tally.any())
         assert bool((self._first_of_taps == self._first).all())

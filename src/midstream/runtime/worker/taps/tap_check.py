@@ -42,18 +42,17 @@ def check_taps(buffers: Buffers, taps: Iterable[Tap], run: Callable[[], object])
     """Check that every tap fires once in a forward pass.
 
     Args:
-        buffers: the rank's buffers; no token has a program, and the tally is clear, before and
-            after.
+        buffers: the rank's buffers; no token has a program before and after.
         taps: the rank's taps.
         run: runs the tapped model on at least one row.
 
     Raises:
         TapError: a tap did not fire once.
     """
+    buffers.tally[:1].zero_()
     buffers.tokens[:1, layout.PROGRAM].fill_(layout.WATCH_PROGRAM)
     run()
     found = int(buffers.tally[0, layout.SIGNATURE].item())
-    buffers.tally[:1].zero_()
     buffers.tokens[:1].zero_()
     signature = TapSignature(taps)
     if found != signature.signature:
