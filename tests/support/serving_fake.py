@@ -433,7 +433,7 @@ async def _answer(site: Site, body: dict[str, Any], what: str) -> Any:
     ]
     if body.get("stream"):
         return StreamingResponse(
-            _events(calls, count, body.get("events_of", 0), body.get("comment", "")),
+            _events(calls, count, body),
             media_type="text/event-stream",
         )
     choices = []
@@ -455,19 +455,22 @@ async def _answer(site: Site, body: dict[str, Any], what: str) -> Any:
     return JSONResponse({"id": "cmpl", "object": "text_completion", "choices": choices})
 
 
-async def _events(calls: list[Any], count: int, first: int, comment: str) -> AsyncIterator[str]:
-    if comment:
-        yield f": {comment}\n\n"
+async def _events(calls: list[Any], count: int, body: dict[str, Any]) -> AsyncIterator[str]:
+    if "comment" in body:
+        yield f": {body['comment']}\n\n"
+    # vLLM writes chunks without spaces.
+    separators = (", ", ": ") if body.get("spaced") else (",", ":")
     try:
         for nth, call in enumerate(calls):
             async for output in call:
                 for one in output.outputs:
                     choice = {
-                        "index": first + nth * count + one.index,
+                        "index": body.get("events_of", 0) + nth * count + one.index,
                         "text": one.text,
                         "finish_reason": one.finish_reason,
                     }
-                    yield f"data: {json.dumps({'id': 'cmpl', 'choices': [choice]})}\n\n"
+                    chunk = {"id": "cmpl", "choices": [choice]}
+                    yield f"data: {json.dumps(chunk, separators=separators)}\n\n"
     except ValueError as error:
         yield f"data: {json.dumps(_error(error))}\n\n"
     finally:

@@ -14,6 +14,8 @@ DONE = b"[DONE]"
 # An empty line; lines may end with \n or \r\n.
 _END = re.compile(rb"\n\r?\n")
 _LONGEST_END = 3
+# The event that vLLM writes, which is nearly every one: a single field `data` on one line.
+_PLAIN = re.compile(rb"data: ([^\r\n]*)\n\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Events:
 
     def feed(self, data: bytes) -> list[Event]:
         """Return the events that are complete after more bytes."""
+        if not self._rest and (plain := _PLAIN.fullmatch(data)):
+            return [Event(b"", plain[1], data)]
         # A large event arrives in many pieces: bytes that were searched are not searched again.
         start = max(0, len(self._rest) - _LONGEST_END)
         self._rest += data

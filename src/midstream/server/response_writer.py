@@ -191,6 +191,8 @@ class ResponseWriter:
         """Answer a stream that begins with an error by an error response of its status; return
         whether it did.
         """
+        if b'"error"' not in event.data:
+            return False
         value = event.value
         error = value.get("error") if isinstance(value, dict) else None
         status = error.get("code") if isinstance(error, dict) else None
@@ -212,6 +214,9 @@ class ResponseWriter:
         """
         if event.data == DONE:
             return [*await self._remaining(), event]
+        if self._context.is_single and _is_chunk(event):
+            results = await self._encode(0)
+            return [Event(b"", _with_field(event.data, results)) if results else event]
         value = event.value
         if not isinstance(value, dict):
             return [event]
@@ -222,17 +227,20 @@ class ResponseWriter:
             return [event.with_data(value)]
         changed = False
         for choice in value.get("choices") or ():
-            index = choice.get("index")
-            update = self._context.updates.get(index)
-            if update is None:
-                continue
-            del self._context.updates[index]
-            results = await self._server.answers.encode(self._context, index, update)
-            if results and self._context.is_single:
-                return [Event(event.name, _with_field(event.data, results))]
+            results = await self._encode(choice.get("index"))
             if results:
-                choice[KEY], changed = plain(results), True
+                holder = value if self._context.is_single else choice
+                holder[KEY], changed = plain(results), True
         return [event.with_data(value) if changed else event]
+
+    async def _encode(self, choice: Any) -> dict[str, Any]:
+        """Return the new results of a choice, which count as sent; an empty dict if there are
+        none.
+        """
+        update = self._context.updates.pop(choice, None)
+        if update is None:
+            return {}
+        return await self._server.answers.encode(self._context, choice, update)
 
     async def _remaining(self) -> list[Event]:
         found = []
@@ -276,6 +284,13 @@ def _ending(update: ChoiceUpdate) -> dict[str, Any]:
     return {"finish_reason": final.finish_reason, "stop_reason": final.stop_reason}
 
 
+def _is_chunk(event: Event) -> bool:
+    """Return whether an event is one of vLLM's chunks with the only choice of a response. It is not
+    parsed: inside of a JSON string, the quotes of `_CHOICE` would be escaped.
+    """
+    return not event.name and _CHOICE in event.data and _is_object(event.data)
+
+
 def _is_object(body: bytes) -> bool:
     """Return whether a body of vLLM is a JSON object with some field."""
     return body.startswith(b'{"') and body.endswith(b"}")
@@ -293,4 +308,6 @@ def _responses_field(encoded: list[dict[str, Any]]) -> dict[str, Any]:
     return encoded[0] if len(encoded) == 1 else {"turns": encoded}
 
 
+# The choices of a chunk as vLLM writes them, compactly.
+_CHOICE = b'"choices":[{"index":0,'
 _FINAL_EVENTS = ("response.completed", "response.incomplete", "response.failed")

@@ -193,10 +193,11 @@ async def test_vllms_answer_null_to_a_client_that_has_gone_stays_and_leaves_noth
 # ------------------------------------------------------------------ events
 
 
-async def test_scores_and_rows_come_with_each_token_and_add_up_to_the_whole():
+@pytest.mark.parametrize("is_spaced", [False, True])
+async def test_scores_and_rows_come_with_each_token_and_add_up_to_the_whole(is_spaced):
     asked = {"capture": {"layers": [1], "stream": True}, "probes": PROBE, "activations": "inline"}
     async with serving() as (_, client):
-        *tokens, done = await stream(client, asked)
+        *tokens, done = await stream(client, asked, spaced=is_spaced)
     assert done == DONE
     told = [event["midstream"] for event in tokens]
     assert [len(one["probes"]["p"]["scores"]) for one in told] == [3, 1, 1]
