@@ -69,6 +69,17 @@ class Probes(Mapping[str, "Tensor"]):
         """
         return self._tokens[self.positions_of(name)]
 
+    def rows_from(self, name: str, first: int) -> tuple[list[float], list[int], list[int]]:
+        """Return the scores of a probe, their positions and their tokens, from its row `first` on.
+        What is before is not read.
+
+        Raises:
+            KeyError: there is no such probe.
+        """
+        scores = self[name].numpy()[first:]
+        positions = self._positions[name].numpy()[first:]
+        return scores.tolist(), positions.tolist(), self._tokens.numpy()[positions].tolist()
+
     def picture(self, tokenizer: Any = None, name: str | None = None) -> Picture:
         """Return the scores of one probe as a picture: the text, its tokens coloured by score.
 

@@ -249,13 +249,17 @@ def _new_scores(context: RequestContext, choice: int, probes: Probes) -> dict[st
     found = {}
     for name in probes:
         sent = context.scores_sent.get((choice, name), 0)
-        scores = probes[name][sent:].tolist()
+        scores, positions, tokens = probes.rows_from(name, sent)
         context.scores_sent[choice, name] = sent + len(scores)
         if scores or not sent:
             found[name] = {
-                # JSON has no NaN or infinities: use JavaScript's names for them.
-                "scores": [each if math.isfinite(each) else _NAMES[str(each)] for each in scores],
-                "positions": probes.positions_of(name)[sent:].tolist(),
-                "token_ids": probes.token_ids_of(name)[sent:].tolist(),
+                "scores": scores if all(map(math.isfinite, scores)) else _named(scores),
+                "positions": positions,
+                "token_ids": tokens,
             }
     return found
+
+
+def _named(scores: list[float]) -> list[float | str]:
+    """Return scores with JavaScript's names for NaN and infinities, which JSON does not have."""
+    return [each if math.isfinite(each) else _NAMES[str(each)] for each in scores]

@@ -36,10 +36,18 @@ def test_scores_come_with_their_positions_and_tokens(probes):
     assert probes.token_ids_of("a").tolist() == []
 
 
+def test_rows_from_a_row_on_are_the_last_of_all(probes):
+    assert probes.rows_from("b", 0) == ([0.5, -1.0], [1, 3], [11, 13])
+    assert probes.rows_from("b", 1) == ([-1.0], [3], [13])
+    assert probes.rows_from("b", 2) == probes.rows_from("a", 0) == ([], [], [])
+
+
 @pytest.mark.parametrize("ask", ["__getitem__", "positions_of", "token_ids_of"])
 def test_an_unknown_name_is_refused_with_those_that_there_are(probes, ask):
     with pytest.raises(KeyError, match="there is no probe 'c'; there are b, a"):
         getattr(probes, ask)("c")
+    with pytest.raises(KeyError, match="there is no probe 'c'; there are b, a"):
+        probes.rows_from("c", 0)
 
 
 def test_it_shows_names_and_counts(probes):

@@ -16,7 +16,7 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.results.encoded_rows import Scattered
 from midstream.runtime.protocol.results import ResultBlock, WorkerResult
-from midstream.runtime.protocol.runs import Ints
+from midstream.runtime.protocol.runs import Floats, Ints
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.sites import Tap
 from midstream.spec import ResolvedPlan, ResolvedProbe
@@ -175,8 +175,8 @@ def split_scores(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> tuple[SplitSco
 
 
 def scores_of(
-    probe: ResolvedProbe, sent: Iterable[tuple[WorkerInfo, Ints, torch.Tensor]]
-) -> list[tuple[Ints, torch.Tensor]]:
+    probe: ResolvedProbe, sent: Iterable[tuple[WorkerInfo, Ints, Floats]]
+) -> list[tuple[Ints, Floats]]:
     """Return (positions, float32 [positions]) of one probe, among the scores that workers sent.
 
     Ranks that have parts of the vectors, or of the heads, of a layer send their parts of a score,
@@ -186,7 +186,7 @@ def scores_of(
         probe: the probe.
         sent: the worker, the positions, and float32 [positions, slots].
     """
-    by_rank: dict[int, list[tuple[Ints, torch.Tensor]]] = {}
+    by_rank: dict[int, list[tuple[Ints, Floats]]] = {}
     needed = 1
     for worker, positions, values in sent:
         if probe.tap not in worker.taps:
@@ -207,15 +207,15 @@ def scores_of(
         positions, mine, theirs = np.intersect1d(
             positions, known, assume_unique=True, return_indices=True
         )
-        total = total[torch.from_numpy(mine)] + values[torch.from_numpy(theirs)]
+        total = total[mine] + values[theirs]
     return [(positions, total)]
 
 
-def _in_order(blocks: Sequence[tuple[Ints, torch.Tensor]]) -> tuple[Ints, torch.Tensor]:
+def _in_order(blocks: Sequence[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
     """Return the scores of several blocks as one, ascending by position."""
     positions = np.concatenate([known for known, _ in blocks])
     order = np.argsort(positions, kind="stable")
-    return positions[order], torch.cat([values for _, values in blocks])[torch.from_numpy(order)]
+    return positions[order], np.concatenate([values for _, values in blocks])[order]
 
 
 def _joined(tap: Tap, parts: Sequence[Sequence[ResultBlock]]) -> ResultBlock:

@@ -29,7 +29,7 @@ from midstream.runtime.protocol.record_layout import (
     UnreadChunks,
     layout_of,
 )
-from midstream.runtime.protocol.runs import Ints, count_of, expand_runs, within_runs
+from midstream.runtime.protocol.runs import Floats, Ints, count_of, expand_runs, within_runs
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.sites import Tap
 
@@ -344,7 +344,7 @@ class WorkerResult:
         """
         return [block for header, data in self._rows for block in self._blocks(header, data)]
 
-    def scores(self) -> list[tuple[Ints, Tensor]]:
+    def scores(self) -> list[tuple[Ints, Floats]]:
         """Return (positions, float32 [positions, slots]) of the probe scores.
 
         Raises:
@@ -355,9 +355,9 @@ class WorkerResult:
             count = count_of(header.runs)
             if header.nbytes % (max(1, count) * _SCORE) or (header.nbytes and not count):
                 raise self._malformed(f"{header.nbytes} bytes of scores at {count} positions")
-            values = _tensor(data, torch.float32)
+            values = np.frombuffer(data, np.float32)
             slots = header.nbytes // (max(1, count) * _SCORE)
-            found.append((expand_runs(header.runs), values.view(count, slots)))
+            found.append((expand_runs(header.runs), values.reshape(count, slots)))
         return found
 
     def _blocks(self, header: RowsHeader, data: memoryview) -> list[ResultBlock]:
@@ -414,7 +414,7 @@ class WorkerResult:
         """
         if self._leased is None:
             count = self._check_size(header, record)
-            return [_tensor(data, torch.uint8).view(count, 1, record)]
+            return [_tensor(data).view(count, 1, record)]
         count = count_of(header.runs)
         if header.nbytes % _RUN:
             raise self._malformed(f"{header.nbytes} bytes of runs in the arena")
@@ -485,6 +485,10 @@ def _leased_chunks(places: Ints, leased: Leased, record: int) -> list[Chunk]:
     return chunks
 
 
-def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:
+def _tensor(data: memoryview) -> Tensor:
     # A writable copy: tensors over read-only memory are a trap.
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.zeros(0, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.zeros(0, dtype=torch.uint8)
+    )

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from midstream.errors import MessageError
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage, Runs
-from midstream.runtime.protocol.runs import Ints, count_of, expand_runs
+from midstream.runtime.protocol.runs import Floats, Ints, count_of, expand_runs
 from midstream.runtime.protocol.worker_info import WorkerInfo
 
 Span = tuple[int, int]
@@ -44,7 +42,7 @@ class ScoreBlock:
 
     worker: WorkerInfo
     positions: Ints
-    values: Tensor
+    values: Floats
 
 
 def score_blocks(
@@ -69,9 +67,6 @@ def score_blocks(
     for one in requests:
         positions = expand_runs(one.runs)
         size = positions.size * one.slots
-        values = np.frombuffer(data, np.float32, size, offset).copy()
+        values = np.frombuffer(data, np.float32, size, offset)
         offset += size * _ITEM
-        yield (
-            one.uid,
-            ScoreBlock(worker, positions, torch.from_numpy(values).view(positions.size, one.slots)),
-        )
+        yield one.uid, ScoreBlock(worker, positions, values.reshape(positions.size, one.slots))

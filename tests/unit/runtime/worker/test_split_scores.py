@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from midstream.runtime.protocol.rank_parts import scores_of
+from midstream.runtime.protocol.runs import Floats
 from midstream.runtime.worker.split_scores import SplitScores
 
 TAP = ("k", 3)
@@ -73,19 +74,19 @@ def test_the_first_rank_has_the_sums_and_the_front_end_adds_up_the_same(ranks, p
     probe: Any = SimpleNamespace(tap=TAP, slot=2)
     where = np.arange(3)
 
-    def shown(buffers: list[Tensor]) -> Tensor:
+    def shown(buffers: list[Tensor]) -> Floats:
         sent = [
             (
                 SimpleNamespace(taps=[TAP], parts=[parts], tensor_rank=rank, tensor_ranks=ranks),
                 where,
-                buffers[rank][:3],
+                buffers[rank][:3].numpy(),
             )
             for rank in range(ranks)
         ]
         ((_, total),) = scores_of(probe, sent)  # type: ignore[arg-type]
         return total
 
-    assert torch.equal(shown(before), shown(after))
+    assert np.array_equal(shown(before), shown(after))
 
 
 def test_a_step_without_such_scores_asks_no_other_rank():

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Action
@@ -14,14 +13,14 @@ from midstream.runtime.frontend.results.held_plans import HeldPlan
 from midstream.runtime.protocol.acting_probes import stop_reason, switch_source
 from midstream.runtime.protocol.control import control_source
 from midstream.runtime.protocol.rank_parts import scores_of
-from midstream.runtime.protocol.runs import Ints
+from midstream.runtime.protocol.runs import Floats, Ints
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import ResolvedPlan, ResolvedProbe, Stop, Switch
 from midstream.spec.act import Progress, follow
 from midstream.spec.controller import Controller
 
 # The positions and scores, float32 [positions, slots], that a worker sent.
-Sent = Sequence[tuple[WorkerInfo, Ints, torch.Tensor]]
+Sent = Sequence[tuple[WorkerInfo, Ints, Floats]]
 
 
 def probe_that_stopped(plan: ResolvedPlan, completion: Any) -> ResolvedProbe | None:
@@ -76,9 +75,9 @@ def tokens_of_rows(
         return tokens
     order = np.argsort(np.concatenate([positions for positions, _ in found]), kind="stable")
     positions = np.concatenate([positions for positions, _ in found])[order]
-    scores = torch.cat([values for _, values in found])[torch.from_numpy(order)]
+    scores = np.concatenate([values for _, values in found])[order]
     chosen = np.isin(positions, probe.where.within(0, len(tokens), tokens.__getitem__))
-    positions, scores = positions[chosen], scores[torch.from_numpy(chosen)]
+    positions, scores = positions[chosen], scores[chosen]
     assert probe.act is not None
     _, met = follow(probe.act, Progress(), scores.tolist())
     if met is not None:

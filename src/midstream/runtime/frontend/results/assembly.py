@@ -364,8 +364,10 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
         found = scores_of(probe, sent)
         wanted = _selected_by(plan, probe, tokens)
         there, chosen = _choose([known for known, _ in found], wanted)
-        columns = [values for _, values in found]
-        scores[probe.name] = _joined(columns, chosen, torch.zeros(0)).contiguous()
+        # A copy: the worker's bytes are read-only, and of all probes.
+        values = np.concatenate([np.zeros(0, np.float32), *(values for _, values in found)])
+        every = torch.from_numpy(values)
+        scores[probe.name] = every if chosen is None else every[chosen]
         positions[probe.name] = torch.from_numpy(there)
     if not scores:
         return None
@@ -377,11 +379,6 @@ def _selected_by(plan: ResolvedPlan, probe: ResolvedProbe, tokens: Sequence[int]
     length = len(tokens)
     key = ("probe", probe.name)
     return plan.remember(key, length, lambda: _expanded(probe.where.final(length, tokens)))
-
-
-def _joined(rows: list[Tensor], chosen: Tensor | None, nothing: Tensor) -> Tensor:
-    every = nothing if not rows else rows[0] if len(rows) == 1 else torch.cat(rows)
-    return every if chosen is None else every[chosen]
 
 
 def _found_together(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from midstream.ops.layout import OPEN
 from midstream.results.receipt import Carried
@@ -80,6 +79,6 @@ def _last_state(
         missing += stop - begin - there.size
     if missing or not wanted or wanted[-1][1] <= start.position:
         return missing, start.after
-    scores = torch.cat([values for _, values in found])
+    scores = np.concatenate([values for _, values in found])
     (place,) = np.flatnonzero(known == wanted[-1][1] - 1)[-1:]
     return 0, float(scores[place])

@@ -112,8 +112,7 @@ class _Scores:
 
     def add(self, blocks: list[ScoreBlock]) -> None:
         sent = [(block.worker, block.positions, block.values) for block in blocks]
-        for known, scores in scores_of(self._probe, sent):
-            values = scores.numpy()
+        for known, values in scores_of(self._probe, sent):
             if not np.array_equal(known, self._wanted):
                 mine = np.isin(known, self._wanted)
                 known, values = known[mine], values[mine]

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
-import torch
 from hypothesis import given
 from support import plans
 from support.stored import worker_info
@@ -44,7 +43,7 @@ def plan_of(wheres):
 
 def answer(span, slots):
     positions = np.arange(*span)
-    values = torch.tensor(positions[:, None] * 10 + np.arange(slots), dtype=torch.float32)
+    values = (positions[:, None] * 10 + np.arange(slots)).astype(np.float32)
     # The order of the workers is no order of positions; one of them has another layer's.
     return [ScoreBlock(ELSEWHERE, positions, -values), ScoreBlock(WORKER, positions, values)]
 
