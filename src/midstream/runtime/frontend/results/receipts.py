@@ -208,6 +208,8 @@ def _edited(
         tokens=int((edits > 0).sum()),
         cached=int(edits[cached].sum()),
     )
+    if len(held) == 1:
+        return counts, (), problems
     versions = [
         Version(
             number=one.number,
@@ -220,7 +222,7 @@ def _edited(
         )
         for one in held
     ]
-    return counts, tuple(versions) if len(held) > 1 else (), problems
+    return counts, tuple(versions), problems
 
 
 def _expected_of_versions(
@@ -281,6 +283,8 @@ def _unread(
     held: Sequence[HeldPlan], cached: NDArray[np.bool_], length: int, tokens: Sequence[int]
 ) -> list[str]:
     """Return a problem if a gate with memory did not read a token that the cache served."""
+    if not any(probe.is_scan for one in held for probe in one.plan.probes):
+        return []
     read = np.zeros(length, np.int64)
     for one in held:
         scans = [probe.where.final(length, tokens) for probe in one.plan.probes if probe.is_scan]
