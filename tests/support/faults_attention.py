@@ -159,8 +159,8 @@ ATTENTION = (
     Fault(
         "A score of attention is that of the first rank's heads",
         "runtime/protocol/rank_parts.py",
-        "        total = total[torch.from_numpy(mine)] + values[torch.from_numpy(theirs)]\n",
-        "        total = total[torch.from_numpy(mine)]\n",
+        "        total = total[mine] + values[theirs]\n",
+        "        total = total[mine]\n",
         "tests/unit/runtime/protocol/test_rank_parts.py"
         "::test_a_score_is_the_sum_of_what_each_rank_has_of_it_and_others_are_the_first_ranks",
     ),

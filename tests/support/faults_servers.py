@@ -80,4 +80,20 @@ SERVERS: tuple[Fault, ...] = (
         "tests/unit/transport/test_ring_copy.py"
         "::test_an_event_is_not_recorded_again_while_a_thread_waits_for_it",
     ),
+    Fault(
+        "A chunk of one of several choices has its results as those of the whole response",
+        "server/response_writer.py",
+        "        if self._context.is_single and _is_chunk(event):\n",
+        "        if _is_chunk(event):\n",
+        "tests/unit/server/test_stream_events.py"
+        "::test_a_chunk_of_one_of_several_choices_gets_its_own_results_inside_the_choice",
+    ),
+    Fault(
+        "The results of a choice are put into an event without a choice",
+        "server/response_writer.py",
+        "    return not event.name and _CHOICE in event.data and _is_object(event.data)\n",
+        "    return not event.name and _is_object(event.data)\n",
+        "tests/unit/server/test_stream_events.py"
+        "::test_an_event_gets_the_results_of_its_choice_whatever_else_it_has",
+    ),
 )
