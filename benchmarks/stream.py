@@ -160,7 +160,8 @@ class Stream:
                 # What has finished when the last prompt is sent is in steady state.
                 sent = len(ends)
                 name = f"{id(prompts)}-{next(numbers)}"
-                nbytes += await self._take(prompt, params, name, asked)
+                taken = await self._take(prompt, params, name, asked)
+                nbytes += taken  # not before: another prompt's may come while this one is awaited
                 ends.append(time.perf_counter())
 
         await asyncio.gather(*(take() for _ in range(in_flight)))
