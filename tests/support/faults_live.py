@@ -156,7 +156,8 @@ LIVE: tuple[Fault, ...] = (
         "spec/control_laws.py",
         "min(max(round(scale / self.step), first), last)",
         "round(scale / self.step)",
-        "tests/unit/spec/test_controller.py::test_pid_stays_within_its_limits",
+        "tests/unit/spec/test_controller.py"
+        "::test_a_limit_between_two_multiples_of_the_step_is_not_passed",
     ),
     Fault(
         "A controller beside the engine never gets the scores of a prompt that waited",

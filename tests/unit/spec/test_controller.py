@@ -78,6 +78,12 @@ def test_a_limit_that_is_a_multiple_of_the_step_is_reached():
     assert len(law.scales()) == 5
 
 
+def test_a_limit_between_two_multiples_of_the_step_is_not_passed():
+    law = Pid("p", target=0.0, kp=10.0, low=0.34, high=0.66, step=0.1)
+    found = [law(Observed("r", 1, {"p": Scores([score])})) for score in (9.0, -9.0)]
+    assert found == [pytest.approx(0.4), pytest.approx(0.6)]
+
+
 def parameters(law):
     return [
         name for name in law.__dataclass_fields__ if not name.startswith("_") and name != "word"
