@@ -409,7 +409,7 @@ KEPT: tuple[Fault, ...] = (
         "ops/site_ref.py",
         "vectors = vectors * self.base[rows]",
         "vectors = vectors * (self.base if self.entered is None else self.entered)[rows]",
-        "tests/unit/ops/test_site.py::test_any_mix_of_programs_is_carried_out_as_defined",
+        "tests/unit/ops/test_site.py::test_a_later_edit_reads_what_the_edits_before_it_left",
     ),
     Fault(
         "Edits of different heads share KV",

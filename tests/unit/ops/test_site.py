@@ -13,7 +13,7 @@ from support.site_cases import Step, assert_same, case, expected, in_units, rand
 
 import midstream.ops.site
 from midstream.ops import layout
-from midstream.ops.layout import Op
+from midstream.ops.layout import Flags, Op
 from midstream.ops.site import bind, site
 
 ADD = [Step(Op.ADD, write=1, a=0.7)]
@@ -59,6 +59,15 @@ def test_any_mix_of_programs_is_carried_out_as_defined(
     wanted = expected(case)
     case.run()
     assert_same(case, wanted, exact=False)
+
+
+@pytest.mark.parametrize("op", [Op.MULTIPLY, Op.SCALE, Op.REPLACE, Op.LINEAR])
+def test_a_later_edit_reads_what_the_edits_before_it_left(op):
+    after = Step(op, a=0.5, flags=Flags.FRESH | Flags.COUNTED)
+    made = case([[Step(Op.ADD, a=2.0, flags=Flags.COUNTED), after]], rows=4, width=12)
+    wanted = expected(made)
+    made.run()
+    assert_same(made, wanted, exact=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
