@@ -487,8 +487,4 @@ def _leased_chunks(places: Ints, leased: Leased, record: int) -> list[Chunk]:
 
 def _tensor(data: memoryview) -> Tensor:
     # A writable copy: tensors over read-only memory are a trap.
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.zeros(0, dtype=torch.uint8)
-    )
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))

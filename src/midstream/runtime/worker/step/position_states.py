@@ -66,12 +66,13 @@ class PositionStates:
         self._reached[slot] = np.maximum(reached, stop)
 
     def advance_by_one(self, slot: Ints, position: Ints) -> None:
-        """Record that the requests of the last call of `advance` reach one more position. This is
-        cheap, as only the last such call before the next `advance` counts.
+        """Record that requests reach one more position, without a look at the array: each call
+        replaces the one before, until `advance` or `take` is called. Between two calls of
+        `advance`, all calls of this method are for the same requests.
 
         Args:
-            slot: slots of these requests.
-            position: the position of each.
+            slot: slot of each request.
+            position: its position.
         """
         self._behind = slot, position
 

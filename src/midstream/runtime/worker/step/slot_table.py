@@ -9,11 +9,7 @@ from numpy.typing import NDArray
 
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.runs import Ints
-from midstream.runtime.protocol.segments import (
-    APPLIED_0,
-    MOST_APPLIED,
-    NONFINITE,
-)
+from midstream.runtime.protocol.segments import APPLIED_0, MOST_APPLIED, NONFINITE
 from midstream.runtime.worker.request_state import RequestState, Segment
 from midstream.runtime.worker.step import columns
 from midstream.runtime.worker.step.position_states import PositionStates, grow
@@ -133,14 +129,13 @@ class SlotTable:
         """
         done = self.states.take([request.slot for request in requests])
         for request, states in zip(requests, done, strict=True):
-            slot = request.slot
             request.done = states
             self.retire(request)
             if self._requests.get(request.id) is request:
                 del self._requests[request.id]
-            self._by_slot[slot] = None
+            self._by_slot[request.slot] = None
             self.num_reporting -= request.reports
-            self._free.append(slot)
+            self._free.append(request.slot)
 
     def fail(self, request: RequestState, position: int, problem: str) -> None:
         """Record a request's first problem.
