@@ -7,7 +7,8 @@ A server of a model with random weights and little work a token runs on this mac
 cost of requests is not lost in that of the model. Clients without pauses send requests of one kind;
 the CPU time of each of the server's processes over that time, divided by the number of requests, is
 the result. Kinds take turns in rounds, and figures are medians over rounds. On a GPU with one
-device, the worker is in the engine core's process; on a CPU it has its own. With --profiles,
+device, the worker is in the engine core's process, and the model is compiled and runs in CUDA
+graphs; on a CPU the worker has its own, and the model runs eagerly. With --profiles,
 `pstats` reads what is written: one profile of the main thread of each process.
 """
 
@@ -53,7 +54,7 @@ PROCESSES = ("API server", "engine core", "worker")
 LIMITS = {"held_captures": 60000, "client_captures": 60000, "held_seconds": 20}
 OPTIONS = (
     "--dtype=float32", "--max-model-len=512", "--block-size=32", "--max-num-seqs=64",
-    "--enforce-eager", "--no-enable-log-requests", "--disable-uvicorn-access-log",
+    "--no-enable-log-requests", "--disable-uvicorn-access-log",
     "--kv-cache-memory-bytes=1073741824", "--gpu-memory-utilization=0.05",
 )  # fmt: skip
 # Runs first in each of the server's processes. Processes that wait for each other spin, which
@@ -158,6 +159,8 @@ def make_model(folder: Path, hidden: int, layers: int) -> Path:
 @contextmanager
 def server(model: Path, folder: Path, profiles: Path | None) -> Iterator[serving.Server]:
     """Start a server, yield it once it answers, and stop it."""
+    import torch
+
     (folder / "sitecustomize.py").write_text(STARTUP)
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
@@ -165,6 +168,9 @@ def server(model: Path, folder: Path, profiles: Path | None) -> Iterator[serving
         profiles.mkdir(parents=True, exist_ok=True)
         environment["REQUEST_COST_PROFILES"] = str(profiles.resolve())
     options = [f"--settings={json.dumps({'http': LIMITS})}", *OPTIONS]
+    if not torch.cuda.is_available():
+        # A CPU has no graphs, and to compile the model there takes minutes.
+        options.append("--enforce-eager")
     with serving.Server("midstream", model, options, folder, environment) as started:
         started.wait(time.monotonic() + START_SECONDS)
         yield started
