@@ -354,6 +354,14 @@ ATTENTION = (
         "::test_each_row_of_logits_gets_the_switches_of_its_own_token",
     ),
     Fault(
+        "Biases are those of the latest version of a plan at every position",
+        "runtime/worker/request_state.py",
+        "            if one.position <= position:\n                return ()",
+        "            if True:\n                return ()",
+        "tests/unit/runtime/worker/test_logit_bias.py"
+        "::test_before_the_first_position_of_a_new_version_the_biases_are_those_of_the_old_one",
+    ),
+    Fault(
         "Logits are those of the adapter of another request",
         "runtime/worker/attention/head_adapters.py",
         "wrapper.token_lora_indices[rows]",

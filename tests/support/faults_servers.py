@@ -73,6 +73,14 @@ SERVERS: tuple[Fault, ...] = (
         "::test_a_flag_that_is_set_while_flags_are_read_ends_its_lease_and_not_the_engine",
     ),
     Fault(
+        "Memory of rows that nobody reads is used again while their copy is under way",
+        "runtime/worker/row_index.py",
+        "        self.shipment.wait()\n        self.arena.release(",
+        "        self.arena.release(",
+        "tests/unit/runtime/worker/test_freed_rows.py"
+        "::test_rows_that_were_streamed_before_they_were_computed_again",
+    ),
+    Fault(
         "A thread that waits for a copy waits for the copies of later steps",
         "transport/ring_copy.py",
         "            lent.event.synchronize()\n",

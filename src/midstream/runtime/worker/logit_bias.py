@@ -17,9 +17,12 @@ from torch import Tensor
 
 from midstream.errors import TapError
 from midstream.runtime.worker.step.step_batch import StepBatch
+from midstream.runtime.worker.step.step_plan import StepPlan
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.spec.resolve.resolved import ResolvedBias
 
+# Returns what a request adds to the logits at a position, under the version of its plan there.
+BiasesAt = Callable[[int], Sequence[ResolvedBias]]
 # Most biases of a request.
 MOST = 64
 
@@ -46,14 +49,24 @@ class LogitBias:
         # logits row, token row and switch, int64 [m] token ids and float32 [m] values.
         self._pending: tuple[int, Tensor, Tensor, Tensor] | None = None
 
-    def prepare(self, batch: StepBatch, biases_of: Callable[[str], Sequence[ResolvedBias]]) -> None:
+    def prepare(
+        self, batch: StepBatch, plan: StepPlan, biases_of: Callable[[str], BiasesAt | None]
+    ) -> None:
         """Clear the switches for the step whose forward pass is queued next.
 
         Args:
             batch: the step's batch.
-            biases_of: returns the biases of a request.
+            plan: its plan. A row without a program has no switch on.
+            biases_of: returns the biases of a request; None: it has none.
         """
         self._pending = None
+        having = [
+            (row, found)
+            for row, name in enumerate(batch.request_ids)
+            if (found := biases_of(name)) is not None
+        ]
+        if not having:
+            return
         places: list[tuple[int, int, int]] = []
         tokens: list[int] = []
         values: list[float] = []
@@ -63,10 +76,15 @@ class LogitBias:
             sampled += batch.drafts
         first_logits = np.cumsum(sampled) - sampled
         first_tokens = np.cumsum(batch.scheduled) - sampled
-        for row, name in enumerate(batch.request_ids):
-            for nth, bias in enumerate(biases_of(name)):
-                for place in range(int(sampled[row])):
-                    where = int(first_logits[row]) + place, int(first_tokens[row]) + place, nth
+        # An upper bound is as good: another version of a request's plan is another segment.
+        positions = np.full(batch.num_tokens, -1)
+        positions[plan.active] = plan.positions
+        for row, biases_at in having:
+            for place in range(int(sampled[row])):
+                token_row = int(first_tokens[row]) + place
+                position = int(positions[token_row])
+                for nth, bias in enumerate(biases_at(position) if position >= 0 else ()):
+                    where = int(first_logits[row]) + place, token_row, nth
                     places += [where] * len(bias.tokens)
                     tokens += bias.tokens
                     values += bias.values

@@ -201,11 +201,16 @@ class RequestState:
         return splice(self.segments, segments, later.position)
 
     @property
-    def biases(self) -> Sequence[ResolvedBias]:
-        """What the latest version of the plan adds to logits."""
+    def has_biases(self) -> bool:
+        """Whether a version of the plan adds something to logits."""
+        versions = [one.plan for one in self.later if one.plan is not None]
+        return bool(self.plan.biases) or any(one.resolved.biases for one in versions)
+
+    def biases_at(self, position: int) -> Sequence[ResolvedBias]:
+        """Return what the version of the plan that holds at a position adds to logits."""
         for one in reversed(self.later):
-            if one.plan is not None:
-                return one.plan.resolved.biases
+            if one.position <= position:
+                return () if one.plan is None else one.plan.resolved.biases
         return self.plan.biases
 
     def num_scored(self, start: int, stop: int) -> int:

@@ -9,6 +9,7 @@ from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.plan_version import PlanChange
 from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.runtime.worker.gate_states import GateStates
+from midstream.runtime.worker.logit_bias import BiasesAt
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
@@ -23,7 +24,6 @@ from midstream.runtime.worker.request_state import (
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step_recorder import StepRecorder
 from midstream.spec import ResolvedPlan
-from midstream.spec.resolve.resolved import ResolvedBias
 
 _LOGGER = logging.getLogger(__name__)
 # Returns whether all ranks that run the same requests say yes.
@@ -234,10 +234,10 @@ class RequestTable:
         """
         return self._slots.all()
 
-    def biases_of(self, request_id: str) -> Sequence[ResolvedBias]:
-        """Return what a request adds to logits, by vLLM's id."""
+    def biases_of(self, request_id: str) -> BiasesAt | None:
+        """Return what a request adds to logits by position, by vLLM's id; None: nothing."""
         request = self._slots.get(request_id)
-        return () if request is None else request.biases
+        return request.biases_at if request is not None and request.has_biases else None
 
     def of_uids(self, uids: Iterable[str]) -> list[RequestState]:
         """Return every request of some uids, settled or not."""

@@ -51,6 +51,8 @@ class ArenaRows:
         return self.extent.memory.view(-1, self.row_bytes)
 
     def free(self) -> None:
+        # Their copy may be under way if nobody has read them. It must not reach later rows.
+        self.shipment.wait()
         self.arena.release([self.extent.segment])
 
 

@@ -155,7 +155,7 @@ class WorkerSession:
         else:
             recorder.arm(plan, batch)
             if self.bias is not None:
-                self.bias.prepare(batch, self.requests.biases_of)
+                self.bias.prepare(batch, plan, self.requests.biases_of)
         return plan is not None
 
     def after_forward(self) -> None:
