@@ -213,9 +213,7 @@ def test_rows_that_are_deleted_while_they_are_read_count_until_they_were(clock):
     holding.close()
 
 
-def test_a_reader_without_a_descriptor_left_is_refused_and_counts_for_nothing(
-    holding, monkeypatch
-):
+def test_a_reader_without_a_descriptor_left_is_refused_and_counts_for_nothing(holding, monkeypatch):
     held = holding.store(b"rows", "a", "r", {})
 
     def full(file):
