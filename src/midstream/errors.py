@@ -243,6 +243,13 @@ class MissingExtraError(MidstreamError, ModuleNotFoundError):
             raise MissingExtraError.of(missing, needed_by)
 
 
+_MESSAGE, _PARAM = 4000, 400  # characters of a client's mistake in an answer, at most
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}…"
+
+
 class HttpError(Exception):
     """An HTTP error response.
 
@@ -272,7 +279,8 @@ class HttpError(Exception):
         if isinstance(error, HttpError):
             return error
         if isinstance(error, SpecError):
-            return HttpError(400, str(error), error.path or None)
+            # Both may have a name of the client's, which may be as long as a body.
+            return HttpError(400, _cut(str(error), _MESSAGE), _cut(error.path, _PARAM) or None)
         if isinstance(error, ReceiptError):
             is_full = os.strerror(errno.ENOSPC) in str(error)
             return HttpError(507 if is_full else 500, str(error))

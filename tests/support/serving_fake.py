@@ -384,16 +384,21 @@ def _add_endpoints(site: Site) -> None:
 
     async def responses(request: Request) -> Any:
         body = await _seen(site, request)
-        for nth in range(body.get("turns", 1)):
-            async for _ in site.engine.generate(body["input"], Params(), f"resp-{nth}"):
-                pass
+
+        async def turns() -> None:
+            for nth in range(body.get("turns", 1)):
+                async for _ in site.engine.generate(body["input"], Params(), f"resp-{nth}"):
+                    pass
+
         value = {"id": "resp", "object": "response", "output": []}
         if not body.get("stream"):
+            await turns()
             return JSONResponse(value)
         last = json.dumps({"type": "response.completed", "response": value})
 
         async def events() -> AsyncIterator[str]:
             yield 'event: response.created\ndata: {"type": "response.created"}\n\n'
+            await turns()
             yield f"event: response.completed\ndata: {last}\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")

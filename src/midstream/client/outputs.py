@@ -72,7 +72,8 @@ class ServedOutput:
 
     Attributes:
         request_id: the server's request id.
-        outputs: choices by index.
+        outputs: choices by index. Of a Response that called the model several times, the calls in
+            their order; the first has its text.
         raw: JSON of the response; of a stream, of the latest event.
     """
 
@@ -147,7 +148,7 @@ class Reader:
         Raises:
             ServerError: a URL is not a path of a capture on the server.
         """
-        fields = [value.get(KEY), *(choice.get(KEY) for choice in value.get("choices") or ())]
+        fields = [*_calls(value), *(choice.get(KEY) for choice in value.get("choices") or ())]
         urls = [
             one["activations"]["url"]
             for one in fields
@@ -177,8 +178,8 @@ class Reader:
             self._add_results(one, choice.get(KEY), fetched)
         if value.get("object") == "response":
             self._choice(0).text = _responses_text(value)
-        if value.get(KEY) is not None:
-            self._add_results(self._choice(0), value[KEY], fetched)
+        for nth, results in enumerate(_calls(value)):
+            self._add_results(self._choice(nth), results, fetched)
         return self.output
 
     def _choice(self, index: int) -> ServedCompletion:
@@ -249,6 +250,14 @@ class Reader:
             {name: array_of(known["positions"], "int64") for name, known in mine.items()},
             array_of(tokens, "int64"),
         )
+
+
+def _calls(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the results at the top level of a response: of each call of the model."""
+    found = value.get(KEY)
+    if found is None:
+        return []
+    return list(found["turns"]) if "turns" in found else [found]
 
 
 def _responses_text(value: Mapping[str, Any]) -> str:

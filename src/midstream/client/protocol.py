@@ -25,7 +25,7 @@ from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.named_vector import read_name
 from midstream.spec.plan import emit_server_wide
 from midstream.spec.probe import Probe
-from midstream.validation import at
+from midstream.validation import at, listed
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
@@ -93,6 +93,8 @@ def complete(path: str, given: Mapping[str, Any], **more: Any) -> Exchange[Serve
         SpecError: an argument for midstream is malformed.
         ServerError: the server rejected the request, or midstream is not enabled there.
     """
+    if given.get("stream"):
+        raise SpecError("stream", "this returns the whole answer; use the client's stream()")
     body = body_of(given, **more)
     value = yield from call("POST", path, body)
     output = yield from read(value, _keeps(given))
@@ -150,8 +152,10 @@ class OutputStream:
             messages: the conversation; None: `prompt` is given.
 
         Raises:
-            SpecError: an argument for midstream is malformed.
+            SpecError: an argument for midstream is malformed, or both are given.
         """
+        if prompt is not None and messages is not None:
+            raise SpecError("messages", "a stream has a prompt or messages; give one of them")
         path = COMPLETIONS if messages is None else CHAT
         body = body_of(given, prompt=prompt, messages=messages, stream=True)
         self.request = HttpRequest("POST", path, body)
@@ -286,11 +290,13 @@ def body_of(given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         more: fields that the call itself sets; those that are None are omitted.
 
     Raises:
-        SpecError: an argument for midstream is malformed.
+        SpecError: an argument for midstream is malformed, or there is a field `midstream` too.
     """
     fields = {name: given[name] for name in FIELDS if name in given}
     if _keeps(given):
         fields["activations"] = "handle"
+    if fields and KEY in given:
+        raise SpecError(KEY, f"the call has {listed(fields)} too; give them in one place")
     body = {name: value for name, value in given.items() if name not in FIELDS}
     body |= {name: value for name, value in more.items() if value is not None}
     return {**body, **extra_body(**fields)} if fields else body

@@ -198,7 +198,7 @@ def _read_clause(value: object) -> list[dict[str, Any]]:
 
 def _whole(phases: object, given: Mapping[str, object]) -> dict[str, str]:
     """Return the form without `phases`, which an earlier EasySteer had."""
-    if not isinstance(phases, list) or not set(phases) <= set(_PHASES):
+    if not isinstance(phases, list) or any(one not in list(_PHASES) for one in phases):
         raise SpecError("phases", f"expected some of {listed(_PHASES)}")
     if given:
         raise SpecError("phases", "give `prompt` and `generation`, or selectors, without it")

@@ -26,6 +26,7 @@ _NEAR = 2  # edits between a name and its misspelling
 _ENGLISH = ("mainstream",)
 _FORM = ("layer", "layers", "site", "sites", "op", "vector", "positions", "hooks", *LAWS)
 _MAX_FIELDS = 4096
+_DEPTH = 4  # of lists around something of that form, at most
 
 # A JSON key. One with a space is no field: text between quotes is skipped at its first space.
 _KEYS = re.compile(rb'"([^"\\ ]{3,40})"\s*:')
@@ -179,10 +180,10 @@ def _problem(name: str, value: object, place_of: Callable[[str], str]) -> str:
     return ""
 
 
-def _has_form(value: object) -> bool:
+def _has_form(value: object, depth: int = 0) -> bool:
     """Return whether a value looks like a capture, edit, probe or law, or a list of these."""
     if isinstance(value, (list, tuple)):
-        return any(_has_form(each) for each in value[:8])
+        return depth < _DEPTH and any(_has_form(each, depth + 1) for each in value[:8])
     if isinstance(value, Mapping):
         return any(name in value for name in _FORM)
     return type(value).__module__.startswith("midstream.spec.")

@@ -30,6 +30,7 @@ NAMES = ("steering_name", "steering_module_ref")
 # Arguments of the fork's SamplingParams that midstream's has too.
 ARGUMENTS = (*TIERS, *CLAMPS, "steering_module_ref", "patch", "patch_vectors")
 FIELDS = (*ARGUMENTS, "steering_name", "capture", "capture_wait")
+_DIGITS = 10  # of a layer that is text, at most
 
 
 def read_edits(given: Mapping[str, object]) -> list[Edit]:
@@ -197,7 +198,8 @@ def _clamp_entries(part: object) -> Iterator[tuple[str, int, object]]:
         raise SpecError("", f"expected {{layer: [clamp, …]}}, got {kind(part)}")
     for key, entries in part.items():
         with at(path_of(key)):
-            layer = int(key) if isinstance(key, str) and key.isdecimal() else read_int(key)
+            is_text = isinstance(key, str) and key.isdecimal() and len(key) < _DIGITS
+            layer = int(key) if is_text else read_int(key)
             if layer < 0 or not isinstance(entries, (list, tuple)) or not entries:
                 raise SpecError("", "expected a layer from 0, and a list of clamps")
         for index, entry in enumerate(entries):
@@ -256,7 +258,7 @@ def _read_site_patch(value: object, rows: Any) -> Replace:
                 "`edits`: Replace(row, layer=…, positions=[…])",
             )
     row, position = given.get("source_inline"), given["dest_position"]
-    if rows is None or row not in range(len(rows)):
+    if rows is None or not is_int(row) or row not in range(len(rows)):
         raise SpecError("source_inline", "expected the index of a row of `patch_vectors`")
     if not is_int(position) or position < 0:
         raise SpecError("dest_position", "expected an `int` from 0")

@@ -195,11 +195,15 @@ class CaptureCache:
                 os.close(made)
             if kept is None or kept.file is None:
                 return None
-            kept.readers += 1
-            self._read[name] = kept
             # Duplicate the descriptor: if the rows are freed meanwhile, the kernel may reuse the
             # number for another file.
-            return kept.entry, os.dup(kept.file)
+            try:
+                file = os.dup(kept.file)
+            except OSError as error:
+                raise _no_memory(error) from None
+            kept.readers += 1
+            self._read[name] = kept
+            return kept.entry, file
 
     def end_read(self, entry: CachedCapture, file: int) -> None:
         """Close a descriptor that `open` returned."""

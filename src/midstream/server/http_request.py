@@ -14,7 +14,7 @@ from types import AsyncGeneratorType
 from typing import Any
 
 from midstream.config.http import HttpSettings
-from midstream.errors import BusyError, HttpError, ReceiptError, SpecError
+from midstream.errors import BusyError, HttpError, MidstreamError, ReceiptError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import audit_log
 from midstream.server.capture_cache import CaptureCache
@@ -67,6 +67,8 @@ class RequestContext:
         invalid_field: path of the field that the engine rejected; empty if none.
         refusal: the answer in place of vLLM's, if the engine had no capacity or ended the request;
             else None.
+        failure: the answer to what failed in the engine, for handlers of vLLM that let it pass;
+            None: nothing did.
     """
 
     request_field: MidstreamField
@@ -82,6 +84,7 @@ class RequestContext:
     undelivered: list[str] = field(default_factory=list)
     invalid_field: str = ""
     refusal: HttpError | None = None
+    failure: HttpError | None = None
 
     def call_plan(self, limits: HttpSettings, owner: str) -> CallPlan:
         """Return the plan of an engine call.
@@ -157,12 +160,17 @@ class RequestContext:
         except SpecError as error:
             explained = self.request_field.explain(error)
             self.invalid_field = explained.path
+            self.failure = HttpError.of(explained)
             raise explained from None
         except BusyError as error:
             self.refusal = HttpError.of(error)
             raise
         except ReceiptError as error:
+            self.failure = HttpError.of(error)
             audit_log.log_event("receipt.problem", problem=str(error)[:_SHOWN])
+            raise
+        except MidstreamError as error:
+            self.failure = HttpError(500, str(error))
             raise
         finally:
             await stream.aclose()

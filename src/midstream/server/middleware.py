@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 from typing import Any, TypeGuard
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -39,7 +40,8 @@ _OWN = ("/v1/midstream", "/v1/steering", "/midstream")
 _METRICS = "/metrics"
 STEERING_HEADER = b"x-midstream-steering"
 _WRITES = frozenset({"POST", "PUT", "PATCH"})
-_FORM_FIELD = f'name="{KEY}"'.encode()
+_FORM_FIELD = re.compile(rf'(?<![A-Za-z])(?i:name)="?{KEY}["\s;]'.encode())
+_FORM_BYTES = len(f'name="{KEY}"') + 1  # of a match, and what is before it
 
 
 class Middleware:
@@ -81,7 +83,7 @@ class Middleware:
             return
         limit = self._server.settings.max_body_bytes
         headers = Headers(scope=scope)
-        is_form = headers.get("content-type", "").startswith("multipart/")
+        is_form = headers.get("content-type", "").lower().startswith("multipart/")
         is_read = self._is_read(scope, path)
         context: RequestContext | None = None
         try:
@@ -108,9 +110,11 @@ class Middleware:
             await outgoing.refuse(HttpError(503, "the server shuts down; try again later"))
             raise
         except Exception:
+            # vLLM's handler of /v1/responses lets pass what fails in the middle of a stream.
+            refusal = context.refusal or context.failure
             if outgoing.is_stalled:
                 on_error(408, None)
-            elif context.refusal is None or not await outgoing.refuse(context.refusal):
+            elif refusal is None or not await outgoing.refuse(refusal):
                 raise
         finally:
             CURRENT.reset(token)
@@ -271,11 +275,12 @@ class _FormScan:
         if self._size > self._limit:
             raise HTTPException(413, _too_long(self._limit).message)
         joined = self._end + part
-        if _FORM_FIELD in joined:
+        # What begins with the first byte was complete before; what is before it is not known now.
+        if _FORM_FIELD.search(joined, 1):
             raise HTTPException(
                 400, f"{KEY}: a form cannot have this field; use {', '.join(PATHS)}"
             )
-        self._end = joined[-len(_FORM_FIELD) :]
+        self._end = joined[-_FORM_BYTES:]
         return message
 
 

@@ -13,6 +13,8 @@ from midstream.validation import kind, show
 MEMORY = "memory"
 MAX_NAME = 128
 MAX_METADATA_BYTES = 65536
+# Lists and objects in each other. Encoders of JSON have limits of their own, from 200 on.
+MAX_NESTING = 64
 
 # A name is a single path component: no slash, and neither `.` nor `..`.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -30,7 +32,8 @@ class Metadata(Mapping[str, object]):
             value: a mapping of JSON values by name; None: empty.
 
         Raises:
-            SpecError: `value` is not a mapping of JSON values, or exceeds 64 KiB as JSON.
+            SpecError: `value` is not a mapping of JSON values, exceeds 64 KiB as JSON, is nested
+                too deeply, or has a text that is not Unicode.
         """
         if value is None:
             value = {}
@@ -52,6 +55,7 @@ class Metadata(Mapping[str, object]):
             raise SpecError(
                 "", f"at most {MAX_METADATA_BYTES} bytes as JSON, got {len(self._text)}"
             )
+        _check_values(value, MAX_NESTING)
 
     @property
     def text(self) -> str:
@@ -85,6 +89,25 @@ class Metadata(Mapping[str, object]):
 
     def __repr__(self) -> str:
         return f"Metadata({self.text})"
+
+
+def _check_values(value: object, nesting: int) -> None:
+    """Check that every reader of JSON can read values: JSON also has half of a character, and any
+    depth.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise SpecError("", f"{show(value)} contains an unpaired surrogate") from None
+    elif isinstance(value, (Mapping, list, tuple)):
+        if not nesting:
+            raise SpecError("", f"more than {MAX_NESTING} lists and dicts are in each other")
+        for each in value:
+            _check_values(each, nesting - 1)
+        if isinstance(value, Mapping):
+            for each in value.values():
+                _check_values(each, nesting - 1)
 
 
 NO_METADATA = Metadata()

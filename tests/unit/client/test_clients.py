@@ -176,8 +176,31 @@ def test_what_is_malformed_is_not_sent(both, site):
         for ask in (["vectors.register", name, V], ["vectors.remove", name]):
             with pytest.raises(SpecError, match="name"):
                 both.call(*ask)
+    for name, path in (("complete", "stream"), ("chat", "stream")):
+        with pytest.raises(SpecError, match=r"use the client's stream\(\)") as caught:
+            both.call(name, "abc", stream=True)
+        assert caught.value.path == path
+    with pytest.raises(SpecError, match="give one of them") as caught:
+        both.stream(str, "abc", messages=[{"role": "user", "content": "x"}])
+    assert caught.value.path == "messages"
+    with pytest.raises(SpecError, match="`capture` too") as caught:
+        both.call("complete", "abc", midstream={"probes": PROBE.to_dict()}, capture=Capture([1]))
+    assert caught.value.path == "midstream"
     assert site.seen == []
     assert len(site.engine.vectors) == 0
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_response_has_the_results_of_each_call_of_the_model(both, site, turns):
+    asked = {"capture": {"layers": [1]}}
+    answer = both.call(
+        "call", "POST", "/v1/responses", {"input": "abc", "turns": turns, "midstream": asked}
+    )
+    outputs = both.call("read", answer).outputs
+    assert [one.receipt.request_id for one in outputs] == ["resp-0", "resp-1"][:turns]
+    for one in outputs:
+        assert torch.equal(one.activations["resid_post", 1], rows((1,), 5)["resid_post", 1])
+    assert len(site.server.captures) == 0
 
 
 VECTORS = {

@@ -141,6 +141,11 @@ def test_bodies_with_vllms_fields_alone_are_not_parsed(body):
         assert not names_in(json.dumps(body).encode(), frozenset(body))
 
 
+@pytest.mark.parametrize("depth", [5, 900])
+def test_lists_that_are_nested_deeply_are_of_others(depth):
+    check_body({"other": json.loads("[" * depth + "]" * depth), "prompt": "a"}, KNOWN)
+
+
 def test_very_many_fields_are_rejected_before_they_are_compared():
     many = {f"steer{n}": 1 for n in range(5000)}
     assert names_in(json.dumps(many).encode(), ())

@@ -274,6 +274,9 @@ REJECTED = {
     "easysteer: excludes from nothing": (
         steering({"prompt": "all", "exclude_generation_tokens": [1]}), "steering.vectors[0].apply"
     ),
+    "easysteer: phases that are no words": (
+        steering({"phases": [{}]}), "steering.vectors[0].apply.phases"
+    ),
     "easysteer: a layer without a vector": (
         steering(BOTH, layers=[1, 9]), "steering.vectors[0].layers"
     ),
@@ -291,6 +294,14 @@ REJECTED = {
         "patch[0].mask",
     ),
     "fork: a row that is not there": ({"patch": TRANSLATED["patch"]}, "patch[0].source_inline"),
+    "fork: a row by a fraction": (
+        {"patch": [{**TRANSLATED["patch"][0], "source_inline": 0.0}], "patch_vectors": ROWS},
+        "patch[0].source_inline",
+    ),
+    "fork: a row by a truth": (
+        {"patch": [{**TRANSLATED["patch"][0], "source_inline": False}], "patch_vectors": ROWS},
+        "patch[0].source_inline",
+    ),
     "fork: rows without a patch": ({"patch_vectors": ROWS}, "patch_vectors"),
     "fork: an unknown hook point": ({"steering_vectors": {"nowhere": {"1": V}}},
                                     'steering_vectors["nowhere"]'),
@@ -301,6 +312,10 @@ REJECTED = {
     "fork: a clamp without bounds": (
         {"steering_clamps": {"post_block": {"1": [{"vector": V}]}}},
         'steering_clamps["post_block"]["1"][0]',
+    ),
+    "fork: a layer of very many digits": (
+        {"steering_clamps": {"post_block": {"9" * 5000: [{"vector": V, "max": 1}]}}},
+        f'steering_clamps["post_block"]["{"9" * 60}…"]',
     ),
     "fork: a clamp too strong": (
         {"steering_clamps": {"post_block": {"1": [{"vector": V, "max": 1, "strength": 2}]}}},

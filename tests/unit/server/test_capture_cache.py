@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import weakref
@@ -210,6 +211,22 @@ def test_rows_that_are_deleted_while_they_are_read_count_until_they_were(clock):
         holding.end_read(entry, file)
     holding.store(b"y" * 60, "me", "r", {})
     holding.close()
+
+
+def test_a_reader_without_a_descriptor_left_is_refused_and_counts_for_nothing(holding, monkeypatch):
+    held = holding.store(b"rows", "a", "r", {})
+
+    def full(file):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", full)
+        with pytest.raises(HttpError) as caught:
+            holding.open(held.id)
+    assert caught.value.status == 507
+    assert holding.delete(held.id)
+    # Its bytes are the client's again.
+    holding.store(b"x" * 60, "a", "r", {})
 
 
 def test_a_client_is_shown_its_own_only_oldest_first(holding):

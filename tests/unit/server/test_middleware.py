@@ -281,6 +281,45 @@ async def test_a_form_passes_in_its_parts_and_one_with_the_field_is_refused(size
     assert "midstream: a form" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("kind", "part", "status"),
+    [
+        ("multipart/form-data", 'form-data; name="midstream"', 400),
+        ("Multipart/Form-Data", 'form-data; name="midstream"', 400),
+        ("multipart/form-data", "form-data; Name=midstream", 400),
+        ("multipart/form-data", "form-data; name=midstream; x=y", 400),
+        ("multipart/form-data", 'form-data; name="file"; filename="midstream"', 200),
+        ("multipart/form-data", 'form-data; name="midstreamer"', 200),
+    ],
+)
+async def test_the_field_in_a_form_is_refused_however_it_is_written(kind, part, status, size):
+    whole = f"--x\r\nContent-Disposition: {part}\r\n\r\n{{}}\r\n--x--\r\n".encode()
+
+    async def upload(request):
+        async with request.form():
+            return JSONResponse({})
+
+    async def parts():
+        for at in range(0, len(whole), size):
+            yield whole[at : at + size]
+
+    async with serving() as (site, client):
+        site.app.add_route("/v1/audio/transcriptions", upload, methods=["POST"])
+        headers = {"content-type": f"{kind}; boundary=x"}
+        answer = await client.post("/v1/audio/transcriptions", content=parts(), headers=headers)
+    assert answer.status_code == status, answer.text
+
+
+async def test_the_answer_to_a_name_as_long_as_a_body_is_short():
+    async with serving() as (_, client):
+        body = {"prompt": "a", "source": 0, "metric": "kl", "x" * 100_000: 1}
+        answer = await client.post("/v1/midstream/sweep", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("xxx")
+    assert len(answer.content) < 5000
+
+
 @pytest.mark.parametrize("mark", ["midstream", "midstrea\\u006d"])
 async def test_more_numbers_than_a_plan_may_have_are_413_and_stop_nobody(mark):
     numbers = ",".join(["0.25"] * (MAX_VALUES + 2))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.serving_fake import scores, serving
+from support.serving_fake import outputs_of, scores, serving
 
+from midstream.errors import ControllerError, ReceiptError, SpecError
 from midstream.http.sse import DONE, Events
 from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.server.request_field import MidstreamField
@@ -69,6 +70,31 @@ async def test_a_chunk_of_one_of_several_choices_gets_its_own_results_inside_the
     assert choice["midstream"]["probes"]["p"]["scores"] == [0.0, 0.125]
     [other] = left.value["choices"]
     assert (other["index"], other["midstream"]["probes"]["p"]["scores"]) == (1, [0.0, 0.125, 0.25])
+
+
+FAILURES = [
+    (SpecError("capture[0].layers[0]", "there is no layer 9"), 400, "midstream.capture.layers[0]"),
+    (ReceiptError("0 of 5 rows"), 500, None),
+    (ControllerError("it took too long"), 500, None),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "param"), FAILURES)
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_what_fails_in_a_stream_of_a_response_is_told_in_it(error, status, param, is_late):
+    # vLLM has sent events before it asks the engine, and lets such an error pass.
+    async with serving() as (site, client):
+        site.engine.script = lambda *given: [*outputs_of(*given)[: 2 * is_late], error]
+        asked = {"capture": {"layers": [1]}}
+        answer = await client.post(
+            "/v1/responses", json={"input": "abc", "stream": True, "midstream": asked}
+        )
+        assert site.engine.running == 0
+    created, last, done = Events().feed(answer.content)
+    assert (created.name, done.data) == (b"response.created", DONE)
+    told = last.value["error"]
+    assert (told["code"], told["param"]) == (status, param)
+    assert str(error).rpartition(": ")[2] in told["message"]
 
 
 async def written(server, parts, per_call=1):

@@ -12,6 +12,10 @@ from midstream.spec import Capture, Layers, Plan, Positions, Sites
 FULL = {"layers": [1, -1], "sites": ["resid_mid"], "positions": ["all", 3], "phase": "prompt"}
 
 
+def deep(lists):
+    return json.loads("[" * lists + "]" * lists)
+
+
 def test_a_capture_has_its_fields_in_canonical_form():
     capture = Capture([1, 2], sites="post_attn", positions=[0, -1], phase="prompt")
     assert capture.layers == Layers([1, 2])
@@ -115,6 +119,9 @@ def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
         ({"request_id": "a/b"}, "request_id", "got 'a/b'"),
         ({"stream": 1}, "stream", "expected `bool`, got `int`"),
         ({"stream": True, "sink": "store"}, "stream", "requires the sink \"memory\", got 'store'"),
+        ({"metadata": {"a": "\ud800"}}, "metadata", "unpaired surrogate"),
+        ({"metadata": {"a": {"\ud800": 1}}}, "metadata", "unpaired surrogate"),
+        ({"metadata": {"a": deep(64)}}, "metadata", "more than 64 lists and dicts"),
         ({"metadata": [1]}, "metadata", "expected a dict of JSON values, got `list`"),
     ],
 )
