@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError
 from midstream.fit.folds import Indices, number
 from midstream.results.arrays import to_numpy
-from midstream.validation import kind
+from midstream.validation import at, kind, read_int
 
 if TYPE_CHECKING:
     from midstream.store.selection import Selection
@@ -70,17 +70,19 @@ class ArraySamples:
         if isinstance(value, Mapping):
             if layers is not None:
                 raise SpecError("layers", f"`{path}` is a dict by layer, which has them; omit it")
-            given = {int(layer): _floats(path, one, 2) for layer, one in value.items()}
+            layers_of = [_layer(path, one) for one in value]
+            if len(set(layers_of)) < len(layers_of):
+                raise SpecError(path, f"expected each layer once, got {layers_of}")
+            each = zip(layers_of, value.values(), strict=True)
+            given = {layer: _floats(path, one, 2) for layer, one in each}
         else:
             array = _floats(path, value, 3)
-            indices = (
-                range(array.shape[1]) if layers is None else [int(one) for one in _list(layers)]
-            )
+            indices = list(range(array.shape[1])) if layers is None else read_layers(layers)
             if len(indices) != array.shape[1] or len(set(indices)) < len(indices):
                 raise SpecError(
                     "layers",
                     f"expected {array.shape[1]} distinct layers, one for each of `{path}`'s second "
-                    f"dimension, got {list(indices)}",
+                    f"dimension, got {indices}",
                 )
             given = {layer: array[:, nth] for nth, layer in enumerate(indices)}
         if not given or min(given) < 0:
@@ -227,5 +229,19 @@ def _floats(path: str, value: object, ndim: int) -> NDArray[Any]:
     return found
 
 
-def _list(layers: Any) -> list[Any]:
-    return [layers] if not hasattr(layers, "__iter__") else list(layers)
+def read_layers(value: Any) -> list[int]:
+    """Read a layer, or several, in the given order.
+
+    Raises:
+        SpecError: the value is neither.
+    """
+    if isinstance(value, (str, bytes)):
+        raise SpecError("layers", f"expected a layer, or a list of layers, got {kind(value)}")
+    return [_layer("layers", one) for one in (value if hasattr(value, "__iter__") else [value])]
+
+
+def _layer(path: str, value: object) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
+        value = int(value)  # a key of JSON
+    with at(path):
+        return read_int(value)
