@@ -28,6 +28,8 @@ VERSION = "1"
 WIDTHS_VERSION = "2"
 # Above any context length; bounds the memory that a hostile file can make its reader allocate.
 MAX_POSITION = 1 << 26
+# Far above any model's; bounds likewise what rows that are short in the file are decoded to.
+MAX_WIDTH = 1 << 20
 POSITIONS, TOKENS = "positions", "token_ids"
 _TAP = re.compile(
     r"(?P<site>[a-z_]+)\.(?P<layer>0|[1-9][0-9]{0,5})(\.(?P<what>positions|token_ids))?"
@@ -230,6 +232,8 @@ def _checker(
         return lambda name, found: _sized(name, found, dtype, width(name))
 
     def encoded(name: str, found: Any) -> Rows:
+        if width(name) > MAX_WIDTH:
+            raise SpecError("", f"{name}: rows of {width(name)} numbers; at most {MAX_WIDTH}")
         rows = _sized(name, found, torch.uint8, codec.row_bytes(width(name), dtype))
         return Rows(codec, width(name), dtype, (rows[:, None],), (0,))
 

@@ -381,6 +381,10 @@ HOSTILE = {
     "no hidden size": crafted({**METADATA, "hidden": ""}),
     "a hidden size of many digits": crafted({**METADATA, "hidden": "9" * 5000}),
     "a hidden size in other digits": crafted({**METADATA, "hidden": "٢"}),
+    "rows that are decoded to gigabytes": crafted(
+        {**METADATA, "codec": "topk8:k=1", "hidden": "999999999"},
+        **{ROWS: torch.zeros(2, 13, dtype=torch.uint8)},
+    ),
     "another hidden size": crafted({**METADATA, "hidden": "3"}),
     "rows of another codec": crafted({**METADATA, "codec": "full8"}),
     "one dimension": crafted(**{ROWS: torch.ones(2)}),
