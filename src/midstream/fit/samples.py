@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError
 from midstream.fit.folds import Indices, number
 from midstream.results.arrays import to_numpy
+from midstream.spec.vector import check_unmasked
 from midstream.validation import at, kind, read_int
 
 if TYPE_CHECKING:
@@ -221,6 +222,8 @@ def _floats(path: str, value: object, ndim: int) -> NDArray[Any]:
     if hasattr(value, "detach"):
         value = value.detach().cpu()
     found = to_numpy(value)
+    with at(path):
+        check_unmasked(found)
     if found.ndim != ndim or not found.size or found.dtype.kind not in "fiu":
         got = f"{found.dtype} {list(found.shape)}"
         raise SpecError(path, f"expected real numbers {form}, with at least one row, got {got}")

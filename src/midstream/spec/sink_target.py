@@ -46,6 +46,11 @@ class Metadata(Mapping[str, object]):
             self._text = json.dumps(
                 dict(value), allow_nan=False, sort_keys=True, separators=(",", ":")
             )
+            if "\\ud" in self._text:
+                # JSON allows a half of a surrogate pair, and stores, which are UTF-8, do not.
+                json.dumps(dict(value), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise SpecError("", "a text contains an unpaired surrogate") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise SpecError("", f"expected JSON values: {error}") from None
         if len(self._text) > MAX_METADATA_BYTES:
