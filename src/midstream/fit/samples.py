@@ -143,6 +143,7 @@ class StoredSamples:
         if len(set(counts.values())) > 1:
             shown = ", ".join(f"{count} at layer {layer}" for layer, count in counts.items())
             raise SpecError(self.path, f"expected as many rows at every layer, got {shown}")
+        self._check_requests()
         ends = np.cumsum([0, *counts.values()])
         starts = dict(zip(counts, map(int, ends), strict=False))
         object.__setattr__(self, "starts", starts)
@@ -172,6 +173,40 @@ class StoredSamples:
         for start in range(first, first + self.count, BLOCK):
             stop = min(start + BLOCK, first + self.count)
             yield self.selection.take(np.arange(start, stop)).numpy()
+
+    def _check_requests(self) -> None:
+        """Check that the rows of all layers are of the same requests, in the same order."""
+        parts: dict[int, list[tuple[str, int, Indices]]] = {}
+        for one in self.selection.segments:
+            parts.setdefault(one.tap[1], []).append((one.shard.name, one.group, one.rows))
+        first, *others = parts
+        owners = None
+        for layer in others:
+            # Layers that were captured together share their index.
+            if [(*one[:2], id(one[2])) for one in parts[layer]] == [
+                (*one[:2], id(one[2])) for one in parts[first]
+            ]:
+                continue
+            owners = self._owners(first) if owners is None else owners
+            if self._owners(layer) != owners:
+                raise SpecError(
+                    self.path,
+                    f"the rows at layer {layer} are of other requests than those at layer {first}; "
+                    "select requests with rows at every layer, or one layer at a time",
+                )
+
+    def _owners(self, layer: int) -> list[tuple[str, list[int]]]:
+        """Return the shards of a layer's rows, and the completion of each row by its index."""
+        found: list[tuple[str, list[int]]] = []
+        for one in self.selection.segments:
+            if one.tap[1] == layer:
+                owners, bounds = one.shard.owners(one.group)
+                each = owners[np.searchsorted(bounds, one.rows, side="right") - 1]
+                if found and found[-1][0] == one.shard.name:
+                    found[-1][1].extend(each.tolist())
+                else:
+                    found.append((one.shard.name, each.tolist()))
+        return found
 
     def requests(self) -> list[str]:
         """Return the request of each row of a layer, as all layers have them."""
