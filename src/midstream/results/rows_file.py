@@ -70,7 +70,7 @@ def read_rows_file(
     values: dict[Tap, Tensor | Rows] = {}
     heads_of_taps: dict[Tap, Heads] = {}
     positions: dict[Tap, Tensor] = {}
-    found = np.zeros(0, np.int64)
+    tokens: list[tuple[Any, Any]] = []
     for tap in sorted(taps, key=order):
         name = f"{tap[0]}.{tap[1]}"
         values[tap] = check(name, tensors[name])
@@ -78,10 +78,12 @@ def read_rows_file(
             heads_of_taps[tap] = _checked_heads(name, values[tap], heads[name])
         positions[tap] = _indices(tensors, name, POSITIONS, len(values[tap]), MAX_POSITION)
         ids = _indices(tensors, name, TOKENS, len(values[tap]), INT_LIMIT)
-        length = int(positions[tap].max()) + 1 if len(ids) else 0
-        if length > len(found):
-            found = np.concatenate([found, np.zeros(length - len(found), np.int64)])
-        found[np.asarray(positions[tap])] = np.asarray(ids)
+        tokens.append((np.asarray(positions[tap]), np.asarray(ids)))
+    # Pages of zeros that nothing is written to take no memory.
+    length = max((int(where.max()) + 1 for where, _ in tokens if len(where)), default=0)
+    found = np.zeros(length, np.int64)
+    for where, ids in tokens:
+        found[where] = ids
     count = metadata.get("num_layers", "")
     num_layers = int(count) if _NUMBER.fullmatch(count) else None
     return values, positions, array_of(found, "int64"), num_layers, heads_of_taps
