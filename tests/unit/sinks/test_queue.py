@@ -190,8 +190,12 @@ def test_a_queue_that_was_never_used_closes_its_sink_too(sink, queue):
 def test_in_a_forked_process_it_is_left_to_the_parent(sink, queue):
     child = os.fork()
     if child == 0:
-        queue.close()
-        os._exit(len(sink.calls))
+        code = 99
+        try:
+            queue.close()
+            code = len(sink.calls)
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     queue.close()
     assert sink.calls == ["close"]

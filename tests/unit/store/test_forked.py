@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 
+import pytest
 from unit.store.making import entry, header
 
 from midstream import StoreError, open_store
@@ -27,11 +27,15 @@ def test_in_a_forked_process_a_writer_that_is_writing_is_an_error_at_once(tmp_pa
     begun.wait(60)
     child = os.fork()
     if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10)  # ends the child if it waits for the thread
-        with contextlib.suppress(StoreError):
-            writer.add(entry("b"))
-            os._exit(1)
-        os._exit(0)
+        code = 1
+        try:
+            with pytest.raises(StoreError, match="the writer belongs to another process"):
+                writer.add(entry("b"))
+            code = 0
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     may_end.set()
     thread.join()
