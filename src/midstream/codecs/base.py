@@ -137,6 +137,15 @@ def check_parameter(name: str, value: object, least: int, most: int) -> None:
         raise SpecError(name, f"expected {least} to {most}, got {show(int(value))}")
 
 
+def bytes_of(rows: Tensor) -> Tensor:
+    """Return the bytes of rows [n, m], uint8 [n, m · itemsize]; a view if they are contiguous."""
+    rows = rows.contiguous()
+    # One number, or no row, is contiguous with any stride.
+    if rows.stride(-1) != 1:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.uint8)
+
+
 def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Reinterpret bytes as another dtype: a view where alignment allows it, else a copy.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from midstream.codecs.base import check_shape, checked_rows, view_as
+from midstream.codecs.base import bytes_of, check_shape, checked_rows, view_as
 from midstream.errors import SpecError
 from midstream.validation import listed, show
 
@@ -50,7 +50,7 @@ class Cast:
             wide, most = rows.float(), torch.finfo(target).max
             beyond = torch.nan if target == torch.float8_e4m3fn else wide
             rows = torch.where(wide.isinf(), beyond, wide.clamp(-most, most)).to(target)
-        return rows.contiguous().view(torch.uint8)
+        return bytes_of(rows)
 
     def decode(self, data: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
         """Decode to float32 [n, hidden]."""

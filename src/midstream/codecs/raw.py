@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from midstream.codecs.base import check_shape, checked_rows, view_as
+from midstream.codecs.base import bytes_of, check_shape, checked_rows, view_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Raw:
 
     def encode(self, rows: Tensor) -> Tensor:
         """Encode; returns a view of `rows` if it is contiguous."""
-        return checked_rows(rows).contiguous().view(torch.uint8)
+        return bytes_of(checked_rows(rows))
 
     def decode(self, data: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
         """Decode to [n, hidden] in `dtype`, bit-exact; a view of `data` where alignment allows."""

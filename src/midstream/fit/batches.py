@@ -69,7 +69,9 @@ async def run_steps_async(llm: Any, steps: Steps[Result]) -> Result:
         batch = next(steps)
         while True:
             count = len(batch.prompts)
-            columns = [_each(given, count) for given in (batch.capture, batch.edits, batch.probes)]
+            columns = [
+                _each(name, getattr(batch, name), count) for name in ("capture", "edits", "probes")
+            ]
             tasks = [
                 asyncio.ensure_future(_last(llm, ids, params, *row))
                 for ids, params, *row in zip(batch.prompts, batch.params, *columns, strict=True)
@@ -128,8 +130,28 @@ async def _last(
     return last
 
 
-def _each(given: Any, count: int) -> list[Any]:
-    return list(given) if isinstance(given, list) and len(given) == count else [given] * count
+def _each(name: str, given: Any, count: int) -> list[Any]:
+    """Return the value of an argument for each prompt, as `LLM.generate` reads it.
+
+    Raises:
+        SpecError: a list fits neither all prompts nor each prompt.
+    """
+    if not isinstance(given, (list, tuple)):
+        return [given] * count
+    if name != "capture" and not any(
+        one is None or isinstance(one, (list, tuple)) for one in given
+    ):
+        if count > 1 and len(given) > 1:
+            raise SpecError(
+                name,
+                f"a flat list of {len(given)} {name} for {count} prompts can be read two ways; "
+                "give one list per prompt: [[a], [b]] for one each, [[a, b], [a, b]] for all of "
+                "them each; a single value without a list is for all prompts",
+            )
+        return [given] * count
+    if len(given) != count:
+        raise SpecError(name, f"{len(given)} entries for {count} prompts; give one, or one each")
+    return list(given)
 
 
 def encode_prompts(path: str, prompts: Any, tokenizer_of: Callable[[], Any]) -> list[list[int]]:

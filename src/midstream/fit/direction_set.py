@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.fit.direction import Direction
+from midstream.fit.samples import read_layers
 from midstream.fit.scores import LayerScore
 from midstream.results.arrays import to_numpy
 from midstream.spec.forms import NumberLike
@@ -82,7 +83,7 @@ class DirectionSet:
         Raises:
             SpecError: one has no direction.
         """
-        wanted = sorted({int(layers)} if is_int(layers) else {int(one) for one in layers})
+        wanted = sorted(set(read_layers(layers)))
         found = [self[layer] for layer in wanted]
         nth = [self.layers.index(one.layer) for one in found]
         return replace(
@@ -160,7 +161,9 @@ class DirectionSet:
         """Return rows less the midpoints, and the vectors, in float64."""
         if self.midpoints is None:
             raise SpecError("midpoints", "a file of vectors alone has no midpoints; fit them")
-        given = to_numpy(rows)
+        if hasattr(rows, "detach"):
+            rows = rows.detach().cpu()
+        given = to_numpy(rows) if hasattr(rows, "dtype") else np.asarray(rows, np.float64)
         shape = (len(self), self.vectors.shape[1])
         if given.ndim != 3 or (given.shape[0], given.shape[2]) != shape:
             got = list(given.shape)

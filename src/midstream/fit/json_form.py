@@ -60,13 +60,18 @@ def from_json(value: object) -> Loaded:
     for nth, each in enumerate(_list(given["layers"])):
         with at(f"layers[{nth}]"):
             part = _read_layer(each)
+            if part["layer"] in parts:
+                raise SpecError("layer", f"{part['layer']} is given twice")
             parts[part["layer"]] = part
     if not parts or list(parts) != sorted(parts):
         raise SpecError("layers", "expected at least one, ascending")
     if len({part["vector"].shape for part in parts.values()}) > 1:
         raise SpecError("layers", "expected vectors of one width")
     midpoints = [part["midpoint"] for part in parts.values()]
-    has_midpoints = all(one is not None for one in midpoints)
+    has_midpoints = midpoints[0] is not None
+    for nth, one in enumerate(midpoints):
+        if (one is not None) != has_midpoints:
+            raise SpecError(f"layers[{nth}].midpoint", "expected one at every layer, or at none")
     for name in ("method", "model_type"):
         if not isinstance(given[name], str):
             raise SpecError(name, f"expected `str`, got {kind(given[name])}")

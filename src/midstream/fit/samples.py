@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError
 from midstream.fit.folds import Indices, number
 from midstream.results.arrays import to_numpy
-from midstream.validation import kind
+from midstream.spec.vector import check_unmasked
+from midstream.validation import at, kind, read_int
 
 if TYPE_CHECKING:
     from midstream.store.selection import Selection
@@ -70,17 +71,19 @@ class ArraySamples:
         if isinstance(value, Mapping):
             if layers is not None:
                 raise SpecError("layers", f"`{path}` is a dict by layer, which has them; omit it")
-            given = {int(layer): _floats(path, one, 2) for layer, one in value.items()}
+            layers_of = [_layer(path, one) for one in value]
+            if len(set(layers_of)) < len(layers_of):
+                raise SpecError(path, f"expected each layer once, got {layers_of}")
+            each = zip(layers_of, value.values(), strict=True)
+            given = {layer: _floats(path, one, 2) for layer, one in each}
         else:
             array = _floats(path, value, 3)
-            indices = (
-                range(array.shape[1]) if layers is None else [int(one) for one in _list(layers)]
-            )
+            indices = list(range(array.shape[1])) if layers is None else read_layers(layers)
             if len(indices) != array.shape[1] or len(set(indices)) < len(indices):
                 raise SpecError(
                     "layers",
                     f"expected {array.shape[1]} distinct layers, one for each of `{path}`'s second "
-                    f"dimension, got {list(indices)}",
+                    f"dimension, got {indices}",
                 )
             given = {layer: array[:, nth] for nth, layer in enumerate(indices)}
         if not given or min(given) < 0:
@@ -140,6 +143,7 @@ class StoredSamples:
         if len(set(counts.values())) > 1:
             shown = ", ".join(f"{count} at layer {layer}" for layer, count in counts.items())
             raise SpecError(self.path, f"expected as many rows at every layer, got {shown}")
+        self._check_requests()
         ends = np.cumsum([0, *counts.values()])
         starts = dict(zip(counts, map(int, ends), strict=False))
         object.__setattr__(self, "starts", starts)
@@ -169,6 +173,40 @@ class StoredSamples:
         for start in range(first, first + self.count, BLOCK):
             stop = min(start + BLOCK, first + self.count)
             yield self.selection.take(np.arange(start, stop)).numpy()
+
+    def _check_requests(self) -> None:
+        """Check that the rows of all layers are of the same requests, in the same order."""
+        parts: dict[int, list[tuple[str, int, Indices]]] = {}
+        for one in self.selection.segments:
+            parts.setdefault(one.tap[1], []).append((one.shard.name, one.group, one.rows))
+        first, *others = parts
+        owners = None
+        for layer in others:
+            # Layers that were captured together share their index.
+            if [(*one[:2], id(one[2])) for one in parts[layer]] == [
+                (*one[:2], id(one[2])) for one in parts[first]
+            ]:
+                continue
+            owners = self._owners(first) if owners is None else owners
+            if self._owners(layer) != owners:
+                raise SpecError(
+                    self.path,
+                    f"the rows at layer {layer} are of other requests than those at layer {first}; "
+                    "select requests with rows at every layer, or one layer at a time",
+                )
+
+    def _owners(self, layer: int) -> list[tuple[str, list[int]]]:
+        """Return the shards of a layer's rows, and the completion of each row by its index."""
+        found: list[tuple[str, list[int]]] = []
+        for one in self.selection.segments:
+            if one.tap[1] == layer:
+                owners, bounds = one.shard.owners(one.group)
+                each = owners[np.searchsorted(bounds, one.rows, side="right") - 1]
+                if found and found[-1][0] == one.shard.name:
+                    found[-1][1].extend(each.tolist())
+                else:
+                    found.append((one.shard.name, each.tolist()))
+        return found
 
     def requests(self) -> list[str]:
         """Return the request of each row of a layer, as all layers have them."""
@@ -219,6 +257,8 @@ def _floats(path: str, value: object, ndim: int) -> NDArray[Any]:
     if hasattr(value, "detach"):
         value = value.detach().cpu()
     found = to_numpy(value)
+    with at(path):
+        check_unmasked(found)
     if found.ndim != ndim or not found.size or found.dtype.kind not in "fiu":
         got = f"{found.dtype} {list(found.shape)}"
         raise SpecError(path, f"expected real numbers {form}, with at least one row, got {got}")
@@ -227,5 +267,19 @@ def _floats(path: str, value: object, ndim: int) -> NDArray[Any]:
     return found
 
 
-def _list(layers: Any) -> list[Any]:
-    return [layers] if not hasattr(layers, "__iter__") else list(layers)
+def read_layers(value: Any) -> list[int]:
+    """Read a layer, or several, in the given order.
+
+    Raises:
+        SpecError: the value is neither.
+    """
+    if isinstance(value, (str, bytes)):
+        raise SpecError("layers", f"expected a layer, or a list of layers, got {kind(value)}")
+    return [_layer("layers", one) for one in (value if hasattr(value, "__iter__") else [value])]
+
+
+def _layer(path: str, value: object) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
+        value = int(value)  # a key of JSON
+    with at(path):
+        return read_int(value)

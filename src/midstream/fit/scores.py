@@ -17,7 +17,8 @@ class LayerScore:
         auc: probability that a random positive lies further along it than a random negative; 0.5
             is guessing.
         accuracy: fraction on the right side of the midpoint between the two class means.
-        d_prime: distance between the classes, in standard deviations within a class.
+        d_prime: distance between the classes, in standard deviations within a class; 4.5e15 where
+            neither class varies, and 0 where there is no distance.
     """
 
     auc: float
@@ -40,6 +41,8 @@ class LayerScore:
         right = np.concatenate([positive > 0, negative < 0])
         spread = np.sqrt((_variance(positive) + _variance(negative)) / 2)
         gap = positive.mean() - negative.mean()
+        # Where no class varies, what is left of a difference is the rounding of float64.
+        spread = max(spread, abs(gap) * np.finfo(np.float64).eps)
         return LayerScore(
             auc=float(below.mean() / (2 * len(others))),
             accuracy=float(right.mean()),

@@ -40,14 +40,22 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """exp(−mean); NaN without tokens."""
-        return math.exp(-self.mean)
+        """exp(−mean); infinite if that exceeds a float, and NaN without tokens."""
+        return perplexity_of(self.mean)
 
     def __len__(self) -> int:
         return len(self.logprobs)
 
     def __repr__(self) -> str:
         return f"TextScore({len(self)} tokens, total={self.total:.3f}, mean={self.mean:.3f})"
+
+
+def perplexity_of(mean: float) -> float:
+    """Return the perplexity of tokens with a mean log probability."""
+    try:
+        return math.exp(-mean)
+    except OverflowError:
+        return math.inf
 
 
 def score_steps(

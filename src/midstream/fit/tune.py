@@ -15,7 +15,7 @@ from midstream.fit.batches import PromptBatch, Steps, encode_prompts
 from midstream.fit.direction import Direction
 from midstream.fit.direction_set import DirectionSet
 from midstream.fit.guards import Guard, MaxKL, MaxPerplexity
-from midstream.fit.text_scores import logprobs_of, reading_params
+from midstream.fit.text_scores import logprobs_of, perplexity_of, reading_params
 from midstream.fit.tune_result import Tuning
 from midstream.results.arrays import to_numpy
 from midstream.spec.logits import Logits
@@ -217,7 +217,7 @@ def _gather(
     numbers = [
         (
             _mean([one.effect for one in read]),
-            math.exp(-_mean(np.concatenate([one.logprobs for one in read]))),
+            perplexity_of(_mean(np.concatenate([one.logprobs for one in read]))),
             _mean(np.concatenate([one.kl for one in read])),
         )
         for read, _ in found

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from midstream.errors import StoreError
 from midstream.jobs.job import Job
@@ -25,6 +25,9 @@ ERRORS = "errors.jsonl"
 # Seconds that a job waits for the processes of a killed job, which notice its end and exit.
 PATIENCE = 30.0
 _POLL_SECONDS = 0.1
+# Directories of this process's jobs: the kernel gives a process a lock that it has, and drops it
+# with the first file that is closed.
+_HELD: dict[tuple[int, int, int], object] = {}
 
 
 @contextmanager
@@ -38,8 +41,7 @@ def taken(job: Job) -> Iterator[Store]:
     folder = folder_of(job.out)
     folder.make()
     # Object stores have no locks.
-    lock = _lock(folder.root) if isinstance(folder, LocalFolder) else None
-    try:
+    with _locked(folder.root) if isinstance(folder, LocalFolder) else nullcontext():
         if isinstance(folder, LocalFolder):
             _wait_for_writers(folder.root)
         if not job.resume:
@@ -50,9 +52,6 @@ def taken(job: Job) -> Iterator[Store]:
                     "directory, or continue the job that was started there (--resume)"
                 )
         yield open_store(job.out)
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def errors_file(job: Job) -> str | None:
@@ -151,6 +150,24 @@ def _wait_for_writers(root: str) -> None:
         os.close(file)
 
 
+@contextmanager
+def _locked(root: str) -> Iterator[None]:
+    found = os.stat(root)
+    # Of the process: a forked one, which may outlive it, has no lock.
+    key = os.getpid(), found.st_dev, found.st_ino
+    mine = object()
+    if _HELD.setdefault(key, mine) is not mine:
+        raise _is_taken(root)
+    try:
+        lock = _lock(root)
+        try:
+            yield
+        finally:
+            os.close(lock)
+    finally:
+        del _HELD[key]
+
+
 def _lock(root: str) -> int:
     path = os.path.join(root, LOCK)
     try:
@@ -163,8 +180,12 @@ def _lock(root: str) -> int:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise StoreError(f"{root}: another job is capturing into it") from None
+        raise _is_taken(root) from None
     return lock
+
+
+def _is_taken(root: str) -> StoreError:
+    return StoreError(f"{root}: another job is capturing into it")
 
 
 def _contents(root: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,6 +56,17 @@ _HARMLESS_ARGUMENTS = frozenset(
         "trust_remote_code",
     }
 )
+
+
+_TYPES: Mapping[str, type] = {
+    **dict.fromkeys(("model", "data", "out", "tag", "prompt_field", "subset", "split"), str),
+    **dict.fromkeys(("revision", "dtype", "errors"), str),
+    **dict.fromkeys(("chat", "keep_prompts", "resume"), bool),
+    "capture": Capture,
+    "engine_args": Mapping,
+    "flush_seconds": numbers.Real,
+}
+_WORDS: Mapping[str, str] = {"engine_args": "a dict", "flush_seconds": "a number"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +123,16 @@ class Job:
     flush_seconds: float = FLUSH_SECONDS
 
     def __post_init__(self) -> None:
+        for name in ("model", "data", "out", "errors"):
+            given = getattr(self, name)
+            object.__setattr__(
+                self, name, os.fspath(given) if isinstance(given, os.PathLike) else given
+            )
+        for name, known in _TYPES.items():
+            given = getattr(self, name)
+            if not isinstance(given, known) or (isinstance(given, bool) and known is not bool):
+                words = _WORDS.get(name, f"`{known.__name__}`")
+                raise SpecError(name, f"expected {words}, got {kind(given)}")
         for name in ("model", "data", "out"):
             if not getattr(self, name):
                 raise SpecError(name, "expected a name or path, got nothing")

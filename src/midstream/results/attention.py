@@ -67,7 +67,6 @@ class AttentionRows:
             SpecError: there is no such head, or there are more than 20,000 cells.
         """
         return _draw(self, tokens, head)
-        return self._picture(tokens, head, len(self), None)
 
     def _repr_html_(self) -> str:
         return _draw(self, None, None, _SHOWN)._repr_html_()

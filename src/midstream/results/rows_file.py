@@ -28,6 +28,8 @@ VERSION = "1"
 WIDTHS_VERSION = "2"
 # Above any context length; bounds the memory that a hostile file can make its reader allocate.
 MAX_POSITION = 1 << 26
+# Far above any model's; bounds likewise what rows that are short in the file are decoded to.
+MAX_WIDTH = 1 << 20
 POSITIONS, TOKENS = "positions", "token_ids"
 _TAP = re.compile(
     r"(?P<site>[a-z_]+)\.(?P<layer>0|[1-9][0-9]{0,5})(\.(?P<what>positions|token_ids))?"
@@ -68,7 +70,7 @@ def read_rows_file(
     values: dict[Tap, Tensor | Rows] = {}
     heads_of_taps: dict[Tap, Heads] = {}
     positions: dict[Tap, Tensor] = {}
-    found = np.zeros(0, np.int64)
+    tokens: list[tuple[Any, Any]] = []
     for tap in sorted(taps, key=order):
         name = f"{tap[0]}.{tap[1]}"
         values[tap] = check(name, tensors[name])
@@ -76,10 +78,12 @@ def read_rows_file(
             heads_of_taps[tap] = _checked_heads(name, values[tap], heads[name])
         positions[tap] = _indices(tensors, name, POSITIONS, len(values[tap]), MAX_POSITION)
         ids = _indices(tensors, name, TOKENS, len(values[tap]), INT_LIMIT)
-        length = int(positions[tap].max()) + 1 if len(ids) else 0
-        if length > len(found):
-            found = np.concatenate([found, np.zeros(length - len(found), np.int64)])
-        found[np.asarray(positions[tap])] = np.asarray(ids)
+        tokens.append((np.asarray(positions[tap]), np.asarray(ids)))
+    # Pages of zeros that nothing is written to take no memory.
+    length = max((int(where.max()) + 1 for where, _ in tokens if len(where)), default=0)
+    found = np.zeros(length, np.int64)
+    for where, ids in tokens:
+        found[where] = ids
     count = metadata.get("num_layers", "")
     num_layers = int(count) if _NUMBER.fullmatch(count) else None
     return values, positions, array_of(found, "int64"), num_layers, heads_of_taps
@@ -230,6 +234,8 @@ def _checker(
         return lambda name, found: _sized(name, found, dtype, width(name))
 
     def encoded(name: str, found: Any) -> Rows:
+        if width(name) > MAX_WIDTH:
+            raise SpecError("", f"{name}: rows of {width(name)} numbers; at most {MAX_WIDTH}")
         rows = _sized(name, found, torch.uint8, codec.row_bytes(width(name), dtype))
         return Rows(codec, width(name), dtype, (rows[:, None],), (0,))
 

@@ -18,7 +18,7 @@ from midstream.sae.saelens import (
     read_weights,
 )
 from midstream.sae.tensors import Arrays, check_names, has_threshold, reduced
-from midstream.validation import at, kind, show
+from midstream.validation import at, kind, read_float32, show
 
 # The file of Gemma Scope.
 _PARAMS = "params.npz"
@@ -31,6 +31,7 @@ def load_sae(path: Path, subtract: bool | None, scale: float | None) -> dict[str
     Raises:
         SpecError: the file does not exist or is of another format, or the SAE is unsupported.
     """
+    scale = _read_scale(scale)
     if path.is_dir() and not (path / WEIGHTS).exists() and (path / _PARAMS).exists():
         path = path / _PARAMS
     weights = path / WEIGHTS if path.is_dir() else path
@@ -65,6 +66,7 @@ def sae_of(given: Any, scale: float | None) -> dict[str, Any]:
     Raises:
         SpecError: it is none, or is unsupported.
     """
+    scale = _read_scale(scale)
     config, state = getattr(given, "cfg", None), getattr(given, "state_dict", None)
     to_dict = getattr(config, "to_dict", None)
     if not callable(state) or not callable(to_dict):
@@ -108,10 +110,19 @@ def from_release(release: str, sae_id: str) -> Any:
         raise SpecError("", f"{release}: sae_lens cannot load {show(sae_id)}: {why}") from error
 
 
+def _read_scale(value: object) -> float | None:
+    """Read `input_scale`, by which weights are divided."""
+    if value is None:
+        return None
+    with at("input_scale"):
+        found = read_float32(value)
+        if not 1e-9 <= found <= 1e9:  # far beyond any use; float32 overflows elsewhere
+            raise SpecError("", f"expected a number from 1e-9 to 1e9, got {found:g}")
+        return found
+
+
 def _gemma_scope(path: Path, subtract: bool | None, scale: float | None) -> dict[str, Any]:
     """Read a file of Gemma Scope: JumpReLU SAEs, which do not subtract b_dec."""
-    import zipfile
-
     import numpy as np
     import torch
 
@@ -123,9 +134,11 @@ def _gemma_scope(path: Path, subtract: bool | None, scale: float | None) -> dict
                     name: torch.from_numpy(np.asarray(file[name], np.float32))
                     for name in file.files
                 }
-        except (ValueError, OSError, AttributeError, zipfile.BadZipFile) as error:
-            if isinstance(error, SpecError):
-                raise
+        except SpecError:
+            raise
+        # A damaged or malicious file makes zipfile, its decompressors and numpy raise almost any
+        # exception; a size in a header makes numpy ask for memory that there is not.
+        except Exception as error:  # noqa: BLE001
             raise SpecError("", f"expected a .npz file of arrays: {error}") from None
         config = SaeConfig("jumprelu", None, bool(subtract))
         return _made(config, checked(tensors, config), scale)
@@ -152,7 +165,7 @@ def _made(config: SaeConfig, tensors: Arrays, scale: float | None) -> dict[str, 
             f"{AVERAGE}: the file does not have the factor; give `input_scale`, √width / the mean "
             "norm of the vectors in training",
         )
-    found = reduced(tensors, config.rescales, 1.0 if scale is None else float(scale))
+    found = reduced(tensors, config.rescales, 1.0 if scale is None else scale)
     return {
         "w_enc": found["W_enc"],
         "b_enc": found["b_enc"],

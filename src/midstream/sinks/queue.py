@@ -8,14 +8,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Sink
 from midstream.sinks.byte_budget import ByteBudget
+from midstream.validation import kind
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -206,6 +207,8 @@ class SinkQueue:
         delivery, entry.delivery = entry.delivery, None
         assert delivery is not None
         result, problem = _guarded(lambda: self._sink.write(delivery))
+        if result is not None and not isinstance(result, CaptureResult):
+            problem = f"write returned {kind(result)}; expected a CaptureResult or None"
         if problem:
             self._report(entry, CaptureResult("error", problem))
             return
@@ -217,7 +220,7 @@ class SinkQueue:
         self._unflushed += entry.size
 
     def _flush(self) -> None:
-        results, problem = _guarded(self._sink.flush)
+        results, problem = _guarded(self._flushed)
         written, self._written = self._written, []
         self._unflushed = 0
         if results is not None and len(results) != len(written):
@@ -228,6 +231,23 @@ class SinkQueue:
             elif results is not None:
                 entry.result = results[nth]
             self._report(entry, entry.result)
+
+    def _flushed(self) -> list[CaptureResult] | None:
+        """Flush the sink, and return what it returned.
+
+        Raises:
+            TypeError: that is something else than results.
+        """
+        given: Any = self._sink.flush()
+        if given is None:
+            return None
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise TypeError(f"flush returned {kind(given)}; expected CaptureResults or None")
+        found = list(given)
+        for one in found:
+            if not isinstance(one, CaptureResult):
+                raise TypeError(f"flush returned a list with {kind(one)}; expected CaptureResults")
+        return found
 
     def _report(self, entry: _Entry, result: CaptureResult) -> None:
         self._bound.give(entry.size)

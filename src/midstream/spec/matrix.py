@@ -10,7 +10,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.spec.named_vector import Named, is_named, read_direction, read_row
 from midstream.spec.shape import VectorSize
-from midstream.spec.vector import MAX_NUMBERS, Vector, read_base64
+from midstream.spec.vector import MAX_NUMBERS, Vector, check_unmasked, read_base64
 from midstream.validation import at, kind, read_fields, read_int
 
 # Bounds the orthonormalisation work and the number of instructions of one edit.
@@ -129,14 +129,18 @@ def _from_square(value: Any) -> Matrix:
         check_square(tuple(value.shape))
         if value.is_complex() or str(value.dtype) == "torch.bool":
             raise SpecError("", f"expected real numbers, got a tensor of {value.dtype}")
-        # numpy has no bfloat16.
-        value = value.detach().to("cpu")
-        value = value.numpy() if str(value.dtype) == "torch.float64" else value.float().numpy()
+        try:
+            value = value.detach().to("cpu").resolve_neg()
+            # numpy has no bfloat16.
+            value = value.numpy() if str(value.dtype) == "torch.float64" else value.float().numpy()
+        except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
+            raise SpecError("", f"the tensor's values cannot be read: {error}") from None
     elif isinstance(value, (list, tuple)) and value and all(map(_is_row, value)):
         value = np.stack([row.numpy() for row in read_rows(value, MAX_WIDTH)])
     elif not hasattr(value, "__array__") or isinstance(value, Vector):
         got = f"a vector of {value.size} numbers" if isinstance(value, Vector) else kind(value)
         raise SpecError("", f"expected {_SQUARE}, got {got}")
+    check_unmasked(value)
     found = np.asarray(value)
     check_square(found.shape)
     if found.dtype.kind not in "fiu":
@@ -234,7 +238,12 @@ def _is_row(value: object) -> bool:
 
 def _rows_of(value: Any) -> Any:
     # One copy from the device instead of one per row.
-    return value.detach().to("cpu") if hasattr(value, "detach") else value
+    if not hasattr(value, "detach"):
+        return value
+    try:
+        return value.detach().to("cpu")
+    except RuntimeError as error:
+        raise SpecError("", f"the tensor's values cannot be read: {error}") from None
 
 
 def _from_list(

@@ -174,6 +174,7 @@ def _from_array(array: Any) -> Vector:
     import numpy as np
 
     _check_shape(array)
+    check_unmasked(array)
     if array.dtype.kind not in "fiu":
         raise SpecError("", f"expected real numbers, got an array of {array.dtype}")
     array = np.asarray(array).reshape(-1)
@@ -191,6 +192,18 @@ def _as_array(value: Any) -> Any:
 
     # A Series of pandas and the like; lazy arrays are read once here.
     return value if hasattr(value, "__array_interface__") else np.asarray(value)
+
+
+def check_unmasked(array: Any) -> None:
+    """Check that no number of an array is masked: what is below a mask is no number of it.
+
+    Raises:
+        SpecError: one is.
+    """
+    import numpy as np
+
+    if np.ma.is_masked(array):
+        raise SpecError("", "numbers are masked; give `array.filled(…)`")
 
 
 def _check_shape(array: Any) -> None:

@@ -46,6 +46,13 @@ _MAX_PREAMBLE = 12  # bytes of an .npy file before its header: magic, version an
 _MAX_HEADER = 10_000  # numpy's own default
 _MAX_DIMENSIONS = 32
 
+# What zipfile raises for damage, encryption and unsupported compression methods.
+_DAMAGE: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+with suppress(ImportError):  # a Python without it reads no such files
+    import lzma
+
+    _DAMAGE = (*_DAMAGE, lzma.LZMAError)
+
 
 def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
     """Read the vectors of a file.
@@ -228,8 +235,7 @@ def _read_npz(name: str) -> dict[str, Vector]:
                 with archive.open(info) as file, _tensor(key):
                     found[key] = Vector.parse(_read_npy(file))
             return found
-    # zipfile raises these for damage, encryption and unsupported compression methods.
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+    except _DAMAGE as error:
         raise SpecError("", f"not an npz file, or damaged: {error}") from None
 
 

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import overload
+from typing import Any, overload
 
 from midstream.errors import NoRoomError, SpecError
 from midstream.sites import Tap, order
 from midstream.spec.matrix import Matrix, matrix_by_value, read_vector_or_matrix
-from midstream.spec.named_lookup import FeatureSource, NamedEdits, Registered, SaeName
+from midstream.spec.named_lookup import FeatureSource, Lookup, NamedEdits, Registered, SaeName
 from midstream.spec.named_vector import read_name
 from midstream.spec.operation import by_value
 from midstream.spec.operations import Edit, Gate
@@ -131,7 +131,7 @@ class VectorRegistry:
         Raises:
             SpecError: it does not fit the model.
         """
-        found = self._read(form)
+        found = self._read(form, self._lookup_sae)
         return NamedEntry(found, _describe(name, found, self._shape, registered))
 
     def list(self) -> Listing:
@@ -243,13 +243,21 @@ class VectorRegistry:
             "", f"no vectors are registered as {show(name)}{more}; registered: {names}{file}"
         )
 
-    def _read(self, vectors: object) -> Registered | NamedEdits:
+    def _lookup_sae(self, name: str | SaeName) -> Any:
+        """Look up what an edit by value may name: SAEs alone."""
+        if isinstance(name, SaeName):
+            return self.saes(name.name)
+        raise SpecError("", f"expected an edit by value, got the name {show(name)}")
+
+    def _read(self, vectors: object, lookup: Lookup | None = None) -> Registered | NamedEdits:
+        """Read what `register` takes; names in it are those of `lookup`, or else registered."""
         if isinstance(vectors, (str, os.PathLike)) and is_json_file(vectors):
             vectors = read_json_file(vectors)
         if names_edits(vectors):
             parts = read_named_edits(vectors)
+            lookup = self.lookup if lookup is None else lookup
             return NamedEdits(
-                tuple(edit for one in parts for edit in bind_part(one, self.lookup, self._shape))
+                tuple(edit for one in parts for edit in bind_part(one, lookup, self._shape))
             )
         if isinstance(vectors, (str, os.PathLike)):
             read = read_file(vectors)

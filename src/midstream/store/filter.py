@@ -161,6 +161,8 @@ def _numbers(name: str, value: object, known: Collection[int]) -> list[int]:
         bounds = [each for each in (value.start, value.stop) if each is not None]
         if any(not is_int(each) or each < 0 for each in bounds):
             raise StoreError(f"{name}: expected a slice with bounds from 0, got {value}")
+        if value.step is not None and (not is_int(value.step) or not value.step):
+            raise StoreError(f"{name}: expected a slice with a step other than 0, got {value}")
         value = range(max(known, default=0) + 1)[value]
     if isinstance(value, range):
         return [each for each in known if each in value]

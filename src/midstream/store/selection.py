@@ -121,12 +121,17 @@ class Selection:
 
         Raises:
             IndexError: an index is negative or not below `len(self)`.
-            StoreError: `indices` is not one-dimensional, or the taps differ in width.
+            StoreError: `indices` has other numbers than integers or is not one-dimensional, or the
+                taps differ in width.
         """
         self.width()
-        wanted: NDArray[np.int64] = np.asarray(indices, np.int64)
-        if wanted.ndim != 1:
-            raise StoreError(f"indices: expected one dimension, got shape {list(wanted.shape)}")
+        given: NDArray[Any] = np.asarray(indices)
+        if given.ndim != 1:
+            raise StoreError(f"indices: expected one dimension, got shape {list(given.shape)}")
+        if given.dtype.kind not in "iu" and len(given):
+            mask = "; of a mask take numpy.flatnonzero(mask)" if given.dtype.kind == "b" else ""
+            raise StoreError(f"indices: expected integers, got {given.dtype}{mask}")
+        wanted: NDArray[np.int64] = given.astype(np.int64)
         if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(self):
             raise IndexError(f"expected indices from 0 to {len(self) - 1}")
         numbers = np.searchsorted(self._ends, wanted, side="right")

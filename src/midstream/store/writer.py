@@ -14,6 +14,7 @@ from midstream.store.backends.base import Folder
 from midstream.store.backends.local import folder_of
 from midstream.store.format.entry import Entry, Header
 from midstream.store.format.shard_builder import ShardBuilder
+from midstream.validation import is_int, kind
 
 SHARD_BYTES = 256 << 20
 
@@ -44,6 +45,8 @@ class Writer:
         Raises:
             StoreError: the store cannot be created or is not writable.
         """
+        if not is_int(shard_bytes):
+            raise StoreError(f"shard_bytes: expected `int`, got {kind(shard_bytes)}")
         if shard_bytes < 1:
             raise StoreError(f"shard_bytes: expected at least 1, got {shard_bytes}")
         self._folder: Folder = folder_of(root)
@@ -64,7 +67,7 @@ class Writer:
             StoreError: the entry is malformed, does not match the header or is buffered already,
                 or the buffered entries could not be written. The entry was not added.
         """
-        with self._lock:
+        with self._held():
             self._check()
             line, metadata, rows = self._draft.read(entry)
             size = sum(sum(data.nbytes for data in part.data.values()) for part in rows)
@@ -81,16 +84,17 @@ class Writer:
         Raises:
             StoreError: the shard could not be written. Its entries stay buffered.
         """
-        with self._lock:
+        with self._held():
             self._check()
             return self._flush()
 
     def close(self) -> None:
         """Flush and close the writer. If `flush` raises, the writer stays open."""
-        with self._lock:
+        if self._closed:
+            return
+        with self._held():
             if self._closed:
                 return
-            self._check()
             self._flush()
             self._closed = True
 
@@ -119,13 +123,20 @@ class Writer:
         self._begin()
         return written if "://" in written else Path(written)
 
-    def _check(self) -> None:
-        if self._closed:
-            raise StoreError(f"{self._folder}: the writer is closed")
+    def _held(self) -> threading.Lock:
+        """Return the lock, for a `with` block of this process.
+
+        In a forked one a thread that it lacks may hold it for good.
+        """
         if self._process != os.getpid():
             raise StoreError(
                 f"{self._folder}: the writer belongs to another process; create one in this process"
             )
+        return self._lock
+
+    def _check(self) -> None:
+        if self._closed:
+            raise StoreError(f"{self._folder}: the writer is closed")
 
 
 def new_name() -> str:

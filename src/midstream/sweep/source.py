@@ -266,6 +266,8 @@ def _of_activations(value: Activations, prompt: tuple[int, ...] | None) -> RowsS
     rows, positions = {}, {}
     last = -1
     for tap, each in value.items():
+        if not len(each):  # none of its positions was reached
+            continue
         rows[tap] = np.ascontiguousarray(to_numpy(each).reshape(len(each), -1), np.float32)
         positions[tap] = tuple(int(one) for one in value.positions_of(*tap))
         last = max(last, *positions[tap])

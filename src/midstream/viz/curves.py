@@ -151,7 +151,9 @@ def ticks(low: float, high: float) -> list[float]:
     step = next(power * k for k in (0.1, 0.2, 0.5, 1, 2, 5) if span / (power * k) <= 7)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return [round(n * step, 12) for n in range(first, last + 1)]
+    # A multiple of 0.1 has other digits at its end.
+    digits = 12 - math.floor(math.log10(step))
+    return [round(n * step, digits) for n in range(first, last + 1)]
 
 
 def _grid(area: PlotArea) -> str:

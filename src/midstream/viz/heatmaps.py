@@ -155,7 +155,7 @@ def _table(
         top = tag("th", escape(f"{titles[1]} →" if titles[1] else ""), "axis", colspan=len(columns))
         parts.append(tag("tr", corner + (top if columns else ""), role="row"))
     parts.append(tag("tr", tag("th", "", "side") + _headings(columns, is_dense), role="row"))
-    every = 5 if is_dense and len(rows) > 16 and all(name.isdigit() for name in rows) else 1
+    every = 5 if is_dense and len(rows) > 16 and all(name.isdecimal() for name in rows) else 1
     for nth, (name, cells) in enumerate(zip(rows, lines, strict=True)):
         # Beside the marked row's label there is no space for another.
         is_beside = every > 1 and marked is not None and abs(nth - marked) == 1
@@ -178,7 +178,7 @@ def _table(
 
 def _headings(columns: list[str], is_dense: bool) -> str:
     is_upright = is_dense and any(len(name) > _LONG_LABEL for name in columns)
-    every = 5 if is_dense and len(columns) > 16 and all(name.isdigit() for name in columns) else 1
+    every = 5 if is_dense and len(columns) > 16 and all(name.isdecimal() for name in columns) else 1
     parts = []
     for name in columns:
         short = name if len(name) <= 16 else name[:15] + "…"

@@ -51,6 +51,17 @@ def test_every_width_of_vectors_comes_back(spec, hidden):
 
 
 @pytest.mark.parametrize("spec", CODECS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_a_single_number_may_lie_anywhere_in_memory(spec, dtype):
+    """torch calls it contiguous whatever its stride is."""
+    found = codec(spec.replace("k=3", "k=1"))
+    wide = torch.arange(1, 9, dtype=dtype).view(2, 4)
+    for rows in (wide[:1, 1::3][:, :1], wide.T[3:, ::2][:, :1], wide[:1, :1].expand(1, 1)):
+        same = rows.clone(memory_format=torch.contiguous_format)
+        assert torch.equal(found.encode(rows), found.encode(same))
+
+
+@pytest.mark.parametrize("spec", CODECS)
 def test_rows_may_lie_anywhere_in_memory(spec):
     wide = torch.randn(8, 2 * HIDDEN + 1).bfloat16()
     for rows in (

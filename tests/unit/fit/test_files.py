@@ -235,3 +235,15 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyP
         small().to_gguf("x.gguf")
     with pytest.raises(MissingExtraError, match=r"logistic.*needs the package sklearn"):
         Directions.from_rows(np.ones((4, 1, 3)), np.zeros((4, 1, 3)), "logistic")
+
+
+def test_layers_that_are_given_twice_or_with_midpoints_in_part_are_rejected() -> None:
+    rows = np.random.default_rng(0).normal(size=(5, 2, 4))
+    form = Directions.from_rows(rows + 1, rows).to_json()
+    first, second = form["layers"]
+    with pytest.raises(SpecError, match=r"layers\[1\]\.layer: 0 is given twice"):
+        Directions.from_json({**form, "layers": [first, first, second]})
+    for parts, wrong in (([first, {**second, "midpoint": None}], 1),
+                         ([{**first, "midpoint": None}, second], 1)):  # fmt: skip
+        with pytest.raises(SpecError, match=rf"layers\[{wrong}\]\.midpoint: expected one at every"):
+            Directions.from_json({**form, "layers": parts})

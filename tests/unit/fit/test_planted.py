@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from midstream.errors import SpecError
 from midstream.fit import Directions
+from midstream.fit.folds import Folds
+from midstream.fit.text_scores import TextScore
 
 PAIRS, LAYERS, HIDDEN = 40, 3, 48
 METHODS = ["mean", "pca", "lat", "logistic", "lda"]
@@ -183,3 +185,81 @@ def test_layers_are_chosen_by_their_index() -> None:
             found[layer]
     assert "9 *" in str(found)
     assert "<td>9 *</td>" in found._repr_html_()
+
+
+@pytest.mark.parametrize("method", ["mean", "lda", "logistic"])
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_no_class_is_held_out_whole(method: str, is_swapped: bool) -> None:
+    """Where a class has two groups, and one is the other class's too."""
+    rows = 100 + random(0, 5, 1, 4), 110 + random(1, 2, 1, 4)
+    keys = list("sabcd"), list("sn")
+    order = (1, 0) if is_swapped else (0, 1)
+    found = Directions.from_rows(
+        *(rows[nth] for nth in order), method, groups=tuple(keys[nth] for nth in order)
+    )
+    # The classes lie apart, and both far from zero, the mean of no rows.
+    assert found.scores[0].auc == found.scores[0].accuracy == 1.0
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=9),
+    st.lists(st.integers(0, 6), min_size=1, max_size=9),
+    st.integers(2, 7),
+    st.integers(0, 3),
+)
+def test_both_classes_have_rows_outside_of_every_fold(
+    positive: list[int], negative: list[int], most: int, seed: int
+) -> None:
+    found = Folds.assign(np.array(positive), np.array(negative), most, seed)
+    assert (found.count == 0) == (min(len(set(positive)), len(set(negative))) < 2)
+    if not found.count:
+        return
+    sides = found.positive.tolist(), found.negative.tolist()
+    assert all(len(set(side)) > 1 for side in sides)
+    assert set(sides[0]) | set(sides[1]) == set(range(found.count))
+    pairs = zip([*positive, *negative], [*sides[0], *sides[1]], strict=True)
+    assert len(set(pairs)) == len({*positive, *negative}), "a group is in two folds"
+
+
+def test_a_layer_at_which_no_class_varies_is_the_best() -> None:
+    apart, noisy = torch.ones(6, 1, 4), torch.randn(6, 1, 4)
+    found = Directions.from_rows(
+        torch.cat([apart, noisy + 2], 1), torch.cat([-apart, noisy.flip(0)], 1)
+    )
+    assert found.scores[0].auc == 1.0
+    assert found.scores[0].d_prime > 1e9 > found.scores[1].d_prime
+    assert found.best_layer == 0
+
+
+def test_layers_that_are_no_indices_are_rejected_by_name() -> None:
+    rows = random(0, 4, 2, 4)
+    for wrong in ([0.5, 1.7], "01", ["a", "b"], [True, False]):
+        with pytest.raises(SpecError, match="^layers: expected"):
+            Directions.from_rows(rows, rows, layers=wrong)
+    for wrong in ({1.5: rows[:, 0]}, {"x": rows[:, 0]}):
+        with pytest.raises(SpecError, match="^positive: expected `int`"):
+            Directions.from_rows(wrong, wrong)
+    twice = {0: rows[:, 0], "0": rows[:, 1]}
+    with pytest.raises(SpecError, match="positive: expected each layer once"):
+        Directions.from_rows(twice, twice)
+    found = Directions.from_rows(rows + 1, rows)
+    for wrong in (0.9, [0.9], "all"):
+        with pytest.raises(SpecError, match="^layers: expected"):
+            found.at(wrong)
+    assert found.at(np.array([1])).layers == found.at(1).layers == (1,)
+
+
+def test_rows_are_projected_as_lists_and_with_gradients_too() -> None:
+    rows = random(0, 4, 2, 4)
+    found = Directions.from_rows(rows + 1, rows)
+    given_ = random(1, 2, 3, 4)
+    wanted = found.project(given_)
+    assert (found.project(given_.clone().requires_grad_()) == wanted).all()
+    np.testing.assert_allclose(found.project(given_.tolist()), wanted, atol=1e-5)
+
+
+def test_the_perplexity_of_what_cannot_follow_is_infinite() -> None:
+    for number in (-1000.0, -np.inf):
+        assert TextScore((1,), np.array([number], np.float32)).perplexity == np.inf
+    assert TextScore((1,), np.array([0.0], np.float32)).perplexity == 1.0

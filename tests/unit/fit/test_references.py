@@ -4,6 +4,7 @@ cross-validation that is written out.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from midstream.errors import SpecError
 from midstream.fit import Directions, estimate, samples
 from midstream.fit.folds import Folds
 from midstream.fit.moments import Moments, together
-from midstream.store import Entry, open_store
+from midstream.store import Entry, TapRows, open_store
 
 SEED = 3
 METHODS = ["mean", "pca", "lat", "logistic", "lda"]
@@ -253,3 +254,28 @@ def test_selections_that_cannot_be_fitted_are_rejected(tmp_path) -> None:
         Directions.from_store(both[0], store.select(tag="n", layer=1))
     with pytest.raises(SpecError, match="positive: expected rows of one site, got no rows"):
         Directions.from_store(store.select(position=50), both[1])
+
+
+def test_layers_of_other_requests_are_rejected(tmp_path) -> None:
+    """Their rows would be held out with those of the first layer's requests, and paired."""
+    head = header(hidden_size=4, dtype="float32")
+    rows = stored_rows(torch.ones(3, 4), head)
+    entries = [
+        Entry(request=f"{tag}{layer}", prompt_tokens=3, taps={("resid_post", layer): rows}, tag=tag)
+        for tag in "pn"
+        for layer in (0, 1)
+    ]
+    write(tmp_path / "s", entries, head)
+    store = open_store(tmp_path / "s")
+    both = store.select(tag="p"), store.select(tag="n")
+    with pytest.raises(SpecError, match="positive: the rows at layer 1 are of other requests than"):
+        Directions.from_store(*both)
+    of_one = (store.select(tag=tag, layer=1) for tag in "pn")
+    assert Directions.from_store(*of_one).layers == (1,)
+    later = TapRows(rows.data, rows.positions + 1, rows.token_ids)
+    taps = {("resid_post", 0): rows, ("resid_post", 1): later}
+    apart = [replace(each, taps=taps) for each in entries]
+    write(tmp_path / "t", apart, head)
+    store = open_store(tmp_path / "t")
+    found = Directions.from_store(store.select(tag="p"), store.select(tag="n"))
+    assert found.layers == (0, 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -16,7 +18,7 @@ from unit.jobs.checking import check_rows
 from unit.jobs.fakes import FakeEngine, job, prompts, write_lines
 
 from midstream import StoreError
-from midstream.jobs import capture_dataset
+from midstream.jobs import CaptureRun, capture_dataset
 from midstream.jobs import directory_lock as place
 from midstream.jobs.directory_lock import join_writers
 
@@ -125,3 +127,22 @@ def test_a_writer_that_sees_another_directory_is_refused(tmp_path, there):
             path.write_bytes(there)
         with pytest.raises(StoreError, match="this path is not the job's directory"):
             join_writers(asked, word)
+
+
+def test_one_job_at_a_time_of_one_process_captures_into_a_directory(tmp_path):
+    """The kernel would give a process the lock again, and drop it with the first that ends."""
+    write_lines(tmp_path, prompts(3))
+    with CaptureRun(job(tmp_path)):
+        for _ in range(2):
+            with pytest.raises(StoreError, match="another job is capturing into it"):
+                CaptureRun(job(tmp_path, resume=True))
+        lock = (
+            "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        )
+        path = str(tmp_path / "acts" / ".capture.lock")
+        other = subprocess.run(
+            [sys.executable, "-c", lock, path], stderr=subprocess.PIPE, check=False
+        )
+        assert b"BlockingIOError" in other.stderr, "the lock is gone"
+    with CaptureRun(job(tmp_path, resume=True)):
+        pass

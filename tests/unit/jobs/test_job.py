@@ -24,6 +24,17 @@ from midstream.spec import Capture
         ({"tag": "a/b"}, "tag: expected 1 to 128 of"),
         ({"flush_seconds": -1.0}, "flush_seconds: expected 0 to"),
         ({"flush_seconds": float("nan")}, "flush_seconds: expected 0 to"),
+        ({"flush_seconds": "30"}, "flush_seconds: expected a number, got `str`"),
+        ({"flush_seconds": None}, "flush_seconds: expected a number, got `None`"),
+        ({"model": 5}, "model: expected `str`, got `int`"),
+        ({"capture": {"layers": [0]}}, "capture: expected `Capture`, got `dict`"),
+        ({"capture": None}, "capture: expected `Capture`, got `None`"),
+        ({"chat": "no"}, "chat: expected `bool`, got `str`"),
+        ({"resume": 1}, "resume: expected `bool`, got `int`"),
+        ({"keep_prompts": None}, "keep_prompts: expected `bool`, got `None`"),
+        ({"prompt_field": 5}, "prompt_field: expected `str`, got `int`"),
+        ({"engine_args": None}, "engine_args: expected a dict, got `None`"),
+        ({"engine_args": ["a"]}, "engine_args: expected a dict, got `list`"),
         (
             {"engine_args": {"dtype": "float16"}},
             "engine_args.dtype: cannot be set for a dataset capture",
@@ -73,3 +84,10 @@ def test_where_it_comes_from_and_goes_to_makes_no_other_ids(tmp_path):
     ):  # fmt: skip
         other = dataclasses.replace(first, **changes)
         assert Identity(other).id(Record(1, "x")) == Identity(first).id(Record(1, "x"))
+
+
+def test_paths_may_be_path_objects(tmp_path):
+    names = ("data", "out", "errors")
+    texts = {name: str(tmp_path / name) for name in names}
+    paths = {name: tmp_path / name for name in names}
+    assert job(tmp_path, **paths) == job(tmp_path, **texts)

@@ -418,6 +418,7 @@ def test_only_one_job_at_a_time_captures_into_a_directory(tmp_path):
         other = context.Process(target=attempt)
         other.start()
         other.join()
+    assert hear.poll(), "it was not refused"
     assert "another job is capturing into it" in hear.recv()
 
 
@@ -430,18 +431,19 @@ def test_a_process_that_was_forked_off_does_not_keep_the_directory(tmp_path):
     hear, tell = context.Pipe(duplex=False)
 
     def take_and_die() -> None:
-        CaptureRun(job(tmp_path))
-        child = os.fork()
-        if not child:
-            hear.close()
-            threading.Event().wait(30)
-        tell.send(child)
-        os._exit(0)
+        with CaptureRun(job(tmp_path)):  # a run that nothing refers to would end here
+            child = os.fork()
+            if not child:
+                threading.Event().wait(30)
+                os._exit(0)
+            tell.send(child)
+            os._exit(0)
 
     taker = context.Process(target=take_and_die)
     taker.start()
-    child = hear.recv()
     taker.join()
+    assert hear.poll(), "it ended before it forked"
+    child = hear.recv()
     try:
         with open(root / ".capture.lock", "r+") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,6 +6,7 @@ import json
 import struct
 import sys
 import tempfile
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -298,6 +299,23 @@ def tensors(**changes):
     return {name: value for name, value in made.items() if value is not None}
 
 
+def test_last_positions_at_many_taps_take_no_more_memory_than_at_one():
+    """Only the pages of the tokens that there are."""
+    made = {}
+    for layer in range(40):
+        made[f"resid_post.{layer}"] = torch.ones(1, 2)
+        made[f"resid_post.{layer}.positions"] = torch.tensor([(1 << 26) - 40 + layer])
+        made[f"resid_post.{layer}.token_ids"] = torch.tensor([layer])
+    tracemalloc.start()
+    try:
+        found = unpack(save(made, METADATA))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [int(found.token_ids_of("resid_post", layer)) for layer in range(40)] == [*range(40)]
+    assert most < 600 << 20
+
+
 def test_what_is_crafted_here_would_be_read():
     assert len(unpack(save(tensors(), METADATA))["resid_post", 1]) == 2
 
@@ -381,6 +399,10 @@ HOSTILE = {
     "no hidden size": crafted({**METADATA, "hidden": ""}),
     "a hidden size of many digits": crafted({**METADATA, "hidden": "9" * 5000}),
     "a hidden size in other digits": crafted({**METADATA, "hidden": "٢"}),
+    "rows that are decoded to gigabytes": crafted(
+        {**METADATA, "codec": "topk8:k=1", "hidden": "999999999"},
+        **{ROWS: torch.zeros(2, 13, dtype=torch.uint8)},
+    ),
     "another hidden size": crafted({**METADATA, "hidden": "3"}),
     "rows of another codec": crafted({**METADATA, "codec": "full8"}),
     "one dimension": crafted(**{ROWS: torch.ones(2)}),

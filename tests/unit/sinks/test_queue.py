@@ -134,6 +134,44 @@ def test_a_flush_with_too_few_results_is_an_error_of_all(sink, queue):
     assert told.result(10).reason == "flush returned 0 results for 1 writes"
 
 
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (3, "flush returned `int`; expected CaptureResults or None"),
+        (True, "flush returned `bool`; expected CaptureResults or None"),
+        ("ok", "flush returned `str`; expected CaptureResults or None"),
+        ([None], "flush returned a list with `None`; expected CaptureResults"),
+    ],
+)
+def test_a_flush_that_returns_no_results_is_an_error_and_not_the_end(
+    sink, queue, monkeypatch, returned, problem
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(sink, "flush", lambda: returned)
+        told = queue.put(delivery(), 1)
+        queue.drain()
+        assert told.result(10).reason == f"TypeError: {problem}"
+    after = queue.put(delivery(), 1)
+    queue.drain()
+    assert after.result(10).status == "ok"
+
+
+def test_a_flush_may_yield_its_results(sink, queue, monkeypatch):
+    monkeypatch.setattr(sink, "flush", lambda: (CaptureResult(paths=(one,)) for one in "x"))
+    told = queue.put(delivery(), 1)
+    queue.drain()
+    assert told.result(10).paths == ("x",)
+
+
+def test_a_write_that_returns_no_result_is_its_own_requests_error(sink, queue, monkeypatch):
+    monkeypatch.setattr(sink, "write", lambda one: 7 if one.name == "r1" else None)
+    told = [queue.put(delivery(f"r{n}"), 1) for n in range(3)]
+    queue.drain()
+    found = [one.result(10) for one in told]
+    assert [one.status for one in found] == ["ok", "error", "ok"]
+    assert found[1].reason == "write returned `int`; expected a CaptureResult or None"
+
+
 def test_closing_writes_and_flushes_what_is_there_and_refuses_what_comes_after(sink, queue):
     told = [queue.put(delivery(f"r{n}"), 1) for n in range(3)]
     queue.close()
@@ -152,8 +190,12 @@ def test_a_queue_that_was_never_used_closes_its_sink_too(sink, queue):
 def test_in_a_forked_process_it_is_left_to_the_parent(sink, queue):
     child = os.fork()
     if child == 0:
-        queue.close()
-        os._exit(len(sink.calls))
+        code = 99
+        try:
+            queue.close()
+            code = len(sink.calls)
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     queue.close()
     assert sink.calls == ["close"]

@@ -50,6 +50,8 @@ def test_where_its_rows_go_is_part_of_it_and_survives_json():
     capture = Capture(0, sink="store", tag="probe-v1", request_id="r_1", metadata={"a": [1, None]})
     assert capture.place == ("store", "probe-v1", "r_1")
     assert capture.metadata == {"a": [1, None]}
+    for text in ("\U0001f600", "\\ud800", "ü"):
+        assert Capture(0, metadata={"a": text}).metadata["a"] == text
     form = json.loads(json.dumps(capture.to_dict()))
     assert Capture.parse(form) == capture
     assert hash(Capture.parse(form)) == hash(capture)
@@ -122,6 +124,8 @@ def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
         ({"metadata": {"a": "\ud800"}}, "metadata", "unpaired surrogate"),
         ({"metadata": {"a": {"\ud800": 1}}}, "metadata", "unpaired surrogate"),
         ({"metadata": {"a": deep(64)}}, "metadata", "more than 64 lists and dicts"),
+        ({"metadata": {"a": ["\ud800"]}}, "metadata", "contains an unpaired surrogate"),
+        ({"metadata": {"\udfff": 1}}, "metadata", "contains an unpaired surrogate"),
         ({"metadata": [1]}, "metadata", "expected a dict of JSON values, got `list`"),
     ],
 )

@@ -163,6 +163,9 @@ def test_a_matrix_is_no_vector_of_the_same_numbers():
         (np.array([[1, 2], [3, np.inf]]), "[1][1]", "finite number, got inf"),
         (torch.tensor([[1, 2], [np.nan, 4]]), "[1][0]", "finite number, got nan"),
         (np.array([[1, 1e39], [3, 4]]), "[0][1]", r"1e\+39 overflows float32"),
+        (torch.eye(2).to_sparse(), "", "the tensor's values cannot be read"),
+        (torch.zeros(2, 2, device="meta"), "", "the tensor's values cannot be read"),
+        (np.ma.masked_array(np.eye(2), mask=[[0, 1], [0, 0]]), "", "numbers are masked"),
         ([[1, 2], [3]], "[1]", "expected 2 numbers, as in earlier rows, got 1"),
         ([1.0, 2.0], "", "a square matrix: .*got `list`"),
         (Vector.parse([1.0] * 4), "", "a square matrix: .*got a vector of 4 numbers"),
@@ -178,3 +181,13 @@ def test_what_is_no_square_matrix_is_refused_with_what_would_be_right(value, pat
     with pytest.raises(SpecError, match=problem) as caught:
         read_matrix(value)
     assert caught.value.path == path
+
+
+def test_a_tensor_that_is_a_negative_view_is_read_as_what_it_is():
+    given_ = torch._neg_view(torch.tensor(SQUARE, dtype=torch.float32))
+    assert matrix_of(given_) == matrix_of(-torch.tensor(SQUARE, dtype=torch.float32))
+
+
+def test_rows_of_a_tensor_without_numbers_are_refused():
+    with pytest.raises(SpecError, match="the tensor's values cannot be read"):
+        read_rows(torch.zeros(2, 3, device="meta"))

@@ -141,6 +141,7 @@ def test_a_series_or_one_row_is_a_vector(value):
         (torch.tensor([True]), "", "real numbers, got a tensor of torch.bool"),
         (torch.zeros(3, device="meta"), "", "the tensor's values cannot be read"),
         (torch.zeros(3).to_sparse(), "", "the tensor's values cannot be read"),
+        (np.ma.masked_array([1.0, 2.0], mask=[0, 1]), "", "numbers are masked"),
         ({"f32": "AAAA"}, "f32", "3 bytes are not a whole number"),
         ({"f32": "AA*A"}, "f32", "expected base64"),
         ({"f32": "é"}, "f32", "expected base64"),

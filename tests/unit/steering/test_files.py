@@ -334,3 +334,18 @@ def test_damage_is_a_spec_error_or_reads(tmp_path, ending, data):
     path.write_bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
     with contextlib.suppress(SpecError):
         read_file(path)
+
+
+def test_damage_of_any_compression_is_a_spec_error(tmp_path):
+    array = io.BytesIO()
+    np.save(array, np.ones(8))
+    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        path = tmp_path / "v.npz"
+        with zipfile.ZipFile(path, "w", method) as archive:
+            archive.writestr("1.npy", array.getvalue())
+        assert found(path) == {("resid_post", 1): Vector.parse(np.ones(8))}
+        data = path.read_bytes()
+        for place in range(30, len(data)):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :])
+            with contextlib.suppress(SpecError):
+                read_file(path)

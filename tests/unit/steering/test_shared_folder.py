@@ -272,3 +272,20 @@ def test_servers_of_other_models_and_folders_of_others_are_rejected(folder: Path
     folder.chmod(0o770)
     with pytest.raises(ConfigError, match="this user alone"):
         Member(folder)
+
+
+def test_an_edit_by_name_in_a_file_is_damage_and_no_wait(folder: Path) -> None:
+    """To look the name up would wait for the reading that it is part of."""
+    one, other = Member(folder), Member(folder)
+    one.vectors.register("whole", {"edits": [Steer(V, 1)]})
+    index = json.loads((folder / "index.json").read_text())
+    form = json.loads((folder / index["vectors"]["whole"][0]).read_text())
+    form["edits"][0]["vector"] = {"name": "whole"}
+    index["vectors"]["whole"] = ["vectors-x.json", 2]
+    index["version"] += 1
+    (folder / "vectors-x.json").write_text(json.dumps(form))
+    (folder / "index.json").write_text(json.dumps(index))
+    (folder / "counter").open("r+b").write(index["version"].to_bytes(8, sys.byteorder))
+    for _ in range(2):
+        with pytest.raises(StoreError, match="damaged .*an edit by value, got the name 'whole'"):
+            other.vectors.list()

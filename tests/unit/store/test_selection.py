@@ -123,6 +123,15 @@ def test_indices_beyond_the_selection_are_refused(store):
             selection.take(wrong)
     with pytest.raises(StoreError, match="expected one dimension"):
         selection.take([[1]])
+    mask = np.arange(len(selection)) == 2
+    for wrong in (mask, torch.from_numpy(mask), mask.tolist()):
+        with pytest.raises(StoreError, match="indices: expected integers, got bool; of a mask"):
+            selection.take(wrong)
+    for wrong in ([1.5], ["1"], torch.tensor([1.0])):
+        with pytest.raises(StoreError, match="indices: expected integers, got "):
+            selection.take(wrong)
+    assert len(selection.take([])) == 0
+    assert selection.take(np.flatnonzero(mask)).position.tolist() == [0]
     for size, got in ((0, "got 0"), (2.5, "got `float`"), (True, "got `bool`")):
         with pytest.raises(StoreError, match=f"size: expected an `int` of at least 1, {got}"):
             selection.batches(size)
@@ -168,6 +177,8 @@ def test_what_is_asked_for_by_name_is_chosen(store, asked, keep):
         ({"layer": 1}, "layer: no rows in this store have 1; known: 0, 3"),
         ({"layer": -1}, "layer: no rows in this store have -1"),
         ({"layer": slice(-2, None)}, "layer: expected a slice with bounds from 0"),
+        ({"layer": slice(0, 3, 0)}, "layer: expected a slice with a step other than 0"),
+        ({"layer": slice(0, 3, "1")}, "layer: expected a slice with a step other than 0"),
         ({"layer": "0"}, "layer: expected `int` within .*, or a list or range of them, got `str`"),
         ({"token": 2**70}, "token: expected `int` within .*, got an integer of 71 bits"),
         ({"token": range(2**70)}, "token: expected `int` within .*, got an integer of 71 bits"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import multiprocessing
 import os
@@ -425,10 +424,13 @@ def test_a_forked_process_may_not_use_its_parents_writer(tmp_path):
     writer.add(entry("a"))
     child = os.fork()
     if not child:
-        with contextlib.suppress(StoreError):
-            writer.close()
-            os._exit(1)
-        os._exit(0)
+        code = 1
+        try:
+            with pytest.raises(StoreError, match="the writer belongs to another process"):
+                writer.close()
+            code = 0
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     writer.close()
     assert ids(tmp_path) == [("a", 0)]

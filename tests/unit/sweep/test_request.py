@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream import KL, LogProb, Named, Positions, SpecError, Text
+from midstream.results.activations import Activations
+from midstream.results.arrays import Heads
 from midstream.sweep import SweepRequest
 from midstream.sweep.source import NameSource, PromptSource, RowsSource, ZeroSource, read_source
 
@@ -92,6 +95,18 @@ def test_a_source_is_told_by_its_form() -> None:
     assert read_source({"prompt_token_ids": [1]}) == PromptSource({"prompt_token_ids": [1]})
     assert read_source(0) == read_source("zero") == read_source(0.0) == ZeroSource()
     assert read_source("mean:average") == read_source(Named("average")) == NameSource("average")
+
+
+def test_a_site_and_layer_without_rows_is_no_part_of_a_source() -> None:
+    at = {("z", 1): torch.arange(3), ("z", 2): torch.arange(0)}
+    rows = {tap: torch.randn(len(each), 4) for tap, each in at.items()}
+    heads = dict.fromkeys(rows, Heads(2))
+    found = read_source(Activations(rows, at, [5, 6, 7], heads=heads))
+    assert isinstance(found, RowsSource)
+    assert found.positions == {("z", 1): (0, 1, 2)}
+    nothing = {("z", 2): rows["z", 2]}
+    with pytest.raises(SpecError, match="these activations have no rows"):
+        read_source(Activations(nothing, {("z", 2): at["z", 2]}, [5]))
 
 
 def test_rows_are_one_for_each_position_or_one_for_all() -> None:

@@ -15,6 +15,7 @@ from unit.viz.pages import HOSTILE, Page
 
 from midstream import viz
 from midstream.errors import SpecError
+from midstream.viz.curves import ticks
 from midstream.viz.markup import escape, visible
 
 NAN = float("nan")
@@ -301,6 +302,17 @@ def test_the_values_beside_a_curve_are_few_and_round(span: float) -> None:
     labels = [text.text for text in page.all("text", cls="end")]
     assert 3 <= len(labels) <= 9
     assert all(len(label) <= 6 for label in labels)
+
+
+def test_the_values_beside_a_curve_of_tiny_numbers_differ() -> None:
+    assert ticks(0, 3e-13) == pytest.approx([n * 5e-14 for n in range(7)], rel=1e-9)
+    assert "1e−13" in viz.curve([0, 1], {"KL": [0, 3e-13]}).body
+
+
+def test_digits_of_other_kinds_are_labels_as_any() -> None:
+    """`²` is a digit, and no number."""
+    names = ["1", "²"] * 10
+    assert "²" in viz.heatmap(np.zeros((20, 20)), names, names).body
 
 
 def test_a_curve_of_one_place_or_of_equal_values_is_drawn() -> None:

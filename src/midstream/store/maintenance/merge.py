@@ -102,6 +102,9 @@ def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_B
             for shard in Store(folder).shards
             if contents.add(shard)
         ]
+        # A source may have a shard that one of a later source was made from.
+        parts = {name for shard in found for name in shard.layout.replaces}
+        found = [shard for shard in found if shard.name not in parts]
         new = [_copy(shard, target) for shard in found if shard.size > shard_bytes // 2]
         if any(_is_same(folder, target) for folder in folders):
             replaced = set(names_for(found))

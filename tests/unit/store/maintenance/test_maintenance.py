@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import time
 
 import pytest
@@ -190,6 +191,22 @@ def test_a_part_that_a_source_takes_the_place_of_is_not_merged_as_well(tmp_path)
     assert ids(into) == [("r0", 0), ("r1", 0), ("r7", 0)]
     check_values(into, [0, 1, 7])
     assert len(names(into)) == 1
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_part_that_a_later_source_takes_the_place_of_is_not_merged_beside_it(tmp_path, order):
+    write(tmp_path / "a", seeded([0]))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    write(tmp_path / "a", seeded([5]))  # the part goes into one shard with this
+    write(tmp_path / "b", seeded([1]))
+    merge(tmp_path / "b", tmp_path / "b")
+    write(tmp_path / "b", seeded([6]))
+    into = tmp_path / "all"
+    new = merge([tmp_path / one for one in order], into)
+    assert ids(into) == [("r0", 0), ("r1", 0), ("r5", 0), ("r6", 0)]
+    check_values(into, [0, 1, 5, 6])
+    assert set(new) <= set(names(into))
+    assert verify(into).ok
 
 
 def test_a_source_that_is_part_here_and_part_not_is_refused(tmp_path):
