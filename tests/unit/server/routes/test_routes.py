@@ -83,6 +83,22 @@ async def test_server_wide_captures_are_set_shown_collected_and_cleared():
         assert site.engine.captures.current == ()
 
 
+async def test_rows_that_cannot_be_sent_are_kept(monkeypatch):
+    async with serving() as (site, client):
+        assert (await client.put(f"{CAPTURES}/watch", json={"capture": {"layers": [1]}})).is_success
+        one = delivery(tag="watch", activations=rows((1,), 5))
+        put_now(site.engine.sinks.queue("kept"), one, 60)
+
+        def fail(*_):
+            raise MemoryError
+
+        with monkeypatch.context() as patched:
+            patched.setattr("midstream.server.routes.captures.pack", fail)
+            assert (await client.post(f"{CAPTURES}/watch/collect")).status_code == 500
+        answer = (await client.post(f"{CAPTURES}/watch/collect")).json()
+        assert (len(answer["completions"]), answer["kept"]) == (1, 0)
+
+
 RANGES = {
     "bytes=0-9": (206, slice(0, 10)),
     "bytes=10-": (206, slice(10, None)),
