@@ -75,6 +75,7 @@ class ServerCaptures:
         for capture in sinks.captures:
             try:
                 find_taps(capture.layers, capture.sites, shape, "layers", "sites")
+                sinks.check_metadata(capture)
             except SpecError as error:
                 where = f"midstream.sinks.{capture.sink}.capture"
                 raise ConfigError(f"{where}.{error}") from None
