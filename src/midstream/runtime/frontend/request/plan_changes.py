@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from midstream.errors import BusyError, SpecError
 from midstream.results.plan_update import PlanUpdate
@@ -21,12 +24,16 @@ from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
 from midstream.runtime.protocol.rpc import StopRequests, UpdatedPlan, UpdatePlan
+from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.spec import Plan
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operation import read_scalar
 from midstream.spec.operations import Edit
 from midstream.spec.operations.strength import with_strength
+from midstream.spec.vector import Vector
 from midstream.validation import at
+
+Complete = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ class _ValidChange:
         return replace(self.prepared.need, rows=0, readout_rows=0, sums=0, states=0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PendingChange:
     """A validated change of a request's plan, which has capacity.
 
@@ -60,11 +67,15 @@ class PendingChange:
         history: the request's.
         replica: number of its engine.
         message: for the engine core.
+        vectors: what the plan names.
+        lacked: what the workers must do to have these, once that is known.
     """
 
     history: PlanHistory
     replica: int
     message: UpdatePlan
+    vectors: Sequence[Vector]
+    lacked: VectorUpdate | None = None
 
 
 class PlanChanges(RunningPlans):
@@ -73,7 +84,8 @@ class PlanChanges(RunningPlans):
     Attributes:
         send: sends a change to the engine core, or that requests are to stop, and returns its
             answer.
-        send_later: the same of an asynchronous engine, given the number of the replica too.
+        send_later: the same of an asynchronous engine, given the number of the replica too; and a
+            function that completes the message right before it is queued.
     """
 
     def __init__(
@@ -98,7 +110,7 @@ class PlanChanges(RunningPlans):
         self._admission = admission
         self._sent_vectors = sent_vectors
         self.send: Callable[[Any], Sequence[Any]] | None = None
-        self.send_later: Callable[[int, Any], Awaitable[Sequence[Any]]] | None = None
+        self.send_later: Callable[[int, Any, Complete], Awaitable[Sequence[Any]]] | None = None
 
     def update(
         self, name: str | CallPlan, edits: object, scale: object, source: str = "update"
@@ -107,7 +119,7 @@ class PlanChanges(RunningPlans):
         assert self.send is not None
         (change,) = self.begin([name], edits, scale, source)
         try:
-            answers = self.send(change.message)
+            answers = self.send(self._completed(change))
         except BaseException:
             self._lose(change)
             raise
@@ -138,7 +150,10 @@ class PlanChanges(RunningPlans):
     async def _send(self, changes: Sequence[PendingChange]) -> list[Sequence[UpdatedPlan]]:
         """Send changes to the engine cores, and return their answers."""
         assert self.send_later is not None
-        sending = [self.send_later(one.replica, one.message) for one in changes]
+        sending = [
+            self.send_later(one.replica, one.message, partial(self._completed, one))
+            for one in changes
+        ]
         # A caller that gives up does not take back what was sent.
         answers = await asyncio.shield(asyncio.gather(*sending, return_exceptions=True))
         found: list[Sequence[UpdatedPlan]] = []
@@ -172,7 +187,7 @@ class PlanChanges(RunningPlans):
         """End a running request of an asynchronous engine as stopped; see `stop`."""
         assert self.send_later is not None
         replica, message = self._stop(name, reason)
-        await asyncio.shield(self.send_later(replica, message))
+        await asyncio.shield(self.send_later(replica, message, lambda given: given))
 
     def _stop(
         self, name: str | CallPlan, reason: str, is_error: bool = False
@@ -237,7 +252,7 @@ class PlanChanges(RunningPlans):
         return _ValidChange(uid, history, given, factor, prepared)
 
     def _take(self, one: _ValidChange, source: str) -> PendingChange:
-        """Record a change, which has capacity, and return it with what its workers lack."""
+        """Record a change, which has capacity, and return it."""
         history, prepared = one.history, one.prepared
         number = 1 + len(history.later)
         history.later[number] = LaterPlan(prepared.plan, source, one.factor)
@@ -247,9 +262,17 @@ class PlanChanges(RunningPlans):
             one.uid,
             list(history.request_ids),
             PlanVersion(number, prepared.packed, prepared.keys),
-            self._sent_vectors[replica].take(one.uid, one.need.vectors),
         )
-        return PendingChange(history, replica, message)
+        return PendingChange(history, replica, message, one.need.vectors)
+
+    def _completed(self, change: PendingChange, message: object = None) -> UpdatePlan:
+        """Return the message of a change with what the workers lack of its vectors. It must be
+        queued at once: a request with the same vectors that overtakes it would not bring them.
+        """
+        uid = change.message.uid
+        if self._admission.is_running(uid):
+            change.lacked = self._sent_vectors[change.replica].take(uid, change.vectors)
+        return msgspec.structs.replace(change.message, vectors=change.lacked)
 
     def _has_ended(self, name: CallPlan) -> bool:
         """Return whether a request that was sent with a plan has ended."""
@@ -262,8 +285,8 @@ class PlanChanges(RunningPlans):
 
     def _lose(self, change: PendingChange) -> None:
         """Record that a change could not be sent."""
-        if change.message.vectors is not None:
-            self._sent_vectors[change.replica].lose(change.message.vectors)
+        if change.lacked is not None:
+            self._sent_vectors[change.replica].lose(change.lacked)
 
     def _read(self, edits: object) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
         plan = Plan.make(edits=edits)

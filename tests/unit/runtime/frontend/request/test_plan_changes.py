@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.rpc import UpdatedPlan
 from midstream.runtime.protocol.segments import Room
 from midstream.spec import Plan, ResolvedPlan
+from midstream.spec.vector import Vector
 
 pytestmark = pytest.mark.anyio
 ROWS = 10
@@ -39,15 +42,18 @@ class Engine:
     Attributes:
         sent: what was sent to the engine core.
         refused: token ids of prompts for which no change can be carried out.
-        ended: vLLM's ids of requests that have ended there.
+        ended: uids of requests that have ended there.
+        vectors: what the plan of a change names.
     """
 
     def __init__(self):
         self.budget = CapacityBudget(Room(ROWS, 100, 100, 100, 1))
         self.admission = Admission([self.budget])
-        self.changes = PlanChanges(self, self.admission, [SentVectors(None, 0, 0, 1)], None, 4)
+        self.sent_vectors, self.brought = SentVectors(None, 0, 0, 1), []
+        self.changes = PlanChanges(self, self.admission, [self.sent_vectors], None, 4)
         self.changes.send_later = self.send
         self.sent, self.refused, self.ended = [], [], set()
+        self.vectors = ()
 
     def add(self, uid, prompt=(1, 2, 3), completions=1, submitted=None):
         """Add a request and submit as many of its completions."""
@@ -75,10 +81,14 @@ class Engine:
             raise SpecError("edits[0].positions", "the prompt has no such position")
         edits = call_plan.plan.edits
         name = f"{prompt.prompt_token_ids}:{edits}"
-        return PreparedPlan(EMPTY, need(name, 2 * len(edits)), b"", CacheKeys((0,), ("",), None))
+        taken = replace(need(name, 2 * len(edits)), vectors=self.vectors)
+        return PreparedPlan(EMPTY, taken, b"", CacheKeys((0,), ("",), None))
 
-    async def send(self, replica, message):
+    async def send(self, replica, message, complete):
+        await asyncio.sleep(0)  # as the call of an engine, which is a task
+        message = complete(message)
         self.sent.append(message.uid)
+        self.brought.append(message.vectors)
         positions = {name: 7 for name in message.request_ids if message.uid not in self.ended}
         return [UpdatedPlan(positions)]
 
@@ -124,8 +134,46 @@ async def test_what_fails_on_its_way_is_raised():
         await engine.changes.update_later(plans[0], None, 1)
 
 
-async def fail(replica, message):
+async def fail(replica, message, complete):
+    complete(message)
     raise OSError("the engine is gone")
+
+
+async def test_a_request_that_overtakes_a_change_brings_the_vectors_of_both():
+    engine = Engine()
+    plan = engine.add("a")
+    engine.vectors = (Vector(b"1234"),)
+    changing = asyncio.create_task(engine.changes.update_later(plan, None, 1))
+    await asyncio.sleep(0)
+    assert engine.sent == []
+    assert engine.sent_vectors.take("b", engine.vectors).added == (b"1234",)
+    await changing
+    assert engine.brought == [None]
+    engine.vectors = (Vector(b"5678"),)
+    await engine.changes.update_later(plan, None, 1)
+    assert engine.brought[1].added == (b"5678",)
+    assert engine.sent_vectors.take("c", engine.vectors) is None
+
+
+async def test_vectors_of_a_change_that_failed_or_came_too_late_are_brought_by_the_next():
+    engine = Engine()
+    plan = engine.add("a")
+    engine.vectors = (Vector(b"1234"),)
+    engine.changes.send_later = fail
+    with pytest.raises(OSError, match="gone"):
+        await engine.changes.update_later(plan, None, 1)
+    assert engine.sent_vectors.take("b", engine.vectors).added == (b"1234",)
+    engine.changes.send_later, engine.vectors = engine.send, (Vector(b"5678"),)
+    changing = asyncio.create_task(engine.changes.update_later(plan, None, 1))
+    await asyncio.sleep(0)
+    engine.admission.end(["a"])
+    engine.sent_vectors.release("a")
+    engine.ended.add("a")
+    with pytest.raises(SpecError, match="not running"):
+        await changing
+    assert engine.brought == [None]
+    engine.sent_vectors.release("b")
+    assert engine.sent_vectors.in_use == 0
 
 
 async def test_a_request_changes_once_all_its_completions_are_submitted():
