@@ -132,8 +132,8 @@ LIVE: tuple[Fault, ...] = (
     Fault(
         "A client changes the running request of another",
         "server/running_requests.py",
-        "            if call.client == client and _is_of",
-        "            if _is_of",
+        " if call.client == client]",
+        "]",
         "tests/unit/server/routes/test_requests.py::test_another_client_changes_nothing",
     ),
     Fault(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -158,6 +158,14 @@ class FakeEngine(FakeSweeps):
             raise self.refuses
         self.updates.append((request_id.plan, edits, scale))
         return PlanUpdate(len(self.updates), {0: 10 * len(self.updates)})
+
+    async def update_all(
+        self, requests: Sequence[CallPlan], *, edits: Any = None, scale: float | None = None
+    ) -> list[PlanUpdate | None]:
+        """As `update` of each; `refuses` may say that they have ended."""
+        if isinstance(self.refuses, SpecError) and self.refuses.path == "request_id":
+            return [None] * len(requests)
+        return [await self.update(one, edits=edits, scale=scale) for one in requests]
 
     async def usage(self, timeout: float | None = None) -> dict[str, Any]:
         found = {"requests": self.running, "waiting": 0, "workers": []}

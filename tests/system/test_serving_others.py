@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from midstream import (
     Mass,
     Probe,
     Reconstruct,
+    Replace,
     Steer,
     Stop,
     Switch,
@@ -390,6 +392,24 @@ def test_a_stream_changes_its_edits_while_it_runs(client):
     assert [each.applied + each.cached for each in versions] == [position, 0]
     with pytest.raises(ServerError, match="404"):
         client.update(last.request_id, scale=1)
+
+
+def test_an_id_that_is_another_with_a_number_is_not_changed_with_it(client, server):
+    """`X-Request-Id` lets a client choose ids. The new edits have rows that the server caches."""
+    kept = client.complete(PROMPT, **ASKED, capture=Capture([5]), activations="keep")
+    edit = Replace(kept.outputs[0].captured.at(0), layer=5, positions="generated")
+    asked = {"messages": HELLO, "steer": Steer(VECTOR, 5, 0.5), **ASKED, "max_tokens": 150}
+    with ExitStack() as stack:
+        streams = []
+        for name in ("exp", "exp-1"):
+            http = httpx.Client(base_url=server.url, headers={"x-request-id": name})
+            mine = stack.enter_context(Client(server.url, http=stack.enter_context(http)))
+            streams.append(mine.stream(**asked))
+            assert next(streams[-1]).request_id == f"chatcmpl-{name}"
+        assert list(client.update("chatcmpl-exp", edits=[edit]).positions) == [0]
+        receipts = [list(each)[-1].outputs[0].receipt for each in streams]
+    assert [one.status for one in receipts] == ["ok", "ok"]
+    assert [len(one.versions) for one in receipts] == [2, 0]
 
 
 def test_a_stream_ends_at_the_token_at_which_a_probe_stops_it(client, server):

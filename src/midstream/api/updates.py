@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from midstream.api.arguments import EditArgument
@@ -66,9 +67,38 @@ class AsyncUpdates:
                 out for it. Its plan is unchanged.
             BusyError: the request waits for capacity, or there is none for another version.
         """
-        front = self._front
-        keys = front.directions.needed(Plan.make(edits=edits))
-        if keys:
-            await front.directions.fetch(keys)
-        found: PlanUpdate = await front.changes.update_later(request_id, edits, scale)
+        await self._fetch_directions(edits)
+        found: PlanUpdate = await self._front.changes.update_later(request_id, edits, scale)
         return found
+
+    async def update_all(
+        self,
+        requests: Sequence[CallPlan],
+        *,
+        edits: EditArgument = None,
+        scale: float | None = None,
+    ) -> list[PlanUpdate | None]:
+        """Change the edits of several running requests: of all, or of none if the change of one is
+        refused.
+
+        Args:
+            requests: the CallPlans in their sampling parameters.
+            edits, scale: see `update`.
+
+        Returns:
+            As `update` for each; None: the request has ended.
+
+        Raises:
+            SpecError, BusyError: see `update`. No plan has changed.
+        """
+        await self._fetch_directions(edits)
+        changes = self._front.changes
+        found: list[PlanUpdate | None] = await changes.update_all_later(requests, edits, scale)
+        return found
+
+    async def _fetch_directions(self, edits: EditArgument) -> None:
+        """Fetch what edits towards tokens are computed from."""
+        directions = self._front.directions
+        keys = directions.needed(Plan.make(edits=edits))
+        if keys:
+            await directions.fetch(keys)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from midstream.config.config import KEY
 from midstream.errors import ServerError
@@ -140,7 +142,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.output = ServedOutput()
-        self._scores: dict[tuple[int, str], dict[str, list[Any]]] = {}
+        self._scores: dict[int, _Scores] = {}
 
     def handles(self, value: Mapping[str, Any]) -> list[str]:
         """Return the URLs of rows that are cached on the server.
@@ -227,29 +229,65 @@ class Reader:
 
     def _probes(self, index: int, results: Mapping[str, Any]) -> Probes:
         """Return all scores so far; each event has new scores only."""
+        known = self._scores.setdefault(index, _Scores())
         for name, new in results.items():
-            known = self._scores.setdefault(
-                (index, name), {"scores": [], "positions": [], "token_ids": []}
-            )
-            for what, values in known.items():
-                values += new[what]
-        mine = {name: known for (nth, name), known in self._scores.items() if nth == index}
-        length = max(
-            (1 + max(known["positions"], default=-1) for known in mine.values()), default=0
-        )
-        tokens = [0] * length
-        for known in mine.values():
-            for position, token in zip(known["positions"], known["token_ids"], strict=True):
-                tokens[position] = token
+            known.add(name, new)
+        return known.probes()
+
+
+class _Scores:
+    """Scores of one choice so far. Each is read once: a stream has an event for each token."""
+
+    def __init__(self) -> None:
+        self._scores: dict[str, _Numbers] = {}
+        self._positions: dict[str, _Numbers] = {}
+        self._tokens = _Numbers("int64")
+
+    def add(self, name: str, new: Mapping[str, Any]) -> None:
+        """Add scores of a probe, with their positions and token ids."""
+        scores = self._scores.setdefault(name, _Numbers("float32"))
+        # NaN and infinities are sent as strings, which float() parses.
+        scores.append([float(score) for score in new["scores"]])
+        self._positions.setdefault(name, _Numbers("int64")).append(new["positions"])
+        if new["positions"]:
+            self._tokens.set(new["positions"], new["token_ids"])
+
+    def probes(self) -> Probes:
+        """Return the scores so far."""
         return Probes(
-            {
-                # NaN and infinities are sent as strings, which float() parses.
-                name: array_of([float(score) for score in known["scores"]], "float32")
-                for name, known in mine.items()
-            },
-            {name: array_of(known["positions"], "int64") for name, known in mine.items()},
-            array_of(tokens, "int64"),
+            {name: one.copy() for name, one in self._scores.items()},
+            {name: one.copy() for name, one in self._positions.items()},
+            self._tokens.copy(),
         )
+
+
+class _Numbers:
+    """Numbers that grow at their end."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._data = np.zeros(16, dtype)
+        self._count = 0
+
+    def append(self, values: Sequence[Any]) -> None:
+        """Append numbers."""
+        start = self._count
+        self._grow(start + len(values))
+        self._data[start : self._count] = values
+
+    def set(self, places: Sequence[int], values: Sequence[int]) -> None:
+        """Set the numbers at some places; those between are 0."""
+        self._grow(1 + max(places))
+        self._data[list(places)] = values
+
+    def copy(self) -> Any:
+        """Return the numbers as a tensor of their own."""
+        return array_of(self._data[: self._count].copy(), self._dtype)
+
+    def _grow(self, count: int) -> None:
+        if count > len(self._data):
+            self._data = np.concatenate([self._data, np.zeros(count, self._dtype)])
+        self._count = max(self._count, count)
 
 
 def _calls(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -18,12 +18,20 @@ class RunningCall:
         client: id of the client; see `Server.client_of`.
         call_plan: the call's plan, which no other call has.
         first: index of the call's first choice in the response.
+        is_numbered: whether `request_id` is the response's id with a number after it.
     """
 
     request_id: str
     client: str
     call_plan: CallPlan
     first: int
+    is_numbered: bool = True
+
+    def is_of(self, request_id: str) -> bool:
+        """Return whether this is a call of the request with this id in its response."""
+        if not self.is_numbered:
+            return self.request_id == request_id
+        return self.request_id != request_id and _is_of(self.request_id, request_id)
 
 
 class RunningRequests:
@@ -46,14 +54,14 @@ class RunningRequests:
         such request that runs and has a plan.
 
         Args:
-            request_id: the id in the response of the request.
+            request_id: the id in the response of the request; or, if there is none, the engine's of
+                one of its calls.
             client: id of the client.
         """
-        found = [
-            call
-            for call in self._calls.values()
-            if call.client == client and _is_of(call.request_id, request_id)
-        ]
+        mine = [call for call in self._calls.values() if call.client == client]
+        # A client may choose ids such that one is another with a number after it.
+        found = [call for call in mine if call.is_of(request_id)]
+        found = found or [call for call in mine if call.request_id == request_id]
         return sorted(found, key=lambda call: call.first)
 
 

@@ -121,6 +121,8 @@ class Sink(ABC):
             completion is a single piece. A completion that is aborted before its first piece is not
             delivered. Pieces of several completions are interleaved.
         layouts: layouts that a capture may name; empty: none.
+        reserved: keys that a capture's metadata must not have, as the sink stores its own data
+            under them.
         keeps_attention: whether the sink stores `attention` of a delivery; only with "requests".
             Otherwise an `Attention` for it is rejected.
         group_seconds: how long a write may wait to be flushed together with others, in seconds, if
@@ -133,6 +135,7 @@ class Sink(ABC):
 
     wants: ClassVar[Wants] = "requests"
     layouts: ClassVar[tuple[str, ...]] = ()
+    reserved: ClassVar[tuple[str, ...]] = ()
     keeps_attention: ClassVar[bool] = False
     group_seconds: float = 0.0
     piece_seconds: float = 1.0

@@ -210,6 +210,9 @@ class FileSink(Sink):
             synced.pop(place, "") or self._move(folder)
             for place, folder in zip(places, written, strict=True)
         ]
+        for folder, problem in zip(written, moved, strict=True):
+            if problem:
+                _discard(self._root, folder)
         parents = self._sync([(folder.parents, ".") for folder in written])
         return [
             self._result(folder, problem or parents.get(folder.parents, ""))
@@ -317,6 +320,16 @@ def _write_manifest(folder: int, manifest: dict[str, Any]) -> None:
 def _new_file(name: str, folder: int) -> Any:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(name, flags, 0o666, dir_fd=folder), "wb")
+
+
+def _discard(root: str, folder: _Folder) -> None:
+    """Remove a folder that did not get its final name."""
+    with (
+        suppress(OSError),
+        folder_beneath(root, (*folder.parents, folder.part), makes=False) as part,
+        folder_beneath(root, folder.parents, makes=False) as parent,
+    ):
+        _remove(folder.part, part, parent)
 
 
 def _remove(name: str, folder: int, parent: int) -> None:

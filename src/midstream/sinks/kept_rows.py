@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from midstream.results.activations import Activations
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Sink
 
@@ -20,14 +21,16 @@ class Collected(tuple[Delivery, ...]):
     Attributes:
         dropped: number of completions dropped since the last collection, because the memory for
             kept rows was full.
+        tag: tag that the rows were kept by.
     """
 
     dropped: int = 0
+    tag: str = ""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept for one name; the sizes are in bytes."""
+    """What is kept for one tag; the sizes are in bytes."""
 
     deliveries: deque[tuple[Delivery, int]] = field(default_factory=deque)
     nbytes: int = 0
@@ -35,40 +38,40 @@ class _Kept:
 
 
 class KeptRows(Sink):
-    """Keeps deliveries by their tag, the name of the server-wide capture. Thread-safe.
+    """Keeps deliveries by their tag, which a server-wide capture has. Thread-safe.
 
-    When the memory is full, the oldest deliveries of the same name are dropped and counted.
+    When the memory is full, the oldest deliveries of the same tag are dropped and counted.
     """
 
     def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
         """Args:
-        most_bytes: limit for the rows of each name, in bytes.
+        most_bytes: limit for the rows of each tag, in bytes.
         """
         self._most = most_bytes
-        self._by_name: dict[str, _Kept] = {}
+        self._by_tag: dict[str, _Kept] = {}
         self._lock = threading.Lock()
 
-    def begin(self, name: str) -> None:
-        """Keep rows for a name from now on, beginning without any."""
+    def begin(self, tag: str) -> None:
+        """Keep rows for a tag from now on, beginning without any."""
         with self._lock:
-            self._by_name[name] = _Kept()
+            self._by_tag[tag] = _Kept()
 
-    def end(self, name: str) -> None:
-        """Discard what is kept for a name, and rows that arrive for it later."""
+    def end(self, tag: str) -> None:
+        """Discard what is kept for a tag, and rows that arrive for it later."""
         with self._lock:
-            self._by_name.pop(name, None)
+            self._by_tag.pop(tag, None)
 
-    def take(self, name: str, most_bytes: int | None = None) -> Collected:
-        """Return what is kept for a name, oldest first, and keep it no longer.
+    def take(self, tag: str, most_bytes: int | None = None) -> Collected:
+        """Return what is kept for a tag, oldest first, and keep it no longer.
 
         Args:
-            name: the name.
+            tag: the tag.
             most_bytes: limit for the rows, in bytes; one delivery may exceed it. None: no limit.
         """
         found: list[Delivery] = []
         nbytes = 0
         with self._lock:
-            kept = self._by_name[name]
+            kept = self._by_tag[tag]
             while kept.deliveries:
                 delivery, size = kept.deliveries[0]
                 if found and most_bytes is not None and nbytes + size > most_bytes:
@@ -79,12 +82,27 @@ class KeptRows(Sink):
                 found.append(delivery)
             collected = Collected(found)
             collected.dropped, kept.dropped = kept.dropped, 0
+        collected.tag = tag
         return collected
 
-    def usage(self, name: str) -> dict[str, int]:
-        """Return how many completions are kept for a name and were dropped, and the bytes kept."""
+    def put_back(self, collected: Collected) -> None:
+        """Keep what `take` returned again, before what was kept since; nothing if the rows of its
+        tag are discarded now.
+        """
         with self._lock:
-            kept = self._by_name[name]
+            kept = self._by_tag.get(collected.tag)
+            if kept is None:
+                return
+            sized = [(one, _size(one.activations)) for one in collected]
+            kept.deliveries.extendleft(reversed(sized))
+            kept.nbytes += sum(size for _, size in sized)
+            kept.dropped += collected.dropped
+            self._drop(kept)
+
+    def usage(self, tag: str) -> dict[str, int]:
+        """Return how many completions are kept for a tag and were dropped, and the bytes kept."""
+        with self._lock:
+            kept = self._by_tag[tag]
             return {
                 "completions": len(kept.deliveries),
                 "bytes": kept.nbytes,
@@ -93,15 +111,23 @@ class KeptRows(Sink):
 
     def write(self, delivery: Delivery) -> CaptureResult | None:
         rows = delivery.activations.copy()
-        size = sum(rows.encoded(*tap).nbytes for tap in rows)
+        size = _size(rows)
         with self._lock:
-            kept = self._by_name.get(delivery.tag)
+            kept = self._by_tag.get(delivery.tag)
             if kept is None:
                 return None  # cleared while the request ran
             kept.deliveries.append((replace(delivery, activations=rows), size))
             kept.nbytes += size
-            while kept.nbytes > self._most:
-                _, freed = kept.deliveries.popleft()
-                kept.nbytes -= freed
-                kept.dropped += 1
+            self._drop(kept)
         return None
+
+    def _drop(self, kept: _Kept) -> None:
+        """Drop the oldest down to the limit."""
+        while kept.nbytes > self._most:
+            _, freed = kept.deliveries.popleft()
+            kept.nbytes -= freed
+            kept.dropped += 1
+
+
+def _size(rows: Activations) -> int:
+    return sum(rows.encoded(*tap).nbytes for tap in rows)

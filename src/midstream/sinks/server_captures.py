@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -73,11 +75,14 @@ class ServerCaptures:
         for capture in sinks.captures:
             try:
                 find_taps(capture.layers, capture.sites, shape, "layers", "sites")
+                sinks.check_metadata(capture)
             except SpecError as error:
                 where = f"midstream.sinks.{capture.sink}.capture"
                 raise ConfigError(f"{where}.{error}") from None
             found[capture.sink] = (*found.get(capture.sink, ()), capture)
         self._by_name: Mapping[str, tuple[Capture, ...]] = found
+        # How often rows were to be kept for a name, also for one that is not set any more.
+        self._times_kept: Counter[str] = Counter()
 
     @property
     def current(self) -> tuple[Capture, ...]:
@@ -85,7 +90,8 @@ class ServerCaptures:
         return tuple(capture for captures in self._by_name.values() for capture in captures)
 
     def set(self, name: str, capture: object, sink: str | None = None) -> ServerCapture:
-        """Capture for every request from now on, replacing what the name stood for.
+        """Capture for every request from now on, replacing what the name stood for. Rows that were
+        kept for it, and those of requests that still run, are discarded.
 
         Args:
             name: 1 to 128 of A-Z a-z 0-9 _ . -
@@ -103,14 +109,19 @@ class ServerCaptures:
             name = read_name(name, may_be_empty=False)
         captures = self._read(name, capture, sink)
         with self._lock:
+            before = self._by_name.get(name, ())
+            if _keeps(captures):
+                tag = _tag(name, self._times_kept[name])
+                captures = tuple(_with_tag(one, tag) for one in captures)
             new = {**self._by_name, name: captures}
             if len(new) > MAX_NAMES:
                 raise SpecError("name", f"the limit of {MAX_NAMES} names is reached; clear one")
             self._check(tuple(one for several in new.values() for one in several))
             if _keeps(captures):
-                self._sinks.kept().begin(name)
-            elif _keeps(self._by_name.get(name, ())):
-                self._sinks.kept().end(name)
+                self._sinks.kept().begin(tag)
+                self._times_kept[name] += 1
+            if _keeps(before):
+                self._sinks.kept().end(_tag_of(before))
             self._by_name = new
         return self.show(name)
 
@@ -129,7 +140,7 @@ class ServerCaptures:
             self._by_name = {one: each for one, each in before.items() if one not in names}
             for one in names:
                 if _keeps(before[one]):
-                    self._sinks.kept().end(one)
+                    self._sinks.kept().end(_tag_of(before[one]))
 
     def list(self) -> tuple[ServerCapture, ...]:
         """Return all names with their captures, sorted."""
@@ -167,7 +178,13 @@ class ServerCaptures:
                     f"the rows of `{name}` go to {listed({one.sink for one in captures})}; only "
                     "captures that are set without a sink are collected here",
                 )
-            return self._sinks.kept().take(name, most_bytes)
+            return self._sinks.kept().take(_tag_of(captures), most_bytes)
+
+    def put_back(self, collected: Collected) -> None:
+        """Keep again what `collect` returned and could not be used; the next call returns it first.
+        It is discarded if its name was set anew or cleared meanwhile.
+        """
+        self._sinks.kept().put_back(collected)
 
     def __bool__(self) -> bool:
         return bool(self._by_name)
@@ -177,8 +194,10 @@ class ServerCaptures:
 
     def _describe(self, name: str) -> ServerCapture:
         captures = self._by_name[name]
-        kept = self._sinks.kept().usage(name) if _keeps(captures) else None
-        return ServerCapture(name, captures, kept)
+        if not _keeps(captures):
+            return ServerCapture(name, captures, None)
+        kept = self._sinks.kept().usage(_tag_of(captures))
+        return ServerCapture(name, tuple(_with_tag(one, name) for one in captures), kept)
 
     def _known(self, name: object) -> str:
         if not isinstance(name, str):
@@ -230,3 +249,26 @@ class ServerCaptures:
 
 def _keeps(captures: Sequence[Capture]) -> bool:
     return any(one.sink == KEPT for one in captures)
+
+
+def _tag(name: str, times: int) -> str:
+    """Return the tag of rows that are kept for a name.
+
+    Requests that still run when a name is set anew must not deliver rows to what it stands for
+    then, so each time has another tag.
+
+    Args:
+        name: the name.
+        times: how often rows were to be kept for it before.
+    """
+    return hashlib.sha256(f"{name} {times}".encode()).hexdigest() if times else name
+
+
+def _tag_of(captures: Sequence[Capture]) -> str:
+    """Return the tag of those of the captures whose rows are kept."""
+    return next(one.tag for one in captures if one.sink == KEPT)
+
+
+def _with_tag(capture: Capture, tag: str) -> Capture:
+    """Return a capture with another tag if its rows are kept."""
+    return replace(capture, tag=tag) if capture.sink == KEPT else capture

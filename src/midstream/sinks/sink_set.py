@@ -93,7 +93,23 @@ class SinkSet:
                         f"{listed(keep) if keep else 'none'} can; or omit `sink`, for "
                         "`output.attention`",
                     )
+                self.check_metadata(plan.captures[index])
                 found.check(tag, request_id)
+
+    def check_metadata(self, capture: Capture) -> None:
+        """Check that the metadata of a capture have no key that its sink reserves.
+
+        Raises:
+            SpecError: they have one.
+        """
+        sink = self._sinks.get(capture.sink)
+        for key in () if sink is None else sink.reserved:
+            if key in capture.metadata:
+                raise SpecError(
+                    "metadata",
+                    f"the sink {show(capture.sink)} reserves the key {show(key)} for its own data; "
+                    "use another",
+                )
 
     def kept(self) -> KeptRows:
         """Return the sink that keeps rows of server-wide captures; opened with the first call.

@@ -33,6 +33,8 @@ class StoreSink(Sink):
     If the shard cannot be written, its deliveries are discarded and reported as errors.
     """
 
+    reserved = (OWN,)
+
     def __init__(
         self,
         root: str,

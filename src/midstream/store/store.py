@@ -17,7 +17,7 @@ from midstream.store.filter import read_filter
 from midstream.store.format.shard import Shard
 from midstream.store.selection import Selection
 from midstream.store.stored_activations import read_activations
-from midstream.validation import hint, show
+from midstream.validation import hint, is_int, kind, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def open_store(root: str | os.PathLike[str], since: str = "") -> Store:
             time of writing, see `midstream.store.writer.new_name`.
 
     Raises:
-        StoreError: the directory does not exist.
+        StoreError: the directory does not exist, or `since` is not a name.
     """
     return Store(folder_of(root), since)
 
@@ -87,6 +87,8 @@ class Store:
     """
 
     def __init__(self, folder: Folder, since: str = "") -> None:
+        if not isinstance(since, str):
+            raise StoreError(f"since: expected the name of a shard, got {kind(since)}")
         self._folder = folder
         self._since = since
         self._open: dict[str, Shard] = {}
@@ -145,8 +147,16 @@ class Store:
             shard: name of the shard to search; required if it was stored more than once.
 
         Raises:
-            StoreError: there is no such completion, or more than one.
+            StoreError: there is no such completion, or more than one; or an argument has a wrong
+                type.
         """
+        if not isinstance(request, str):
+            raise StoreError(f"request: expected `str`, got {kind(request)}")
+        if not is_int(child):
+            raise StoreError(f"child: expected `int`, got {kind(child)}")
+        if not (shard is None or isinstance(shard, str)):
+            raise StoreError(f"shard: expected the name of a shard, got {kind(shard)}")
+        child = int(child)
         found = self._ids().get((request, child), [])
         if shard is not None:
             found = [each for each in found if each.shard == shard]

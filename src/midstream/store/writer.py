@@ -19,6 +19,18 @@ from midstream.validation import is_int, kind
 SHARD_BYTES = 256 << 20
 
 
+def check_shard_bytes(value: object) -> None:
+    """Check the target length of a shard.
+
+    Raises:
+        StoreError: it is no integer from 1.
+    """
+    if not is_int(value):
+        raise StoreError(f"shard_bytes: expected `int`, got {kind(value)}")
+    if value < 1:
+        raise StoreError(f"shard_bytes: expected at least 1, got {value}")
+
+
 class Writer:
     """Writes entries to the store at a path. Any number of writers may share a store.
 
@@ -45,10 +57,7 @@ class Writer:
         Raises:
             StoreError: the store cannot be created or is not writable.
         """
-        if not is_int(shard_bytes):
-            raise StoreError(f"shard_bytes: expected `int`, got {kind(shard_bytes)}")
-        if shard_bytes < 1:
-            raise StoreError(f"shard_bytes: expected at least 1, got {shard_bytes}")
+        check_shard_bytes(shard_bytes)
         self._folder: Folder = folder_of(root)
         self._folder.make()
         self._header = header

@@ -16,6 +16,9 @@ from midstream.validation import at, kind, read_float32
 NUM_BINS = 41
 """Colours of the diverging scale: bin 0 is the low end, 40 the high end, 20 the centre."""
 
+MOST = 1e300
+"""Larger numbers are drawn as this one: the distance of two of them is still a number."""
+
 Floats = NDArray[np.float64]
 
 
@@ -127,7 +130,7 @@ class ColorScale:
 
 
 def _ends(values: Floats) -> tuple[float, float]:
-    finite = values[np.isfinite(values)]
+    finite = np.clip(values[np.isfinite(values)], -MOST, MOST)
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from midstream.errors import SpecError
-from midstream.viz.color_scale import Floats, read_numbers, written
+from midstream.viz.color_scale import MOST, Floats, read_numbers, written
 from midstream.viz.markup import escape, tag
 from midstream.viz.picture import Picture, columns_of, figure, readout
 from midstream.viz.theme import LINES
@@ -39,7 +39,7 @@ class PlotArea:
 
     def y(self, value: float) -> float:
         """Return the coordinate of a value of a line."""
-        share = (value - self.low) / (self.high - self.low)
+        share = (min(max(value, -MOST), MOST) - self.low) / (self.high - self.low)
         return self.height - self.bottom - (self.height - self.top - self.bottom) * share
 
 
@@ -74,6 +74,8 @@ def curve(
     places = read_numbers(x, "x", 1)
     if not len(places) or not np.all(np.isfinite(places)) or np.any(np.diff(places) <= 0):
         raise SpecError("x", "expected one or more finite numbers that ascend")
+    if max(abs(places)) > MOST:
+        raise SpecError("x", f"expected numbers within ±{MOST:g}, got {max(abs(places)):g}")
     if len(series) > len(LINES):
         raise SpecError(
             "series", f"expected at most {len(LINES)} lines, got {len(series)}; use `background`"
@@ -130,9 +132,11 @@ def _read_lines(path: str, series: Mapping[str, Any], count: int) -> dict[str, F
 
 def _area(places: Floats, lines: Sequence[Floats], level: float | None) -> PlotArea:
     values = np.concatenate([*lines, [] if level is None else [level]]) if lines else np.array([])
-    finite = values[np.isfinite(values)]
+    finite = np.clip(values[np.isfinite(values)], -MOST, MOST)
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
-    margin = 0.07 * (high - low) or 0.5 * abs(high) or 0.5
+    margin = 0.07 * (high - low) or 0.5 * abs(high)
+    # The steps of smaller numbers would be 0.
+    margin = margin if margin > 1 / MOST else 0.5
     return PlotArea(float(places[0]), float(places[-1]), low - margin, high + margin)
 
 

@@ -392,6 +392,31 @@ def test_scores_of_any_cutting_add_up_to_the_whole(data):
     assert len(output.text) == len(bounds) - 1
 
 
+def test_scores_of_a_stream_are_read_once_and_earlier_ones_stay_as_they_were():
+    """Its time would grow with the square of its length."""
+    reads = []
+
+    class Score:
+        def __init__(self, value):
+            self.value = value
+
+        def __float__(self):
+            reads.append(self.value)
+            return self.value
+
+    reader, seen = Reader(), []
+    for nth in range(40):
+        told = {"scores": [Score(nth / 8)], "positions": [nth], "token_ids": [nth + 7]}
+        value = {"choices": [{"index": 0, "midstream": {"probes": {"p": told}}}]}
+        seen.append(reader.read(value, {}).outputs[0].probes)
+    assert reads == [nth / 8 for nth in range(40)]
+    for nth, probes in enumerate(seen):
+        assert probes["p"].tolist() == reads[: nth + 1]
+        assert probes.token_ids_of("p").tolist() == list(range(7, 8 + nth))
+    seen[-1]["p"].zero_()
+    assert seen[20]["p"].tolist() == reads[:21]
+
+
 def test_an_event_without_choices_changes_nothing():
     reader = Reader()
     reader.read({"id": "r", "choices": [{"index": 0, "text": "a"}]}, {})

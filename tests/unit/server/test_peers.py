@@ -10,7 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.serving_fake import Site, make, refused
+from support.serving_fake import Site, make, refused, rows
+from support.sinking import delivery, put_now
 
 from midstream.runtime.frontend.engine_info import FrontEnds
 from midstream.server.peers import Peers, add_kept
@@ -171,6 +172,30 @@ async def test_a_process_that_has_ended_is_named_and_nothing_is_said_to_be_gone(
         await refused(asked, 503, "does not answer")
         scope = {"method": "GET", "path": "/metrics", "headers": []}
         await sites[0].server.peers.refresh_metrics(scope)  # the metrics of this process are known
+
+
+async def test_kept_rows_of_both_are_collected_and_counted():
+    async with two() as (sites, (here, _)):
+        assert (await here.put(WATCH, json={"capture": {"layers": [1]}})).status_code == 200
+        for site, name in zip((*sites, sites[1]), "abc", strict=True):
+            one = delivery(tag="watch", request_id=name, activations=rows((1,), 5))
+            put_now(site.engine.sinks.queue("kept"), one, 60)
+        found = [(await here.post(f"{WATCH}/collect")).json() for _ in range(3)]
+        ids = [[one["request_id"] for one in each["completions"]] for each in found]
+        assert ids == [["a"], ["b", "c"], []]
+        assert [each["kept"] for each in found] == [2, 0, 0]
+
+
+async def test_kept_rows_are_not_lost_with_a_process_that_has_ended():
+    async with two() as (sites, (here, _)):
+        assert (await here.put(WATCH, json={"capture": {"layers": [1]}})).status_code == 200
+        one = delivery(tag="watch", activations=rows((1,), 5))
+        put_now(sites[0].engine.sinks.queue("kept"), one, 60)
+        sites[1].server.peers._server.should_exit = True
+        await end_of(sites[1])
+        Path(sites[1].server.peers._path(1)).touch()
+        await refused(here.post(f"{WATCH}/collect"), 503, "does not answer")
+        assert sites[0].engine.captures.show("watch").kept["completions"] == 1
 
 
 def test_what_is_kept_is_added_by_name():

@@ -222,6 +222,20 @@ def test_of_two_that_come_at_once_under_one_name_the_second_is_an_error(sink, ro
     assert first.status == "ok"
     assert (second.status, "not empty" in second.reason) == ("error", True)
     assert json.loads((root / "r" / "manifest.json").read_text())["metadata"] == {"first": 1}
+    assert os.listdir(root) == ["r"]
+
+
+def test_what_cannot_be_synced_leaves_nothing(sink, root, monkeypatch):
+    def broken(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    sink.write(delivery("a", tag="t"))
+    sink.write(delivery("b", layout="sharded"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        results = sink.flush()
+    assert [one.status for one in results] == ["error", "error"]
+    assert not [path for path in root.rglob("*") if path.name != "t"]
 
 
 def test_a_write_that_fails_leaves_nothing_and_the_next_is_well(sink, root, monkeypatch):

@@ -82,6 +82,53 @@ def test_rows_without_a_sink_are_kept_until_they_are_collected():
         captures.collect("watch")
 
 
+def test_rows_of_requests_that_still_run_are_not_those_of_a_name_that_was_set_anew():
+    captures = made()
+    captures.set("watch", AT_1)
+    (first,) = captures.current
+    about = captures.set("watch", Capture(2))
+    (second,) = captures.current
+    put(captures, first.tag, request_id="admitted before")
+    put(captures, second.tag, request_id="admitted after")
+    assert about.captures[0].place == ("kept", "watch", "")
+    assert captures.show("watch").kept["completions"] == 1
+    assert [one.request_id for one in captures.collect("watch")] == ["admitted after"]
+    captures.clear("watch")
+    captures.set("watch", AT_1)
+    for tag in (first.tag, second.tag):
+        put(captures, tag)
+    assert captures.collect("watch") == ()
+
+
+def test_rows_that_could_not_be_used_are_put_back_before_later_ones():
+    captures = made()
+    captures.set("watch", AT_1)
+    for name in "abc":
+        put(captures, "watch", request_id=name)
+    before = captures.show("watch").kept
+    found = captures.collect("watch", most_bytes=128)
+    assert [one.request_id for one in found] == ["a", "b"]
+    captures.put_back(found)
+    assert captures.show("watch").kept == before
+    found = captures.collect("watch")
+    assert [one.request_id for one in found] == ["a", "b", "c"]
+    captures.set("watch", Capture(2))
+    captures.put_back(found)  # of what the name stood for before
+    assert captures.collect("watch") == ()
+
+
+def test_rows_that_are_put_back_count_against_the_limit():
+    kept = KeptRows(most_bytes=128)
+    kept.begin("x")
+    for name in "abc":
+        kept.write(delivery(tag="x", request_id=name))
+    found = kept.take("x")
+    kept.write(delivery(tag="x", request_id="d"))
+    kept.put_back(found)
+    assert kept.usage("x") == {"completions": 2, "bytes": 128, "dropped": 2}
+    assert [one.request_id for one in kept.take("x")] == ["c", "d"]
+
+
 def test_kept_rows_are_copies():
     kept = KeptRows()
     kept.begin("x")

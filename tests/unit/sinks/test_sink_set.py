@@ -11,8 +11,9 @@ from support.sinking import ORIGIN, Noting, delivery
 from midstream.config.sinks import plain_sinks, read_sinks
 from midstream.errors import ConfigError, SpecError
 from midstream.sinks import registry as finding
+from midstream.sinks.server_captures import ServerCaptures
 from midstream.sinks.sink_set import Pace, SinkSet
-from midstream.spec import Capture, Plan
+from midstream.spec import Capture, ModelShape, Plan
 from midstream.store import open_store
 
 
@@ -132,6 +133,25 @@ def test_what_was_handed_over_is_kept_though_the_program_ends_without_waiting(tm
     python("-c", PROGRAM, tmp_path / "store", timeout=120, fresh=True)
     found = open_store(tmp_path / "store").requests
     assert [each.request for each in found] == [f"r{nth}" for nth in range(5)]
+
+
+def test_metadata_have_no_key_that_the_sink_reserves(tmp_path):
+    given = {"one": {}, "store": {"root": str(tmp_path)}}
+    sinks = opened(given)
+    metadata = {"midstream": 1, "label": 2}
+    sinks.check(Plan((Capture(0, metadata=metadata), Capture(1, sink="one", metadata=metadata))))
+    sinks.check(Plan((Capture(0, sink="store", metadata={"label": 2}),)))
+    problem = "the sink 'store' reserves the key 'midstream'"
+    with pytest.raises(SpecError, match=problem) as caught:
+        sinks.check(Plan((Capture(0), Capture(1, sink="store", metadata=metadata))))
+    assert caught.value.path == "capture[1].metadata"
+    captures = ServerCaptures(sinks, ModelShape(4, 8, [("resid_post", 1)]))
+    with pytest.raises(SpecError, match=problem):
+        captures.set("watch", Capture(1, metadata=metadata), "store")
+    sinks.close()
+    given["store"]["capture"] = {"layers": 1, "metadata": metadata}
+    with pytest.raises(ConfigError, match=r"sinks\.store\.capture\.metadata: " + problem):
+        ServerCaptures(opened(given), ModelShape(4, 8, [("resid_post", 1)]))
 
 
 def test_a_layout_is_one_that_the_sink_has(tmp_path):

@@ -70,3 +70,25 @@ def test_values_belong_to_the_caller(tmp_path):
     assert same(store.get("a")[TAPS[0]], vectors(0, 3, header()))
     store.get("a").positions.zero_()
     assert store.get("a").positions.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"request": 5}, "request: expected `str`, got `int`"),
+        ({"request": ["a"]}, "request: expected `str`, got `list`"),
+        ({"request": "a", "child": "0"}, "child: expected `int`, got `str`"),
+        ({"request": "a", "child": [0]}, "child: expected `int`, got `list`"),
+        ({"request": "a", "shard": 1}, "shard: expected the name of a shard, got `int`"),
+    ],
+)
+def test_what_is_no_id_is_refused_by_name(tmp_path, given, problem):
+    for find in (open_store(tmp_path).find, open_store(tmp_path).get):
+        with pytest.raises(StoreError, match=problem):
+            find(**given)
+
+
+def test_since_is_the_name_of_a_shard(tmp_path):
+    for since in (None, 5):
+        with pytest.raises(StoreError, match="since: expected the name of a shard"):
+            open_store(tmp_path, since)

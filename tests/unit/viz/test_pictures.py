@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,23 @@ def test_equal_values_have_one_colour(value: float) -> None:
     for center, expected in ((value, "b20"), (None, "b40")):
         page = Page(viz.heatmap([[value] * 3], ["r"], ["a", "b", "c"], center=center).body)
         assert all(cell.classes == {"c", expected} for cell in page.all("td"))
+
+
+LARGEST = 1.7e308
+
+
+@pytest.mark.parametrize("center", [0.0, None, 3.0])
+@pytest.mark.parametrize("numbers", [[-LARGEST, LARGEST], [0, LARGEST], [2e-323, 0], [LARGEST] * 2])
+def test_the_largest_and_smallest_numbers_are_drawn(numbers: list[float], center: Any) -> None:
+    pictures = [
+        viz.heatmap([numbers], ["a"], [0, 1], center=center, fmt=".2e"),
+        viz.tokens(["a", "b"], numbers, center=center, fmt=".2e"),
+        viz.curve([0, 1], {"a": numbers}, background={"b": numbers}, level=numbers[1], fmt=".2e"),
+    ]
+    for picture in pictures:
+        for number in numbers:
+            assert f"{number:.2e}".replace("-", "−") in picture.text
+        assert not {"nan", "inf"} & set(re.findall(r"[a-z]+", picture.body))
 
 
 def test_infinite_values_have_the_colours_of_the_ends() -> None:
@@ -326,6 +344,7 @@ def test_a_curve_of_one_place_or_of_equal_values_is_drawn() -> None:
         ([], {"a": []}, "x: expected one or more finite numbers that ascend"),
         ([0, 0], {"a": [1, 2]}, "x: expected one or more finite numbers that ascend"),
         ([0, NAN], {"a": [1, 2]}, "x: expected one or more finite numbers that ascend"),
+        ([0, 1e308], {"a": [1, 2]}, r"x: expected numbers within ±1e\+300, got 1e\+308"),
         ([0, 1], {"a": [1]}, r"series\['a'\]: expected 2 values, as `x` has, got 1"),
         ([0], {str(n): [1] for n in range(7)}, "series: expected at most 6 lines, got 7"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Annotated, Any
 
@@ -59,8 +60,8 @@ _HANDLE = {
         416: {"content": {"text/plain": {}}, "description": "The range is outside of the file."},
     },
 )
-def fetch(name: Name, request: Request, server: ServerDep) -> Response:
-    found = server.captures.open(name)
+async def fetch(name: Name, request: Request, server: ServerDep) -> Response:
+    found = await _open(server.captures, name)
     if found is not None and not server.owns(request.scope, found[0]):
         server.captures.end_read(*found)
         found = None
@@ -107,6 +108,23 @@ async def captures(request: Request, server: ServerDep) -> dict[str, Any]:
             add_kept(found["server_wide"], other["server_wide"])
         found["captures"].sort(key=lambda one: one["expires_at"])
     return found
+
+
+async def _open(captures: CaptureCache, name: str) -> tuple[CachedCapture, int] | None:
+    """Return what `captures.open` does, which may pack rows, from a thread. A request that is
+    cancelled meanwhile leaves no file open.
+    """
+    opening = asyncio.ensure_future(asyncio.to_thread(captures.open, name))
+
+    def end(done: asyncio.Future[tuple[CachedCapture, int] | None]) -> None:
+        if not done.cancelled() and done.exception() is None and (found := done.result()):
+            captures.end_read(*found)
+
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(end)
+        raise
 
 
 class _Rows(FileResponse):

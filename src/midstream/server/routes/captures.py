@@ -126,19 +126,30 @@ def clear(server: AdminDep) -> Response:
 )
 async def collect(name: Name, request: Request, server: AdminDep) -> dict[str, Any]:
     _known(server, name)
-    found = server.llm.captures.collect(name, server.settings.inline_bytes)
-    info = server.llm.info
+    # Asked first: one that does not answer must not lose what is collected.
+    kept = sum(one["kept"]["completions"] for one in await _others(name, request, server))
+    captures, info = server.llm.captures, server.llm.info
+    found = captures.collect(name, server.settings.inline_bytes)
     vectors = info.shape.hidden_size, getattr(torch, info.dtype)
-    completions = [await run_in_threadpool(_encoded, one, *vectors) for one in found]
-    dropped = found.dropped
-    if not completions and server.peers is not None:
-        # One other process after the other, until one has any.
-        async for other in server.peers.each(request.scope, "POST"):
-            completions, dropped = other["completions"], dropped + other["dropped"]
-            if completions:
-                break
-    kept = (await _of_all(name, request, server))["kept"]["completions"]
-    return {"completions": completions, "dropped": dropped, "kept": kept}
+    try:
+        completions = [await run_in_threadpool(_encoded, one, *vectors) for one in found]
+        dropped = found.dropped
+        if not completions and server.peers is not None:
+            # One other process after the other, until one has any.
+            async for other in server.peers.each(request.scope, "POST"):
+                completions, dropped = other["completions"], dropped + other["dropped"]
+                if completions:
+                    kept = max(0, kept - len(completions))
+                    break
+    except BaseException:
+        captures.put_back(found)
+        raise
+    own = _known(server, name).get("kept", {})
+    return {
+        "completions": completions,
+        "dropped": dropped,
+        "kept": kept + own.get("completions", 0),
+    }
 
 
 async def _of_all(name: str, request: Request, server: Server) -> dict[str, Any]:
@@ -147,12 +158,21 @@ async def _of_all(name: str, request: Request, server: Server) -> dict[str, Any]
     Raises:
         HttpError: 404, the name is not set.
     """
+    others = await _others(name, request, server)
     found = _known(server, name)
-    if server.peers is not None:
-        path = f"/v1/midstream/captures/{name}"
-        async for other in server.peers.each(request.scope, path=path):
-            add_kept([found], [other])
+    for other in others:
+        add_kept([found], [other])
     return found
+
+
+async def _others(name: str, request: Request, server: Server) -> list[dict[str, Any]]:
+    """Return the descriptions of a name in the other API server processes that keep rows for it."""
+    _known(server, name)
+    if server.peers is None:
+        return []
+    path = f"/v1/midstream/captures/{name}"
+    every = [other async for other in server.peers.each(request.scope, path=path)]
+    return [other for other in every if "kept" in other]
 
 
 def _known(server: Server, name: str) -> dict[str, Any]:

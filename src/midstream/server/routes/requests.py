@@ -8,8 +8,9 @@ from fastapi import APIRouter, Path
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
+from starlette.types import Scope
 
-from midstream.errors import HttpError, SpecError
+from midstream.errors import HttpError
 from midstream.server import audit_log
 from midstream.server.routes.common import (
     MidstreamRoute,
@@ -17,7 +18,9 @@ from midstream.server.routes.common import (
     error_responses,
     ok_response,
 )
+from midstream.server.server import Server, rows_for
 from midstream.spec import Plan
+from midstream.spec.operations import Edit, has_captured
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: running requests"])
 Id = Annotated[
@@ -66,25 +69,29 @@ async def update(id: Id, given: UpdateBody, request: Request, server: ServerDep)
     edits = given.edits
     if edits is not None and edits != []:
         # Parsing megabytes of numbers would block the event loop.
-        plan = await run_in_threadpool(Plan.make, edits=edits)
-        assert plan is not None
-        edits = plan.edits
-    choices = []
-    for call in calls:
-        try:
-            found = await llm.update(call.call_plan, edits=edits, scale=given.scale)
-        except SpecError as error:
-            if error.path == "request_id":
-                continue  # this prompt's has ended meanwhile
-            raise
-        choices += [
-            {"index": call.first + index, "version": found.version, "position": position}
-            for index, position in sorted(found.positions.items())
-        ]
+        edits = await run_in_threadpool(_read, edits, request.scope, server)
+    plans = [call.call_plan for call in calls]
+    found = await llm.update_all(plans, edits=edits, scale=given.scale)
+    choices = [
+        {"index": call.first + index, "version": one.version, "position": position}
+        for call, one in zip(calls, found, strict=True)
+        if one is not None  # this prompt's has ended
+        for index, position in sorted(one.positions.items())
+    ]
     if not choices:
         raise _not_running(id)
     audit_log.log_event("request.updated", request_id=id, choices=len(choices))
     return {"id": id, "choices": choices}
+
+
+def _read(edits: Any, scope: Scope, server: Server) -> tuple[Edit, ...]:
+    """Return edits with the cached rows that they refer to."""
+    plan = Plan.make(edits=edits)
+    assert plan is not None
+    if any(map(has_captured, plan.edits)):
+        with rows_for(server, scope) as open_rows:
+            plan = plan.fill(open_rows, server.llm.info.shape)
+    return plan.edits
 
 
 def _not_running(request_id: str) -> HttpError:

@@ -17,7 +17,8 @@ from midstream.store.format.shard_builder import ShardBuilder
 from midstream.store.maintenance.rewrite import copy_requests, find_replaced, names_for, successor
 from midstream.store.maintenance.verify import check_shard
 from midstream.store.store import Store
-from midstream.store.writer import SHARD_BYTES
+from midstream.store.writer import SHARD_BYTES, check_shard_bytes
+from midstream.validation import kind
 
 Path = str | os.PathLike[str]
 
@@ -83,9 +84,11 @@ def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_B
         The names of the shards that are new in `into`.
 
     Raises:
-        StoreError: a store does not exist, another merge or prune is running, a shard is damaged
-            (it is not merged; see `verify` and `prune`), or a shard cannot be written.
+        StoreError: an argument is malformed, a store does not exist, another merge or prune is
+            running, a shard is damaged (it is not merged; see `verify` and `prune`), or a shard
+            cannot be written.
     """
+    check_shard_bytes(shard_bytes)
     folders = [folder_of(each) for each in _listed(sources)]
     for folder in folders:
         folder.names()  # raises if the folder does not exist, before the target is created
@@ -122,7 +125,11 @@ def _remove_replaced(target: LocalFolder, store: Store) -> None:
 
 
 def _listed(sources: Path | Sequence[Path]) -> Sequence[Path]:
-    return [sources] if isinstance(sources, (str, os.PathLike)) else sources
+    if isinstance(sources, (str, os.PathLike)):
+        return [sources]
+    if not isinstance(sources, Iterable):
+        raise StoreError(f"sources: expected a path or a list of them, got {kind(sources)}")
+    return list(sources)
 
 
 class _Contents:

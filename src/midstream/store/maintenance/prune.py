@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from midstream.errors import StoreError
 from midstream.store.backends.local import LocalFolder, local_folder_of
@@ -12,7 +14,7 @@ from midstream.store.format.shard import Shard
 from midstream.store.format.shard_builder import ShardBuilder
 from midstream.store.maintenance.rewrite import copy_requests, find_replaced, names_for, successor
 from midstream.store.maintenance.verify import check_shard, verify_folder
-from midstream.validation import show
+from midstream.validation import kind, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,9 @@ def prune(
         tags: tags whose requests are removed.
 
     Raises:
-        StoreError: the store, a request or a tag does not exist, another merge or prune is
-            running, a shard is damaged and `damaged` is false, or a file cannot be written.
+        StoreError: an argument has a wrong type, the store, a request or a tag does not exist,
+            another merge or prune is running, a shard is damaged and `damaged` is false, or a file
+            cannot be written.
     """
     options = _Options(older_than_s, damaged, duplicates, requests, tags)
     folder = local_folder_of(root)
@@ -103,8 +106,19 @@ class _Options:
 
     def __post_init__(self) -> None:
         for name, given in (("requests", self.requests), ("tags", self.tags)):
-            if isinstance(given, str):
-                raise StoreError(f"{name}: expected a list, got `str`")
+            if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Collection):
+                raise StoreError(f"{name}: expected a list, got {kind(given)}")
+            for nth, one in enumerate(given):
+                if not isinstance(one, str):
+                    raise StoreError(f"{name}[{nth}]: expected `str`, got {kind(one)}")
+        for name, flag in (("damaged", self.damaged), ("duplicates", self.duplicates)):
+            if not isinstance(flag, bool):
+                raise StoreError(f"{name}: expected `bool`, got {kind(flag)}")
+        age = self.older_than_s
+        if isinstance(age, bool) or not isinstance(age, Real):
+            raise StoreError(f"older_than_s: expected a number of seconds, got {kind(age)}")
+        if math.isnan(age):
+            raise StoreError("older_than_s: expected a number of seconds, got nan")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from support.serving_fake import refused, serving
 
 from midstream.errors import BusyError, SpecError
-from midstream.server.running_requests import _is_of
+from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.server.running_requests import RunningCall, RunningRequests, _is_of
 from midstream.spec import Plan
 
 pytestmark = pytest.mark.anyio
@@ -23,10 +25,10 @@ def path(request_id="cmpl"):
 class Held:
     """A request that goes on until it is released."""
 
-    def __init__(self, site, client, **more):
+    def __init__(self, site, client, where="/v1/completions", asked=ASKED, **more):
         self._go = asyncio.Event()
         site.engine.pause = self._go.wait
-        self._task = asyncio.create_task(client.post("/v1/completions", json=ASKED, **more))
+        self._task = asyncio.create_task(client.post(where, json=asked, **more))
         self._engine = site.engine
 
     async def __aenter__(self):
@@ -95,6 +97,53 @@ async def test_what_is_refused_names_its_field():
             site.engine.refuses = BusyError("no capacity", 3)
             await refused(client.post(path(), json={"scale": 1}), 503, "no capacity")
         assert not site.engine.updates
+
+
+def running(*calls):
+    """What finds these calls, (engine's id, whether it is a chat's), by one client."""
+    found = RunningRequests()
+    for nth, (name, is_chat) in enumerate(calls):
+        context = found.running(RunningCall(name, "me", CallPlan(None), nth, not is_chat))
+        context.__enter__()
+        found.contexts = [*getattr(found, "contexts", ()), context]
+    return lambda name: [call.request_id for call in found.find(name, "me")]
+
+
+def test_an_id_that_is_another_with_a_number_is_that_of_another_request():
+    """`X-Request-Id` lets a client choose ids."""
+    find = running(("chatcmpl-exp", True), ("chatcmpl-exp-1", True), ("chatcmpl-exp_2", True))
+    assert find("chatcmpl-exp") == ["chatcmpl-exp"]
+    assert find("chatcmpl-exp-1") == ["chatcmpl-exp-1"]
+    assert running(("chatcmpl-exp-1", True))("chatcmpl-exp") == []
+    find = running(("cmpl-exp-0", False), ("cmpl-exp-1", False), ("cmpl-exp-1-0", False))
+    assert find("cmpl-exp") == ["cmpl-exp-0", "cmpl-exp-1"]
+    assert find("cmpl-exp-1") == ["cmpl-exp-1-0"]
+    assert find("cmpl-exp-0") == ["cmpl-exp-0"]
+    assert running(("resp_a_0", False), ("resp_a_1", False))("resp_a") == ["resp_a_0", "resp_a_1"]
+
+
+async def test_a_chat_is_found_by_its_own_id_only():
+    async with serving() as (site, client):
+        body = {"messages": [{"role": "user", "content": "a"}], "midstream": {"edits": [STEER]}}
+        async with Held(site, client, "/v1/chat/completions", body):
+            assert (await client.post(path("cmpl-0"), json={"scale": 0})).status_code == 200
+            await refused(client.post(path("cmpl"), json={"scale": 0}), 404)
+
+
+async def test_an_update_has_cached_rows_too():
+    async with serving() as (site, client):
+        body = {"prompt": "abc", "midstream": {"capture": {"layers": [1]}}}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        about = answer["midstream"]["activations"]
+        edit = {"op": "replace", "layer": 1, "rows": {"captured": about["id"], "positions": [2]}}
+        async with Held(site, client):
+            answer = await client.post(path(), json={"edits": [edit]})
+            assert answer.status_code == 200, answer.text
+            edit["rows"]["captured"] = "unknown"
+            error = await refused(client.post(path(), json={"edits": [edit]}), 400, "no rows")
+            assert error["param"].startswith("edits[0].rows.captured")
+        ((_, (given,), _),) = site.engine.updates
+        assert [np.frombuffer(row.data, "<f4").tolist() for row in given.rows] == [[21.0] * 3]
 
 
 def test_the_id_of_a_request_is_that_of_its_calls_with_a_number():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -83,6 +85,22 @@ async def test_server_wide_captures_are_set_shown_collected_and_cleared():
         assert site.engine.captures.current == ()
 
 
+async def test_rows_that_cannot_be_sent_are_kept(monkeypatch):
+    async with serving() as (site, client):
+        assert (await client.put(f"{CAPTURES}/watch", json={"capture": {"layers": [1]}})).is_success
+        one = delivery(tag="watch", activations=rows((1,), 5))
+        put_now(site.engine.sinks.queue("kept"), one, 60)
+
+        def fail(*_):
+            raise MemoryError
+
+        with monkeypatch.context() as patched:
+            patched.setattr("midstream.server.routes.captures.pack", fail)
+            assert (await client.post(f"{CAPTURES}/watch/collect")).status_code == 500
+        answer = (await client.post(f"{CAPTURES}/watch/collect")).json()
+        assert (len(answer["completions"]), answer["kept"]) == (1, 0)
+
+
 RANGES = {
     "bytes=0-9": (206, slice(0, 10)),
     "bytes=10-": (206, slice(10, None)),
@@ -107,6 +125,36 @@ async def test_ranges_are_served_and_leave_no_file_open(asked, expected):
             assert answer.status_code == status
             if part is not None:
                 assert answer.content == data[part]
+        assert open_files() <= before
+
+
+async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_no_file_open():
+    async with serving() as (site, client):
+        _, held = holding(site)
+        before, opened = open_files(), asyncio.Event()
+        go, ended = threading.Event(), threading.Event()
+        open_rows, loop = site.server.captures.open, asyncio.get_running_loop()
+
+        def slow(name):
+            loop.call_soon_threadsafe(opened.set)
+            go.wait(10)
+            found = open_rows(name)
+            ended.set()
+            return found
+
+        site.server.captures.open = slow
+        asked = asyncio.create_task(client.get(f"{ROWS}/{held.id}"))
+        await opened.wait()
+        asked.cancel()
+        loop.call_later(0.1, go.set)
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        for _ in range(100):
+            if ended.is_set() and not site.server.captures._read and open_files() <= before:
+                break
+            await asyncio.sleep(0.02)
+        assert ended.is_set()
+        assert not site.server.captures._read
         assert open_files() <= before
 
 

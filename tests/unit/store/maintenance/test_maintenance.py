@@ -401,6 +401,15 @@ def test_of_doubles_the_newest_is_kept(tmp_path):
         ({"tags": ["x"]}, "tag: no rows in this store have 'x'"),
         ({"requests": "r0"}, "requests: expected a list, got `str`"),
         ({"tags": "x"}, "tags: expected a list"),
+        ({"requests": None}, "requests: expected a list, got `None`"),
+        ({"tags": 5}, "tags: expected a list, got `int`"),
+        ({"tags": b"x"}, "tags: expected a list, got `bytes`"),
+        ({"tags": ["x", 5]}, r"tags\[1\]: expected `str`, got `int`"),
+        ({"requests": [["r0"]]}, r"requests\[0\]: expected `str`, got `list`"),
+        ({"damaged": "no"}, "damaged: expected `bool`, got `str`"),
+        ({"duplicates": 1}, "duplicates: expected `bool`, got `int`"),
+        ({"older_than_s": "1h"}, "older_than_s: expected a number of seconds, got `str`"),
+        ({"older_than_s": float("nan")}, "older_than_s: expected a number of seconds, got nan"),
     ],
 )
 def test_what_cannot_be_pruned_is_refused_by_name(tmp_path, asked, problem):
@@ -408,6 +417,21 @@ def test_what_cannot_be_pruned_is_refused_by_name(tmp_path, asked, problem):
     with pytest.raises(StoreError, match=problem):
         prune(tmp_path, **asked)
     assert ids(tmp_path) == [("r0", 0)]
+
+
+@pytest.mark.parametrize(
+    ("sources", "size", "problem"),
+    [
+        (".", "x", "shard_bytes: expected `int`, got `str`"),
+        (".", 0, "shard_bytes: expected at least 1, got 0"),
+        (None, 1000, "sources: expected a path or a list of them, got `None`"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_by_name(tmp_path, sources, size, problem):
+    write(tmp_path, seeded([0]))
+    with pytest.raises(StoreError, match=problem):
+        merge(None if sources is None else tmp_path / sources, tmp_path / "into", shard_bytes=size)
+    assert not (tmp_path / "into").exists()
 
 
 @pytest.mark.parametrize("after", range(3))

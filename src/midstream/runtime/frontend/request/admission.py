@@ -7,7 +7,7 @@ tables of its own: a request goes to the least busy engine that has capacity for
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from midstream.errors import BusyError
@@ -96,26 +96,34 @@ class Admission:
         one = self._admitted.get(uid) or self._ended[uid]
         return one.replica
 
-    def extend(self, uid: str, need: Need) -> None:
-        """Take more capacity for a running request, until it ends. It does not wait for that.
+    def extend(self, needs: Mapping[str, Need]) -> None:
+        """Take more capacity for running requests, until they end. It does not wait for that.
 
         Args:
-            uid: midstream's id.
-            need: what a later version of its plan takes, without rows.
+            needs: by midstream's id, what a later version of the request's plan takes, without
+                rows.
 
         Raises:
-            BusyError: there is no capacity for it now.
+            BusyError: there is no capacity for all of it now; nothing is taken.
         """
-        one = self._admitted[uid]
-        if not self._budgets[one.replica].fits(need):
-            raise BusyError(
-                "there is no capacity now for another version of the request's plan, which takes "
-                "room until the request ends: use edits that requests have already, update less "
-                "often, or raise midstream's settings programs, max_edits and bank_rows",
-                1,
-            )
-        self._budgets[one.replica].take(need)
-        self._admitted[uid] = replace(one, more=(*one.more, need))
+        taken: list[tuple[CapacityBudget, Need]] = []
+        for uid, need in needs.items():
+            budget = self._budgets[self._admitted[uid].replica]
+            if not budget.fits(need):
+                for earlier, each in taken:
+                    earlier.release_tables(each)
+                raise BusyError(
+                    "there is no capacity now for another version of the request's plan, which "
+                    "takes room until the request ends: use edits that requests have already, "
+                    "update less often, or raise midstream's settings programs, max_edits and "
+                    "bank_rows",
+                    1,
+                )
+            budget.take(need)
+            taken.append((budget, need))
+        for uid, need in needs.items():
+            one = self._admitted[uid]
+            self._admitted[uid] = replace(one, more=(*one.more, need))
 
     def end(self, uids: list[str]) -> None:
         """Release the capacity of ended requests, except for their rows."""

@@ -7,7 +7,7 @@ engine is called separately.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,22 +47,30 @@ def replicas_of(client: Any, workers: Sequence[Sequence[RemoteWorker]]) -> list[
     ]
 
 
-async def call(client: Any, number: int, request: RpcRequest[A]) -> list[A]:
+async def call(
+    client: Any,
+    number: int,
+    request: RpcRequest[A],
+    complete: Callable[[RpcRequest[A]], RpcRequest[A]] = lambda given: given,
+) -> list[A]:
     """Return the answers of one engine's workers to a request.
 
     Args:
         client: vLLM's client of its engine cores.
         number: number of the engine.
         request: the request.
+        complete: returns what to send in its place; it is called right before that is queued.
 
     Raises:
         EngineDeadError: an engine of the client has ended, and no answer will arrive.
     """
-    arguments = ("collective_rpc", RPC, None, arguments_of(request), None)
-    engine = client.core_engines[number]
-    answer = asyncio.ensure_future(
-        client._call_utility_async(*arguments, engine=engine)  # noqa: SLF001
-    )
+
+    async def send() -> Any:
+        arguments = ("collective_rpc", RPC, None, arguments_of(complete(request)), None)
+        engine = client.core_engines[number]
+        return await client._call_utility_async(*arguments, engine=engine)  # noqa: SLF001
+
+    answer = asyncio.ensure_future(send())
     try:
         while not (await asyncio.wait([answer], timeout=_CHECK_SECONDS))[0]:
             # vLLM raises this for callers that wait for outputs, but not for those that wait here.

@@ -47,9 +47,9 @@ def test_what_fits_goes_at_once():
 def test_another_version_of_a_plan_takes_room_until_its_request_ends():
     door = Door()
     door.submit("a", need(a=4))
-    door.admission.extend("a", need(a=4, b=3))  # `a` is there already
+    door.admission.extend({"a": need(a=4, b=3)})  # `a` is there already
     with pytest.raises(BusyError, match="another version"):
-        door.admission.extend("a", need(c=4))
+        door.admission.extend({"a": need(c=4)})
     door.submit("d", need(d=4))
     assert door.sent == [("a", 0)]
     assert door.admission.is_running("a")

@@ -1,0 +1,179 @@
+"""The plans of running requests, as they were given and have changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.runtime.frontend.conversations import Recollection
+from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.spec import Capture, ResolvedPlan
+from midstream.spec.named_lookup import Lookup
+from midstream.spec.operations import Edit
+from midstream.spec.plan import ServerWide
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOfRequest:
+    """What a plan is resolved with, of vLLM's EngineCoreRequest and under its names."""
+
+    prompt_token_ids: Any
+    prompt_is_token_ids: Any
+    prompt_embeds: Any
+    sampling_params: Any
+
+    @staticmethod
+    def of(request: Any) -> PromptOfRequest:
+        """Return the prompt and the parameters of a vLLM EngineCoreRequest."""
+        return PromptOfRequest(
+            request.prompt_token_ids,
+            getattr(request, "prompt_is_token_ids", None),
+            request.prompt_embeds,
+            request.sampling_params,
+        )
+
+
+@dataclass(slots=True)
+class PlanHistory:
+    """The plan of a running request, as it was given and has changed since.
+
+    Attributes:
+        name: the id that its caller gave the request.
+        completions: number of its completions.
+        first: the plan with which it was sent, resolved.
+        asked: its own plan as it was given, which no other request has.
+        call_plan: the same with names bound.
+        before: server-wide edits when it was admitted, which it keeps.
+        also: server-wide captures, likewise.
+        prompt: its prompt.
+        recalled: what its gates recall of conversations; None: none of them does.
+        edits: the edits given last, with names bound.
+        origins: see `Plan`, of these edits.
+        later: versions of its plan by number, from 1 on.
+        request_ids: vLLM's ids of its requests that were submitted.
+    """
+
+    name: str
+    completions: int
+    first: ResolvedPlan
+    asked: CallPlan
+    call_plan: CallPlan
+    before: tuple[ServerWide, ...]
+    also: tuple[Capture, ...]
+    prompt: PromptOfRequest
+    recalled: Recollection | None
+    edits: tuple[Edit, ...] = ()
+    origins: tuple[int, ...] = ()
+    later: dict[int, LaterPlan] = field(default_factory=dict)
+    request_ids: list[str] = field(default_factory=list)
+
+
+class RunningPlans:
+    """The plans of running requests, by midstream's ids."""
+
+    def __init__(self, lookup: Lookup, num_layers: int) -> None:
+        """Create it for one engine.
+
+        Args:
+            lookup: returns what is registered under a name.
+            num_layers: number of layers of the model.
+        """
+        self._lookup = lookup
+        self._num_layers = num_layers
+        self._running: dict[str, PlanHistory] = {}
+
+    def __len__(self) -> int:
+        """Return the number of requests whose plans can change."""
+        return len(self._running)
+
+    def add(
+        self,
+        uid: str,
+        first: ResolvedPlan,
+        request: Any,
+        call_plan: CallPlan,
+        before: tuple[ServerWide, ...],
+        also: tuple[Capture, ...],
+        later: dict[int, LaterPlan],
+        recalled: Recollection | None,
+    ) -> None:
+        """Add a request that is admitted.
+
+        Args:
+            uid: midstream's request id.
+            first: its plan, resolved.
+            request: vLLM's EngineCoreRequest.
+            call_plan: its own plan.
+            before, also: server-wide edits and captures.
+            later: the versions that its probes may switch to; gets all later ones.
+            recalled: what its gates recall of conversations; None: none of them does.
+        """
+        own, asked = call_plan.plan, call_plan
+        if own is not None and own.names():
+            # A name may mean something else later.
+            own = own.bind(self._lookup, self._num_layers)
+            call_plan = replace(call_plan, plan=own)
+        self._running[uid] = PlanHistory(
+            name=request.request_id,
+            completions=request.sampling_params.n,
+            first=first,
+            asked=asked,
+            call_plan=call_plan,
+            before=before,
+            also=also,
+            prompt=PromptOfRequest.of(request),
+            recalled=recalled,
+            edits=() if own is None else own.edits,
+            origins=() if own is None else own.origins,
+            later=later,
+        )
+
+    def submitted(self, uid: str, request_id: str) -> None:
+        """Record the id of a vLLM request that was submitted. Requests that cannot change are
+        ignored, here and in `remove`.
+        """
+        found = self._running.get(uid)
+        if found is not None:
+            found.request_ids.append(request_id)
+
+    def ids_of(self, uid: str) -> Sequence[str]:
+        """Return vLLM's ids of the requests that were submitted for one with a plan."""
+        found = self._running.get(uid)
+        return () if found is None else found.request_ids
+
+    def remove(self, uids: Iterable[str]) -> None:
+        """Remove requests that have ended."""
+        for uid in uids:
+            self._running.pop(uid, None)
+
+    def find(self, name: str | CallPlan) -> tuple[str, PlanHistory]:
+        """Return a running request's uid and history.
+
+        Args:
+            name: the id that its caller gave it, or the plan that it was sent with.
+
+        Raises:
+            SpecError: it is not running, or several have this id.
+        """
+        found = [
+            (uid, one)
+            for uid, one in list(self._running.items())  # a thread may admit others
+            if name in (one.asked if isinstance(name, CallPlan) else one.name,)
+        ]
+        if not found:
+            raise ended(name if isinstance(name, str) else "")
+        if len(found) > 1:
+            raise SpecError("request_id", f"{len(found)} running requests have the id {name!r}")
+        return found[0]
+
+
+def ended(name: str) -> SpecError:
+    """Return the error of a change of a request that is not running."""
+    return SpecError(
+        "request_id",
+        f"request {name!r} is not running: it has ended, or no request with a plan has this id; "
+        "one that begins with edits=[] can be changed later",
+    )
