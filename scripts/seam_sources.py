@@ -58,6 +58,9 @@ class Release:
         taken = _parameters(function)
         wanted = list(seam.parameters)
         problem = None
+        by_name = [one.arg for one in function.args.kwonlyargs if one.arg in wanted]
+        if by_name and taken[: len(wanted)] == wanted:
+            taken.insert(taken.index(by_name[0]), "*")
         if taken[: len(wanted)] != wanted:
             problem = f"takes ({', '.join(taken)}), expected ({', '.join(wanted)}, …)"
         lacking = [one for one in seam.named if one not in taken]

@@ -3,8 +3,9 @@
 vLLM calls `register` without naming the engine, and an installed plugin must not change engines
 that do not enable midstream. The callers have the engine's settings as local variables:
 `EngineArgs.__post_init__`, `EngineCore.__init__` and `WorkerWrapperBase.init_worker`. The parser
-of the command line reads them from `sys.argv`. So `register` reads the callers' local variables and
-`sys.argv`, and installs the hooks only if the settings name midstream.
+of the command line reads them from `sys.argv`, and from a file that is named there. So `register`
+reads the callers' local variables, `sys.argv` and that file, and installs the hooks only if the
+settings name midstream.
 
 vLLM calls `register` once per process. If the first engine of a process does not enable midstream,
 the workers reject a later engine that names it in `additional_config`, unless the process called
@@ -33,15 +34,37 @@ def register() -> None:
 
 
 def _command_line_enables() -> bool:
-    """Return whether `sys.argv` has `--additional-config '{"midstream": …}'`, in one word or two,
-    or midstream's class as `--worker-cls`.
+    """Return whether `sys.argv` has `--additional-config '{"midstream": …}'`, in one word or two, a
+    part of it such as `--additional-config.midstream.layers`, or midstream's class as
+    `--worker-cls`; or names a `--config FILE` that has one of these.
     """
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         name, _, value = word.partition("=")
         option, value = name.replace("_", "-"), value or following
         if option == "--additional-config" and f'"{_KEY}"' in value:
             return True
+        if option.split(".")[:2] == ["--additional-config", _KEY]:
+            return True
         if option == "--worker-cls" and value == _WORKER:
+            return True
+        if option == "--config" and _file_enables(value):
+            return True
+    return False
+
+
+def _file_enables(path: str) -> bool:
+    """Return whether a YAML file of vLLM's options names midstream in those that can enable it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, ValueError):
+        return False  # vLLM says what is wrong with it
+    option = ""
+    for line in lines:
+        if line and line[0] not in " \t#-}]":
+            option = line.partition(":")[0].strip("\"' ").replace("_", "-")
+        named = option == "worker-cls" and _WORKER in line
+        if named or (option.split(".")[0] == "additional-config" and _KEY in line):
             return True
     return False
 

@@ -75,6 +75,10 @@ def fewer(self, request_id):
     """Takes too little."""
 
 
+def by_name(self, request_id, *, prompt, params):
+    """Takes by name what it took by position."""
+
+
 def more(self, request_id, prompt, params, something_new=None, *, newer=None):
     """Takes more."""
 
@@ -84,6 +88,10 @@ def more(self, request_id, prompt, params, something_new=None, *, newer=None):
     [
         (changed, r"takes (request, prompt, params), expected (request_id, prompt, params, …)"),
         (fewer, r"takes (request_id), expected (request_id, prompt, params, …)"),
+        (
+            by_name,
+            r"takes (request_id, *, prompt, params), expected (request_id, prompt, params, …)",
+        ),
         (None, r"is missing (plans are validated and resolved)"),
         (3, r"is missing (plans are validated and resolved)"),
     ],
@@ -149,17 +157,32 @@ class Holder(Base):
     def __init__(self):
         self.made = []
 
+        self.first, self.second = 1, 2
+
+    def hand_over(self, other):
+        other.given_away = self.given
+        self.given.deeper = [lambda: self.given]
+
+    def keep(self):
+        self.captured = 1
+        return lambda: self
+
     @property
     def worked_out(self):
         return None
 
 
-@pytest.mark.parametrize("name", ["inherited", "late", "declared", "given", "made", "worked_out"])
+NAMES = (
+    "inherited", "late", "declared", "given", "made", "first", "second", "captured", "worked_out",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_class_has_what_it_declares_and_what_its_methods_set(name):
     assert seams._has(Holder, name)
 
 
-@pytest.mark.parametrize("name", ["elsewhere", "Made", "append", "nothing"])
+@pytest.mark.parametrize("name", ["elsewhere", "Made", "append", "nothing", "given_away", "deeper"])
 def test_what_a_class_only_reads_it_does_not_have(name):
     assert not seams._has(Holder, name)
 

@@ -119,6 +119,10 @@ def seam(name: str, *parameters: str, named: tuple[str, ...] = ()) -> Seam:
         (seam("Engine.inherited", "a"), None),
         (seam("other", "x", "y"), None),
         (seam("Engine.__init__", "settings"), "takes (config, log), expected (settings, …)"),
+        (
+            seam("Engine.__init__", "config", "log"),
+            "takes (config, *, log), expected (config, log, …)",
+        ),
         (seam("Engine.__init__", named=("log", "color")), "takes no color"),
         (seam("Engine.inherited", "a", "b", "c"), "takes (a, b), expected (a, b, c, …)"),
         (seam("Engine.stop"), "is missing"),

@@ -13,6 +13,8 @@ import json
 import os
 import pkgutil
 import sys
+import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -120,6 +122,17 @@ def engine_args(
     return scenario
 
 
+# Files of vLLM's options, which end with this process.
+FILES = tempfile.TemporaryDirectory()
+
+
+def options(text: str) -> str:
+    """The path of a file of vLLM's options."""
+    path = Path(FILES.name) / f"{uuid.uuid4().hex}.yaml"
+    path.write_text(text)
+    return str(path)
+
+
 class Stop(Exception):
     """The plugins were loaded, and the engine needs no more of its start."""
 
@@ -211,6 +224,18 @@ def main() -> None:
         "args, on the command line in one word": engine_args(
             command_line=(f"{OPTION.replace('-', '_')}={json.dumps(ENABLED)}",)
         ),
+        "args, on the command line by its parts": engine_args(
+            command_line=(f"{OPTION}.midstream.layers", "[1]")
+        ),
+        "args, in a file of options": engine_args(
+            command_line=("--config", options("additional-config:\n  midstream: {}\n"))
+        ),
+        "args, in a file of options as JSON": engine_args(
+            command_line=("--config", options("additional_config: '{\"midstream\": {}}'\n"))
+        ),
+        "args, a worker class in a file of options": engine_args(
+            command_line=("--config", options(f"port: 1\nworker-cls: {WORKER}\n"))
+        ),
         "args, a worker class": engine_args(worker_class=WORKER),
         "args, a worker class on the command line": engine_args(
             command_line=("--worker-cls", WORKER)
@@ -226,6 +251,18 @@ def main() -> None:
         "args, empty in the environment": engine_args(environment=""),
         "args, of others on the command line": engine_args(
             command_line=("--model", "midstream", OPTION, '{"other": 1}')
+        ),
+        "args, of others on the command line by its parts": engine_args(
+            command_line=(f"{OPTION}.other.midstream", "1")
+        ),
+        "args, of others in a file of options": engine_args(
+            command_line=(
+                "--config",
+                options("additional-config:\n  other: 1\n# as for\nmodel: midstream\n"),
+            )
+        ),
+        "args, a file of options that is missing": engine_args(
+            command_line=("--config", "/missing/midstream.yaml")
         ),
         "args, another worker class": engine_args(worker_class="somebody.CaptureWorker"),
         "core, plain": engine_core({}),

@@ -57,6 +57,12 @@ class ModelFiles:
                 f"{name} was loaded with hf_overrides, which transformers does not know; save the "
                 "changed configuration, and load that folder"
             )
+        if config.hf_config_path not in (None, config.model):
+            raise UnsupportedError(
+                f"{name} was loaded with the configuration in hf_config_path="
+                f"{config.hf_config_path!r}; save it in the model's folder, as transformers reads "
+                "that one"
+            )
         return ModelFiles(name, config.revision, bool(config.trust_remote_code))
 
     @property

@@ -49,11 +49,13 @@ class PromptReader:
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, Mapping):
-            known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name)]
-            if not known or not set(prompt) <= {"prompt_token_ids", "prompt"}:
-                raise SpecError("", f"{_FORMS}, got a dict with the fields {sorted(prompt)}")
+            given = {name: as_list(prompt.get(name)) for name in ("prompt_token_ids", "prompt")}
+            known = [name for name, value in given.items() if not _is_empty(value)]
+            if not known or not set(prompt) <= set(given):
+                names = sorted(map(str, prompt))
+                raise SpecError("", f"{_FORMS}, got a dict with the fields {names}")
             with at(known[0]):
-                return self._ids(prompt[known[0]])
+                return self._ids(given[known[0]])
         if isinstance(prompt, str):
             return list(self._need("a text")(prompt)["input_ids"])
         prompt = as_list(prompt)
@@ -122,3 +124,7 @@ class PromptReader:
             for start, stop in where.final(len(ids), ids)
             for position in range(start, stop)
         ]
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (hasattr(value, "__len__") and not len(value))

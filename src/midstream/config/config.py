@@ -368,7 +368,10 @@ def _reconstruct(value: object) -> dict[str, int]:
                 f"{path}: expected places such as resid_post:12, of {', '.join(SITES)}, and a "
                 f"layer from 0, got {place!r}"
             )
-        found[f"{name}:{int(layer)}"] = read_count(f"{path}.{place}", features)
+        key = f"{name}:{int(layer)}"
+        if key in found:
+            raise ConfigError(f"{path}: {key} is listed twice, the second time as {place!r}")
+        found[key] = read_count(f"{path}.{place}", features)
     return found
 
 

@@ -120,8 +120,13 @@ def _plain(name: object, settings: object) -> dict[str, Any]:
     elif hasattr(settings, "write"):
         settings = {"instance": settings}
     settings = check_mapping(f"{_PATH}.{name}", settings, "a dict of settings")
-    if not isinstance(settings.get("instance", ""), str):
+    if hasattr(settings.get("instance"), "write"):
         settings = {**settings, "instance": _token(settings["instance"])}
+    elif not isinstance(settings.get("instance", ""), str):
+        raise ConfigError(
+            f"{_PATH}.{name}.instance: expected a sink, which has a method `write`, got "
+            f"{settings['instance']!r}"
+        )
     try:
         found: dict[str, Any] = json.loads(json.dumps(dict(settings), default=_from_value))
     except (TypeError, ValueError) as error:
@@ -161,15 +166,17 @@ def _read(name: str, settings: Mapping[str, Any]) -> SinkSettings:
     if name == MEMORY and own:
         raise ConfigError(f"{_PATH}.{name}: the only setting is `capture`, got {sorted(own)}")
     class_path, token = own.pop("class", ""), own.pop("instance", "")
-    if class_path and not (isinstance(class_path, str) and _CLASS_PATH.fullmatch(class_path)):
+    if "class" in settings and not (
+        isinstance(class_path, str) and _CLASS_PATH.fullmatch(class_path)
+    ):
         raise ConfigError(
             f"{_PATH}.{name}.class: expected `package.module:Class`, got {class_path!r}"
         )
-    if token and (own or class_path):
+    if "instance" in settings and (own or class_path):
         raise ConfigError(
             f"{_PATH}.{name}.instance: a sink that exists takes no {', '.join(own) or 'class'}"
         )
-    if token and token not in _INSTANCES:
+    if "instance" in settings and token not in _INSTANCES:
         raise ConfigError(
             f"{_PATH}.{name}.instance: expected a sink that was made in this process, got {token!r}"
         )

@@ -67,17 +67,29 @@ def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Pat
     requests = _by_request(selection)
     several = _with_several([(shard, request) for shard, request, _ in requests])
     places = [_place(Path(folder), shard, request, several) for shard, request, _ in requests]
-    seen: set[Path] = set()
+    seen: dict[Path, tuple[str, str, int]] = {}
     for place, (shard, request, _) in zip(places, requests, strict=True):
         name = show(shard.lines[request].request)
         if os.path.lexists(place):
             raise StoreError(f"request {name}: {place} exists already")
-        if place in seen:
+        line = shard.lines[request]
+        own = line.tag, line.request, line.child
+        owner = seen.get(place)
+        if owner == own:
             raise StoreError(
                 f"request {name}: stored more than once; remove duplicates with `prune`"
             )
-        seen.add(place)
-    for place, (shard, request, parts) in zip(places, requests, strict=True):
+        if owner is not None:
+            raise StoreError(
+                f"request {name}: {place} is the folder of completion {owner[2]} of request "
+                f"{show(owner[1])} too; export them to two folders, selected by `tag`"
+            )
+        seen[place] = own
+    # A request may have the name of another one's tag: its folder, which has that one's in it, must
+    # be there first.
+    for place, (shard, request, parts) in sorted(
+        zip(places, requests, strict=True), key=lambda each: len(each[0].parts)
+    ):
         place.parent.mkdir(parents=True, exist_ok=True)
         unfinished = place.parent / f".{uuid.uuid4().hex}.part"
         unfinished.mkdir()

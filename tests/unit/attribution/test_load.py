@@ -120,7 +120,7 @@ def engine(**changes: Any) -> Any:
     """What `ModelFiles` reads of an engine."""
     model = {
         "model": "some/model", "quantization": None, "hf_overrides": {}, "revision": "abc",
-        "trust_remote_code": False,
+        "trust_remote_code": False, "hf_config_path": None,
     }  # fmt: skip
     load = SimpleNamespace(load_format=changes.pop("load_format", "auto"))
     config = SimpleNamespace(model_config=SimpleNamespace(**{**model, **changes}), load_config=load)
@@ -129,6 +129,8 @@ def engine(**changes: Any) -> Any:
 
 def test_the_files_of_an_engine_are_those_that_it_loaded():
     assert ModelFiles.of(engine()) == ModelFiles("some/model", "abc", False)
+    same = engine(hf_config_path="some/model")
+    assert ModelFiles.of(same) == ModelFiles("some/model", "abc", False)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,10 @@ def test_the_files_of_an_engine_are_those_that_it_loaded():
         ({"load_format": "dummy"}, "some/model were loaded with load_format='dummy'"),
         ({"load_format": "gguf"}, "load_format='gguf'"),
         ({"hf_overrides": {"rope_theta": 1}}, "some/model was loaded with hf_overrides"),
+        (
+            {"hf_config_path": "other"},
+            "some/model was loaded with the configuration in hf_config_path='other'",
+        ),
     ],
 )
 def test_engines_with_other_weights_than_their_files_are_refused(changes, message):

@@ -281,6 +281,11 @@ def test_places_of_reconstructions_have_canonical_names():
         ({"resid_post:-1": 3}, "a layer from 0, got 'resid_post:-1'"),
         ({3: 3}, "got 3"),
         ({"resid_post:3": 0}, "reconstruct.resid_post:3: expected at least 1"),
+        (
+            {"resid_post:3": 64, "post_block:3": 8},
+            "resid_post:3 is listed twice, .* 'post_bl",
+        ),
+        ({"resid_post:3": 8, "resid_post:03": 64}, "resid_post:3 is listed twice"),
     ],
 )
 def test_places_that_are_none_are_refused_by_name(value, message):

@@ -181,3 +181,22 @@ def test_positions_and_tokens_of_taps_that_were_captured_apart_are_each_one_s(tm
             assert found["positions"].tolist() == positions
             assert found["token_ids"].tolist() == [10 * one + 1 for one in positions]
             assert torch.from_numpy(found["rows"]).shape == (len(positions), 8)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_request_may_have_the_name_of_another_ones_tag(turned, tmp_path):
+    entries = [entry("t", rows=2), entry("x", rows=3, tag="t")]
+    folders = exported(tmp_path, entries[::-1] if turned else entries)
+    assert sorted(folders) == [tmp_path / "out" / "t", tmp_path / "out" / "t" / "x"]
+    assert [manifest(folder)["name"] for folder in sorted(folders)] == ["t", "x"]
+    names = ["manifest.json", "resid_post.0.npz", "resid_post.3.npz", "resid_pre.0.npz"]
+    assert sorted(path.name for path in (tmp_path / "out" / "t").iterdir()) == [*names, "x"]
+
+
+def test_a_completion_in_the_folder_of_another_request_is_named(tmp_path):
+    entries = [entry("t", child=1), entry("1", tag="t")]
+    with pytest.raises(
+        StoreError, match=r"'1': .+/t/1 is the folder of completion 1 of request 't'"
+    ):
+        exported(tmp_path, entries)
+    assert not (tmp_path / "out").exists()

@@ -106,6 +106,9 @@ def find(entering: Tensor, leaving: Tensor, calls: list[ModuleCall]) -> Places:
         for first in calls:
             if first.given is None or _same(first.given, entering):
                 continue
+            after = [call for call in calls if call.left > first.entered]
+            if _branch(leaving - entering, leaving, after) is not None:
+                continue  # what comes later is added to the layer's input, not to this sum
             before = [call for call in calls if call.left < first.entered]
             added = first.given - entering
             if scaled and _scaled(added, first.given, before) is not None:

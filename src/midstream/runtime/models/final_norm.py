@@ -115,6 +115,13 @@ def _changed(forward: ast.FunctionDef) -> str | None:
             calls = [one for one in ast.walk(node) if _is_own_call(one)]
             if names & values or calls:
                 return ast.unparse(node)
+        if isinstance(node, ast.AugAssign) and getattr(node.target, "id", "") in values:
+            return ast.unparse(node)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            on = getattr(function.value, "id", "") if isinstance(function, ast.Attribute) else ""
+            if on in values and ast.unparse(function).endswith("_"):
+                return ast.unparse(node)
     return None
 
 

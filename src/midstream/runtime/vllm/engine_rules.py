@@ -213,4 +213,10 @@ def _offloads_without_uva(vllm_config: Any) -> bool:
     offload = getattr(vllm_config, "offload_config", None)
     uva = getattr(offload, "uva", None)
     gigabytes = getattr(uva, "cpu_offload_gb", 0) or 0
-    return bool(gigabytes) and bool(getattr(envs, "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", False))
+    if not gigabytes:
+        return False
+    if getattr(envs, "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", False):
+        return True
+    from vllm.utils.platform_utils import is_uva_available
+
+    return not is_uva_available()  # as where memory cannot be pinned, under WSL

@@ -64,6 +64,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields("vllm.config", "OffloadConfig", ("uva",), _SETTINGS),
     Fields("vllm.config", "UVAOffloadConfig", ("cpu_offload_gb",), _SETTINGS),
     Fields("vllm.envs", "", ("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA",), _SETTINGS),
+    Fields("vllm.utils.platform_utils", "", ("is_uva_available",), _SETTINGS),
     Fields(
         "vllm.config",
         "CompilationConfig",

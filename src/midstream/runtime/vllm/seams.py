@@ -131,8 +131,12 @@ def _function_problems(seam: Seam) -> list[str]:
 def _problems(function: Any, seam: Seam, name: str) -> list[str]:
     if not callable(function):
         return [f"{name} is missing ({seam.why})"]
-    found = [one for one in inspect.signature(function).parameters if one not in ("self", "cls")]
+    given = inspect.signature(function).parameters.values()
+    found = [one.name for one in given if one.name not in ("self", "cls")]
     wanted = list(seam.parameters)
+    by_name = [one.name for one in given if one.kind is one.KEYWORD_ONLY and one.name in wanted]
+    if by_name and found[: len(wanted)] == wanted:
+        found.insert(found.index(by_name[0]), "*")
     if found[: len(wanted)] != wanted:
         return [f"{name} takes ({', '.join(found)}), expected ({', '.join(wanted)}, …)"]
     lacking = [one for one in seam.named if one not in found]
@@ -169,8 +173,18 @@ def _has(owner: Any, name: str) -> bool:
 
 
 def _stores(code: Any, name: str) -> bool:
-    steps = dis.get_instructions(code)
-    return any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
+    """Return whether a method sets an attribute of the object that it is a method of."""
+    own = code.co_varnames[:1]
+    loaded: Any = None
+    for step in dis.get_instructions(code):
+        if step.opname == "STORE_ATTR" and step.argval == name and loaded in own:
+            return True
+        if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+            # Python 3.13 loads two variables at once.
+            loaded = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+        elif step.opname != "EXTENDED_ARG":
+            loaded = None
+    return False
 
 
 def _reach(root: Any, path: str) -> Any:

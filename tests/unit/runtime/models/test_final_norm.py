@@ -59,6 +59,20 @@ class AtOnce(Model):
         return self.model(input_ids) * self.scale_width
 
 
+class InPlace(Model):
+    def forward(self, input_ids: Any) -> Any:
+        output = self.model(input_ids)
+        output /= self.scale_width
+        return output
+
+
+class ByMethod(Model):
+    def forward(self, input_ids: Any) -> Any:
+        output = self.model(input_ids)
+        output.div_(self.scale_width)
+        return output
+
+
 def test_it_is_the_one_that_the_trunk_ends_with() -> None:
     model = Model()
     assert find_final_norm(model) is model.model.norm
@@ -69,6 +83,8 @@ def test_it_is_the_one_that_the_trunk_ends_with() -> None:
     [
         (MiniCPM(), "MiniCPM gives its head output / self.scale_width, not the output of its norm"),
         (AtOnce(), r"gives its head self.model\(input_ids\) \* self.scale_width"),
+        (InPlace(), "InPlace gives its head output /= self.scale_width, not"),
+        (ByMethod(), r"ByMethod gives its head output.div_\(self.scale_width\), not"),
         (Model(NormOfBoth()), "NormOfBoth needs more than the stream"),
         (Model(nn.Identity()), "what it returns is not the output of one norm"),
     ],

@@ -85,6 +85,9 @@ def envs(monkeypatch):
     package = SimpleNamespace(envs=found, __path__=[])
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.envs", found)
+    monkeypatch.setitem(sys.modules, "vllm.utils", SimpleNamespace(__path__=[]))
+    platform = SimpleNamespace(is_uva_available=lambda: True)
+    monkeypatch.setitem(sys.modules, "vllm.utils.platform_utils", platform)
     return found
 
 
@@ -178,6 +181,14 @@ def test_offloading_is_fine_where_uva_is_on(envs):
     check_settings(config(offload_config__uva__cpu_offload_gb=4))
     del envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
     check_settings(config(offload_config__uva__cpu_offload_gb=4))
+
+
+def test_offloading_is_refused_on_a_machine_without_uva(envs):
+    envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA = False
+    sys.modules["vllm.utils.platform_utils"].is_uva_available = lambda: False
+    check_settings(config())
+    with pytest.raises(UnsupportedError, match="cpu_offload_gb .*run its tap twice"):
+        check_settings(config(offload_config__uva__cpu_offload_gb=4))
 
 
 @pytest.mark.parametrize("value", [None, {}, {"decode_backend": "default"}, object()])

@@ -74,6 +74,26 @@ def test_the_sites_are_found_where_their_names_say_they_are(config, places, tmp_
     assert [layer.found for layer in found.places] == [places] * len(found.layers)
 
 
+SMALL = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+ZAMBA2 = hf.Zamba2Config(
+    **SMALL, hybrid_layer_ids=[1], layers_block_type=["mamba", "hybrid"], num_mem_blocks=1,
+    mamba_headdim=8, mamba_ngroups=1,
+)  # fmt: skip
+
+
+def test_a_sum_that_only_a_branch_reads_is_no_stream(tmp_path):
+    # The shared transformer's output is added to Mamba's input, and not to the stream.
+    hf.AutoModelForCausalLM.from_config(ZAMBA2).save_pretrained(tmp_path)
+    found = Reference(tmp_path)
+    found.find_sites(TOKENS)
+    assert found.places[1].found["attn_out"] == SitePlace("mamba_decoder.mamba")
+    for site in ("resid_mid", "mlp_in", "mlp_out"):
+        assert found.missing((site, 1)), site
+
+
 @pytest.mark.parametrize(
     "config",
     [hf.LlamaConfig(), hf.Gemma2Config(), hf.GPT2Config(), hf.OPTConfig(word_embed_proj_dim=768)],
