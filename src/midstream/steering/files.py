@@ -46,7 +46,9 @@ _MAX_PREAMBLE = 12  # bytes of an .npy file before its header: magic, version an
 _MAX_HEADER = 10_000  # numpy's own default
 _MAX_DIMENSIONS = 32
 
-# What zipfile raises for damage, encryption and unsupported compression methods.
+# Libraries add more methods to zipfile, for the whole process, with exceptions of their own.
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+# What zipfile raises for damage and encryption.
 _DAMAGE: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 with suppress(ImportError):  # a Python without it reads no such files
     import lzma
@@ -232,6 +234,10 @@ def _read_npz(name: str) -> dict[str, Vector]:
             _check_keys(list(members))
             found = {}
             for key, info in members.items():
+                if info.compress_type not in _METHODS:
+                    raise SpecError(
+                        "", f"{key}: compression method {info.compress_type} is not supported"
+                    )
                 with archive.open(info) as file, _tensor(key):
                     found[key] = Vector.parse(_read_npy(file))
             return found

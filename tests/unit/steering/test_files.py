@@ -336,6 +336,16 @@ def test_damage_is_a_spec_error_or_reads(tmp_path, ending, data):
         read_file(path)
 
 
+def test_other_compression_methods_are_refused_whatever_libraries_added_to_zipfile(tmp_path):
+    path = tmp_path / "v.npz"
+    np.savez(path, **{"1": np.ones(8)})
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\x01\x02") + 10] = 93  # Zstandard
+    path.write_bytes(data)
+    with pytest.raises(SpecError, match="1: compression method 93 is not supported"):
+        read_file(path)
+
+
 def test_damage_of_any_compression_is_a_spec_error(tmp_path):
     array = io.BytesIO()
     np.save(array, np.ones(8))
