@@ -174,7 +174,10 @@ def test_a_model_without_a_server_starts_its_own(talking_llama: Path, tmp_path: 
         **serving.ENGINE,
     )
     task = Task(dataset=[Sample(input=each) for each in QUESTIONS])
-    [log] = eval(task, model=model, log_dir=str(tmp_path), display="none")
+    try:
+        [log] = eval(task, model=model, log_dir=str(tmp_path), display="none")
+    finally:
+        model.api.close()  # or its server would outlive the tests
     assert log.status == "success", log.error
     assert log.samples is not None
     for sample in log.samples:
