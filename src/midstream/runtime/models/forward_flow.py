@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from midstream.errors import UnsupportedError
 
@@ -19,8 +19,7 @@ VIEWS = frozenset(
     ("view", "reshape", "contiguous", "flatten", "unflatten", "view_as", "squeeze", "unsqueeze")
 )
 # What changes each number by itself, or its dtype.
-_CASTS = frozenset(("to", "float", "type_as"))
-_BY_NUMBER = _CASTS | frozenset(("clamp", "clamp_", "mul_", "sigmoid"))
+_BY_NUMBER = frozenset(("to", "float", "type_as", "clamp", "clamp_", "mul_", "sigmoid"))
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 # What is said about a tensor without reading it.
 _ABOUT = frozenset(("shape", "dtype", "device", "size", "dim", "numel", "ndim"))
@@ -53,14 +52,12 @@ class Trace:
     Attributes:
         part: the part.
         changed: whether the numbers may differ from the part's.
-        computed: whether arithmetic has changed them, such as a factor or a sum.
         through: what it went through since: paths of modules, and `name()` of other functions.
     """
 
     part: OutputPart
     changed: bool = False
     through: frozenset[str] = frozenset()
-    computed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +66,9 @@ class Value:
 
     Attributes:
         traces: how each of its parts reached it; none for anything that no matrix returned.
-        viewed: whether its last dimension may be another one than that of its parts.
     """
 
     traces: frozenset[Trace] = frozenset()
-    viewed: bool = field(default=False, compare=False)
 
     @property
     def parts(self) -> frozenset[OutputPart]:
@@ -85,28 +80,19 @@ class Value:
         """Return all that any of its parts went through."""
         return frozenset().union(*(trace.through for trace in self.traces))
 
-    @property
-    def computed(self) -> bool:
-        """Whether arithmetic has changed any of its parts."""
-        return any(trace.computed for trace in self.traces)
-
     def of(self, path: str) -> Value:
         """Return the value of the parts of one module alone."""
-        found = frozenset(trace for trace in self.traces if trace.part.path == path)
-        return replace(self, traces=found)
+        return Value(frozenset(trace for trace in self.traces if trace.part.path == path))
 
     def joined(self, *others: Value) -> Value:
         """Return a value made of this one and the others."""
-        viewed = self.viewed or any(one.viewed for one in others)
-        return Value(self.traces.union(*(one.traces for one in others)), viewed)
+        return Value(self.traces.union(*(one.traces for one in others)))
 
-    def after(self, *through: str, computed: bool = False) -> Value:
-        """Return this value after functions, or arithmetic, that changed its numbers."""
-        found = frozenset(
-            Trace(one.part, True, one.through.union(through), one.computed or computed)
-            for one in self.traces
+    def after(self, *through: str) -> Value:
+        """Return this value after functions that changed its numbers."""
+        return Value(
+            frozenset(Trace(one.part, True, one.through.union(through)) for one in self.traces)
         )
-        return replace(self, traces=found)
 
 
 NOTHING = Value()
@@ -141,22 +127,16 @@ class Flow:
         calls: the calls, in the order of the source.
         bypassed: modules that are used otherwise than by a call: given to a function, or their
             weights or methods are used.
-        functions: by the name of each other function that is called, what it is given.
+        functions: names of the other functions that are called.
     """
 
     calls: list[FlowCall] = field(default_factory=list)
     bypassed: set[str] = field(default_factory=set)
-    functions: dict[str, list[Value]] = field(default_factory=dict)
+    functions: set[str] = field(default_factory=set)
 
     def of(self, path: str) -> list[FlowCall]:
         """Return the calls of a module."""
         return [call for call in self.calls if call.path == path]
-
-    def read_by(self, name: str) -> list[Value]:
-        """Return what a module is called with first, or what a function, `name()`, is given."""
-        if name.endswith("()"):
-            return self.functions.get(name.removesuffix("()"), [])
-        return [value for call in self.of(name) for value in call.args[:1] if value is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +232,8 @@ class _Reader:
             if item.value is not None:
                 self._assign(item.target, item.value, env)
         elif isinstance(item, ast.AugAssign):
-            value = self._value(item.value, env).joined(self._value(item.target, env))
-            self._store(item.target, value.after(computed=True), env)
+            value = self._value(item.value, env).joined(self._value(item.target, env)).after()
+            self._store(item.target, value, env)
         elif isinstance(item, ast.Expr):
             self._effect(item.value, env)
         elif not isinstance(item, ast.Assert | ast.Delete | ast.Pass | ast.Import | ast.ImportFrom):
@@ -269,8 +249,8 @@ class _Reader:
                 given.append(node.func.value)
             for part in given:
                 if isinstance(part, ast.Name) and part.id in env:
-                    through = () if name in _BY_NUMBER else (f"{name}()",)
-                    env[part.id] = env[part.id].after(*through, computed=name not in _CASTS)
+                    by_number = name in _BY_NUMBER
+                    env[part.id] = env[part.id].after(*(() if by_number else (f"{name}()",)))
 
     def _assign(self, target: ast.expr, value: ast.expr, env: _Env) -> None:
         if not isinstance(target, ast.Tuple | ast.List):
@@ -314,12 +294,13 @@ class _Reader:
         tensor, sizes = split
         whole = self._value(tensor, env)
         parts = list(whole.parts)
-        if len(parts) != 1 or parts[0].index is not None or whole.viewed:
+        if len(parts) != 1 or parts[0].index is not None:
             return []
         return [
             Value(
                 frozenset(
-                    replace(one, part=OutputPart(parts[0].path, i, sizes)) for one in whole.traces
+                    Trace(OutputPart(parts[0].path, i, sizes), one.changed, one.through)
+                    for one in whole.traces
                 )
             )
             for i in range(count)
@@ -363,7 +344,7 @@ class _Reader:
             return joined
         if isinstance(node, ast.BinOp) and not isinstance(node.op, _ARITHMETIC):
             return joined.after("operator()")  # a matrix product
-        return joined.after(computed=isinstance(node, ast.BinOp | ast.UnaryOp))
+        return joined.after()
 
     def _attribute(self, node: ast.Attribute, env: _Env) -> Value:
         path = path_of(node)
@@ -401,12 +382,12 @@ class _Reader:
             if of.parts and name in _ABOUT:
                 return NOTHING
             if of.parts and name in VIEWS:
-                return of if name == "contiguous" else replace(of, viewed=True)
+                return of
             if of.parts and name in _BY_NUMBER:
-                return of.joined(given).after(computed=name not in _CASTS)
+                return of.joined(given).after()
             if path_of(node.func):
                 self._attribute(node.func, env)
-        self.flow.functions.setdefault(name, []).append(of.joined(given))
+        self.flow.functions.add(name)
         # What is handed to a function is a module of the forward's own: it went through that too.
         modules = [path_of(one) for one in node.args]
         inner = [one for one in modules if one and self._names.kind(one) == "module"]

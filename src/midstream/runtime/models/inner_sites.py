@@ -405,8 +405,6 @@ def _halves(
         return dict.fromkeys(both, Lack(UNPROVEN))
     if _adds_bias_outside(up):
         return dict.fromkeys(both, Lack(BIAS))
-    if any(read.computed for name in value.through for read in flow.read_by(name)):
-        return dict.fromkeys(both, Lack(UNPROVEN))
     width = down.input_size_per_partition
     path = _joined(owner_path, parts[0].path)
     activation = functions[0]
@@ -457,8 +455,7 @@ def _router_site(
         if "sequence_parallel_chunk" in flow.functions:
             return {"router": Lack(SPLIT)}
         (part,) = value.parts
-        is_other = part.index is not None or value.through or value.computed
-        if is_other or part.path in flow.bypassed:
+        if part.index is not None or value.through or part.path in flow.bypassed:
             return {"router": Lack(UNPROVEN)}
         gate_path = _joined(owner_path, part.path)
     gate: Any = forward_source.linear_at(layer, gate_path, types)
