@@ -235,8 +235,11 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
         if template.get("chat_template") is None:
             template["chat_template"] = getattr(self, "chat_template", None)
 
-        def call_plan(nth: int, plan: Plan) -> Plan | CallPlan:
-            return CallPlan(plan, talks[nth], template) if plan.needs_prompt else plan
+        is_read = self._front_end.reads_prompts
+
+        def call_plan(nth: int, plan: Plan | None) -> Plan | CallPlan | None:
+            is_read_here = is_read or (plan is not None and plan.needs_prompt)
+            return CallPlan(plan, talks[nth], template) if is_read_here else plan
 
         call = self._call(arguments, talks)
         params = call.with_plans(sampling_params, call_plan)
