@@ -31,7 +31,7 @@ from midstream.runtime.frontend.request.budget import (
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan, other_args
 from midstream.runtime.frontend.request.plan_changes import PlanChanges
-from midstream.runtime.frontend.request.plan_resolver import PlanResolver, read_prompts
+from midstream.runtime.frontend.request.plan_resolver import PlanResolver
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.readouts import Registries
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
@@ -115,11 +115,6 @@ class BaseFrontEnd:
         is_for_all = bool(self.steering.plan_edits()) or bool(self.captures)
         # Pooling requests have an output_kind as well, but no tokens to generate.
         return is_for_all and hasattr(params, "max_tokens")
-
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether server-wide edits or captures depend on more of a prompt than its length."""
-        return read_prompts(self.steering.plan_edits(), self.captures.current)
 
     def _forget_weights(self) -> None:
         """Forget what was made of registered weights: a name has changed its meaning."""
