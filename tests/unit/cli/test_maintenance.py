@@ -107,6 +107,14 @@ def test_inspect_shows_one_request(acts):
     assert "no request 'z'" in run_json("inspect", "acts", "--request", "z", status=2)["error"]
 
 
+def test_inspect_draws_the_request_that_is_shown(acts):
+    pytest.importorskip("matplotlib")
+    run("inspect", "acts", "--request", "b", "--plot", "norms.svg")
+    assert "15 rows of request b" in Path("norms.svg").read_text()
+    said = run_json("inspect", "acts", "--request", "z", "--plot", "z.svg", status=2)["error"]
+    assert "no request 'z'" in said
+
+
 def test_inspect_shows_every_completion_and_every_double_of_a_request(acts):
     write("acts", [entry("b"), entry("b", child=1)])
     found = run_json("inspect", "acts", "--request", "b")
