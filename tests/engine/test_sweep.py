@@ -341,6 +341,8 @@ def test_rows_of_an_output_are_those_of_its_prompt(llm: Any) -> None:
     assert found.clean == pytest.approx(wanted.clean, abs=TOLERANCE)
     bare = llm.sweep(CORRUPT, output.activations, LogitDiff(A, B), **asked)
     assert bare.clean is None
+    with pytest.raises(SpecError, match="end of the source prompt"):
+        llm.sweep(CORRUPT, output.activations, LogitDiff(A, B), align="suffix", **asked)
     share = (bare.values - bare.corrupt) / (wanted.clean - wanted.corrupt)
     assert np.abs(share - wanted.values).max() < TOLERANCE
 
@@ -396,6 +398,10 @@ def test_a_text_finds_its_positions(llm: Any) -> None:
         ("heads", {"sites": "z", "heads": [2]}),
         ("mask", {"mask": [64]}),
         ("mask", {"mask": [0.5, 0.5]}),
+        ("mask", {"mask": torch.tensor([True, False])}),
+        ("mask", {"sites": "z", "heads": 0, "mask": torch.arange(64) < 3}),
+        ("metric", {"metric": LogProb(100_000)}),
+        ("source[1]", {"source": [3, -4]}),
         ("metric.logprob", {"metric": LogProb(" Paris and more")}),
         ("metric", {"source": 0, "metric": Recovered(LogProb(A))}),
         ("metric", {"source": CORRUPT, "metric": Recovered(LogProb(A))}),

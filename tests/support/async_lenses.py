@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 import torch
 
-from midstream import SAE, BusyError, Capture, Features, JacobianLens, Lens, SpecError, Steer
+from midstream import (
+    SAE,
+    BusyError,
+    Capture,
+    Controller,
+    Features,
+    JacobianLens,
+    Lens,
+    Probe,
+    SamplingParams,
+    SpecError,
+    Steer,
+)
 
 
 async def stream_of_lenses(llm: Any, prompt: Any, sampling: Any) -> list[Any]:
@@ -57,10 +70,37 @@ async def check_directions(llm: Any, prompt: Any, sampling: Any) -> None:
             last = output
         rows.append(last.activations["resid_post", 1])
     torch.testing.assert_close(rows[0], rows[1])
+    await check_directions_of_changes(llm, prompt)
     with pytest.raises(SpecError, match="there is no token") as caught:
         async for _ in llm.generate(prompt, sampling, "no", edits=Steer(token=10**6, layer=1)):
             pass
     assert caught.value.path == "edits.token"
+
+
+async def check_directions_of_changes(llm: Any, prompt: Any) -> None:
+    """A controller may answer with a token, and a token's edit be scaled after a lens was set."""
+
+    def decide(_seen: Any) -> Any:
+        return {"edits": [Steer(token=9, layer=1, scale=3)]}
+
+    sampling = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
+    probe = Probe(name="p", direction=await llm.lenses.direction(7, 1), layer=0)
+    given = {"edits": Steer(token=7, layer=1), "probes": probe}
+    controller = Controller(decide, mode="async")
+    last: Any = None
+    async for output in llm.generate(prompt, sampling, "chosen", **given, controller=controller):
+        last = output
+        await asyncio.sleep(0.01)
+    assert last.receipt.status == "ok"
+    assert any(one.source == "controller:local" for one in last.receipt.versions)
+    is_scaled = False
+    async for output in llm.generate(prompt, sampling, "scaled", **given):
+        last = output
+        if not is_scaled:
+            llm._front_end.directions.forget()
+            await llm.update("scaled", scale=0.5)
+            is_scaled = True
+    assert [one.scale for one in last.receipt.versions] == [1.0, 0.5]
 
 
 def random_sae(width: int) -> SAE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,36 @@ def test_a_server_without_midstream_fails_the_evaluation(tmp_path: Path, monkeyp
     assert log.status == "error"
     assert log.error is not None
     assert "the server has ignored the plan" in log.error.message
+
+
+@pytest.mark.parametrize(
+    ("given", "body"),
+    [
+        ({"edits": None}, None),
+        ({}, {"midstream": None}),
+        ({"edits": [EDIT]}, {"midstream": {"edits": None}}),
+    ],
+)
+def test_a_call_whose_arguments_ask_for_nothing_has_no_plan(
+    given: dict[str, Any], body: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from inspect_ai.model import ModelOutput
+    from inspect_ai.model._model_call import ModelCall
+    from inspect_ai.model._providers.vllm import VLLMAPI
+
+    sent = []
+
+    async def generate(api: Any, *asked: Any) -> Any:
+        sent.append(api.completion_params(asked[-1], tools=False))
+        answer = {"choices": [{"index": 0, "message": {"content": "plain"}}]}
+        return ModelOutput.from_content("x", "plain"), ModelCall.create({}, answer)
+
+    monkeypatch.setattr(VLLMAPI, "generate", generate)
+    config = GenerateConfig(extra_body=body)
+    url = "http://127.0.0.1:9/v1"
+    model = get_model("midstream/x", base_url=url, memoize=False, config=config, **given)
+    assert asyncio.run(model.generate("hi")).completion == "plain"
+    assert "midstream" not in sent[0].get("extra_body", {})
 
 
 @pytest.mark.nightly

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -31,6 +31,7 @@ from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.plan_resolver import read_prompts
 from midstream.runtime.frontend.request.prompt.inputs import conversations, list_prompts
 from midstream.runtime.frontend.request.prompt.message_spans import template_arguments
 from midstream.runtime.vllm import seams
@@ -234,12 +235,9 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
         # vLLM's default is the template that the engine was created with.
         if template.get("chat_template") is None:
             template["chat_template"] = getattr(self, "chat_template", None)
-
-        def call_plan(nth: int, plan: Plan) -> Plan | CallPlan:
-            return CallPlan(plan, talks[nth], template) if plan.needs_prompt else plan
-
         call = self._call(arguments, talks)
-        params = call.with_plans(sampling_params, call_plan)
+        is_read = read_prompts(self.steering.plan_edits(), self.captures.current)
+        params = call.with_plans(sampling_params, _plans_of_chats(talks, template, is_read))
         return call.run(lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), params)
 
     def beam_search(self, *args: Any, **vllm_args: Any) -> Any:
@@ -292,3 +290,21 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
 
     def _call(self, arguments: CallArguments, prompts: Sequence[Any]) -> OfflineCall:
         return OfflineCall(self, self._front_end, self._default_capture, arguments, prompts)
+
+
+def _plans_of_chats(
+    talks: Sequence[Any], template: Mapping[str, Any], is_read: bool
+) -> Callable[[int, Plan | None], Plan | CallPlan | None]:
+    """Return the function that attaches conversations to the plans that need them.
+
+    Args:
+        talks: the conversations.
+        template: arguments of the chat template.
+        is_read: whether what applies to every request needs them.
+    """
+
+    def attached(nth: int, plan: Plan | None) -> Plan | CallPlan | None:
+        is_needed = is_read or (plan is not None and plan.needs_prompt)
+        return CallPlan(plan, talks[nth], template) if is_needed else plan
+
+    return attached

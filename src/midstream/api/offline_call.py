@@ -59,13 +59,13 @@ class OfflineCall:
     def with_plans(
         self,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        call_plan: Callable[[int, Plan], Plan | CallPlan] = lambda _, plan: plan,
+        call_plan: Callable[[int, Plan | None], Plan | CallPlan | None] = lambda _, plan: plan,
     ) -> list[SamplingParams]:
         """Return a copy of the sampling parameters for each prompt, with its plan attached.
 
         Args:
             sampling_params: for all, or one per prompt; None: the default ones.
-            call_plan: what to attach for a plan, given the index of its prompt.
+            call_plan: what to attach for a plan, or for none, given the index of its prompt.
         """
         arguments, count = self._arguments, len(self._prompts)
         if sampling_params is None:
@@ -89,7 +89,7 @@ class OfflineCall:
                 except SpecError as error:
                     raise arguments.explain(error, nth) from None
             plan = plans[key]
-            attached = None if plan is None else call_plan(nth, plan)
+            attached = call_plan(nth, plan)
             if beside is not None:
                 try:
                     attached = self._controlled(attached, params, beside)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -89,7 +89,9 @@ def prepare(
     shown = request.metric if isinstance(request.metric, Metric) else None
     if shown is not None:
         with at("metric"):
-            request = request.with_metric(shown.with_ids(partial(token_id, engine)))
+            found = shown.with_ids(partial(token_id, engine))
+            _check_tokens(found.tokens, engine.vllm_config.model_config)
+            request = request.with_metric(found)
     target = _prompt_of(engine, "prompt", prompt, template)
     other = None if source is None else _prompt_of(engine, "source", source, template)
     config = engine.vllm_config.model_config
@@ -192,6 +194,15 @@ def _prompt_of(engine: Any, name: str, prompt: Any, template: Mapping[str, Any])
                 "", f"{found.length} tokens, and this engine computes {longest} at most"
             )
         return SweepPrompt(found, token_texts(engine, found))
+
+
+def _check_tokens(tokens: Iterable[Any], config: Any) -> None:
+    count = config.get_vocab_size()
+    for token in tokens:
+        if token >= count:
+            raise SpecError(
+                "", f"there is no token {token}: the model has {count}, 0 to {count - 1}"
+            )
 
 
 def _params_of(metric: Any, given: SamplingParams | None, config: Any) -> SamplingParams:

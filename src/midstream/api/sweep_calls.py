@@ -78,7 +78,8 @@ class OfflineSweeps:
             align: where the lengths of the two prompts differ, "suffix" or "prefix": positions
                 correspond if they are equally far from the end, or from the beginning. Or
                 `{position of the prompt: position of the source}`. Positions without one of the
-                source have no cell: nan.
+                source have no cell: nan. Activations without their output do not say where their
+                prompt ends, so their positions cannot be counted from there.
             alpha: h ← (1 − alpha) · h + alpha · source.
             mask: the components that are patched, those of a head with `heads`: integers are their
                 indices, other numbers a factor of alpha for each component. None: all.

@@ -8,7 +8,6 @@ from typing import Any
 from midstream.api.arguments import EditArgument
 from midstream.results.plan_update import PlanUpdate
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.spec import Plan
 
 
 class Updates:
@@ -67,7 +66,6 @@ class AsyncUpdates:
                 out for it. Its plan is unchanged.
             BusyError: the request waits for capacity, or there is none for another version.
         """
-        await self._fetch_directions(edits)
         found: PlanUpdate = await self._front.changes.update_later(request_id, edits, scale)
         return found
 
@@ -91,14 +89,6 @@ class AsyncUpdates:
         Raises:
             SpecError, BusyError: see `update`. No plan has changed.
         """
-        await self._fetch_directions(edits)
         changes = self._front.changes
         found: list[PlanUpdate | None] = await changes.update_all_later(requests, edits, scale)
         return found
-
-    async def _fetch_directions(self, edits: EditArgument) -> None:
-        """Fetch what edits towards tokens are computed from."""
-        directions = self._front.directions
-        keys = directions.needed(Plan.make(edits=edits))
-        if keys:
-            await directions.fetch(keys)

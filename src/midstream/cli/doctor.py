@@ -24,6 +24,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+# Of --layers, --hidden, --dtype, --seed and --architecture.
+_DEFAULTS = (3, 64, "float32", 0, None)
 
 
 def doctor(
@@ -74,6 +76,12 @@ def doctor(
         raise typer.BadParameter("expected either a MODEL or --env")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if env and (full, layers, hidden, dtype, seed, architecture) != (False, *_DEFAULTS):
+        raise typer.BadParameter("with --env no model is checked; omit the options for one")
+    if full and (layers, hidden, architecture) != (_DEFAULTS[0], _DEFAULTS[1], None):
+        raise typer.BadParameter(
+            "--layers, --hidden and --architecture are of a small copy; omit them with --full"
+        )
     if hidden % 64:
         raise typer.BadParameter(f"--hidden: expected a multiple of 64, got {hidden}")
     _check_writable(output)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from midstream.cli.output import print_json, read_numbers, read_positions, refusals
+from midstream.cli.output import print_json, read_numbers, read_positions, refusals, refuse
 
 KINDS = ("npz", "parquet", "arrow")
 
@@ -57,6 +57,8 @@ def export(
 
         write: Any = {"npz": export_npz, "parquet": export_parquet, "arrow": export_arrow}[to]
         selection = open_store(store).select(**filters)
+        if not len(selection):
+            raise refuse("no rows to export: the selection is empty", as_json)
         written = write(selection, out)
     files = len(written) if isinstance(written, list) else 1
     if as_json:

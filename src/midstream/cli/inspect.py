@@ -32,9 +32,9 @@ def inspect(
         from midstream.store import open_store
 
         opened = open_store(store)
-        if plot:
-            _draw(opened, Path(plot).expanduser())
         plain, table = _request(opened, request) if request else _whole(opened)
+        if plot:
+            _draw(opened, Path(plot).expanduser(), request)
     if as_json:
         print_json(plain)
         return
@@ -65,9 +65,9 @@ def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
     return [plain_request(each) for each in found], render_request(found)
 
 
-def _draw(store: Store, path: Path) -> None:
+def _draw(store: Store, path: Path, request: str) -> None:
     from midstream.tools.inspect.chart import check_supported, draw
     from midstream.tools.inspect.norms import Norms
 
     check_supported(path)  # before rows are read
-    draw(Norms.of(store), path)
+    draw(Norms.of(store, request=request), path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import typer
 
 REFUSED = 2
+_LOGGER = logging.getLogger(__name__)
 
 
 def print_json(value: Any) -> None:
@@ -42,6 +44,26 @@ def refusals(as_json: bool) -> Iterator[None]:
         raise refuse(str(error), as_json) from error
 
 
+@contextmanager
+def failures(verbose: bool) -> Iterator[None]:
+    """Convert what vLLM or a library raises into an EngineError of one line.
+
+    Args:
+        verbose: whether to log the traceback.
+    """
+    from midstream.errors import EngineError, MidstreamError
+
+    try:
+        yield
+    except (MidstreamError, OSError):
+        raise
+    except Exception as error:
+        if verbose:
+            _LOGGER.exception("it failed")
+        text = " ".join(str(error).split())
+        raise EngineError(f"{type(error).__name__}: {text}") from error
+
+
 def read_json_option(name: str, text: str) -> Any:
     """Parse the JSON text of an option.
 
@@ -70,14 +92,17 @@ def read_positions(text: str) -> Any:
     """Parse positions: comma-separated words or numbers, or JSON that `Positions` accepts.
 
     Raises:
-        typer.BadParameter: the text begins with [ or {, but is not valid JSON.
+        typer.BadParameter: the text begins with [ or {, but is not valid JSON; or it is null.
     """
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except ValueError as error:
         if text.lstrip().startswith(("[", "{")):
             raise typer.BadParameter(f"positions: expected JSON: {error}; got {text}") from None
         return [_number_or_word(part.strip()) for part in text.split(",")]
+    if found is None:
+        raise typer.BadParameter("positions: expected words, numbers or JSON of them, got null")
+    return found
 
 
 def _number_or_word(text: str) -> int | str:

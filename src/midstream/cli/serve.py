@@ -19,8 +19,12 @@ from midstream.errors import ConfigError, MissingExtraError
 # vLLM's group of plugin entry points, and the variable that restricts which ones it loads.
 GROUP, PLUGINS = "vllm.general_plugins", "VLLM_PLUGINS"
 ADDITIONAL = "--additional-config"
-# vLLM's option for the number of API server processes.
-COUNT = frozenset({"--api-server-count", "-asc"})
+# vLLM's options that this command looks for: the whole name, the shortest beginning of it that vLLM
+# takes for it, and its short name; "": it has none.
+_CONFIG = (ADDITIONAL, "--ad", "-ac")
+_COUNT = ("--api-server-count", "--api-s", "-asc")
+_REPLICAS = ("--data-parallel-size", "--data-parallel-size", "-dp")
+_HEADLESS = ("--headless", "--head", "")
 CONTEXT = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -143,10 +147,22 @@ def _one_front_end(given: list[str]) -> list[str]:
 
     vLLM starts one per replica by default, and each would have only its part of the capacity.
     """
-    named = {word.partition("=")[0].replace("_", "-") for word in given}
-    has_replicas = named & {"--data-parallel-size", "-dp"}
-    is_explicit = named & {*COUNT, "--headless"}
+    has_replicas = _has(given, _REPLICAS)
+    is_explicit = _has(given, _COUNT) or _has(given, _HEADLESS)
     return ["--api-server-count", "1"] if has_replicas and not is_explicit else []
+
+
+def _has(given: list[str], option: tuple[str, str, str]) -> bool:
+    """Return whether an option is among arguments for vLLM's server."""
+    return any(_means(word.partition("=")[0], option) for word in given)
+
+
+def _means(word: str, option: tuple[str, str, str]) -> bool:
+    """Return whether a word is an option, without its value: its name or a beginning of it."""
+    whole, shortest, short = option
+    name = word.replace("_", "-")
+    is_long = name.startswith(shortest) and whole.startswith(name)
+    return is_long or (bool(short) and name == short)
 
 
 def _server(model: str, given: list[str]) -> list[str]:
@@ -162,7 +178,7 @@ def _server(model: str, given: list[str]) -> list[str]:
     except PackageNotFoundError:
         # vLLM's command needs its package metadata, which CPU builds have under another name; its
         # server module does not, but starts one API server process only.
-        if {word.partition("=")[0].replace("_", "-") for word in given} & COUNT:
+        if _has(given, _COUNT):
             return ["midstream.cli.vllm_serve", "serve", model]
         return ["vllm.entrypoints.openai.api_server", "--model", model]
     return ["vllm.entrypoints.cli.main", "serve", model]
@@ -230,7 +246,7 @@ def _take_additional_config(
 
 def _is_additional(option: str) -> bool:
     """Return whether an option is `--additional-config`, a part of it, or short for it."""
-    return option.replace("_", "-").startswith("--additional")
+    return _means(option.partition(".")[0], _CONFIG)
 
 
 def _check_whole(option: str) -> None:

@@ -15,6 +15,7 @@ import typer
 
 from midstream.cli.capture import ENVIRONMENT, read_layers
 from midstream.cli.output import (
+    failures,
     print_json,
     read_json_option,
     read_numbers,
@@ -143,7 +144,11 @@ def sweep(
             console = Console(stderr=True)
             found = _of_server(url, model, given, request, console)
         else:
-            with defaults(ENVIRONMENT), quiet(verbose=verbose, descriptor=2) as console:
+            with (
+                failures(verbose),
+                defaults(ENVIRONMENT),
+                quiet(verbose=verbose, descriptor=2) as console,
+            ):
                 console.print(f"starting an engine with {model}")
                 settings = {"model": model, "dtype": dtype, **arguments}
                 found = _of_engine(settings, given, request, sae, console.file)
@@ -179,7 +184,9 @@ def read_metric_option(text: str) -> Any:
     if text.startswith("recovered:"):
         return {"recovered": read_metric_option(text.removeprefix("recovered:"))}
     name, *tokens = _PART.findall(text)[: text.count(":") + 1]
-    tokens = [json.loads(one) if one.startswith('"') else one for one in tokens if one]
+    tokens = [
+        read_json_option("--metric", one) if one.startswith('"') else one for one in tokens if one
+    ]
     if _METRICS.get(name) != len(tokens):
         raise typer.BadParameter(
             '--metric: expected logit-diff:" Paris":" Tokyo", logprob:" Paris", kl, or recovered: '
@@ -232,21 +239,25 @@ def _of_engine(
 
 
 def _of_server(url: str, model: str, prompt: Any, request: SweepRequest, console: Console) -> Sweep:
+    import httpx
     from rich.progress import Progress
 
     from midstream.client import Client
 
     given = _arguments_of(request) | ({"model": model} if model else {})
-    with (
-        Client(url, api_key=os.environ.get("VLLM_API_KEY")) as client,
-        Progress(console=console, transient=True) as progress,
-    ):
-        task = progress.add_task("cells", total=None)
+    try:
+        with (
+            Client(url, api_key=os.environ.get("VLLM_API_KEY")) as client,
+            Progress(console=console, transient=True) as progress,
+        ):
+            task = progress.add_task("cells", total=None)
 
-        def on_cell(*_: Any) -> None:
-            progress.advance(task)
+            def on_cell(*_: Any) -> None:
+                progress.advance(task)
 
-        return client.sweep(prompt, on_cell=on_cell, **given)
+            return client.sweep(prompt, on_cell=on_cell, **given)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise OSError(f"--url {url}: {error}") from error
 
 
 def _arguments_of(request: SweepRequest) -> dict[str, Any]:

@@ -93,10 +93,8 @@ class MidstreamAPI(VLLMAPI):
         """
         params: dict[str, Any] = super().completion_params(config, tools)
         body = params.pop("extra_body", {})
-        try:
-            field = joined_field(self._plan, body.pop(KEY, None))
-        except MidstreamError as error:
-            raise _wrong(error) from None
+        field = self._field(body)
+        body.pop(KEY, None)
         if field is not None and self.stream:
             raise PrerequisiteError("stream: results come with the whole answer; omit it")
         body |= {} if field is None else {KEY: field}
@@ -128,7 +126,19 @@ class MidstreamAPI(VLLMAPI):
         return output, call
 
     def _has_plan(self, config: GenerateConfig) -> bool:
-        return bool(self._plan) or KEY in (config.extra_body or {})
+        # Arguments that are None ask for nothing, and those of a call may take back the model's.
+        return self._field(config.extra_body) is not None
+
+    def _field(self, body: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Return the field `midstream` of a request; None: it has none.
+
+        Raises:
+            PrerequisiteError: the plan is malformed.
+        """
+        try:
+            return joined_field(self._plan, (body or {}).get(KEY))
+        except MidstreamError as error:
+            raise _wrong(error) from None
 
     def should_retry(self, ex: BaseException) -> Any:
         """Return whether a request is repeated: not if its receipt had problems, which is 500."""

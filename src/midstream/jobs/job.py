@@ -58,6 +58,8 @@ _HARMLESS_ARGUMENTS = frozenset(
 )
 
 
+# The split of a Hugging Face dataset that is read by default.
+SPLIT = "train"
 _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("model", "data", "out", "tag", "prompt_field", "subset", "split"), str),
     **dict.fromkeys(("revision", "dtype", "errors"), str),
@@ -112,7 +114,7 @@ class Job:
     prompt_field: str = ""
     chat: bool = False
     subset: str = ""
-    split: str = "train"
+    split: str = SPLIT
     limit: int | None = None
     keep_prompts: bool = False
     revision: str = ""

@@ -11,7 +11,7 @@ from itertools import filterfalse, islice
 from typing import IO, Any, Protocol
 
 from midstream.errors import SpecError, UnsupportedError
-from midstream.jobs.job import Job
+from midstream.jobs.job import SPLIT, Job
 from midstream.jobs.records import Failed, Record, read_text, read_value
 from midstream.validation import hint, show
 
@@ -49,6 +49,7 @@ def open_source(job: Job) -> Source:
     """
     name = job.data
     if name == STDIN:
+        _check_whole(job)
         return Limited(Lines(job, None), job.limit)
     path = os.path.expanduser(name)
     if os.path.isdir(path):
@@ -56,11 +57,21 @@ def open_source(job: Job) -> Source:
     if os.path.exists(path):
         if path.lower().endswith(_OTHERS):
             raise SpecError("data", f"{show(name)}: expected JSON lines or a Parquet file")
+        _check_whole(job)
         is_table = path.lower().endswith(".parquet")
         return Limited(ParquetRows(job, path) if is_table else Lines(job, path), job.limit)
     if name.lower().endswith(_FILES) or not _NAME.fullmatch(name):
         raise SpecError("data", f"there is no file {show(name)}")
     return Limited(HubRows(job, name), job.limit)
+
+
+def _check_whole(job: Job) -> None:
+    """Check that no part of a file is asked for that only a Hugging Face dataset has."""
+    for name, given, default in (("subset", job.subset, ""), ("split", job.split, SPLIT)):
+        if given != default:
+            raise SpecError(
+                name, f"{show(job.data)} is a file, and only Hugging Face datasets have it; omit it"
+            )
 
 
 @dataclass(frozen=True, slots=True)

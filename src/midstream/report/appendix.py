@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from midstream.report.result import RequestReceipt, Result
@@ -73,9 +74,14 @@ def python_code(result: Result) -> str:
         f"params = SamplingParams(temperature=0, max_tokens={result.max_tokens})\n"
         f"question = {text(result.questions[0].prompt)}\n"
         'chat = [{"role": "user", "content": question}]\n'
-        f'steer = direction.steer({max(result.scales):g}, phase="all")\n'
+        f'steer = direction.steer({_strongest(result.scales)!r}, phase="all")\n'
         "print(llm.chat(chat, params, steer=steer)[0].outputs[0].text)\n"
     )
+
+
+def _strongest(scales: Sequence[float]) -> float:
+    """Return the largest strength; that of a page with negative ones alone is not 0."""
+    return max(scales) or min(scales)
 
 
 def prompts_section(result: Result) -> str:

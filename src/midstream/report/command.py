@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from midstream.report.engine import MidstreamEngine
     from midstream.report.progress import Stages
     from midstream.report.result import Result
+
+_LOGGER = logging.getLogger(__name__)
 
 NUM_STAGES = 7
 """Model, engine, capture, fit, generate, read, report."""
@@ -139,12 +142,24 @@ def called_as(name: str) -> str:
 
 def show(options: ReportOptions) -> int:
     """Run the job, print the answers, write the page, and return the exit status."""
-    from midstream.report.progress import Stages
-
     MissingExtraError.require("vllm", "a report")
     environment = dict(ALWAYS)
     if not options.is_offline:
         del environment["HF_HUB_OFFLINE"]
+    try:
+        return _shown(options, environment)
+    except Exception as error:
+        if options.verbose:
+            _LOGGER.exception("it failed")
+        text = " ".join(str(error).split())
+        name = "" if isinstance(error, MidstreamError) else f"{type(error).__name__}: "
+        typer.echo(f"error: {name}{text}", err=True)
+        return 1
+
+
+def _shown(options: ReportOptions, environment: Mapping[str, str]) -> int:
+    from midstream.report.progress import Stages
+
     with defaults(environment), quiet(verbose=options.verbose) as console:
         try:
             with Stages(console, NUM_STAGES) as stages:

@@ -85,6 +85,13 @@ def align_positions(align: Align, target: int, source: int) -> dict[int, int]:
     return found
 
 
+def counts_from_end(align: Align) -> bool:
+    """Return whether source positions are counted from the end of the source prompt."""
+    if isinstance(align, str):
+        return align == "suffix"
+    return any(source < 0 for _, source in align)
+
+
 def _from_start(position: int, length: int, what: str) -> int:
     if not -length <= position < length:
         raise SpecError(

@@ -100,6 +100,12 @@ def check_sizes(request: SweepRequest, taps: frozenset[Tap], shape: ModelShape) 
         width = shape.width(tap)
         if request.heads is not None:
             width //= shape.num_heads(tap)
+        if request.mask_size not in (None, width):
+            raise SpecError(
+                "mask",
+                f"expected {width} truth values, as the vectors of {show_tap(tap)} have numbers, "
+                f"got {request.mask_size}",
+            )
         if request.dims and request.dims[-1] >= width:
             raise SpecError(
                 "mask",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -20,9 +20,9 @@ from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, read_taps
 from midstream.spec.shape import ModelShape
 from midstream.spec.vector import Vector
-from midstream.sweep.alignment import Align, emit_align, read_align
+from midstream.sweep.alignment import Align, counts_from_end, emit_align, read_align
 from midstream.sweep.metrics import Metric, MetricFunction, read_metric
-from midstream.sweep.source import NumberSource, Source, read_source
+from midstream.sweep.source import NumberSource, RowsSource, Source, read_source
 from midstream.validation import MAX_ITEMS, as_list, at, is_int, kind, read_int, show
 
 MAX_REPEATS = 1000
@@ -56,6 +56,7 @@ class SweepRequest:
         alpha: h ← (1 − alpha) · h + alpha · source.
         dims: the components that are replaced, those of a head with `heads`; (): all.
         weights: a factor of alpha for each component; None: 1.
+        mask_size: number of components of a mask of truth values; None: it was another one.
         repeats: number of unpatched runs among the cells.
     """
 
@@ -74,6 +75,7 @@ class SweepRequest:
     dims: tuple[int, ...]
     weights: Vector | None
     repeats: int
+    mask_size: int | None = field(compare=False)
 
     @accept_spellings
     def __init__(
@@ -134,11 +136,12 @@ class SweepRequest:
             )
         with at("align"):
             self._set(align=read_align(align))
+            _check_end(self.source, self.align)
         with at("alpha"):
             self._set(alpha=read_scalar(alpha))
         with at("mask"):
-            dims, weights = _read_mask(mask)
-            self._set(dims=dims, weights=weights)
+            dims, weights, size = _read_mask(mask)
+            self._set(dims=dims, weights=weights, mask_size=size)
         with at("repeats"):
             count = read_int(repeats)
             if not 0 <= count <= MAX_REPEATS:
@@ -283,6 +286,16 @@ class SweepRequest:
             object.__setattr__(self, name, value)
 
 
+def _check_end(source: Source, align: Align) -> None:
+    """Check that it is known where the source prompt ends, if positions are counted from there."""
+    if isinstance(source, RowsSource) and not source.has_end and counts_from_end(align):
+        raise SpecError(
+            "",
+            "positions are counted from the end of the source prompt, and activations alone do not "
+            "say where that is; give the output that has them, or positions from the beginning",
+        )
+
+
 def _is_function(value: object) -> bool:
     return callable(value) and not isinstance(value, Metric)
 
@@ -322,18 +335,22 @@ def _read_heads(value: object) -> tuple[int, ...] | Literal["all"] | None:
     return read_indices(value, "heads")
 
 
-def _read_mask(value: Any) -> tuple[tuple[int, ...], Vector | None]:
-    """Return the components of a mask of indices, or its weights."""
+def _read_mask(value: Any) -> tuple[tuple[int, ...], Vector | None, int | None]:
+    """Return the components of a mask of indices or truth values, or its weights; and the number of
+    its truth values.
+    """
     if value is None:
-        return (), None
+        return (), None, None
     dtype = str(getattr(value, "dtype", ""))
     if dtype.endswith("bool"):
-        chosen = np.flatnonzero(np.asarray(value)).tolist()
-        return read_indices(chosen, ""), None
+        truth = np.asarray(as_list(value))
+        if truth.ndim != 1:
+            raise SpecError("", f"expected one dimension, got shape {list(truth.shape)}")
+        return read_indices(np.flatnonzero(truth).tolist(), ""), None, truth.size
     found = as_list(value) if dtype else value
     items: Any = [found] if is_int(found) else found
     if isinstance(items, (list, tuple, range)) and items and all(map(is_int, items)):
-        return read_indices(items, ""), None
+        return read_indices(items, ""), None, None
     if isinstance(items, (list, tuple)) and not 1 <= len(items) <= MAX_ITEMS * 16:
         raise SpecError("", f"expected indices or weights of components, got {len(items)}")
-    return (), Vector.parse(value)
+    return (), Vector.parse(value), None

@@ -93,12 +93,14 @@ class RowsSource:
             that is used at all positions.
         length: number of tokens of the source prompt.
         prompt: its token ids; None: not known.
+        has_end: whether `length` is known; else it is that up to the last row.
     """
 
     rows: Mapping[Tap, NDArray[np.float32]]
     positions: Mapping[Tap, tuple[int, ...]]
     length: int
     prompt: tuple[int, ...] | None = None
+    has_end: bool = True
 
     def emit(self) -> object:
         """Return the JSON form. What it has besides `rows` says which rows these are, where they
@@ -273,7 +275,8 @@ def _of_activations(value: Activations, prompt: tuple[int, ...] | None) -> RowsS
         last = max(last, *positions[tap])
     if not rows:
         raise SpecError("", "these activations have no rows")
-    return RowsSource(rows, positions, last + 1 if prompt is None else len(prompt), prompt)
+    length = last + 1 if prompt is None else len(prompt)
+    return RowsSource(rows, positions, length, prompt, has_end=prompt is not None)
 
 
 def _of_output(value: Any) -> RowsSource:

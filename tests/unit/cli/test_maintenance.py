@@ -107,6 +107,14 @@ def test_inspect_shows_one_request(acts):
     assert "no request 'z'" in run_json("inspect", "acts", "--request", "z", status=2)["error"]
 
 
+def test_inspect_draws_the_request_that_is_shown(acts):
+    pytest.importorskip("matplotlib")
+    run("inspect", "acts", "--request", "b", "--plot", "norms.svg")
+    assert "15 rows of request b" in Path("norms.svg").read_text()
+    said = run_json("inspect", "acts", "--request", "z", "--plot", "z.svg", status=2)["error"]
+    assert "no request 'z'" in said
+
+
 def test_inspect_shows_every_completion_and_every_double_of_a_request(acts):
     write("acts", [entry("b"), entry("b", child=1)])
     found = run_json("inspect", "acts", "--request", "b")
@@ -184,7 +192,18 @@ def test_export_refuses_what_is_not_there(acts, arguments, said):
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("arguments", [["--to", "csv"], ["--to", "npz", "--layer", "x"]])
+@pytest.mark.parametrize("kind", ["npz", "parquet", "arrow"])
+def test_export_of_an_empty_store_is_refused(acts, kind):
+    Path("empty").mkdir()
+    error = run_json("export", "empty", "out", "--to", kind, status=2)["error"]
+    assert "the selection is empty" in error
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--to", "csv"], ["--to", "npz", "--layer", "x"], ["--to", "npz", "--position", "null"]],
+)
 def test_export_refuses_malformed_options(acts, arguments):
     assert CliRunner().invoke(app, ["export", "acts", "out", *arguments]).exit_code == 2
 

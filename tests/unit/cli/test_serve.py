@@ -114,6 +114,23 @@ def test_a_config_file_may_have_the_settings_as_text_beside_those_of_the_command
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["-ac", '{"b": 2}'],
+        ['-ac={"b": 2}'],
+        ["--ad", '{"b": 2}'],
+        ['--addit={"b": 2}'],
+        ["--additional_con", '{"b": 2}'],
+    ],
+)
+def test_an_additional_config_by_a_short_name_is_kept(started, words):
+    assert run("m", *words, "--layers", "1").exit_code == 0
+    assert config_of(started) == {"b": 2, "midstream": {"layers": [1]}}
+    [(given, _)] = started
+    assert not set(words) & set(given)
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("additional-config: [1]", "expected a JSON object"),
@@ -164,7 +181,11 @@ def test_replicas_in_a_config_file_get_one_server_too(started, tmp_path):
         (["--data_parallel_size=2"], 1),
         (["-dp", "2"], 1),
         (["-dp", "2", "--api-server-count=2"], 0),
+        (["-dp", "2", "--api-server", "4"], 0),
+        (["-dp", "2", "--api_s=4"], 0),
         (["-dp", "2", "--headless"], 0),
+        (["-dp", "2", "--headl"], 0),
+        (["-dp", "2", "--api-key", "k", "--hf-token", "t"], 1),
     ],
 )
 def test_with_replicas_one_server_is_started_unless_another_number_is_asked_for(
@@ -186,6 +207,9 @@ def test_with_replicas_one_server_is_started_unless_another_number_is_asked_for(
         (["--additional-config", '{"midstream": {}}'], "--additional-config"),
         (["--additional-config"], "--additional-config"),
         (["--additional-config.midstream.http.admin=true"], "--additional-config"),
+        (["--addi.other", "1"], "--additional-config"),
+        (["-ac.other", "1"], "--additional-config"),
+        (["-ac", '{"midstream": {}}'], "--additional-config"),
         (["--config", "/no/such.yaml"], "/no/such.yaml"),
         (["--config"], "--config"),
     ],

@@ -186,7 +186,10 @@ def test_metrics_are_read_in_each_form(text, metric):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "logprob", "logprob:", "logprob:a:b", "logit-diff:a", "kl:x", "diff:a:b", "{", ":a"],
+    [
+        *("", "logprob", "logprob:", "logprob:a:b", "logit-diff:a", "kl:x", "diff:a:b", "{", ":a"),
+        'logprob:"a',
+    ],
 )
 def test_another_metric_is_refused(text):
     with pytest.raises(typer.BadParameter):
@@ -201,6 +204,7 @@ def test_another_metric_is_refused(text):
         (["--source", "e", *DIFF, "--model", "m", "--out", "/no/such/file"], "cannot be written"),
         (["--source", "[", *DIFF, "--model", "m"], "--source"),
         (["--source", "e", *DIFF, "--model", "m", "--positions", "generated"], "positions"),
+        (["--source", "e", *DIFF, "--model", "m", "--positions", "null"], "positions"),
         (["--source", "e", *DIFF, "--model", "m", "--heads", "x"], "--heads"),
         (["--source", "e", *DIFF, "--model", "m", "--engine-args", "3"], "--engine-args"),
         (["--source", "e", "--metric", "logit-diff:x:x", "--model", "m"], "metric"),
@@ -211,3 +215,21 @@ def test_a_wrong_argument_is_refused_with_status_2_before_an_engine_starts(run, 
     assert done.exit_code == 2
     assert problem in done.output
     assert StubLLM.made == []
+
+
+def test_an_engine_that_cannot_start_is_refused_in_one_line(run, monkeypatch):
+    def failing(**settings):
+        raise ValueError("1 validation error for ModelConfig\n  dtype zz is unknown")
+
+    monkeypatch.setattr(midstream, "LLM", failing)
+    done = run("abcd", "--source", "efgh", *DIFF, "--model", "m", "--json")
+    assert done.exit_code == 2
+    said = "ValueError: 1 validation error for ModelConfig dtype zz is unknown"
+    assert json.loads(done.stdout)["error"] == said
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere", "http://[", "http://x:port"])
+def test_a_server_that_cannot_be_reached_is_named_in_one_line(run, url):
+    done = run("abcd", "--source", "efgh", *DIFF, "--url", url, "--json")
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["error"].startswith(f"--url {url}: ")

@@ -112,6 +112,16 @@ def test_a_file_of_another_kind_is_refused_before_each_of_its_lines_fails(tmp_pa
         open_source(job(tmp_path, data=str(tmp_path / name)))
 
 
+@pytest.mark.parametrize("part", [{"subset": "en"}, {"split": "test"}])
+def test_a_file_has_neither_subsets_nor_splits(tmp_path, part):
+    write_lines(tmp_path, [])
+    (name,) = part
+    for more in ({}, {"data": "-"}):
+        with pytest.raises(SpecError, match="only Hugging Face datasets") as error:
+            open_source(job(tmp_path, **part, **more))
+        assert error.value.path == name
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     if not os.getuid():
         pytest.skip("root may read everything")

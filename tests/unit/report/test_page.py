@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import json
 import re
+from typing import Any
 
 import pytest
 from unit.report.fakes import make_result
@@ -81,6 +82,23 @@ def test_the_code_is_python_whatever_the_texts_are() -> None:
     strings = [n.value for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Constant)]
     assert f"A question {HOSTILE}\n\\?" in strings
     assert f"models/a-model{HOSTILE}\n\\" in strings
+
+
+@pytest.mark.parametrize(
+    ("scales", "wanted"),
+    [((-2.0, 0.0, 1.5), 1.5), ((-2.0, -0.5, 0.0), -2.0), ((0.0, 1.23456789), 1.23456789)],
+)
+def test_the_code_steers_with_a_strength_of_the_page(scales: Any, wanted: float) -> None:
+    result = make_result()
+    answers = [dataclasses.replace(result.questions[0].answers[0], scale=one) for one in scales]
+    questions = [dataclasses.replace(one, answers=answers) for one in result.questions]
+    code = python_code(dataclasses.replace(result, questions=questions))
+    (steer,) = [one for one in ast.walk(ast.parse(code)) if _is_call_of(one, "steer")]
+    assert ast.literal_eval(steer.args[0]) == wanted
+
+
+def _is_call_of(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") == name
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from midstream import KL, LogProb, Named, Positions, SpecError, Text
 from midstream.results.activations import Activations
 from midstream.results.arrays import Heads
+from midstream.spec.shape import ModelShape
 from midstream.sweep import SweepRequest
+from midstream.sweep.edits import check_sizes
 from midstream.sweep.source import NameSource, PromptSource, RowsSource, ZeroSource, read_source
 
 SOURCES = st.one_of(
@@ -207,3 +210,31 @@ def test_a_function_has_no_json_form() -> None:
     assert SweepRequest("a", KL(), positions=Text("b")).to_dict()["positions"] == [
         {"text": "b", "occurrence": "all"}
     ]
+
+
+@pytest.mark.parametrize("align", ["suffix", {3: -1}, {-1: 0, 0: -2}])
+def test_activations_alone_do_not_say_where_their_prompt_ends(align: Any) -> None:
+    rows = Activations(
+        {("resid_pre", 0): torch.ones(2, 4)}, {("resid_pre", 0): torch.tensor([0, 1])}, [5, 6, 7]
+    )
+    with pytest.raises(SpecError, match="where that is; give the output") as error:
+        SweepRequest(rows, KL(), align=align)
+    assert error.value.path == "align"
+    output = SimpleNamespace(activations=rows, prompt_token_ids=[5, 6, 7], outputs=[])
+    assert SweepRequest(output, KL(), align=align).source.length == 3
+    for other in ("exact", "prefix", {-1: 0}):
+        SweepRequest(rows, KL(), align=other)
+
+
+def test_a_mask_of_truth_values_is_as_long_as_the_vectors() -> None:
+    chosen = np.array([True, False, True, False])
+    request = SweepRequest(0, KL(), mask=chosen)
+    assert request.dims == (0, 2)
+    taps = frozenset([("resid_pre", 0)])
+    check_sizes(request, taps, ModelShape(2, 4, taps))
+    for mask in (chosen[:3], torch.tensor([True] * 2), np.array([True] + [False] * 7)):
+        with pytest.raises(SpecError, match="expected 4 truth values") as error:
+            check_sizes(SweepRequest(0, KL(), mask=mask), taps, ModelShape(2, 4, taps))
+        assert error.value.path == "mask"
+    with pytest.raises(SpecError, match="one dimension"):
+        SweepRequest(0, KL(), mask=chosen.reshape(2, 2))

@@ -84,7 +84,8 @@ def draw(norms: Norms, path: Path) -> None:
 
 
 def _title(norms: Norms) -> str:
-    title = f"Norms of {norms.rows:,} rows, codec {norms.codec}"
+    of = f" of request {norms.request[:60]}" if norms.request else ""
+    title = f"Norms of {norms.rows:,} rows{of}, codec {norms.codec}"
     if norms.not_finite:
         title += f" ({norms.not_finite:,} non-finite rows omitted)"
     return title

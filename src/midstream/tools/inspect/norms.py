@@ -51,6 +51,7 @@ class Norms:
         site: the site of `by_position`.
         rows: number of sampled rows with a finite norm.
         not_finite: number of sampled rows with a NaN or infinity, which are left out.
+        request: the request that the rows are of; empty: all.
     """
 
     codec: str
@@ -59,14 +60,16 @@ class Norms:
     site: str
     rows: int
     not_finite: int
+    request: str = ""
 
     @staticmethod
-    def of(store: Store, seed: int = 0) -> Norms:
+    def of(store: Store, seed: int = 0, request: str = "") -> Norms:
         """Compute norms of a random sample of the rows of each site and layer.
 
         Args:
             store: the store.
             seed: seed of the sample.
+            request: the request whose rows are meant; empty: all requests.
 
         Raises:
             StoreError: the store has no finite rows, rows of different codecs, or is damaged.
@@ -80,10 +83,12 @@ class Norms:
                 f"{', '.join(store.codecs)}"
             )
         rng = np.random.default_rng(seed)
+        which_request = {"request": request} if request else {}
         norms: dict[str, dict[int, Floats]] = {}
         not_finite = 0
-        for site, layer in sorted(_taps(store), key=tap_order):
-            found, _, left_out = _read(store.select(site=site, layer=layer), _MOST_ROWS, rng)
+        for site, layer in sorted(_taps(store, request), key=tap_order):
+            selection = store.select(site=site, layer=layer, **which_request)
+            found, _, left_out = _read(selection, _MOST_ROWS, rng)
             not_finite += left_out
             if len(found):
                 norms.setdefault(site, {})[layer] = found
@@ -94,7 +99,7 @@ class Norms:
         layers = sorted(norms[site])
         by_position = []
         for layer in dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])):
-            selection = store.select(site=site, layer=layer)
+            selection = store.select(site=site, layer=layer, **which_request)
             found, positions, _ = _read(selection, _MOST_ROWS_BY_POSITION, rng)
             if len(found):
                 by_position.append(_by_position(f"layer {layer}", found, positions))
@@ -105,10 +110,13 @@ class Norms:
             site=site,
             rows=sum(len(each) for of_site in norms.values() for each in of_site.values()),
             not_finite=not_finite,
+            request=request,
         )
 
 
-def _taps(store: Store) -> set[tuple[str, int]]:
+def _taps(store: Store, request: str) -> set[tuple[str, int]]:
+    if request:
+        return {tap for one in store.requests if one.request == request for tap in one.taps}
     return {tap for shard in store.shards for group in shard.groups for tap in group.taps}
 
 

@@ -122,6 +122,24 @@ def test_it_is_either_a_model_or_the_environment(arguments):
     assert "expected either a MODEL or --env" in shown.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--env", "--full"], "omit the options for one"),
+        (["--env", "--dtype", "bfloat16"], "omit the options for one"),
+        (["--env", "--layers", "5"], "omit the options for one"),
+        (["some/model", "--full", "--layers", "5"], "omit them with --full"),
+        (["some/model", "--full", "--hidden", "128"], "omit them with --full"),
+        (["some/model", "--full", "--architecture", "LlamaForCausalLM"], "omit them with --full"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(monkeypatch, arguments, said):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = CliRunner().invoke(app, ["doctor", *arguments])
+    assert shown.exit_code == 2
+    assert said in shown.output
+
+
 @pytest.mark.engine
 def test_this_environment_has_the_versions_that_are_installed_and_its_seams():
     found = environment.inspect_environment()

@@ -49,6 +49,22 @@ def test_norms_by_layer_are_those_of_the_rows(tmp_path):
     assert found.rows == 4 * 120
 
 
+def test_norms_of_a_request_are_those_of_its_rows_alone(tmp_path):
+    store = make(tmp_path / "acts")
+    found = Norms.of(store, request="r7")
+    assert found.rows == 4 * 4
+    assert [spread.x.tolist() for spread in found.by_layer] == [[0], [0, 3, 5]]
+    for tap, percentiles in enumerate(
+        [*found.by_layer[0].percentiles, *found.by_layer[1].percentiles]
+    ):
+        np.testing.assert_allclose(
+            percentiles, np.percentile(norms_at(tap)[7], PERCENTILES), rtol=1e-6
+        )
+    np.testing.assert_allclose(found.by_position[0].percentiles[:, 2], norms_at(1)[7], rtol=1e-6)
+    draw(found, tmp_path / "norms.svg")
+    assert "16 rows of request r7" in (tmp_path / "norms.svg").read_text()
+
+
 def test_norms_by_position_are_those_of_the_first_the_middle_and_the_last_layer(tmp_path):
     found = Norms.of(make(tmp_path / "acts"))
     assert found.site == "resid_post"

@@ -129,6 +129,8 @@ class PlanChanges(RunningPlans):
         self, name: str | CallPlan, edits: object, scale: object, source: str = "update"
     ) -> PlanUpdate:
         """Change the edits of a running request of an asynchronous engine; see `update`."""
+        if edits is not None or scale is not None:
+            await self._fetch_directions([name], edits)
         (change,) = self.begin([name], edits, scale, source)
         (answers,) = await self._send([change])
         return _end(change, answers)
@@ -139,6 +141,7 @@ class PlanChanges(RunningPlans):
         """Change the edits of several running requests of an asynchronous engine: of all, or of
         none if one of them is refused; see `AsyncLLM.update_all`.
         """
+        await self._fetch_directions([name for name in names if not self._has_ended(name)], edits)
         running = [name for name in names if not self._has_ended(name)]
         changes = self.begin(running, edits, scale)
         found = dict(zip(running, await self._send(changes), strict=True))
@@ -146,6 +149,17 @@ class PlanChanges(RunningPlans):
         return [
             _update_of(of_name[name], found[name]) if name in of_name else None for name in names
         ]
+
+    async def _fetch_directions(self, names: Sequence[str | CallPlan], edits: object) -> None:
+        """Fetch what the edits of a change towards tokens are computed from."""
+        directions = self._resolver.registries.directions
+        if directions is None:
+            return
+        given = [edits] if edits is not None else [self.find(one)[1].edits for one in names]
+        for one in given:
+            keys = directions.needed(Plan.make(edits=one))
+            if keys:
+                await directions.fetch(keys)
 
     async def _send(self, changes: Sequence[PendingChange]) -> list[Sequence[UpdatedPlan]]:
         """Send changes to the engine cores, and return their answers."""

@@ -141,13 +141,8 @@ class PlanResolver:
         if recent is not None and recent.is_for(own, before, also):
             return recent.prepared
         plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
-        needs_prompt = any(
-            one.needs_prompt
-            for part in (*before, *also)
-            for one in (part.selections if isinstance(part, Probe) else (part.positions,))
-        )
-        needs_prompt = needs_prompt or recalled is not None
-        if needs_prompt or (plan is not None and plan.needs_prompt):
+        is_read = read_prompts(before, also) or recalled is not None
+        if is_read or (plan is not None and plan.needs_prompt):
             prompt = self._prompt(request, call_plan)
             return self._finish(plan, before, also, prompt, max_tokens, recalled)
         # Destinations of rows make no difference here, and may differ for each request.
@@ -393,6 +388,20 @@ def _check_gates(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
                     f"the gate reads {site} of layer {layer}, which is on another pipeline "
                     f"stage than layer {edit.layer}; read a layer of the same stage",
                 )
+
+
+def read_prompts(before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
+    """Return whether what applies to every request depends on more of a prompt than its length.
+
+    Args:
+        before: server-wide edits and probes.
+        also: server-wide captures.
+    """
+    return any(
+        one.needs_prompt
+        for part in (*before, *also)
+        for one in (part.selections if isinstance(part, (Capture, Probe)) else (part.positions,))
+    )
 
 
 def _common(name: str, values: Sequence[str]) -> str:

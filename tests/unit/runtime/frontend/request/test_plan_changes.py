@@ -14,6 +14,7 @@ from midstream.runtime.frontend.request.budget import CapacityBudget, Need
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.plan_changes import PlanChanges
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.readouts import Registries
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.rpc import UpdatedPlan
@@ -44,7 +45,10 @@ class Engine:
         refused: token ids of prompts for which no change can be carried out.
         ended: uids of requests that have ended there.
         vectors: what the plan of a change names.
+        registries: the registered weights; there are none.
     """
+
+    registries = Registries()
 
     def __init__(self):
         self.budget = CapacityBudget(Room(ROWS, 100, 100, 100, 1))

@@ -117,7 +117,10 @@ def _read_id(nth: int, value: object) -> int:
     with at(f"[{nth}]"):
         if not is_int(value):
             raise SpecError("", f"expected a token id, `int`, got {kind(value)}")
-        return read_int(value)
+        found = read_int(value)
+        if found < 0:
+            raise SpecError("", f"expected a token id from 0, got {found}")
+        return found
 
 
 def _tokenizer(engine: Any, what: str = "a text") -> Any:
