@@ -279,7 +279,7 @@ class HttpError(Exception):
         if isinstance(error, HttpError):
             return error
         if isinstance(error, SpecError):
-            # Both may have a name of the client's, which may be as long as a body.
+            # Both may repeat a name that the client sent, which may be as long as a body.
             return HttpError(400, _cut(str(error), _MESSAGE), _cut(error.path, _PARAM) or None)
         if isinstance(error, ReceiptError):
             is_full = os.strerror(errno.ENOSPC) in str(error)

@@ -48,6 +48,19 @@ def kind(value: object) -> str:
     return "`None`" if value is None else f"`{type(value).__name__}`"
 
 
+def check_text(text: str) -> None:
+    """Check that text has a UTF-8 form: JSON allows unpaired surrogates; tokenizers and stores do
+    not.
+
+    Raises:
+        SpecError: it has none.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise SpecError("", f"{show(text)} contains an unpaired surrogate") from None
+
+
 def show(value: str | int | float) -> str:
     """Return a value for messages, shortened to a bounded length."""
     if isinstance(value, int) and value.bit_length() > 64:

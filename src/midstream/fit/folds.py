@@ -44,8 +44,8 @@ class Folds:
         dealt = [int(one) for kind in kinds for one in shuffle(sorted(kind))]
         count = min(most, len(dealt))
         fold_of = {group: nth % count for nth, group in enumerate(dealt)}
-        # A class of two groups, one of which is the other class's too, may have both in one fold,
-        # without which nothing of the class is left.
+        # If a class has two groups, and the other class has one of them too, both may be in one
+        # fold. Training without that fold would have nothing of the class.
         for side, own in zip(sides, (sides[0] - sides[1], sides[1] - sides[0]), strict=True):
             if len({fold_of[group] for group in side}) == 1:
                 fold_of[min(own)] = (fold_of[min(own)] + 1) % count

@@ -25,8 +25,8 @@ ERRORS = "errors.jsonl"
 # Seconds that a job waits for the processes of a killed job, which notice its end and exit.
 PATIENCE = 30.0
 _POLL_SECONDS = 0.1
-# Directories of this process's jobs: the kernel gives a process a lock that it has, and drops it
-# with the first file that is closed.
+# Directories of this process's jobs. File locks belong to the process: taking one twice succeeds,
+# and closing either file releases it.
 _HELD: dict[tuple[int, int, int], object] = {}
 
 

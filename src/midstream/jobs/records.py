@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.validation import at, kind, listed, read_json, show
+from midstream.validation import at, check_text, kind, listed, read_json, show
 
 Prompt = str | list[dict[str, Any]]
 
@@ -81,7 +81,7 @@ def read_prompt(value: object, chat: bool) -> Prompt:
         SpecError: the value is neither.
     """
     if isinstance(value, str):
-        _check_text(value)
+        check_text(value)
         return [{"role": "user", "content": value}] if chat else value
     if not chat:
         raise SpecError("", f"expected the prompt's text, `str`, got {kind(value)}")
@@ -93,16 +93,8 @@ def read_prompt(value: object, chat: bool) -> Prompt:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise SpecError("", "expected a message, an object with `role` and `content`")
             if isinstance(message.get("content"), str):
-                _check_text(message["content"])
+                check_text(message["content"])
     return value
-
-
-def _check_text(text: str) -> None:
-    # JSON allows unpaired surrogates; tokenizers and stores do not.
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise SpecError("", f"{show(text)} contains an unpaired surrogate") from None
 
 
 def _some(names: Mapping[str, Any]) -> str:

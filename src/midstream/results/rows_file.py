@@ -28,7 +28,7 @@ VERSION = "1"
 WIDTHS_VERSION = "2"
 # Above any context length; bounds the memory that a hostile file can make its reader allocate.
 MAX_POSITION = 1 << 26
-# Far above any model's; bounds likewise what rows that are short in the file are decoded to.
+# Far above any model's; also bounds the memory, as encoded rows can be much shorter than decoded.
 MAX_WIDTH = 1 << 20
 POSITIONS, TOKENS = "positions", "token_ids"
 _TAP = re.compile(

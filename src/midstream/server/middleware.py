@@ -110,7 +110,7 @@ class Middleware:
             await outgoing.refuse(HttpError(503, "the server shuts down; try again later"))
             raise
         except Exception:
-            # vLLM's handler of /v1/responses lets pass what fails in the middle of a stream.
+            # vLLM's handler of /v1/responses does not catch exceptions in the middle of a stream.
             refusal = context.refusal or context.failure
             if outgoing.is_stalled:
                 on_error(408, None)
@@ -275,7 +275,7 @@ class _FormScan:
         if self._size > self._limit:
             raise HTTPException(413, _too_long(self._limit).message)
         joined = self._end + part
-        # What begins with the first byte was complete before; what is before it is not known now.
+        # A match at byte 0 was searched for with the part before, together with its left neighbour.
         if _FORM_FIELD.search(joined, 1):
             raise HTTPException(
                 400, f"{KEY}: a form cannot have this field; use {', '.join(PATHS)}"

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator, Mapping
 
 from midstream.errors import SpecError
-from midstream.validation import kind, show
+from midstream.validation import check_text, kind, show
 
 # The built-in sink: captured rows are returned on the request's output.
 MEMORY = "memory"
 MAX_NAME = 128
 MAX_METADATA_BYTES = 65536
-# Lists and objects in each other. Encoders of JSON have limits of their own, from 200 on.
+# Depth of nested lists and objects. Some encoders of JSON allow no more than 200.
 MAX_NESTING = 64
 
 # A name is a single path component: no slash, and neither `.` nor `..`.
@@ -92,14 +92,11 @@ class Metadata(Mapping[str, object]):
 
 
 def _check_values(value: object, nesting: int) -> None:
-    """Check that every reader of JSON can read values: JSON also has half of a character, and any
-    depth.
+    """Check that texts are Unicode, and that values are not nested too deeply for other encoders
+    of JSON.
     """
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise SpecError("", f"{show(value)} contains an unpaired surrogate") from None
+        check_text(value)
     elif isinstance(value, (Mapping, list, tuple)):
         if not nesting:
             raise SpecError("", f"more than {MAX_NESTING} lists and dicts are in each other")

@@ -76,7 +76,7 @@ class LogitBias:
             sampled += batch.drafts
         first_logits = np.cumsum(sampled) - sampled
         first_tokens = np.cumsum(batch.scheduled) - sampled
-        # An upper bound is as good: another version of a request's plan is another segment.
+        # Where a position is an upper bound, the same version of the plan holds at both.
         positions = np.full(batch.num_tokens, -1)
         positions[plan.active] = plan.positions
         for row, biases_at in having:

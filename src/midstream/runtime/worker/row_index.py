@@ -51,7 +51,7 @@ class ArenaRows:
         return self.extent.memory.view(-1, self.row_bytes)
 
     def free(self) -> None:
-        # Their copy may be under way if nobody has read them. It must not reach later rows.
+        # Their copy may still be under way; it would overwrite later rows in this memory.
         self.shipment.wait()
         self.arena.release([self.extent.segment])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midstream.errors import SpecError
-from midstream.validation import at, is_int, kind, read_int, show
+from midstream.validation import at, check_text, is_int, kind, read_int, show
 
 # Limits on the memory and search time of one request; far above practical use.
 MAX_IDS = 4096  # token ids in one selection
@@ -272,10 +272,7 @@ def _check_string(value: object, longest: int) -> None:
         raise SpecError("", f"expected `str`, got {kind(value)}")
     if not 1 <= len(value) <= longest:
         raise SpecError("", f"expected 1 to {longest} characters, got {len(value)}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise SpecError("", f"{show(value)} contains an unpaired surrogate") from None
+    check_text(value)
 
 
 def _read_which(value: object) -> int | Literal["all"]:
