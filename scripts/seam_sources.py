@@ -66,6 +66,9 @@ class Release:
         lacking = [one for one in seam.named if one not in taken]
         if lacking:
             problem = f"takes no {', '.join(lacking)}"
+        extra = [one for one in _required(function) if one not in (*wanted, *seam.named)]
+        if problem is None and seam.called and extra:
+            problem = f"requires {', '.join(extra)}, which midstream does not pass"
         return Finding(name, seam.why, problem)
 
     def check_fields(self, fields: Fields) -> Finding:
@@ -143,6 +146,17 @@ class Release:
 def _parameters(function: Function) -> list[str]:
     given = function.args
     names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def _required(function: Function) -> list[str]:
+    """Return the names of the parameters without a default."""
+    given = function.args
+    by_place = [*given.posonlyargs, *given.args]
+    by_place = by_place[: len(by_place) - len(given.defaults)]
+    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    by_name = [one for one, default in pairs if default is None]
+    names = [one.arg for one in (*by_place, *by_name)]
     return [name for name in names if name not in ("self", "cls")]
 
 

@@ -124,6 +124,38 @@ def test_parameters_that_a_release_adds_do_no_harm(monkeypatch):
     seams.check_process()
 
 
+@pytest.mark.parametrize(
+    ("replacement", "difference"),
+    [
+        (lambda self, block_ids, reason, *, by: None, "requires reason, by, which midstream does"),
+        (lambda self, block_ids, reason=None, *rest, by=None, **named: None, None),
+    ],
+)
+def test_a_parameter_that_is_required_besides_those_that_midstream_passes_is_refused(
+    monkeypatch, replacement, difference
+):
+    from vllm.v1.core.block_pool import BlockPool
+
+    monkeypatch.setattr(BlockPool, "evict_blocks", replacement)
+    if difference is None:
+        seams.check_process()
+        return
+    with pytest.raises(SeamError) as caught:
+        seams.check_process()
+    assert f"BlockPool.evict_blocks {difference} not pass (the prefix" in str(caught.value)
+
+
+def test_a_function_whose_callers_midstream_does_not_know_may_require_more(monkeypatch):
+    """vLLM calls it through midstream, which passes all on."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    def process_inputs(self, request_id, prompt, params, supported_tasks):
+        """Requires more."""
+
+    monkeypatch.setattr(InputProcessor, "process_inputs", process_inputs)
+    seams.check_process()
+
+
 def test_every_difference_is_named_at_once(monkeypatch):
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -325,6 +357,13 @@ def test_a_changed_method_of_a_v1_runner_is_named(seam):
     setattr(runner, seam.at, lambda something: something)
     with pytest.raises(SeamError, match=rf"V1Runner\.{seam.at} takes \(something\), expected"):
         seams.check_runner(runner, is_v2=False)
+
+
+def test_a_dummy_run_that_requires_more_is_named():
+    runner = V2Runner()
+    runner._dummy_run = lambda num_tokens, mode, is_profile=False, skip_attn=False: None
+    with pytest.raises(SeamError, match=r"V2Runner\._dummy_run requires mode, which midstream"):
+        seams.check_runner(runner, is_v2=True)
 
 
 def test_a_changed_v2_runner_is_named(monkeypatch):

@@ -11,8 +11,10 @@ from support.engines import ALL_SITES, engine, greedy, tokens
 
 from midstream import Capture, SpecError
 from midstream.codecs import parse_codec
+from midstream.runtime.protocol.rpc import ReadData, read_request
 from midstream.runtime.worker import result_buffer as results
 from midstream.testing import inspect
+from midstream.transport.reader import MappedArena
 
 EVERYTHING = Capture(layers="all", sites=ALL_SITES)
 PROMPTS = [list(range(3 + n, 90 + 2 * n)) for n in range(12)]
@@ -98,6 +100,35 @@ def test_memory_is_used_again_and_does_not_grow(llm):
     after = arena(llm)
     assert after == before
     assert after["leases"] == 0
+
+
+def test_results_that_cannot_be_mapped_leave_nothing_on_the_worker(llm, monkeypatch):
+    def failing(*_: Any) -> None:
+        raise OSError("Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MappedArena, "update", failing)
+        with pytest.raises(OSError, match="Too many"):
+            run(llm, PROMPTS[:4])
+    assert arena(llm)["leases"] == 0
+    assert not inspect(llm).leftovers()
+
+
+def test_results_whose_reading_is_given_up_leave_nothing_on_the_worker(llm, monkeypatch):
+    front, rpc = llm._front_end, llm._front_end._rpc
+
+    def interrupted(name: str, args: Any) -> list[object]:
+        if isinstance(read_request(*args), ReadData):
+            raise KeyboardInterrupt
+        return rpc(name, args=args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "LEASED_BYTES", 1 << 40)
+        patch.setattr(results, "INLINE_BYTES", 10)
+        patch.setattr(front, "_rpc", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(llm, PROMPTS[:4])
+    assert not inspect(llm).leftovers()
 
 
 # ---------------------------------------------------------------- codecs

@@ -14,7 +14,14 @@ from support.sinking import AsTheyCome
 
 from midstream import Capture, ReceiptError, SpecError
 from midstream.runtime.frontend.results import row_streamer
-from midstream.runtime.protocol.rpc import CollectPartialRows, CollectResults
+from midstream.runtime.protocol.results import partial_name
+from midstream.runtime.protocol.rpc import (
+    CollectPartialRows,
+    CollectResults,
+    ReadData,
+    read_request,
+)
+from midstream.runtime.worker import result_buffer
 from midstream.sinks import registry as finding
 from midstream.testing import inspect
 
@@ -205,6 +212,48 @@ def test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it(
         assert len(one.activations.positions) == 0
     assert not inspect(llm).streaming()
     inspect(llm).check_integrity()
+
+
+def test_a_call_that_is_given_up_while_rows_are_fetched_leaves_none_on_the_worker(
+    llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_buffer, "LEASED_BYTES", 1)
+    waited = []
+
+    def interrupted(futures: Any) -> None:
+        waited.append(futures)
+        if len(waited) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("midstream.runtime.frontend.rpc.rpc_client.wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(llm, PROMPTS[:4], Capture("all", ALL_SITES, sink="rows"))
+    assert len(waited) == 2
+    assert inspect(llm).arena_used()["leases"] == 0
+    assert not inspect(llm).leftovers()
+
+
+def test_a_call_that_is_given_up_while_rows_are_read_leaves_none_on_the_worker(
+    llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, rpc, read = llm._front_end, llm._front_end._rpc, []
+
+    def interrupted(name: str, args: Any) -> list[object]:
+        request = read_request(*args)
+        if isinstance(request, ReadData):
+            read.append(request.name)
+            raise KeyboardInterrupt
+        return rpc(name, args=args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(result_buffer, "LEASED_BYTES", 1 << 40)
+        patch.setattr(result_buffer, "INLINE_BYTES", 10)
+        patch.setattr(front, "_rpc", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(llm, PROMPTS[:4], Capture("all", ALL_SITES, sink="rows"))
+    assert read == [partial_name(read[0].split()[0])]
+    assert not inspect(llm).leftovers()
 
 
 def test_without_such_a_sink_a_step_asks_the_workers_nothing(

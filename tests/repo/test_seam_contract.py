@@ -85,6 +85,8 @@ class Engine(Base):
     @property
     def size(self): ...
 
+    def sleep(self, level, mode=0, *rest, by, until=None, **named): ...
+
     async def step(self, request, wave, /, *, flag=None): ...
 """
 BASE = """
@@ -106,8 +108,8 @@ def made(tmp_path: Path) -> seam_sources.Release:
     return seam_sources.Release(folder)
 
 
-def seam(name: str, *parameters: str, named: tuple[str, ...] = ()) -> Seam:
-    return Seam("vllm.engine", name, parameters, "why", named=named)
+def seam(name: str, *parameters: str, named: tuple[str, ...] = (), called: bool = False) -> Seam:
+    return Seam("vllm.engine", name, parameters, "why", named=named, called=called)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,17 @@ def seam(name: str, *parameters: str, named: tuple[str, ...] = ()) -> Seam:
         ),
         (seam("Engine.__init__", named=("log", "color")), "takes no color"),
         (seam("Engine.inherited", "a", "b", "c"), "takes (a, b), expected (a, b, c, …)"),
+        (seam("Engine.step", "request", "wave", called=True), None),
+        (seam("Engine.inherited", "a", "b", called=True), None),
+        (seam("Engine.inherited", "a", named=("b",), called=True), None),
+        (
+            seam("Engine.inherited", called=True),
+            "requires a, b, which midstream does not pass",
+        ),
+        (
+            seam("Engine.sleep", "level", called=True),
+            "requires by, which midstream does not pass",
+        ),
         (seam("Engine.stop"), "is missing"),
         (seam("Engine.config"), "is missing"),
         (seam("Motor.step"), "is missing"),

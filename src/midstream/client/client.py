@@ -221,8 +221,8 @@ class Client:
             The number of the version, and where it begins in each choice that still runs.
 
         Raises:
-            ServerError: 404, no such request runs; 400, it cannot have these edits; 503, there is
-                no capacity for them now.
+            ServerError: 404, no such request runs; 409, several with this id do; 400, it cannot
+                have these edits; 503, there is no capacity for them now.
         """
         return self._run(protocol.update(request_id, edits, scale))
 

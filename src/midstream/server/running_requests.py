@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from midstream.errors import HttpError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 
 
@@ -14,6 +15,7 @@ class RunningCall:
     """A call of the engine for a client's request; a request with several prompts makes several.
 
     Attributes:
+        request: the client's request; others may have the same id, which clients choose.
         request_id: the engine's id of the call: the request's, with a suffix if there are several.
         client: id of the client; see `Server.client_of`.
         call_plan: the call's plan, which no other call has.
@@ -21,6 +23,7 @@ class RunningCall:
         is_numbered: whether `request_id` is the response's id with a number after it.
     """
 
+    request: object
     request_id: str
     client: str
     call_plan: CallPlan
@@ -57,11 +60,21 @@ class RunningRequests:
             request_id: the id in the response of the request; or, if there is none, the engine's of
                 one of its calls.
             client: id of the client.
+
+        Raises:
+            HttpError: 409, several of its running requests have this id.
         """
         mine = [call for call in self._calls.values() if call.client == client]
         # A client may choose ids such that one is another with a number after it.
         found = [call for call in mine if call.is_of(request_id)]
         found = found or [call for call in mine if call.request_id == request_id]
+        if (count := len({call.request for call in found})) > 1:
+            raise HttpError(
+                409,
+                f"{count} running requests of this client have the id {request_id[:64]!r}, so none "
+                "is changed: send each request with an X-Request-Id of its own, or with none",
+                "id",
+            )
         return sorted(found, key=lambda call: call.first)
 
 

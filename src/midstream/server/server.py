@@ -293,7 +293,7 @@ class Server:
             own = context.call_plan(self.settings, context.client if self._has_key else "")
             # vLLM gives the calls of other requests numbers, also if there is only one.
             is_numbered, first = context.messages is None, context.calls * params.n
-            call = RunningCall(request_id, context.client, own, first, is_numbered)
+            call = RunningCall(context, request_id, context.client, own, first, is_numbered)
             running = self.running.running(call)
             params = with_plan(params, own)
         return context.track(generate(prompt, params, request_id, **named), params.n, running)

@@ -103,6 +103,11 @@ class MappedArena:
             finalizer.atexit = False
         return arrays
 
+    def end(self, numbers: Iterable[int]) -> None:
+        """End leases, given by number, that `lease` was not called for."""
+        for number in numbers:
+            self._flags[number] = DONE
+
     def _free(self, lease: _OpenLease) -> None:
         """Count an array of a lease as freed."""
         if os.getpid() == self._owner:

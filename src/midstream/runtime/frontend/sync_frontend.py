@@ -35,7 +35,7 @@ from midstream.runtime.frontend.rpc.fetch import (
     collect_partial,
 )
 from midstream.runtime.frontend.rpc.parameters import check_awake, read_parameter
-from midstream.runtime.frontend.rpc.rpc_client import Started, start_rpc
+from midstream.runtime.frontend.rpc.rpc_client import Started, carry_out_whole, start_rpc
 from midstream.runtime.frontend.step_controllers import StepControllers
 from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.protocol.request_payload import uid_of
@@ -120,8 +120,7 @@ class FrontEnd(BaseFrontEnd):
         self.directions.carry_out = lambda exchange: carry_out(exchange, self._call)
         for message in from_settings((self.lenses, self.saes), engine.vllm_config):
             self._call(message)
-        self._reporter = ReceiptReporter(self._config)
-        self._reports = True
+        self._reporter, self._reports = ReceiptReporter(self._config), True
         self._outputs = engine.output_processor
         self._running: dict[str, AdmittedRequest] = {}
         self._finished: list[_FinishedRequest] = []
@@ -290,12 +289,12 @@ class FrontEnd(BaseFrontEnd):
         fetch = self._fetch
         if fetch is None:
             return
-        # If this is interrupted, `drop` waits again.
-        wait_for([fetch.answers])
+        wait_for([fetch.answers])  # if this is interrupted, `drop` waits again
+        self._set_results()
         self._fetch = None
         batch = self._waiting_for(_Stage.ANSWERS)
+        uids = [one.admitted.uid for one in batch]
         try:
-            self._set_results()
             answers = read_answers(fetch.request, fetch.answers.result())
             data = carry_on(fetch.exchange, answers, self._call)
             for one in batch:
@@ -303,24 +302,26 @@ class FrontEnd(BaseFrontEnd):
                 one.delivery = self._deliver(one, data[one.admitted.uid])
                 one.stage = _Stage.SINKS
             self._set_results()
+        except BaseException:
+            self._call(ReleaseRequests(uids))  # the workers keep what was not read
+            raise
         finally:
             # After an error, the others of the batch have no results.
             self._finished = [one for one in self._finished if one.stage is not _Stage.ANSWERS]
-            self._release([one.admitted.uid for one in batch])
+            self._release(uids)
 
     def _deliver(self, one: _FinishedRequest, answers: WorkerAnswers) -> PendingDelivery:
         """Assemble the results of a request, and put its rows into the queues of their sinks."""
-        plan, uid = one.admitted.plan, one.admitted.uid
-        partial = self._streamer.get(uid)
+        asked = one.admitted
+        partial = self._streamer.get(asked.uid)
         before = {} if partial is None else partial.received()
         try:
-            asked = one.admitted
             given = (asked.own, asked.reused, asked.later, asked.recalled)
-            results = assemble(one.output, plan, answers, self.info.shape, before, *given)
-            finished = FinishedRequest(one.admitted, one.output, self.info.shape, results, partial)
+            results = assemble(one.output, asked.plan, answers, self.info.shape, before, *given)
+            finished = FinishedRequest(asked, one.output, self.info.shape, results, partial)
             return deliver(self.sinks, finished)
         finally:
-            self._streamer.end(uid)
+            self._streamer.end(asked.uid)
 
     def _set_results(self, every: bool = False) -> None:
         """Set results on the outputs whose sinks have finished; of `every` one: wait for them."""
@@ -343,7 +344,7 @@ class FrontEnd(BaseFrontEnd):
 
     def _fetch_rows(self, stops: dict[str, dict[str, int]]) -> dict[str, WorkerAnswers]:
         """Fetch rows of running requests, per uid; see `collect_partial`."""
-        return carry_out(collect_partial(self._workers[0], stops), self._call)
+        return carry_out_whole(collect_partial(self._workers[0], stops), self._start, self._call)
 
     def parameter(self, name: str) -> Tensor:
         """Return a parameter of the model; see `read_parameter` and `check_awake`."""

@@ -31,8 +31,8 @@ ATTENTION_FIELDS: tuple[Fields, ...] = (
     Fields("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", ("layer_names",), _WHY),
 )
 ATTENTION_V1_SEAMS: tuple[Seam, ...] = (
-    Seam(_V1, "MultiGroupBlockTable.__getitem__", ("idx",), _WHY),
-    Seam(_V1, "BlockTable.get_device_tensor", ("num_reqs",), _WHY),
+    Seam(_V1, "MultiGroupBlockTable.__getitem__", ("idx",), _WHY, called=True),
+    Seam(_V1, "BlockTable.get_device_tensor", ("num_reqs",), _WHY, called=True),
 )
 ATTENTION_V1_FIELDS: tuple[Fields, ...] = (
     Fields("vllm.v1.worker.gpu_input_batch", "InputBatch", ("block_table",), _WHY),

@@ -18,8 +18,9 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
     Seam(
         "vllm.engine.arg_utils",
         "EngineArgs.create_engine_config",
-        (),
+        ("usage_context",),
         "settings are completed before the engine's config is made and hashed",
+        called=True,
     ),
     Seam(
         "vllm.v1.worker.worker_base",
@@ -39,18 +40,23 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         ("vllm_config",),
         "a front end is attached to each enabled engine",
     ),
-    Seam("vllm.v1.engine.llm_engine", "LLMEngine.step", (), "results are set on outputs"),
+    Seam(
+        "vllm.v1.engine.llm_engine", "LLMEngine.step", (), "results are set on outputs", called=True
+    ),
     Seam(
         "vllm.v1.engine.llm_engine",
         "LLMEngine.collective_rpc",
-        ("method", "timeout", "args"),
+        ("method",),
         "results are fetched from the workers",
+        named=("args",),
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.core_client",
         "SyncMPClient._send_input",
         ("request_type", "request"),
         "results are fetched while the engine runs",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.core_client",
@@ -63,12 +69,14 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "LLMEngine.abort_request",
         ("request_ids",),
         "aborted requests are released",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.core",
         "EngineCore._initialize_kv_caches",
         ("vllm_config",),
         "an engine ends with the process that started it",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.core",
@@ -93,6 +101,7 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "EngineCore.collective_rpc",
         ("method", "timeout", "args", "kwargs"),
         "results are fetched from the workers, and plans of running requests are changed",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.core",
@@ -123,18 +132,23 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "Request.update_block_hashes",
         (),
         "blocks of a request get other keys from the position at which its plan was changed",
+        called=True,
     ),
     Seam(
         "vllm.v1.executor.multiproc_executor",
         "MultiprocExecutor.collective_rpc",
-        ("method", "timeout", "args", "kwargs", "non_block"),
+        ("method",),
         "vectors are sent to the workers without a wait",
+        named=("args", "non_block"),
+        called=True,
     ),
     Seam(
         "vllm.v1.executor.uniproc_executor",
         "UniProcExecutor.collective_rpc",
-        ("method", "timeout", "args", "kwargs", "non_block"),
+        ("method",),
         "vectors are sent to the workers without a wait",
+        named=("args", "non_block"),
+        called=True,
     ),
     Seam(
         "vllm.v1.core.kv_cache_utils",
@@ -159,12 +173,14 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "KVCacheManager.get_blocks",
         ("request_id",),
         "requests that share KV with a failed request are found",
+        called=True,
     ),
     Seam(
         "vllm.v1.core.block_pool",
         "BlockPool.evict_blocks",
         ("block_ids",),
         "the prefix cache is cleared after a failure",
+        called=True,
     ),
     Seam(
         "vllm.v1.core.sched.scheduler",
@@ -177,6 +193,7 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "Scheduler.finish_requests",
         ("request_ids", "finished_status"),
         "requests that failed on a worker are ended",
+        called=True,
     ),
     Seam(
         "vllm.v1.core.kv_cache_coordinator",
@@ -189,24 +206,28 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "LLMEngine.has_unfinished_requests",
         (),
         "requests that ended without an output are released",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.llm_engine",
         "LLMEngine.get_tokenizer",
         (),
         "positions are found by the prompt's text",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.core_client",
         "InprocClient.add_request",
         ("request",),
         "requests wait for capacity",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.core_client",
         "SyncMPClient.add_request",
         ("request",),
         "requests wait for capacity",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.output_processor",
@@ -270,7 +291,14 @@ OFFLINE_SEAMS: tuple[Seam, ...] = (
         "each conversation gets its plan",
         named=TEMPLATE_ARGUMENTS,
     ),
-    Seam("vllm.entrypoints.llm", "LLM.enqueue", (), "rejected with default captures"),
+    Seam(
+        "vllm.entrypoints.llm",
+        "LLM.enqueue",
+        ("prompts", "sampling_params"),
+        "prompts of a job are queued; rejected with default captures",
+        named=("use_tqdm",),
+        called=True,
+    ),
     Seam("vllm.entrypoints.llm", "LLM.enqueue_chat", (), "rejected with default captures"),
     Seam("vllm.entrypoints.llm", "LLM.beam_search", (), "rejected with edits of some positions"),
     Seam(
@@ -278,16 +306,28 @@ OFFLINE_SEAMS: tuple[Seam, ...] = (
         "LLM.get_default_sampling_params",
         (),
         "plans are attached to sampling parameters",
+        called=True,
     ),
-    Seam("vllm.renderers.inputs.preprocess", "prompt_to_seq", (), "prompts are counted"),
     Seam(
-        "vllm.renderers.inputs.preprocess", "conversation_to_seq", (), "conversations are counted"
+        "vllm.renderers.inputs.preprocess",
+        "prompt_to_seq",
+        ("prompt_or_prompts",),
+        "prompts are counted",
+        called=True,
+    ),
+    Seam(
+        "vllm.renderers.inputs.preprocess",
+        "conversation_to_seq",
+        ("conversation_or_conversations",),
+        "conversations are counted",
+        called=True,
     ),
     Seam(
         "vllm.renderers.base",
         "BaseRenderer.render_messages",
         ("messages", "params"),
         "the messages of a chat are found in its prompt",
+        called=True,
     ),
 )
 
@@ -298,6 +338,7 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         ("vllm_config", "executor_class", "log_stats"),
         "the base class of midstream.AsyncLLM",
         named=("usage_context", "log_requests", "start_engine_loop", "stat_loggers"),
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.async_llm",
@@ -310,12 +351,14 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         "AsyncLLM.get_tokenizer",
         (),
         "positions are found by the prompt's text",
+        called=True,
     ),
     Seam(
         "vllm.v1.executor.abstract",
         "Executor.get_class",
         ("vllm_config",),
         "the base class of midstream.AsyncLLM",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.async_llm",
@@ -328,12 +371,14 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         "AsyncLLM.abort",
         ("request_id", "internal"),
         "requests that could not be sent are ended",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.async_llm",
         "AsyncLLM.shutdown",
         ("timeout",),
         "running requests are stopped",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.core_client",
@@ -341,6 +386,7 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         ("method",),
         "results are fetched from the workers of one engine",
         named=("engine",),
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.core_client",
@@ -353,11 +399,13 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         "AsyncMPClient.add_request_async",
         ("request",),
         "requests wait for capacity",
+        called=True,
     ),
     Seam(
         "vllm.v1.engine.core_client",
         "AsyncMPClient.abort_requests_async",
         ("request_ids",),
         "aborted requests are released",
+        called=True,
     ),
 )

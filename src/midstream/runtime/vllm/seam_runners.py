@@ -24,7 +24,9 @@ def _start_up(module: str, *named: str) -> tuple[Seam, ...]:
     """Return the seams of a model runner's start-up; `named` are arguments of a dummy run."""
 
     def seam(name: str, parameters: tuple[str, ...], why: str, *named: str) -> Seam:
-        return Seam(module, f"GPUModelRunner.{name}", parameters, why, named=named, at=name)
+        return Seam(
+            module, f"GPUModelRunner.{name}", parameters, why, named=named, at=name, called=True
+        )
 
     return (
         seam("_dummy_run", ("num_tokens",), _DUMMY_RUNS, *named),
@@ -41,45 +43,52 @@ MODEL_SEAMS: tuple[Seam, ...] = (
     Seam(
         "vllm.compilation.wrapper",
         "TorchCompileWithNoGuardsWrapper.__init__",
-        ("compile_prefix", "is_encoder"),
+        (),
         "the tapped model is compiled by itself",
+        called=True,
     ),
     Seam(
         "vllm.compilation.backends",
         "set_model_tag",
         ("tag",),
         "the compile cache keeps what both models compile apart",
+        called=True,
     ),
     Seam(
         "vllm.config",
         "set_current_vllm_config",
         ("vllm_config",),
         "the tapped model is compiled under the engine's settings",
+        called=True,
     ),
     Seam(
         "vllm.v1.worker.gpu_worker",
         "Worker.compile_or_warm_up_model",
         (),
         "the end of start-up, when the taps are checked",
+        called=True,
     ),
     Seam(
         "vllm.v1.worker.gpu_worker",
         "Worker.execute_dummy_batch",
         (),
         "a dummy run in which the taps are checked",
+        called=True,
     ),
     Seam(
         "vllm.model_executor.models.interfaces_base",
         "VllmModelForTextGeneration.compute_logits",
         ("hidden_states",),
         "logits are returned, and biases added to them",
+        called=True,
     ),
-    Seam("vllm.distributed.parallel_state", "get_tp_group", (), _AGREE),
+    Seam("vllm.distributed.parallel_state", "get_tp_group", (), _AGREE, called=True),
     Seam(
         "vllm.distributed.parallel_state",
         "GroupCoordinator.all_reduce",
         ("input_",),
         "ranks add up their parts of a score that the engine core needs",
+        called=True,
     ),
     Seam(
         _LORA_HEAD,
@@ -87,7 +96,7 @@ MODEL_SEAMS: tuple[Seam, ...] = (
         ("index", "lora_a", "lora_b"),
         _ADAPTERS,
     ),
-    Seam(_LORA_HEAD, "LogitsProcessorWithLoRA.reset_lora", ("index",), _ADAPTERS),
+    Seam(_LORA_HEAD, "LogitsProcessorWithLoRA.reset_lora", ("index",), _ADAPTERS, called=True),
     Seam(
         _PUNICA,
         "PunicaWrapperBase.add_lora_logits",
@@ -144,6 +153,7 @@ V1_SEAMS: tuple[Seam, ...] = (
         ("scheduler_output",),
         "requests begin and end",
         at="_update_states",
+        called=True,
     ),
     Seam(
         _V1,
@@ -166,19 +176,28 @@ V1_SEAMS: tuple[Seam, ...] = (
         "failures are attached",
         at="sample_tokens",
     ),
-    Seam(_V1, "GPUModelRunner.get_model", (), "the loaded model is tapped", at="get_model"),
+    Seam(
+        _V1,
+        "GPUModelRunner.get_model",
+        (),
+        "the loaded model is tapped",
+        at="get_model",
+        called=True,
+    ),
     *_start_up(_V1, "is_profile"),
     Seam(
         "vllm.compilation.cuda_graph",
         "CUDAGraphWrapper.__init__",
         ("runnable", "vllm_config", "runtime_mode"),
         _GRAPHS,
+        called=True,
     ),
     Seam(
         "vllm.compilation.breakable_cudagraph",
         "BreakableCUDAGraphWrapper.__init__",
         ("runnable", "vllm_config"),
         _GRAPHS,
+        called=True,
     ),
 )
 
@@ -199,7 +218,14 @@ V2_SEAMS: tuple[Seam, ...] = (
         "failures are attached",
         at="sample_tokens",
     ),
-    Seam(_V2, "GPUModelRunner.get_model", (), "the loaded model is tapped", at="get_model"),
+    Seam(
+        _V2,
+        "GPUModelRunner.get_model",
+        (),
+        "the loaded model is tapped",
+        at="get_model",
+        called=True,
+    ),
     *_start_up(_V2, "is_profile", "skip_attn"),
     Seam(
         "vllm.v1.worker.gpu.cudagraph_utils",

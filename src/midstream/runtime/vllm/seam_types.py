@@ -16,6 +16,8 @@ class Seam:
         why: what midstream does there.
         named: parameters that midstream passes by name.
         at: path of the method on a model runner; "" for other functions.
+        called: whether midstream calls it with these parameters alone, so that it may require no
+            others; else midstream passes on what it is given.
     """
 
     module: str
@@ -24,6 +26,7 @@ class Seam:
     why: str
     named: tuple[str, ...] = ()
     at: str = ""
+    called: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The functions of vLLM that midstream depends on, and the check that this vLLM has them.
 
 Every seam is data: a function and its leading parameters, or a class and its attributes
-(`seam_fields`). Additions in a release do no harm; removals and renames are reported by name before
-anything is patched. `scripts/seams.py` checks the same data against the sources of any release.
+(`seam_fields`). Additions in a release do no harm, but for a required parameter of what midstream
+calls itself; such additions, removals and renames are reported by name before anything is patched.
+`scripts/seams.py` checks the same data against the sources of any release.
 """
 
 from __future__ import annotations
@@ -140,7 +141,15 @@ def _problems(function: Any, seam: Seam, name: str) -> list[str]:
     if found[: len(wanted)] != wanted:
         return [f"{name} takes ({', '.join(found)}), expected ({', '.join(wanted)}, …)"]
     lacking = [one for one in seam.named if one not in found]
-    return [f"{name} takes no {', '.join(lacking)}"] if lacking else []
+    if lacking:
+        return [f"{name} takes no {', '.join(lacking)}"]
+    packed = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    required = [one.name for one in given if one.default is one.empty and one.kind not in packed]
+    extra = [one for one in required if one in found and one not in (*wanted, *seam.named)]
+    if seam.called and extra:
+        needed = ", ".join(extra)
+        return [f"{name} requires {needed}, which midstream does not pass ({seam.why})"]
+    return []
 
 
 def _lacking(fields: Fields) -> list[str]:

@@ -238,6 +238,7 @@ class WorkerEndpoint:
                     pass
                 for uid in request.uids:
                     self._results.release(uid)
+                    self._results.release(partial_name(uid))
             case WriteWeights():
                 self._weights.write(request.offset, request.data)
             case ReadParameter():

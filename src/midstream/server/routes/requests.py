@@ -13,6 +13,7 @@ from starlette.types import Scope
 from midstream.errors import HttpError
 from midstream.server import audit_log
 from midstream.server.routes.common import (
+    ErrorBody,
     MidstreamRoute,
     ServerDep,
     error_responses,
@@ -59,7 +60,11 @@ class UpdateBody(BaseModel):
     summary="Change the edits of a running request of the same client",
     description="They hold from the first position that is not scheduled yet: `position` of each "
     "choice that still runs. The receipt lists the versions and where each held.",
-    responses={**ok_response(_ANSWER), **error_responses(400, 401, 403, 404, 413, 503)},
+    responses={
+        **ok_response(_ANSWER),
+        **error_responses(400, 401, 403, 404, 413, 503),
+        409: {"model": ErrorBody, "description": "Several running requests have this id."},
+    },
 )
 async def update(id: Id, given: UpdateBody, request: Request, server: ServerDep) -> dict[str, Any]:
     llm = server.llm

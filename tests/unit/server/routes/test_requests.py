@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.serving_fake import refused, serving
 
-from midstream.errors import BusyError, SpecError
+from midstream.errors import BusyError, HttpError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server.running_requests import RunningCall, RunningRequests, _is_of
 from midstream.spec import Plan
@@ -103,7 +103,8 @@ def running(*calls):
     """What finds these calls, (engine's id, whether it is a chat's), by one client."""
     found = RunningRequests()
     for nth, (name, is_chat) in enumerate(calls):
-        context = found.running(RunningCall(name, "me", CallPlan(None), nth, not is_chat))
+        of = name if is_chat else name[:-2]
+        context = found.running(RunningCall(of, name, "me", CallPlan(None), nth, not is_chat))
         context.__enter__()
         found.contexts = [*getattr(found, "contexts", ()), context]
     return lambda name: [call.request_id for call in found.find(name, "me")]
@@ -120,6 +121,39 @@ def test_an_id_that_is_another_with_a_number_is_that_of_another_request():
     assert find("cmpl-exp-1") == ["cmpl-exp-1-0"]
     assert find("cmpl-exp-0") == ["cmpl-exp-0"]
     assert running(("resp_a_0", False), ("resp_a_1", False))("resp_a") == ["resp_a_0", "resp_a_1"]
+
+
+async def test_an_id_of_two_running_requests_is_refused():
+    """They have the same `X-Request-Id`, for example one is a retry of the other."""
+    async with serving() as (site, client):
+        async with Held(site, client):
+            twin = asyncio.create_task(client.post("/v1/completions", json=ASKED))
+            while site.engine.running < 2:
+                await asyncio.sleep(0)
+            for name in ("cmpl", "cmpl-0"):
+                error = await refused(
+                    client.post(path(name), json={"scale": 0}), 409, f"have the id '{name}'"
+                )
+                assert error["param"] == "id"
+                assert "X-Request-Id" in error["message"]
+            assert not site.engine.updates
+        await twin
+        async with Held(site, client):
+            assert (await client.post(path(), json={"scale": 0})).status_code == 200
+
+
+def test_requests_with_one_id_are_told_apart_when_different_prompts_of_theirs_run():
+    found = RunningRequests()
+    first, second = (
+        RunningCall(of, name, "me", CallPlan(None), nth)
+        for of, name, nth in (("a", "cmpl-x-1", 1), ("b", "cmpl-x-0", 0))
+    )
+    with found.running(first), found.running(second):
+        with pytest.raises(HttpError, match="2 running requests"):
+            found.find("cmpl-x", "me")
+        assert found.find("cmpl-x-1", "me") == [first]
+    with found.running(first):
+        assert found.find("cmpl-x", "me") == [first]
 
 
 async def test_a_chat_is_found_by_its_own_id_only():

@@ -93,22 +93,30 @@ def _fetch(
     """Fetch what the workers put into their buffers, under some names, for a request."""
     found: dict[str, WorkerAnswers] = {name: [] for name in names}
     answers: list[CollectedResults] = yield request
-    check_traces([worker.info for worker in workers], [one.checksums for one in answers])
     large: set[str] = set()
-    for worker, answer in zip(workers, answers, strict=True):
-        headers = decode(list[ResultHeader], answer.headers, "results of a worker")
-        worker.see(headers, answer.retired)
-        leases: dict[int, Leased | None] = {}
-        for header, data in zip(headers, answer.inline, strict=True):
-            if data is None:
-                large.add(header.name)
-            leased = None
-            if header.lease is not None:
-                number = header.lease.number
-                if number not in leases:
-                    leases[number] = worker.leased(header.lease)
-                leased = leases[number]
-            found[header.name].append(WorkerAnswer(worker.info, header, data or b"", leased))
+    of_workers = [decode(list[ResultHeader], one.headers, "results of a worker") for one in answers]
+    # Leases that no array ends yet.
+    unread = [{one.lease.number for one in mine if one.lease is not None} for mine in of_workers]
+    try:
+        check_traces([worker.info for worker in workers], [one.checksums for one in answers])
+        for worker, answer, headers, mine in zip(workers, answers, of_workers, unread, strict=True):
+            worker.see(headers, answer.retired)
+            leases: dict[int, Leased | None] = {}
+            for header, data in zip(headers, answer.inline, strict=True):
+                if data is None:
+                    large.add(header.name)
+                leased = None
+                if header.lease is not None:
+                    number = header.lease.number
+                    if number not in leases:
+                        mine.discard(number)
+                        leases[number] = worker.leased(header.lease)
+                    leased = leases[number]
+                found[header.name].append(WorkerAnswer(worker.info, header, data or b"", leased))
+    except BaseException:
+        for worker, mine in zip(workers, unread, strict=True):
+            worker.end_leases(mine)
+        raise
     for name in large:
         found[name] = yield from _read(name, found[name])
     return found

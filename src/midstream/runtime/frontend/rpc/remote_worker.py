@@ -72,3 +72,8 @@ class RemoteWorker:
         held = self._arena.held + self._arena.adds(wanted)
         keep = held <= MOST_HELD * self.arena_bytes
         return Leased(self._arena.lease(lease.number, wanted), keep)
+
+    def end_leases(self, numbers: Iterable[int]) -> None:
+        """End leases whose memory nobody got."""
+        if self._arena is not None:
+            self._arena.end(numbers)

@@ -9,9 +9,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import wait as wait_for
+from typing import Any, TypeVar
 
-from midstream.runtime.protocol.rpc import RPC, RpcRequest, arguments_of
+from midstream.runtime.frontend.rpc.fetch import Call, Exchange, carry_on
+from midstream.runtime.protocol.rpc import RPC, RpcRequest, arguments_of, read_answers
+
+T = TypeVar("T")
 
 # The workers' answers as plain values; see `read_answers`.
 Started = Future[list[object]]
@@ -44,3 +48,24 @@ def start_rpc(engine: Any) -> Callable[[RpcRequest[Any]], Started]:
 
     # An engine in this process has nothing to do while it answers.
     return start if isinstance(client, SyncMPClient) else run
+
+
+def carry_out_whole(
+    exchange: Exchange[T], start: Callable[[RpcRequest[Any]], Started], call: Call
+) -> T:
+    """Return the result of an exchange as `carry_out` does. If the wait for its first answers is
+    interrupted, they are read all the same: nobody else frees the rows that they lease.
+
+    Args:
+        exchange: fetches results.
+        start: sends a request without waiting for the answers.
+        call: sends a request and waits for the answers.
+    """
+    request = next(exchange)
+    answers = start(request)
+    try:
+        wait_for([answers])
+    finally:
+        wait_for([answers])
+        found = carry_on(exchange, read_answers(request, answers.result()), call)
+    return found
