@@ -1,27 +1,32 @@
 """Index of captured rows: which rows of which request are in which step's results.
 
-A step only adds its arrays. Rows are sorted by request when they are taken, for many requests at
-once. So neither has a Python loop over rows, requests or layers.
+The runs of all steps are columns of one table. A step appends its own, and rows are sorted by
+request when they are taken, for many requests at once. So neither has a Python loop over rows,
+requests or layers, and only a short one over the steps of what is taken.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.runtime.protocol.runs import Ints, within_runs
-from midstream.runtime.protocol.segments import FOREVER
 from midstream.runtime.worker.row_block import R, RecordRun, RowBlock
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Shipment
 
 _Kind = tuple[tuple[int, ...], int, int]  # taps, number of the encoding, rows of a record
+# Rows of the table. In place of a position that is not known yet: -1 - its row in the step's copy.
+_SERIAL, _POSITION, _LENGTH, _STEP, _FIRST, _KIND = range(6)
+_GONE = -1  # serial number of a run that was taken
+_COLUMNS = 1024  # of a table without runs
+# Fewer serial numbers are compared with the table one by one.
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,91 +73,47 @@ class PendingPositions:
     copy: Copy
     row: Ints
 
-    def __getitem__(self, mask: NDArray[np.bool_]) -> PendingPositions:
-        return PendingPositions(self.copy, self.row[mask])
-
     def values(self) -> Ints:
         """Return the positions. Blocks until they are on the host."""
         return self.copy.values().numpy()[self.row].astype(np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord(Generic[R]):
-    """The records of one step, as runs of consecutive records.
+@dataclass(slots=True)
+class _Step(Generic[R]):
+    """A step that has runs left: its rows, their number, and where pending positions come from."""
+
+    source: R
+    runs: int
+    positions: Copy | None
+
+
+class _Runs(NamedTuple, Generic[R]):
+    """Some columns of the table with known positions, and the sources of their steps.
 
     Attributes:
-        number: number of the step in the index; later steps have greater numbers.
-        source: the rows.
-        serial: serial number of each run's request.
-        position: position of each run's first record.
-        length: number of records of each run.
-        first: row of the source at which each run's first record begins.
-        kind: kind of each run's records, from `CapturedRowIndex.kind`.
+        table: the columns, with indices of `sources` in place of steps.
+        sources: the rows of each step.
     """
 
-    number: int
-    source: R
-    serial: Ints
-    position: Ints | PendingPositions
-    length: Ints
-    first: Ints
-    kind: Ints
+    table: Ints
+    sources: list[R]
 
-    def only(self, mask: NDArray[np.bool_]) -> StepRecord[R]:
-        """Return the record with the masked runs only."""
-        return StepRecord(
-            self.number,
-            self.source,
-            self.serial[mask],
-            self.position[mask],
-            self.length[mask],
-            self.first[mask],
-            self.kind[mask],
-        )
-
-    @property
-    def known(self) -> Ints:
-        """Position of each run's first record. Blocks until it is on the host."""
-        return (
-            self.position.values() if isinstance(self.position, PendingPositions) else self.position
-        )
-
-    def within(self, start: Ints | int, stop: Ints | int, width: Ints | int) -> StepRecord[R]:
-        """Return the record with its runs cut to positions [start, stop).
-
-        Args:
-            start: first position; of each run, or of all.
-            stop: last position + 1; likewise.
-            width: rows of one record; likewise.
-        """
-        position = self.known
-        begin = np.maximum(position, start)
-        length = np.minimum(position + self.length, stop) - begin
-        first = self.first + (begin - position) * width
-        cut = StepRecord(self.number, self.source, self.serial, begin, length, first, self.kind)
-        return cut.only(length > 0)
-
-    def joined(self, other: StepRecord[R]) -> StepRecord[R]:
-        """Return the record with other runs of the same step. Blocks until the positions of both
-        are on the host.
-        """
-        if not other.serial.size or not self.serial.size:
-            return self if self.serial.size else other
-        pairs = (
-            (self.serial, other.serial),
-            (self.known, other.known),
-            (self.length, other.length),
-            (self.first, other.first),
-            (self.kind, other.kind),
-        )
-        return StepRecord(self.number, self.source, *(np.concatenate(pair) for pair in pairs))
+    def of_kind(self, kind: int) -> Ints:
+        """Return serial, position, length, source and first of each run of a kind, in order."""
+        table = self.table[:_KIND]
+        mine = self.table[_KIND] == kind
+        return table if mine.all() else table[:, mine]
 
 
 class CapturedRowIndex(Generic[R]):
     """Owner of the rows of steps until the last row of each is taken."""
 
     def __init__(self) -> None:
-        self._steps: list[StepRecord[R]] = []
+        # Later steps have columns further right. Those of `_GONE` are removed when there is no
+        # room for more.
+        self._table: Ints = np.empty((6, _COLUMNS), np.int64)
+        self._end = 0
+        self._steps: dict[int, _Step[R]] = {}
         self._kinds: dict[_Kind, int] = {}
         self._keys: list[_Kind] = []
         self._taken: list[R] = []
@@ -195,11 +156,33 @@ class CapturedRowIndex(Generic[R]):
             first: int64 [runs], row of `source` at which each run's first record begins.
             kind: int64 [runs], kind of each run's records.
         """
-        if serial.size:
-            self._steps.append(
-                StepRecord(self._next_step, source, serial, position, length, first, kind)
-            )
-            self._next_step += 1
+        if not serial.size:
+            return
+        begin = self._room(serial.size)
+        self._end = begin + serial.size
+        table = self._table[:, begin : self._end]
+        copy = None
+        if isinstance(position, PendingPositions):
+            copy, position = position.copy, -1 - position.row
+        table[_SERIAL] = serial
+        table[_POSITION] = position
+        table[_LENGTH] = length
+        table[_STEP] = self._next_step
+        table[_FIRST] = first
+        table[_KIND] = kind
+        self._steps[self._next_step] = _Step(source, serial.size, copy)
+        self._next_step += 1
+
+    def _room(self, wanted: int) -> int:
+        """Make room for more columns, and return the first of them."""
+        if self._end + wanted > self._table.shape[1]:
+            is_left = self._table[_SERIAL, : self._end] != _GONE
+            left = self._table[:, : self._end].compress(is_left, axis=1)
+            self._end = left.shape[1]
+            # Twice as many, so that runs are seldom moved.
+            self._table = np.empty((6, max(2 * (self._end + wanted), _COLUMNS)), np.int64)
+            self._table[:, : self._end] = left
+        return self._end
 
     @property
     def next_step(self) -> int:
@@ -218,22 +201,10 @@ class CapturedRowIndex(Generic[R]):
         Returns:
             The blocks of each request, by serial number.
         """
-        wanted = set(serials)
-        chosen: list[StepRecord[R]] = []
-        kept: list[StepRecord[R]] = []
-        for entry in self._steps:
-            mine = entry.serial.tolist()
-            if wanted.issuperset(mine):
-                chosen.append(entry)
-                self._taken.append(entry.source)
-                continue
-            if not wanted.isdisjoint(mine):
-                mask = np.array([serial in wanted for serial in mine], np.bool_)
-                chosen.append(entry.only(mask))
-                entry = entry.only(~mask)
-            kept.append(entry)
-        self._steps = kept
-        return self._blocks(chosen, serials)
+        columns = self._columns(np.array(sorted(serials), np.int64))
+        runs = self._runs(self._known(columns))
+        self._remove(columns)
+        return self._blocks(runs, serials)
 
     def take_until(
         self, stops: Mapping[int, int], oldest: int
@@ -251,58 +222,22 @@ class CapturedRowIndex(Generic[R]):
         serials = np.array(sorted(stops), np.int64)
         bounds = np.array([stops[serial] for serial in serials.tolist()], np.int64)
         widths = np.array([rows for _, _, rows in self._keys], np.int64)
-        begin = bisect_left(self._steps, oldest, key=lambda entry: entry.number)
-        entries = self._steps[begin:]
-        del self._steps[begin:]
-        chosen: list[StepRecord[R]] = []
-        remains = self._next_step
-        for entry in entries:
-            mask = _among(entry.serial, serials)
-            if not mask.any():
-                self._steps.append(entry)
-                continue
-            mine = entry.only(mask)
-            stop, width = bounds[np.searchsorted(serials, mine.serial)], widths[mine.kind]
-            taken, rest = mine.within(0, stop, width), mine.within(stop, FOREVER, width)
-            if rest.serial.size:
-                remains = min(remains, entry.number)
-            if taken.serial.size:
-                chosen.append(taken)
-                entry = entry.only(~mask).joined(rest)
-            if entry.serial.size:
-                self._steps.append(entry)
-            else:
-                self._taken.append(entry.source)
-        return self._blocks(chosen, list(stops)), remains
-
-    def _blocks(
-        self, chosen: list[StepRecord[R]], serials: list[int]
-    ) -> dict[int, list[RowBlock[R]]]:
-        found: dict[int, list[RowBlock[R]]] = {serial: [] for serial in serials}
-        if len(chosen) == 1 and self._add_single(chosen[0], found):
-            return found
-        present = {kind for entry in chosen for kind in set(entry.kind.tolist())}
-        for kind in sorted(present):
-            for serial, block in _blocks_of_kind(chosen, self._keys[kind], kind):
-                found[serial].append(block)
-        return found
-
-    def _add_single(self, entry: StepRecord[R], found: dict[int, list[RowBlock[R]]]) -> bool:
-        """Add the blocks of one step, as of requests that ended with their prompts, without the
-        sorting of several steps; return whether that was possible: each request has one run there.
-        """
-        serials = entry.serial.tolist()
-        if len(set(serials)) < len(serials):
-            return False
-        sources = [entry.source]
-        columns = entry.known.tolist(), entry.length.tolist(), entry.first.tolist()
-        for serial, kind, position, length, first in zip(
-            serials, entry.kind.tolist(), *columns, strict=True
-        ):
-            run = RecordRun(position, length, 0, first)
-            taps, codec, rows = self._keys[kind]
-            found[serial].append(RowBlock(taps, codec, rows, sources, [run]))
-        return True
+        begin = int(self._table[_STEP, : self._end].searchsorted(oldest))
+        columns = self._columns(serials, begin)
+        found = self._known(columns)
+        stop = bounds[serials.searchsorted(found[_SERIAL])]
+        taken = np.clip(stop - found[_POSITION], 0, found[_LENGTH])
+        rest = found.copy()
+        rest[_POSITION] += taken
+        rest[_LENGTH] -= taken
+        rest[_FIRST] += taken * widths[found[_KIND]]
+        self._table[:, columns] = rest
+        found[_LENGTH] = taken
+        runs = self._runs(found[:, taken > 0])
+        has_rest = rest[_LENGTH] > 0
+        self._remove(columns[~has_rest])
+        remains = rest[_STEP, has_rest].min(initial=self._next_step)
+        return self._blocks(runs, list(stops)), int(remains)
 
     def free_taken(self) -> None:
         """Free the rows of steps that have no rows left in the index."""
@@ -327,23 +262,96 @@ class CapturedRowIndex(Generic[R]):
             return {}
         serials = np.array(sorted(spans), np.int64)
         bounds = np.array([spans[serial] for serial in serials.tolist()], np.int64)
-        chosen: list[StepRecord[R]] = []
-        blocks: dict[int, RowBlock[R]] = {}
-        found = 0
-        for entry in reversed(self._steps):
-            mine = entry.only((entry.kind == kind) & _among(entry.serial, serials))
-            of = np.searchsorted(serials, mine.serial)
-            mine = mine.within(bounds[of, 0], bounds[of, 1], len(taps))
-            if mine.serial.size:
-                chosen.insert(0, mine)
-                found += int(mine.length.sum())
-            if found >= count:
-                # A position that was computed twice is in two steps and counts once.
-                blocks = dict(_blocks_of_kind(chosen, key, kind))
-                found = sum(block.size for block in blocks.values())
-                if found >= count:
-                    return blocks
-        return dict(_blocks_of_kind(chosen, key, kind))
+        searched = 0
+        while True:
+            searched = 4 * max(searched, count)
+            begin = max(self._end - searched, 0)
+            columns = self._columns(serials, begin)
+            found = self._known(columns[self._table[_KIND, columns] == kind])
+            of = serials.searchsorted(found[_SERIAL])
+            cut = np.maximum(bounds[of, 0] - found[_POSITION], 0)
+            stop = np.minimum(found[_POSITION] + found[_LENGTH], bounds[of, 1])
+            found[_POSITION] += cut
+            found[_LENGTH] = stop - found[_POSITION]
+            found[_FIRST] += cut * len(taps)
+            runs = self._runs(found[:, found[_LENGTH] > 0])
+            blocks = dict(_blocks_of_kind(runs, key, kind))
+            # A position that was computed twice is in two steps and counts once.
+            if not begin or sum(block.size for block in blocks.values()) >= count:
+                return blocks
+
+    # -- the table -------------------------------------------------------------------------------
+
+    def _columns(self, serials: Ints, begin: int = 0) -> Ints:
+        """Return the columns with the runs of some requests, from a column on.
+
+        Args:
+            serials: serial numbers of the requests, ascending.
+            begin: the column.
+        """
+        given = self._table[_SERIAL, begin : self._end]
+        if serials.size > _FEW:
+            mask = _among(given, serials)
+        else:
+            mask = np.zeros(given.size, np.bool_)
+            for serial in serials.tolist():
+                mask |= given == serial
+        return np.flatnonzero(mask) + begin
+
+    def _known(self, columns: Ints) -> Ints:
+        """Return a copy of some columns. Blocks until their positions are on the host."""
+        found = self._table[:, columns]
+        pending = np.flatnonzero(found[_POSITION] < 0)
+        if pending.size:
+            steps, begins = np.unique(found[_STEP, pending], return_index=True)
+            for step, mine in zip(steps.tolist(), np.split(pending, begins[1:]), strict=True):
+                copy = self._steps[step].positions
+                assert copy is not None
+                found[_POSITION, mine] = copy.values().numpy()[-1 - found[_POSITION, mine]]
+            self._table[:, columns] = found
+        return found
+
+    def _runs(self, found: Ints) -> _Runs[R]:
+        """Return columns of the table with the sources of their steps."""
+        steps, found[_STEP] = np.unique(found[_STEP], return_inverse=True)
+        return _Runs(found, [self._steps[step].source for step in steps.tolist()])
+
+    def _remove(self, columns: Ints) -> None:
+        """Remove columns, and the steps that have no others."""
+        self._table[_SERIAL, columns] = _GONE
+        steps, counts = np.unique(self._table[_STEP, columns], return_counts=True)
+        for number, count in zip(steps.tolist(), counts.tolist(), strict=True):
+            step = self._steps[number]
+            step.runs -= count
+            if not step.runs:
+                self._taken.append(self._steps.pop(number).source)
+        if not self._steps:
+            self._end = 0
+
+    # -- blocks ----------------------------------------------------------------------------------
+
+    def _blocks(self, runs: _Runs[R], serials: list[int]) -> dict[int, list[RowBlock[R]]]:
+        found: dict[int, list[RowBlock[R]]] = {serial: [] for serial in serials}
+        if len(runs.sources) == 1 and self._add_single(runs, found):
+            return found
+        for kind in np.unique(runs.table[_KIND]).tolist():
+            for serial, block in _blocks_of_kind(runs, self._keys[kind], kind):
+                found[serial].append(block)
+        return found
+
+    def _add_single(self, runs: _Runs[R], found: dict[int, list[RowBlock[R]]]) -> bool:
+        """Add the blocks of one step, as of requests that ended with their prompts, without the
+        sorting of several steps; return whether that was possible: each request has one run there.
+        """
+        serials, positions, lengths, _, firsts, kinds = runs.table.tolist()
+        if len(set(serials)) < len(serials):
+            return False
+        for serial, kind, *run in zip(serials, kinds, positions, lengths, firsts, strict=True):
+            position, length, first = run
+            taps, codec, rows = self._keys[kind]
+            one = [RecordRun(position, length, 0, first)]
+            found[serial].append(RowBlock(taps, codec, rows, runs.sources, one))
+        return True
 
 
 def _among(values: Ints, wanted: Ints) -> NDArray[np.bool_]:
@@ -354,27 +362,17 @@ def _among(values: Ints, wanted: Ints) -> NDArray[np.bool_]:
     return found
 
 
-def _blocks_of_kind(
-    chosen: list[StepRecord[R]], key: _Kind, kind: int
-) -> list[tuple[int, RowBlock[R]]]:
+def _blocks_of_kind(runs: _Runs[R], key: _Kind, kind: int) -> list[tuple[int, RowBlock[R]]]:
     """Return the blocks of one kind, each with the serial number of its request."""
-    if not chosen:
-        return []
     taps, codec, rows = key
-    parts = []
-    for nth, entry in enumerate(chosen):
-        known = entry.known
-        columns = entry.serial, known, entry.length, np.full(known.size, nth), entry.first
-        mine = entry.kind == kind
-        parts.append(np.array(columns) if mine.all() else np.array(columns)[:, mine])
-    table = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-    table = _in_order(table, rows)
-    sources = [entry.source for entry in chosen]
+    table = runs.of_kind(kind)
+    if not table.size:
+        return []
     found: list[tuple[int, RowBlock[R]]] = []
     last = -1
-    for serial, *run in table.T.tolist():
+    for serial, *run in _in_order(table, rows).T.tolist():
         if serial != last:
-            found.append((serial, RowBlock(taps, codec, rows, sources, [])))
+            found.append((serial, RowBlock(taps, codec, rows, runs.sources, [])))
             last = serial
         found[-1][1].runs.append(RecordRun(*run))
     return found

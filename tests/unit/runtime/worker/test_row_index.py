@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
 
+from midstream.runtime.worker import row_index
 from midstream.runtime.worker.row_index import CapturedRowIndex, PendingPositions, Scores
 from midstream.transport.ring_copy import CpuCopy, CpuShipment
 
@@ -87,6 +89,106 @@ def test_rows_come_back_by_request_position_and_kind_the_latest_of_each(steps, t
     assert not wanted
     assert len(ledger) == 0, "shipments are held of which every row was taken"
     assert [each.freed for each in given_rows] == [int(bool(step)) for step in steps]
+
+
+orders = st.one_of(
+    st.tuples(st.just("step"), st.lists(runs, min_size=1, max_size=4)),
+    st.tuples(st.just("take"), st.sets(st.integers(0, 3), min_size=1)),
+    st.tuples(st.just("until"), st.dictionaries(st.integers(0, 3), st.integers(0, 12))),
+    st.tuples(
+        st.just("read"),
+        st.dictionaries(
+            st.integers(0, 3), st.tuples(st.integers(0, 6), st.integers(6, 13)), min_size=1
+        ),
+    ),
+)
+
+
+@settings(max_examples=rounds(suite=200, nightly=2000))
+@given(asked=st.lists(orders, max_size=14), few=st.sampled_from([0, 8]))
+def test_rows_that_are_taken_or_read_between_steps_are_the_latest_of_each_position(asked, few):
+    """With a table so small that runs are moved, and with both ways to find them."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(row_index, "_COLUMNS", 2)
+        changed.setattr(row_index, "_FEW", few)
+        ledger, sources, counter = CapturedRowIndex(), [], 0
+        left: dict[tuple[int, tuple[int, ...]], dict[int, list[float]]] = {}
+        for what, given_ in asked:
+            if what == "step":
+                columns: list[list[int]] = []
+                values: list[list[float]] = []
+                for serial, position, length, taps in given_:
+                    columns.append([serial, position, length, len(values), ledger.kind(taps)])
+                    for nth in range(length):
+                        record = [float(counter + one) for one in range(len(taps))]
+                        counter += len(taps)
+                        values += [[one] for one in record]
+                        left.setdefault((serial, taps), {})[position + nth] = record
+                sources.append(Given(torch.tensor(values)))
+                ledger.record(sources[-1], *np.array(columns).T)
+                continue
+            if what == "read":
+                taps = KINDS[0]
+                expected = {
+                    (serial, taps): rows
+                    for serial, (start, stop) in given_.items()
+                    if (rows := within(left.get((serial, taps), {}), start, stop))
+                }
+                count = sum(map(len, expected.values()))
+                read = ledger.read(taps, given_, count)
+                assert shown({serial: [block] for serial, block in read.items()}) == expected
+                continue
+            stops = given_ if what == "until" else dict.fromkeys(given_, 99)
+            expected = {
+                key: rows
+                for key in left
+                if key[0] in stops and (rows := within(left[key], 0, stops[key[0]]))
+            }
+            found = ledger.take_until(stops, 0)[0] if what == "until" else ledger.take([*stops])
+            assert set(found) == set(stops)
+            assert shown(found) == expected
+            for key, rows in expected.items():
+                for position in rows:
+                    del left[key][position]
+            ledger.free_taken()
+        rows_left = sum(map(len, left.values()))
+        assert (rows_left == 0) <= (len(ledger) == 0)
+        ledger.take([0, 1, 2, 3])
+        ledger.free_taken()
+        assert [each.freed for each in sources] == [1] * len(sources)
+
+
+def test_no_row_is_lost_when_the_index_makes_room_for_more():
+    ledger, requests = CapturedRowIndex(), 64
+    serial, kind = np.arange(requests), np.full(requests, ledger.kind((0,)))
+    for step in range(3 * row_index._COLUMNS // requests):
+        rows = Given(torch.arange(requests).view(-1, 1) + 1000 * step)
+        ledger.record(rows, serial, np.full(requests, step), np.ones_like(serial), serial, kind)
+        if step == 8:
+            (block,) = ledger.take([5])[5]
+            assert block.values.flatten().tolist() == [5 + 1000 * nth for nth in range(9)]
+    for request, (block,) in ledger.take([*range(requests)]).items():
+        begin = 9 if request == 5 else 0
+        assert block.positions.tolist() == [*range(begin, step + 1)]
+        assert block.values.flatten().tolist() == [
+            request + 1000 * nth for nth in range(begin, step + 1)
+        ]
+    assert len(ledger) == 0
+
+
+def within(rows: dict[int, list[float]], start: int, stop: int) -> dict[int, list[float]]:
+    return {position: row for position, row in rows.items() if start <= position < stop}
+
+
+def shown(found):
+    """The rows of some blocks, by request and taps, and by position."""
+    return {
+        (serial, block.taps): dict(
+            zip(block.positions.tolist(), block.values[:, :, 0].tolist(), strict=True)
+        )
+        for serial, blocks in found.items()
+        for block in blocks
+    }
 
 
 def test_scores_are_kept_like_rows_one_for_each_token_of_a_step():
