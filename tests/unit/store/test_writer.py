@@ -137,7 +137,6 @@ def test_many_groups_make_a_shard_full(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- refusals
 
 
-HEAD = header()
 GOOD = entry("a").taps[TAPS[0]]
 WRONG = [
     ({"request": ""}, "request: expected 1 to 1024 characters, got 0"),

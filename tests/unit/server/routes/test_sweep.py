@@ -50,8 +50,8 @@ def events_of(content):
     ]
 
 
-async def until(holds, seconds=10.0):
-    for _ in range(int(seconds / 0.01)):
+async def until(holds):
+    for _ in range(1000):
         if holds():
             return
         await asyncio.sleep(0.01)
