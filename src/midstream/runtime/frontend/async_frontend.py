@@ -68,7 +68,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         self.intake, self._tasks = Intake(), BackgroundTasks()
         self._streamer = RowStreamer(self.sinks, self._release_rows, self._tasks)
         self.completion = AsyncCompletion(
-            self.info, self._config, self.info.shape, self.sinks, self._streamer,
+            self._config, self.info.shape, self.sinks, self._streamer,
             client.abort_requests_async, self._end, self._collected,
         )  # fmt: skip
 
