@@ -39,16 +39,12 @@ def to_json(results: AttentionResults) -> list[dict[str, Any]]:
     return found
 
 
-def from_json(
-    values: Sequence[Mapping[str, Any]], num_layers: int | None = None
-) -> AttentionResults:
+def from_json(values: Sequence[Mapping[str, Any]]) -> AttentionResults:
     """Read what `to_json` returned."""
     found: dict[Key, AttentionRows] = {}
     for one in values:
         shape = tuple(one["shape"])
-        keys = None
-        if "keys" in one:
-            keys = from_base64(one["keys"], shape, "<i4", "int64")
+        keys = from_base64(one["keys"], shape, "<i4", "int64") if "keys" in one else None
         found[one["name"], one["layer"]] = AttentionRows(
             one["reduce"],
             from_base64(one["values"], shape, "<f4", "float32"),
@@ -56,4 +52,4 @@ def from_json(
             array_of(one["positions"], "int64"),
             tuple(one["heads"]),
         )
-    return AttentionResults(found, num_layers)
+    return AttentionResults(found)
