@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import engine, generated, greedy, tokens
+from support.engines import engine, generated, greedy, stopped_at, tokens
 
 from midstream import Capture, ConfigError, SpecError, Steer, TapError, UnsupportedError
 from midstream.testing import inspect
@@ -202,23 +202,9 @@ def test_default_layers_give_plain_dicts_of_hidden_states(tiny_llama: Path, llm:
             assert all(value.shape[0] == 0 for value in short.hidden_states.values())
 
 
-def test_a_call_that_is_given_up_takes_its_requests_with_it(
-    llm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = 0
-    step = llm.llm_engine.step
-
-    def interrupted() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            raise KeyboardInterrupt
-        return step()
-
-    monkeypatch.setattr(llm.llm_engine, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+def test_a_call_that_is_given_up_takes_its_requests_with_it(llm: Any) -> None:
+    with stopped_at(llm, 3), pytest.raises(KeyboardInterrupt):
         llm.generate([tokens(PROMPT)] * 6, greedy(20), capture=Capture(layers=[0]), use_tqdm=False)
-    monkeypatch.undo()
     outputs = llm.generate(
         tokens([9, 8]), greedy(2, detokenize=False), capture=Capture(layers=[0]), use_tqdm=False
     )

@@ -16,11 +16,11 @@ from midstream.testing import inspect
 HIDDEN = 64
 
 
-def some_prompts(count: int, seed: int, shortest: int = 2, longest: int = 40) -> list[list[int]]:
+def some_prompts(count: int, seed: int) -> list[list[int]]:
     draw = torch.Generator().manual_seed(seed)
     return [
         torch.randint(
-            3, 199, (int(torch.randint(shortest, longest, (1,), generator=draw)),), generator=draw
+            3, 199, (int(torch.randint(2, 40, (1,), generator=draw)),), generator=draw
         ).tolist()
         for _ in range(count)
     ]

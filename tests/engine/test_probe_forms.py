@@ -21,7 +21,7 @@ from support.updating import Stepped, check_replay, everything, held, steer, ste
 from midstream import MLP, Flag, Gate, Plan, Probe, SpecError, Steer, Stop, Switch
 from midstream.testing import inspect
 
-WIDTH, LAYERS = 64, 3
+WIDTH = 64
 # The second comes in chunks.
 PROMPTS = [[(7 * n) % 120 + 5 for n in range(20)], [(11 * n) % 150 + 5 for n in range(100)]]
 DRAW = torch.Generator().manual_seed(11)

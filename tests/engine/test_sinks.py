@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.engines import ALL_SITES, engine, generated, greedy, tokens
+from support.engines import ALL_SITES, engine, generated, greedy, stopped_at, tokens
 from support.sinking import Keeping
 
 import midstream
@@ -314,23 +314,12 @@ def test_a_slow_sink_gets_everything_in_order_before_the_call_returns(llm: Any) 
 
 
 def test_a_call_that_is_given_up_leaves_no_half_of_a_request_and_the_next_is_whole(
-    llm: Any, monkeypatch: pytest.MonkeyPatch
+    llm: Any,
 ) -> None:
     keeping = sink_of(llm, "keeping")
     before = len(keeping.given)
-    step, steps = llm.llm_engine.step, 0
-
-    def interrupted() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 9:
-            raise KeyboardInterrupt
-        return step()
-
-    monkeypatch.setattr(llm.llm_engine, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_at(llm, 9), pytest.raises(KeyboardInterrupt):
         run(llm, PROMPTS, Capture(1, sink="keeping"))
-    monkeypatch.undo()
     assert not inspect(llm).unreported()
     (output,) = run(llm, [PROMPTS[0]], Capture(1, sink="keeping"))
     assert output.capture_results["keeping"].status == "ok"

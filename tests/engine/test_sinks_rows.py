@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import ALL_SITES, engine, greedy, tokens
+from support.engines import ALL_SITES, engine, greedy, stopped_at, tokens
 from support.sinking import AsTheyCome
 
 from midstream import Capture, ReceiptError, SpecError
@@ -186,21 +186,10 @@ def test_a_piece_that_a_sink_cannot_write_is_an_error_of_its_request(
 
 
 def test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it(
-    llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
+    llm: Any, rows: AsTheyCome
 ) -> None:
-    step, steps = llm.llm_engine.step, 0
-
-    def interrupted() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 9:
-            raise KeyboardInterrupt
-        return step()
-
-    monkeypatch.setattr(llm.llm_engine, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_at(llm, 9), pytest.raises(KeyboardInterrupt):
         run(llm, PROMPTS, Capture(1, sink="rows"), greedy(8, detokenize=False))
-    monkeypatch.setattr(llm.llm_engine, "step", step)
     run(llm, PROMPTS[:1], Capture(1, sink="rows"))
     ended = {one.request_id: one for one in rows.given if one.is_last}
     assert {one.request_id for one in rows.given} == set(ended), "a request has no end"

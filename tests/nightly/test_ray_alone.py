@@ -19,13 +19,9 @@ from support.object_store import (
 )
 from support.own_process import ROOT
 from unit.jobs.checking import check_rows
-from unit.jobs.fakes import prompts, write_lines
+from unit.jobs.fakes import prompts, texts, write_lines
 
 pytestmark = pytest.mark.usefixtures("actors_find_the_tests")
-
-
-def texts(count: int) -> dict[int, str]:
-    return {n + 1: each["text"] for n, each in enumerate(prompts(count))}
 
 
 ALONE = """

@@ -46,14 +46,14 @@ def text_of(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def snippets(page: str, language: str = "python") -> Iterator[tuple[int, str]]:
-    """(line, text) of each fenced block of a language."""
+def snippets(page: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each block of Python."""
     lines, start = text_of(page).splitlines(), 0
     for number, line in enumerate(lines, 1):
         if start and line == "```":
             yield start, "\n".join(lines[start : number - 1]) + "\n"
             start = 0
-        elif not start and line == f"```{language}":
+        elif not start and line == "```python":
             start = number
 
 

@@ -21,8 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_CLASS_LINES = 500, 250
-# Aliases of former places, kept for one release: `packed`, `ray`, `capturing`, `runtime.enabling`.
-SHIMS = ("capturing/", "packed.py", "ray.py", "consumers.py", "runtime/enabling.py")
 # English words that end in -ing and are nouns.
 NOUNS = {"string", "steering", "tracing", "testing", "listing", "sizing"}
 

@@ -18,6 +18,7 @@ import torch
 from midstream import Capture, Positions, Probe, Steer, TokenIds
 from midstream.testing import inspect
 from support.alongside import EVERYTHING, PUSH, push
+from support.async_calls import refusal
 from support.engines import ALL_SITES, greedy, tokens
 from support.output_results import results
 
@@ -94,11 +95,6 @@ def turns_of(generated: Sequence[int], each: Sequence[Any]) -> list[list[int]]:
         rest = rest[length:]
     assert not rest, "more was generated than asked for"
     return turns
-
-
-async def refusal(call: Any) -> tuple[str, str]:
-    [found] = await asyncio.gather(call, return_exceptions=True)
-    return type(found).__name__, str(found)
 
 
 # -- ordinary requests ------------------------------------------------------------------------

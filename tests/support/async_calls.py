@@ -66,3 +66,26 @@ def taken(activations: Any) -> Any:
         tap: (rows.clone(), activations.positions_of(*tap), activations.token_ids_of(*tap))
         for tap, rows in activations.items()
     }
+
+
+def assert_close(mine: Any, theirs: Any) -> None:
+    """(values, positions, …) per tap or probe."""
+    assert (mine is None) == (theirs is None)
+    if mine is None:
+        return
+    assert set(mine) == set(theirs)
+    for name, (values, *rest) in theirs.items():
+        torch.testing.assert_close(mine[name][0], values, rtol=1e-4, atol=1e-4)
+        for ours, other in zip(mine[name][1:], rest, strict=True):
+            assert torch.equal(ours, other)
+
+
+def assert_alike(mine: Any, theirs: Any, has_plan: bool) -> None:
+    """Two calls of one request gave the same."""
+    assert mine["generated"] == theirs["generated"]
+    assert mine["receipt"] == theirs["receipt"]
+    assert (mine["receipt"] is None) == (not has_plan)
+    if mine["receipt"] is not None:
+        assert mine["receipt"]["status"] == "ok"
+    assert_close(mine["activations"], theirs["activations"])
+    assert_close(mine["probes"], theirs["probes"])

@@ -371,7 +371,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
 def offline(model: Path, found: dict[str, Any]) -> None:
     with engine(model, **SETTINGS) as llm:
         # Per prompt, so that lists of edits are one request's.
-        asked = {name: [_listed(plan(n).get(name)) for n in range(COUNT)] for name in ARGUMENTS}
+        asked = {name: [listed(plan(n).get(name)) for n in range(COUNT)] for name in ARGUMENTS}
         asked["capture"] = [plan(n).get("capture") for n in range(COUNT)]
         outputs = llm.generate(
             [prompt(n) for n in range(COUNT)],
@@ -388,7 +388,7 @@ def offline(model: Path, found: dict[str, Any]) -> None:
         found["offline sweep"] = swept.to_json()
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
     return value if value is None or isinstance(value, list) else [value]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from support.async_calls import refusal
 from support.engines import ENVIRONMENT as ENVIRONMENT
 
 LAYERS = [1, -1]
@@ -41,11 +42,6 @@ def shown(output: Any) -> dict[str, Any]:
 
 async def ask(llm: Any, *given: Any, prompt: Any = PROMPT, **more: Any) -> list[dict[str, Any]]:
     return [shown(output) async for output in llm.generate(prompt, *given, **more)]
-
-
-async def refusal(call: Any) -> tuple[str, str]:
-    [found] = await asyncio.gather(call, return_exceptions=True)
-    return type(found).__name__, str(found)
 
 
 async def main(model: str, found: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -218,3 +219,12 @@ def finish(llm: Any) -> dict[str, Any]:
 def generated(output: Any) -> list[int]:
     """The tokens of an output's only completion."""
     return list(output.outputs[0].token_ids)
+
+
+@contextmanager
+def stopped_at(llm: Any, number: int) -> Iterator[None]:
+    """A call within raises KeyboardInterrupt in place of the engine's step of this number."""
+    effects = chain(repeat(mock.DEFAULT, number - 1), [KeyboardInterrupt], repeat(mock.DEFAULT))
+    step = mock.Mock(wraps=llm.llm_engine.step, side_effect=effects)
+    with mock.patch.object(llm.llm_engine, "step", step):
+        yield

@@ -12,15 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from support.zygote import python_path
-
-TESTS = Path(__file__).resolve().parents[1]
 
 
 class _Process(ForkServerProcess):

@@ -14,6 +14,11 @@ from midstream.sites import Tap
 from support.oracle import Branches
 
 
+def difference(logits: Tensor) -> Tensor:
+    """A metric of two tokens of the last position."""
+    return logits[-1, 7] - logits[-1, 11]
+
+
 class GradientOracle:
     """A transformers model whose every value is kept for one backward pass.
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers as hf
-from torch import Tensor
 
 from midstream import Capture, Gate, Probe, Reading, Route
 from midstream.sites import BY_NAME, Tap
@@ -215,8 +214,3 @@ def fresh(seed: int, count: int) -> list[int]:
     """A prompt of its own for each seed."""
     draw = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(3, tiny.VOCAB, (count,), generator=draw).tolist()
-
-
-def columns(oracle: InnerOracle, rows: Tensor, head: int) -> Tensor:
-    """A head's part of captured rows."""
-    return rows[:, head * oracle.head_dim : (head + 1) * oracle.head_dim]

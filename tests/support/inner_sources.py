@@ -61,7 +61,6 @@ ATTENTION = frozenset(
     )
 )
 LATENT = re.compile(r"(MLAAttention|MultiHeadLatentAttentionWrapper|MLAModules)")
-FOUND = "found"
 
 
 @dataclass(frozen=True)

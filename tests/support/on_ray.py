@@ -41,10 +41,6 @@ class Deadly(Slow):
         return super()._end(record)
 
 
-class Elsewhere(Slow):
-    """An engine whose process sees another directory of the job's name."""
-
-
 class Refused(FakeEngine):
     """An engine that rejects the job when it starts."""
 

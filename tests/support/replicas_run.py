@@ -21,6 +21,7 @@ from midstream.runtime.frontend.rpc.replicas import busy
 from midstream.testing import inspect
 from support.async_calls import ask, refusal, taken, vector
 from support.async_run import SETTINGS as SINGLE
+from support.async_run import listed
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 from support.output_results import results
 
@@ -357,7 +358,7 @@ def single(model: Path, found: dict[str, Any]) -> None:
 
         def run(prompts: list[Any], sampling: list[Any], plans: list[dict[str, Any]]) -> Any:
             asked = {
-                name: [_listed(one.get(name)) for one in plans]
+                name: [listed(one.get(name)) for one in plans]
                 for name in ("capture", "steer", "edits", "probes")
             }
             return llm.generate(prompts, sampling, use_tqdm=False, **asked)
@@ -391,10 +392,6 @@ def single(model: Path, found: dict[str, Any]) -> None:
             [{"capture": Capture("all", ALL_SITES)}] * 4,
         )
         found["single sessions"] = [taken(one.activations) for one in outputs]
-
-
-def _listed(value: Any) -> Any:
-    return value if value is None or isinstance(value, list) else [value]
 
 
 if __name__ == "__main__":

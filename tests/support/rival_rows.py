@@ -14,9 +14,6 @@ from typing import NamedTuple
 _INNER = "tests/engine/test_inner_sites.py::"
 _READS = _INNER + "rows_of_inner_sites_are_what_the_modules_of_transformers_read_and_return"
 _EXPERTS = _INNER + "experts_are_forced_in_and_out_by_their_logits_for_some_tokens_of_some_requests"
-_EVERY = (
-    _INNER + "every_operation_at_inner_sites_and_heads_does_what_its_formula_says_in_a_mixed_batch"
-)
 _REFUSED = _INNER + "inner_sites_that_a_model_lacks_are_refused_by_name_and_reason"
 _HEADS = "tests/engine/test_captured_heads.py::rows_are_those_of_each_head"
 _ATTN = "tests/engine/test_attention.py::"

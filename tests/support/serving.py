@@ -100,9 +100,9 @@ class Running:
         found: dict[str, Any] = self.get("/v1/midstream/status")
         return found
 
-    def wait_until_idle(self, seconds: float = 60) -> dict[str, Any]:
+    def wait_until_idle(self) -> dict[str, Any]:
         """Its status once nothing runs, waits or is leased; the last one, if that never comes."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + 60
         while True:
             status = self.status()
             leases = sum(one["arena"]["leases"] for one in status["workers"])

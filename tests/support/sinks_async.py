@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from midstream.testing import inspect
+from support.async_calls import taken
 from support.engines import greedy, tokens
 
 COUNT = 24
@@ -36,16 +37,8 @@ def params(nth: int, **more: Any) -> Any:
     return greedy(**{"max_tokens": 4 + nth % 4, "detokenize": False, **more}, output_kind=kind)
 
 
-def rows_of(activations: Any) -> dict[Any, Any]:
-    """Rows as plain values."""
-    return {
-        tap: (rows.clone(), activations.positions_of(*tap), activations.token_ids_of(*tap))
-        for tap, rows in activations.items()
-    }
-
-
 def as_rows(found: dict[Any, Any]) -> dict[Any, Any]:
-    """What `AsTheyCome.whole` gives of raw float32 rows, as `rows_of` has it."""
+    """What `AsTheyCome.whole` gives of raw float32 rows, as `taken` has it."""
     return {
         tap: (encoded.contiguous().view(torch.float32), *rest)
         for tap, (encoded, *rest) in found.items()
@@ -82,9 +75,9 @@ async def at_once(llm: Any, found: dict[str, Any]) -> None:
     pieces = {output.request_id: rows.whole(output.request_id) for output in outputs}
     found["many"] = [
         {
-            "memory": rows_of(output.activations),
-            "store": rows_of(store.get(output.capture_results["store"].manifest["request"])),
-            "keeping": rows_of(given[output.request_id].activations),
+            "memory": taken(output.activations),
+            "store": taken(store.get(output.capture_results["store"].manifest["request"])),
+            "keeping": taken(given[output.request_id].activations),
             "rows": as_rows(pieces[output.request_id][0]),
             "pieces": len(pieces[output.request_id][1]),
             "generated": len(given[output.request_id].generated_token_ids),
@@ -152,7 +145,7 @@ async def several(llm: Any, found: dict[str, Any]) -> None:
     found["several"] = []
     for nth, completion in enumerate(output.outputs):
         put_together, pieces = rows.whole("several", nth)
-        mine = rows_of(completion.activations)
+        mine = taken(completion.activations)
         found["several"].append((mine, as_rows(put_together), len(pieces)))
     rows.go.clear()
     slow = asyncio.create_task(ask(llm, "slow rows", prompt(5), params(0, max_tokens=30), captures))
@@ -160,7 +153,7 @@ async def several(llm: Any, found: dict[str, Any]) -> None:
     found["slow rows is done"] = (quick.receipt.status, slow.done())
     rows.go.set()
     output = await slow
-    found["slow rows"] = (rows_of(output.activations), as_rows(rows.whole("slow rows")[0]))
+    found["slow rows"] = (taken(output.activations), as_rows(rows.whole("slow rows")[0]))
     await inspect(llm).check_integrity()
 
 
@@ -226,7 +219,7 @@ async def session(llm: Any, found: dict[str, Any]) -> None:
     output = await ask(llm, "session", inputs(), params(1, max_tokens=3), captures)
     keeping = inspect(llm).sink("keeping")
     found["session"] = (
-        rows_of(output.activations), rows_of(keeping.given[-1].activations), kept(output)
+        taken(output.activations), taken(keeping.given[-1].activations), kept(output)
     )  # fmt: skip
     put_together, pieces = inspect(llm).sink("rows").whole("session")
     found["session pieces"] = (as_rows(put_together), len(pieces))

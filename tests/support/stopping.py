@@ -37,7 +37,7 @@ from midstream.spec import (
 )
 from midstream.spec.resolve.wire import to_bytes
 from support.conditions import first_met
-from support.fake_steps import TAPS, WIDTH, FakeEngine, applies, view_of
+from support.fake_steps import TAPS, WIDTH, FakeEngine, applies, covers, view_of
 from support.plans import Vector
 
 TAP = ("resid_post", 1)
@@ -393,7 +393,7 @@ class StoppingRun:
             version = 0
             for change in one.changes:
                 version = change.number if change.position <= position else version
-            probes = sum(contains(probe.where.possible, position) for probe in one.plan.probes)
+            probes = sum(covers(probe.where.possible, position) for probe in one.plan.probes)
             assert state.done[position] == APPLIED_0 + version + probes, (one.request_id, position)
 
     def _met(self, probe: ResolvedProbe, tokens: list[int]) -> int | None:
@@ -402,7 +402,3 @@ class StoppingRun:
         fields = {"above": probe.act.above, "below": probe.act.below}
         nth = first_met(scores, **fields, for_=probe.act.for_, pool=probe.act.pool)
         return None if nth is None else places[nth]
-
-
-def contains(ranges: Any, position: int) -> bool:
-    return any(start <= position and (stop is None or position < stop) for start, stop in ranges)

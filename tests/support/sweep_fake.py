@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from midstream.api.sweep_calls import Traffic
 from midstream.errors import SpecError
@@ -20,6 +22,8 @@ from midstream.sweep.async_run import RUN_ID, run_job
 from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
 from midstream.sweep.source import PromptSource
 from midstream.validation import at
+
+A, B = ord("x"), ord("z")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,12 @@ class FakeParams:
 def logprob_of(token: int, layer: int, position: int) -> float:
     """The log-probability of a token after a patch at a layer and position."""
     return -float(token % 7) - (16 * layer + position) * (token % 3 + 1) / 64
+
+
+def expected() -> NDArray[np.float32]:
+    """The differences of two tokens by site, layer and position."""
+    cells = [[logprob_of(A, n, p) - logprob_of(B, n, p) for p in range(4)] for n in range(4)]
+    return np.array([cells], np.float32)
 
 
 def unpatched(token: int, prompt: tuple[int, ...]) -> float:

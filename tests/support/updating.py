@@ -107,7 +107,7 @@ def _compare(
     prompt: Sequence[int],
     completion: Any,
     edits: Sequence[HookEdit],
-    is_greedy: bool = True,
+    is_greedy: bool,
 ) -> None:
     assert completion.receipt.status == "ok", completion.receipt
     # The last token has a row where a probe or a controller stopped the request at it.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.async_calls import COUNT, KINDS, prompt, vector
+from support.async_calls import COUNT, KINDS, assert_alike, assert_close, prompt, vector
 from support.async_run import ALL_SITES, TAPPED, plan
 from support.oracle import HookEdit, Oracle, relative_error
 from support.own_process import python
@@ -26,28 +26,9 @@ def rows(nth: int) -> int:
     return len(prompt(nth)["prompt_token_ids"])
 
 
-def assert_close(mine: Any, theirs: Any) -> None:
-    """(values, positions, …) per tap or probe."""
-    assert (mine is None) == (theirs is None)
-    if mine is None:
-        return
-    assert set(mine) == set(theirs)
-    for name, (values, *rest) in theirs.items():
-        torch.testing.assert_close(mine[name][0], values, rtol=1e-4, atol=1e-4)
-        for ours, other in zip(mine[name][1:], rest, strict=True):
-            assert torch.equal(ours, other)
-
-
 @pytest.mark.parametrize("nth", range(COUNT))
 def test_each_of_twenty_at_once_gets_what_the_offline_engine_gives(found, nth):
-    mine, theirs = found["mix"][nth], found["offline"][nth]
-    assert mine["generated"] == theirs["generated"]
-    assert mine["receipt"] == theirs["receipt"]
-    assert (mine["receipt"] is None) == (not plan(nth))
-    if mine["receipt"] is not None:
-        assert mine["receipt"]["status"] == "ok"
-    assert_close(mine["activations"], theirs["activations"])
-    assert_close(mine["probes"], theirs["probes"])
+    assert_alike(found["mix"][nth], found["offline"][nth], bool(plan(nth)))
 
 
 def test_scores_come_while_requests_go_on(found):

@@ -15,7 +15,7 @@ import pytest
 import ray
 from support.on_ray import Deadly, Hopeless, Refused, Slow, pids, start_ray
 from unit.jobs.checking import check_rows, lines_in
-from unit.jobs.fakes import FakeEngine, job, prompts, write_lines
+from unit.jobs.fakes import FakeEngine, job, prompts, texts, write_lines
 
 from midstream import EngineError, SpecError, StoreError
 from midstream.jobs import capture_dataset
@@ -53,10 +53,6 @@ class Killing:
 def spread(asked, start=FakeEngine, watch=None, stop=None, **fields):
     with RayCaptureRun(asked, Placement(**fields)) as spreading:
         return spreading.work(start, watch, stop)
-
-
-def texts(count: int) -> dict[int, str]:
-    return {n + 1: each["text"] for n, each in enumerate(prompts(count))}
 
 
 def test_the_store_is_that_of_one_engine_alone(tmp_path):

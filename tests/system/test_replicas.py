@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import serving
+from support.async_calls import assert_alike, assert_close
 from support.engines import ALL_SITES
 from support.own_process import python
 from support.replicas_run import COUNT, SEVERAL, STREAMED, plan, prompt
@@ -33,31 +34,12 @@ def rows(nth: int) -> int:
     return len(prompt(nth)["prompt_token_ids"])
 
 
-def assert_close(mine: Any, theirs: Any) -> None:
-    """(values, positions, …) per tap or probe."""
-    assert (mine is None) == (theirs is None)
-    if mine is None:
-        return
-    assert set(mine) == set(theirs)
-    for name, (values, *rest) in theirs.items():
-        torch.testing.assert_close(mine[name][0], values, rtol=1e-4, atol=1e-4)
-        for ours, other in zip(mine[name][1:], rest, strict=True):
-            assert torch.equal(ours, other)
-
-
 # ---------------------------------------------------------------- one request as another
 
 
 @pytest.mark.parametrize("nth", range(COUNT))
 def test_each_of_many_at_once_gets_what_one_engine_gives(found, nth):
-    mine, theirs = found["mix"][nth], found["single"][nth]
-    assert mine["generated"] == theirs["generated"]
-    assert mine["receipt"] == theirs["receipt"]
-    assert (mine["receipt"] is None) == (not plan(nth))
-    if mine["receipt"] is not None:
-        assert mine["receipt"]["status"] == "ok"
-    assert_close(mine["activations"], theirs["activations"])
-    assert_close(mine["probes"], theirs["probes"])
+    assert_alike(found["mix"][nth], found["single"][nth], bool(plan(nth)))
 
 
 def test_both_replicas_ran_some_of_each_kind(found):

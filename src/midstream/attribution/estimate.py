@@ -26,7 +26,7 @@ from midstream.sweep import Metric, Recovered, Sweep, SweepRequest
 from midstream.sweep.alignment import align_positions
 from midstream.sweep.cells import Grid, plan_grid
 from midstream.sweep.edits import check_sizes
-from midstream.sweep.job import SweepPrompt
+from midstream.sweep.job import SweepPrompt, name_of
 from midstream.sweep.metrics import read_metric
 from midstream.sweep.source import PromptSource
 from midstream.validation import at
@@ -103,7 +103,7 @@ def attribution_patching(
     prompt = twin.prompts.located(corrupt_ids)
     grid = plan_grid(request, twin.shape, prompt, aligned)
     check_sizes(request, frozenset(cell.tap for cell in grid.cells), twin.shape)
-    shown = read_metric(metric) if isinstance(request.metric, Metric) else _name_of(metric)
+    shown = read_metric(metric) if isinstance(request.metric, Metric) else name_of(metric)
     found = _Estimate(twin, llm, request, shown, grid, aligned, clean_ids, corrupt_ids).run()
     texts = tuple(twin.prompts.texts(corrupt_ids))
     return Attribution(
@@ -257,7 +257,3 @@ def captured_rows(
         place = {position: nth for nth, position in enumerate(known)}
         found[tap] = rows.reshape(len(rows), -1).float()[[place[one] for one in positions]]
     return found
-
-
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))

@@ -63,7 +63,9 @@ class MidstreamAPI(VLLMAPI):
             PrerequisiteError: an argument is malformed, or has no effect on a running server.
         """
         plan = {name: given.pop(name) for name in FIELDS if name in given}
-        url = base_url or (None if port else _url_of_environment())
+        url = base_url
+        if not (url or port):
+            url = url_of_environment() or os.environ.get("VLLM_BASE_URL")
         options = {name: value for name, value in given.items() if name not in _OWN}
         try:
             joined_field(plan, None)
@@ -176,10 +178,6 @@ class MidstreamAPI(VLLMAPI):
 # Arguments of Inspect's provider that are no options of a server.
 _OWN = frozenset({"is_mistral", "retry_delay", "client_timeout"})
 _LAZY = {"lazy_init": True}
-
-
-def _url_of_environment() -> str | None:
-    return url_of_environment() or os.environ.get("VLLM_BASE_URL")
 
 
 def _wrong(error: Exception | str) -> PrerequisiteError:

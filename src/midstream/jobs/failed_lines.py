@@ -67,16 +67,13 @@ class Failures:
             if self._file is None:
                 # Unbuffered, so that lines are in the file even if the job is killed.
                 self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115
-            self._file.write(_line(failed))
+            line = json.dumps({"line": failed.line, "reason": failed.reason})
+            self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
-
-
-def _line(failed: Failed) -> bytes:
-    return json.dumps({"line": failed.line, "reason": failed.reason}).encode() + b"\n"
 
 
 def _is_list(path: str) -> bool:

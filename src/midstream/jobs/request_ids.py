@@ -34,7 +34,9 @@ class Identity:
     def digest(self, record: Record) -> int:
         """Return a 64-bit hash of a prompt and the job's terms."""
         whole = self._start.copy()
-        text = record.prompt if isinstance(record.prompt, str) else _plain(record.prompt)
+        text = record.prompt
+        if not isinstance(text, str):
+            text = json.dumps(text, sort_keys=True, default=str)
         # The type is included: a text and a conversation with the same JSON are different prompts.
         whole.update(type(record.prompt).__name__.encode() + b"\n" + text.encode())
         return int.from_bytes(whole.digest()[:8], "big")
@@ -132,10 +134,6 @@ def _check_terms(job: Job, one: StoredRequest) -> None:
                 f"{job.out}: it was captured with {name} {_shown(stored.get(name))}, but this job "
                 f"has {_shown(ours.get(name))}; use the same setting or another directory"
             )
-
-
-def _plain(value: object) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=True, default=str)
 
 
 def _shown(value: object) -> str:

@@ -50,7 +50,7 @@ def layers_section(result: Result) -> str:
             marked=result.layer,
         ),
     ]
-    return _words(words) + _pair(pictures)
+    return _words(words) + tag("div", "".join(picture.body for picture in pictures), "pair")
 
 
 def maps_section(result: Result) -> str:
@@ -169,10 +169,6 @@ def _note(answer: Answer) -> str:
     reading, logprob = answer.reading, answer.logprob
     read = "not read" if reading is None else f"reads {format_signed(reading)}"
     return read if logprob is None else f"{read}, {format_signed(logprob)} nats"
-
-
-def _pair(pictures: list[viz.Picture]) -> str:
-    return tag("div", "".join(picture.body for picture in pictures), "pair")
 
 
 def _words(words: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,6 +54,17 @@ def array_of(values: Sequence[Any] | NDArray[Any], dtype: str) -> Tensor:
     if isinstance(values, np.ndarray):
         return torch.from_numpy(values)
     return torch.tensor(values, dtype=getattr(torch, dtype))
+
+
+def to_base64(values: Any, sent: str) -> str:
+    """Return a tensor's bytes in base64, in a dtype such as "<f4"."""
+    return base64.b64encode(to_numpy(values).astype(sent).tobytes()).decode()
+
+
+def from_base64(text: str, shape: tuple[int, ...], sent: str, kept: str) -> Tensor:
+    """Return what `to_base64` was given, in this shape and of the dtype `kept`."""
+    found = np.frombuffer(base64.b64decode(text), sent).reshape(shape)
+    return array_of(found.astype(kept), kept)
 
 
 def load_tensors(data: bytes) -> Mapping[str, Tensor]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from midstream.results.arrays import array_of, to_numpy
+from midstream.results.arrays import array_of, from_base64, to_base64
 from midstream.results.attention import AttentionResults, AttentionRows, Key
 
 
@@ -34,37 +31,25 @@ def to_json(results: AttentionResults) -> list[dict[str, Any]]:
             "positions": rows.positions.tolist(),
             "heads": list(rows.heads),
             "shape": list(rows.values.shape),
-            "values": _text(to_numpy(rows.values).astype("<f4")),
+            "values": to_base64(rows.values, "<f4"),
         }
         if rows.keys is not None:
-            one["keys"] = _text(to_numpy(rows.keys).astype("<i4"))
+            one["keys"] = to_base64(rows.keys, "<i4")
         found.append(one)
     return found
 
 
-def from_json(
-    values: Sequence[Mapping[str, Any]], num_layers: int | None = None
-) -> AttentionResults:
+def from_json(values: Sequence[Mapping[str, Any]]) -> AttentionResults:
     """Read what `to_json` returned."""
     found: dict[Key, AttentionRows] = {}
     for one in values:
         shape = tuple(one["shape"])
-        keys = None
-        if "keys" in one:
-            keys = array_of(_array(one["keys"], "<i4", shape).astype(np.int64), "int64")
+        keys = from_base64(one["keys"], shape, "<i4", "int64") if "keys" in one else None
         found[one["name"], one["layer"]] = AttentionRows(
             one["reduce"],
-            array_of(_array(one["values"], "<f4", shape).astype(np.float32), "float32"),
+            from_base64(one["values"], shape, "<f4", "float32"),
             keys,
             array_of(one["positions"], "int64"),
             tuple(one["heads"]),
         )
-    return AttentionResults(found, num_layers)
-
-
-def _text(values: np.ndarray[Any, Any]) -> str:
-    return base64.b64encode(values.tobytes()).decode()
-
-
-def _array(text: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    return np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
+    return AttentionResults(found)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from midstream.results.arrays import array_of, to_numpy
+from midstream.results.arrays import array_of, from_base64, to_base64
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,7 +146,7 @@ class FeatureRows:
             "layer": self.layer,
             "features": list(self.features),
             "shape": list(self.values.shape),
-            **{name: _text(getattr(self, name), sent) for name, (sent, _) in _ARRAYS.items()},
+            **{name: to_base64(getattr(self, name), sent) for name, (sent, _) in _ARRAYS.items()},
         }
 
     @staticmethod
@@ -159,8 +156,7 @@ class FeatureRows:
         shapes = {"l0": shape[:1], "feature_values": (*shape[:1], len(features))}
         found: dict[str, Any] = {}
         for name, (sent, kept) in _ARRAYS.items():
-            array = np.frombuffer(base64.b64decode(value[name]), sent).astype(kept)
-            found[name] = array_of(array.reshape(shapes.get(name, shape)), kept)
+            found[name] = from_base64(value[name], shapes.get(name, shape), sent, kept)
         positions = array_of(value["positions"], "int64")
         where = {"site": value["site"], "layer": value["layer"]}
         return FeatureRows(**found, features=features, positions=positions, **where)
@@ -212,7 +208,3 @@ class FeatureResults(Mapping[str, FeatureRows]):
 
 def _padded(pairs: list[tuple[int, float]], width: int) -> list[tuple[int, float]]:
     return pairs + [(-1, float("nan"))] * (width - len(pairs))
-
-
-def _text(values: Any, dtype: str) -> str:
-    return base64.b64encode(to_numpy(values).astype(dtype).tobytes()).decode()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from midstream.results.arrays import array_of, to_numpy
+from midstream.results.arrays import array_of, from_base64, to_base64
 from midstream.results.lens_table import LensCell, LensTable, shown_by, token_cell
 
 if TYPE_CHECKING:
@@ -127,8 +124,8 @@ class LensRows:
             "layers": list(self.layers),
             "tokens": list(self.tokens),
             "shape": list(self.values.shape),
-            **{name: _text(getattr(self, name), "<f4") for name in _FLOATS},
-            **{name: _text(getattr(self, name), "<i4") for name in _INTS},
+            **{name: to_base64(getattr(self, name), "<f4") for name in _FLOATS},
+            **{name: to_base64(getattr(self, name), "<i4") for name in _INTS},
         }
 
     @staticmethod
@@ -139,9 +136,8 @@ class LensRows:
         found: dict[str, Any] = {}
         for name in (*_FLOATS, *_INTS):
             sent, kept = ("<f4", "float32") if name in _FLOATS else ("<i4", "int64")
-            array = np.frombuffer(base64.b64decode(value[name]), sent).astype(kept)
-            array = array.reshape(shapes.get(name, (*shape[:2], len(tokens))))
-            found[name] = array_of(array, kept)
+            size = shapes.get(name, (*shape[:2], len(tokens)))
+            found[name] = from_base64(value[name], size, sent, kept)
         positions = array_of(value["positions"], "int64")
         return LensRows(**found, tokens=tokens, positions=positions, layers=tuple(value["layers"]))
 
@@ -183,7 +179,3 @@ class LensResults(Mapping[str, LensRows]):
     def from_json(value: Mapping[str, Any]) -> LensResults:
         """Read what `to_json` returned."""
         return LensResults({name: LensRows.from_json(rows) for name, rows in value.items()})
-
-
-def _text(values: Any, dtype: str) -> str:
-    return base64.b64encode(to_numpy(values).astype(dtype).tobytes()).decode()

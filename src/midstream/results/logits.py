@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from midstream.results.arrays import array_of, to_numpy
+from midstream.results.arrays import array_of, from_base64, to_base64
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,27 +53,18 @@ class LogitRows:
         return {
             "positions": self.positions.tolist(),
             "shape": list(self.values.shape),
-            "values": _text(self.values, "<f4"),
-            "ids": _text(self.ids, "<i4"),
-            "logsumexp": _text(self.logsumexp, "<f4"),
+            "values": to_base64(self.values, "<f4"),
+            "ids": to_base64(self.ids, "<i4"),
+            "logsumexp": to_base64(self.logsumexp, "<f4"),
         }
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> LogitRows:
         """Read what `to_json` returned."""
         shape = tuple(value["shape"])
-
-        def read(name: str, dtype: str, shape: tuple[int, ...], kept: str) -> Any:
-            found = np.frombuffer(base64.b64decode(value[name]), dtype).reshape(shape)
-            return array_of(found.astype(kept), kept)
-
         return LogitRows(
-            read("values", "<f4", shape, "float32"),
-            read("ids", "<i4", shape, "int64"),
-            read("logsumexp", "<f4", shape[:1], "float32"),
+            from_base64(value["values"], shape, "<f4", "float32"),
+            from_base64(value["ids"], shape, "<i4", "int64"),
+            from_base64(value["logsumexp"], shape[:1], "<f4", "float32"),
             array_of(value["positions"], "int64"),
         )
-
-
-def _text(values: Any, dtype: str) -> str:
-    return base64.b64encode(to_numpy(values).astype(dtype).tobytes()).decode()

@@ -315,7 +315,7 @@ def follow(
     for nth, score in enumerate(scores):
         if size:
             window = (*window, score)[-size:]
-            value = math.fsum(window) / len(window) if _finite(window) else math.nan
+            value = math.fsum(window) / len(window) if all(map(math.isfinite, window)) else math.nan
         elif condition.pool == "max":
             value = score if pooled is None or score > pooled else pooled
         elif decay and pooled is not None:
@@ -340,10 +340,6 @@ def _beyond(condition: Condition, value: float) -> bool:
         return value > condition.above
     assert condition.below is not None
     return value < condition.below
-
-
-def _finite(values: Sequence[float]) -> bool:
-    return all(map(math.isfinite, values))
 
 
 def _read_pool(pool: object) -> tuple[int, float]:

@@ -10,10 +10,10 @@ from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.capture import Capture
 from midstream.spec.forms import PhaseLike, PositionsLike
+from midstream.spec.lens import read_top
 from midstream.spec.sink_target import read_name
 from midstream.validation import INT_LIMIT, as_list, at, is_int, kind, listed, read_int
 
-MAX_TOP = 1024
 MAX_FEATURES = 1024
 # The sites whose vectors are of the model's width, whole on every rank.
 SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
@@ -92,7 +92,7 @@ class Features(Capture):
         with at("sae"):
             object.__setattr__(self, "sae", _read_sae(sae))
         with at("top"):
-            object.__setattr__(self, "top", _read_top(top))
+            object.__setattr__(self, "top", read_top(top))
         with at("features"):
             object.__setattr__(self, "features", _read_features(features))
         if not (self.top or self.features):
@@ -159,13 +159,6 @@ def _read_sae(value: object) -> str:
             problem += "; register it, and give its name: llm.saes.register(name, sae)"
         raise SpecError("", problem)
     return read_name(value, may_be_empty=False)
-
-
-def _read_top(value: object) -> int:
-    found = read_int(value)
-    if not 0 <= found <= MAX_TOP:
-        raise SpecError("", f"expected 0 to {MAX_TOP}, got {found}")
-    return found
 
 
 def _read_features(value: Any) -> tuple[int, ...]:

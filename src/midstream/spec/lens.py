@@ -89,7 +89,7 @@ class Lens(Capture):
                 "site", f"a lens reads the stream: expected one of {listed(SITES)}, got {site!r}"
             )
         with at("top"):
-            object.__setattr__(self, "top", _read_top(top))
+            object.__setattr__(self, "top", read_top(top))
         with at("tokens"):
             object.__setattr__(self, "tokens", _read_tokens(tokens))
         if not (self.top or self.tokens):
@@ -177,7 +177,12 @@ def read_kind(value: object) -> str:
     return read_name(value, may_be_empty=False)
 
 
-def _read_top(value: object) -> int:
+def read_top(value: object) -> int:
+    """Return how many of the largest are returned.
+
+    Raises:
+        SpecError: it is no number, or too large.
+    """
     found = read_int(value)
     if not 0 <= found <= MAX_TOP:
         raise SpecError("", f"expected 0 to {MAX_TOP}, got {found}")

@@ -187,12 +187,12 @@ def read_rows(value: object, most: int = MAX_RANK) -> tuple[Vector, ...]:
     return tuple(row for row in found if isinstance(row, Vector))
 
 
-def read_directions(value: object, most: int = MAX_RANK) -> tuple[Vector | Named, ...]:
+def read_directions(value: object) -> tuple[Vector | Named, ...]:
     """Read rows like `read_rows`; any row may also be the name of a registered vector."""
-    return _read(value, most, read_direction)
+    return _read(value, MAX_RANK, read_direction)
 
 
-def read_rows_or_names(value: object, most: int = MAX_RANK) -> tuple[Vector | Named, ...]:
+def read_rows_or_names(value: object, most: int) -> tuple[Vector | Named, ...]:
     """Read rows like `read_directions`; the rows' lengths matter."""
     return _read(value, most, read_row)
 

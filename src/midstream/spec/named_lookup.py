@@ -14,6 +14,7 @@ from midstream.errors import SpecError
 from midstream.sites import BY_NAME, Tap
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.vector import Vector
+from midstream.validation import listed
 
 Registered = Mapping[Tap | None, Vector]  # one vector per tap, or a single one under None
 
@@ -174,7 +175,7 @@ def find_taps(
         if "layer" in left:
             raise SpecError(
                 "layer",
-                f"missing: {_quoted(found)} is registered without layers; give the layer here",
+                f"missing: {listed(found)} is registered without layers; give the layer here",
             )
         return None
     chosen = {name: _of_name(name, each, layers, sites, left) for name, each in tapped.items()}
@@ -216,7 +217,3 @@ def _has_none(name: str, registered: Registered, what: str) -> str:
     more = f" and {len(taps) - _SHOWN} more" if len(taps) > _SHOWN else ""
     has = ", ".join(f"{site} at layer {layer}" for site, layer in taps[:_SHOWN])
     return f"`{name}` has no vector for {what}; it has {has}{more}"
-
-
-def _quoted(names: Mapping[str, object]) -> str:
-    return ", ".join(f"`{name}`" for name in names)

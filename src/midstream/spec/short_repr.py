@@ -43,11 +43,10 @@ def short_repr(cls: type, given: Mapping[str, Any]) -> str:
 @cache
 def _defaults_of(cls: type) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters.values()
-    return {each.name: _plain(each.default) for each in parameters}
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+    return {
+        each.name: list(each.default) if isinstance(each.default, tuple) else each.default
+        for each in parameters
+    }
 
 
 def _is_default(value: object, *defaults: object) -> bool:

@@ -6,8 +6,6 @@ safetensors file is read.
 
 from __future__ import annotations
 
-from midstream.steering.listing import Description, Listing
-from midstream.steering.parse import Placed, read_placed
 from midstream.steering.registry import VectorRegistry
 
-__all__ = ["Description", "Listing", "Placed", "VectorRegistry", "read_placed"]
+__all__ = ["VectorRegistry"]

@@ -321,7 +321,9 @@ def _describe(
 ) -> Description:
     content = hashlib.sha256()
     if isinstance(found, NamedEdits):
-        taps: set[Tap] = {tap for edit in found.edits for tap in _taps_of(edit, shape)}
+        taps: set[Tap] = set()
+        for edit in found.edits:
+            taps.update(find_taps(edit.layers, edit.sites, shape, "layer", "site"))
         content.update(json.dumps([edit.to_dict() for edit in found.edits]).encode())
         return Description(
             name,
@@ -341,10 +343,6 @@ def _describe(
 
 def _no_sae(name: str) -> FeatureSource:
     raise SpecError("", f"there is no SAE {show(name)}")
-
-
-def _taps_of(edit: Edit, shape: ModelShape) -> tuple[Tap, ...]:
-    return find_taps(edit.layers, edit.sites, shape, "layer", "site")
 
 
 def _nbytes(edit: Edit) -> int:

@@ -126,17 +126,9 @@ class Steering:
         self.changes.refresh()
         return self.state
 
-    def plan_edits(self, max_tokens: int | None = None) -> tuple[ServerWide, ...]:
-        """Return the edits and probes that a request admitted now gets before its own.
-
-        Args:
-            max_tokens: the request's limit of generated tokens. With 1, edits of generated tokens
-                are omitted: the last token is never fed back, so there is none to edit.
-        """
-        edits = self.show().edits
-        if max_tokens == 1:
-            edits = tuple(edit for edit in edits if not _only_generated(edit))
-        return edits
+    def plan_edits(self) -> tuple[ServerWide, ...]:
+        """Return the edits and probes that a request admitted now gets before its own."""
+        return self.show().edits
 
     @property
     def epoch(self) -> int:
@@ -183,11 +175,6 @@ def _check_names(tiers: Mapping[str, tuple[ServerWide, ...]]) -> None:
                         f"`{part.name}` is already the name of {owner[part.name]}; use another "
                         "name",
                     )
-
-
-def _only_generated(edit: ServerWide) -> bool:
-    positions = edit.positions
-    return positions.phase == "generated" or set(positions.include) == {"generated"}
 
 
 def _digest(tiers: Mapping[str, tuple[ServerWide, ...]]) -> str:

@@ -84,13 +84,11 @@ class SweepRun:
         token_ids: the prompt.
         plan: its plan; None: it has none.
         cell: the cell that it is of; None: it is unpatched.
-        is_source: whether it is of the source prompt.
     """
 
     token_ids: tuple[int, ...]
     plan: Plan | None
     cell: SweepCell | None = None
-    is_source: bool = False
 
 
 @dataclass
@@ -169,7 +167,7 @@ class SweepJob:
         found = [self._unpatched_run()]
         if self._clean_tokens is not None:
             plan = self._plan_of([], self._capture())
-            found.append(SweepRun(self._clean_tokens, plan, is_source=True))
+            found.append(SweepRun(self._clean_tokens, plan))
         return found
 
     def begin(self, outputs: Iterable[Any]) -> None:
@@ -227,7 +225,7 @@ class SweepJob:
             self._values,
             self.grid.dims,
             self.grid.coords,
-            metric if isinstance(metric, Metric) else _name_of(metric),
+            metric if isinstance(metric, Metric) else name_of(metric),
             self._corrupt,
             self._clean,
             max(away) if away else math.nan,
@@ -382,5 +380,6 @@ def _named_rows(name: str, lookup: Lookup, taps: Iterable[Tap]) -> dict[Tap, NDA
         return rows
 
 
-def _name_of(metric: Callable[..., Any]) -> str:
+def name_of(metric: Callable[..., Any]) -> str:
+    """Return the name of a function, or of its class."""
     return str(getattr(metric, "__name__", type(metric).__name__))

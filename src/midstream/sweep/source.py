@@ -148,7 +148,7 @@ def read_source(value: Any) -> Source:
         return _named(value)
     if is_captured(value):
         return CapturedRows.parse(value)
-    if _is_activations(value):
+    if hasattr(value, "positions_of") and hasattr(value, "items"):
         return _of_activations(value, None)
     if hasattr(value, "prompt_token_ids") and hasattr(value, "outputs"):
         return _of_output(value)
@@ -301,7 +301,3 @@ def _read_tap(key: object) -> Tap:
         "",
         f"expected rows by (site, layer), such as ('resid_pre', 3) or 'resid_pre.3', got {key!r}",
     )
-
-
-def _is_activations(value: object) -> bool:
-    return hasattr(value, "positions_of") and hasattr(value, "items")

@@ -99,17 +99,12 @@ def heatmap(
     return Picture(title, figure(title, body + foot), head + columns_of(plain))
 
 
-def legend(scale: ColorScale, fmt: str, unit: str = "", names: tuple[str, str] = ("", "")) -> str:
-    """Return the colours with the values at their ends, and the names of these."""
+def legend(scale: ColorScale, fmt: str, unit: str = "") -> str:
+    """Return the colours with the values at their ends."""
     steps = "".join(tag("i", cls=f"b{step}") for step in scale.steps)
     suffix = f" {unit}" if unit else ""
-    low, high = (
-        tag("span", escape(" ".join(part for part in parts if part)))
-        for parts in (
-            (names[0], written(scale.low, fmt)),
-            (written(scale.high, fmt) + suffix, names[1]),
-        )
-    )
+    low = tag("span", escape(written(scale.low, fmt)))
+    high = tag("span", escape(written(scale.high, fmt) + suffix))
     return tag("div", low + tag("span", steps, "ramp", aria_hidden="true") + high, "legend")
 
 

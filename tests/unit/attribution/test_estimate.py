@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import tiny
-from support.gradient_oracle import GradientOracle
+from support.gradient_oracle import GradientOracle, difference
 from support.oracle import Branches
 from torch import nn
 
@@ -25,10 +25,6 @@ LONGER = [1, 2, 3, *CLEAN]
 PLACES = range(len(CORRUPT))
 METRIC = LogitDiff(7, 11)
 SITES = ["resid_pre", "attn_in", "z", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post"]
-
-
-def difference(logits: torch.Tensor) -> torch.Tensor:
-    return logits[-1, 7] - logits[-1, 11]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import tiny
-from support.gradient_oracle import GradientOracle
+from support.gradient_oracle import GradientOracle, difference
 from support.oracle import Branches, relative_error
 
 from midstream.attribution import Twin
@@ -23,10 +23,6 @@ MODELS = {
 }
 # The others take longer for the same code.
 QUICK = ("llama", "gemma2", "phi")
-
-
-def difference(logits: torch.Tensor) -> torch.Tensor:
-    return logits[-1, 7] - logits[-1, 11]
 
 
 def of_all_tokens(logits: torch.Tensor) -> torch.Tensor:

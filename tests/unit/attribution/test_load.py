@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers as hf
 from support import tiny
+from support.gradient_oracle import difference
 from support.oracle import relative_error
 
 from midstream.attribution import Twin
@@ -25,10 +26,6 @@ TOKENS = [5, 17, 33, 101, 8, 77, 54, 23, 9]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make("llama", tmp_path_factory.mktemp("loading"))
-
-
-def difference(logits: torch.Tensor) -> torch.Tensor:
-    return logits[-1, 7] - logits[-1, 11]
 
 
 SLOWER = [pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt2", "phi", "mixtral")]

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from support.command import CliRunner
 from support.sae_oracle import RandomSae
 from support.serving_fake import WIDTH, FakeEngine, make
-from support.sweep_fake import logprob_of
+from support.sweep_fake import expected
 
 import midstream
 import midstream.client
@@ -25,7 +25,6 @@ from midstream.client import Client
 from midstream.sweep import LogitDiff, LogProb, Sweep, SweepRequest
 from midstream.sweep.source import NumberSource, PromptSource, ZeroSource
 
-A, B = ord("x"), ord("z")
 DIFF = ["--metric", "logit-diff:x:z", "--sites", "resid_post"]
 
 
@@ -63,13 +62,6 @@ def run(monkeypatch):
         return CliRunner().invoke(app, ["sweep", *arguments])
 
     return call
-
-
-def expected():
-    return np.array(
-        [[[logprob_of(A, n, p) - logprob_of(B, n, p) for p in range(4)] for n in range(4)]],
-        np.float32,
-    )
 
 
 def test_it_writes_the_sweep_as_json_and_as_one_page(run, tmp_path, capfd):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 import pytest
 import torch
@@ -26,11 +24,6 @@ def full8(*values: float) -> tuple[str, list[float]]:
 
 def hexed(data: torch.Tensor) -> str:
     return bytes(data[0].tolist()).hex()
-
-
-def parts(data: torch.Tensor) -> tuple[float, float, list[int]]:
-    row = bytes(data[0].tolist())
-    return (*struct.unpack_from("<ff", row), list(row[8:]))
 
 
 # ---------------------------------------------------------------- raw

@@ -57,6 +57,11 @@ def prompts(count: int) -> list[dict[str, str]]:
     return [{"text": f"prompt {number}"} for number in range(count)]
 
 
+def texts(count: int) -> dict[int, str]:
+    """Their texts by line."""
+    return {n + 1: each["text"] for n, each in enumerate(prompts(count))}
+
+
 def tokens_of(prompt: Any) -> list[int]:
     """Each byte of a prompt is a token; of a conversation, of its JSON."""
     return list((prompt if isinstance(prompt, str) else json.dumps(prompt)).encode())

@@ -76,8 +76,8 @@ def head(length, path="/v1/completions", method="POST"):
     ).encode()
 
 
-def until(holds, seconds=10.0):
-    end = time.monotonic() + seconds
+def until(holds):
+    end = time.monotonic() + 10
     while not holds():
         assert time.monotonic() < end, "it never came to hold"
         time.sleep(0.02)

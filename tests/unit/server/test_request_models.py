@@ -21,10 +21,10 @@ class Second(BaseModel):
     capture: int = 1
 
 
-def app_with(endpoint, path="/v1/it", module="vllm.entrypoints.openai.api_server"):
+def app_with(endpoint, module="vllm.entrypoints.openai.api_server"):
     endpoint.__module__ = module
     app = FastAPI()
-    app.add_api_route(path, endpoint, methods=["POST"])
+    app.add_api_route("/v1/it", endpoint, methods=["POST"])
     return app
 
 

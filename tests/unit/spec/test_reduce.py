@@ -19,8 +19,8 @@ TAPS = [(site, layer) for layer in range(2) for site in ("resid_pre", "z", "resi
 SHAPE = ModelShape(2, 4, TAPS, widths={("z", 0): 6, ("z", 1): 6})
 
 
-def resolved(capture: Any, prompt: int = 9) -> Any:
-    return resolve(Plan.make(capture=capture), SHAPE, Prompt(prompt), 3)
+def resolved(capture: Any) -> Any:
+    return resolve(Plan.make(capture=capture), SHAPE, Prompt(9), 3)
 
 
 @pytest.mark.parametrize("kind", REDUCTIONS)

@@ -23,7 +23,8 @@ from midstream.spec import (
     Scale,
     Steer,
 )
-from midstream.spec.operations import NamedEdits, bind_edit
+from midstream.spec.named_lookup import NamedEdits
+from midstream.spec.operations import bind_edit
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from midstream.codecs import parse_codec
-from midstream.store import Entry, Header, TapRows, Writer
+from midstream.store import Entry, Header, TapRows, Writer, open_store
 from midstream.store.format.shard_builder import ShardBuilder
 
 HIDDEN = 8
@@ -80,3 +80,8 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
         and left.shape == right.shape
         and left.contiguous().view(torch.uint8).equal(right.contiguous().view(torch.uint8))
     )
+
+
+def ids(root) -> list[tuple[str, int]]:
+    """(request, child) of each completion of a store."""
+    return sorted((each.request, each.child) for each in open_store(root).requests)

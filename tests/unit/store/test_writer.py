@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from unit.store.making import HIDDEN, TAPS, entry, header, rows_of, same, vectors, write
+from unit.store.making import HIDDEN, TAPS, entry, header, ids, rows_of, same, vectors, write
 
 from midstream import StoreError, open_store
 from midstream.store import Entry, TapRows, Writer, verify
@@ -20,10 +20,6 @@ from midstream.store.format.layout import BLOCK
 
 def files(root):
     return sorted(path.name for path in root.iterdir())
-
-
-def ids(root):
-    return sorted((each.request, each.child) for each in open_store(root).requests)
 
 
 # ---------------------------------------------------------------- shards
@@ -137,7 +133,6 @@ def test_many_groups_make_a_shard_full(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- refusals
 
 
-HEAD = header()
 GOOD = entry("a").taps[TAPS[0]]
 WRONG = [
     ({"request": ""}, "request: expected 1 to 1024 characters, got 0"),

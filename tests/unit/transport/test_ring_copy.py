@@ -165,8 +165,8 @@ def test_a_step_may_fill_the_ring_but_no_more():
 # ---------------------------------------------------------------- CUDA
 
 
-def pinned_arena(segment: int = 1 << 20) -> Arena:
-    return Arena(ArenaSettings(64 << 20, segment, "block", Path("/tmp")), pin=True)
+def pinned_arena() -> Arena:
+    return Arena(ArenaSettings(64 << 20, 1 << 20, "block", Path("/tmp")), pin=True)
 
 
 @needs_cuda

@@ -72,12 +72,10 @@ class SitePlace:
     Attributes:
         path: path of the module within the layer.
         entry: the site is the module's input, not its output.
-        shared: other modules read the same tensor, so that an edit needs a copy.
     """
 
     path: str
     entry: bool = False
-    shared: bool = False
 
 
 @dataclass
@@ -148,9 +146,7 @@ def _sequential(
     places.found["resid_mid"] = SitePlace(first.path, entry=True)
     # The MLP's input is either the output of a norm or the stream itself.
     normed = first.matches(_NORM) and first.returned is not None
-    places.found["mlp_in"] = (
-        SitePlace(first.path) if normed else SitePlace(first.path, entry=True, shared=True)
-    )
+    places.found["mlp_in"] = SitePlace(first.path, entry=not normed)
     after = [call for call in calls if call.left > first.entered]
     added = _branch(leaving - first.given, leaving, after)
     if added is None:
@@ -169,7 +165,7 @@ def _one_step(entering: Tensor, leaving: Tensor, calls: list[ModuleCall]) -> Pla
         site = "mlp_out" if alone.matches(_MLP) and not alone.matches(_ATTENTION) else "attn_out"
         places.found[site] = SitePlace(alone.path)
         if site == "mlp_out":
-            places.found["mlp_in"] = SitePlace(alone.path, entry=True, shared=True)
+            places.found["mlp_in"] = SitePlace(alone.path, entry=True)
             places.missing["attn_in"] = NO_ATTENTION
         else:
             _add_attention_input(places, calls)
@@ -179,7 +175,7 @@ def _one_step(entering: Tensor, leaving: Tensor, calls: list[ModuleCall]) -> Pla
             places.found["attn_out"] = SitePlace(attention.path)
             places.found["mlp_out"] = SitePlace(mlp.path)
             if mlp.given is not None:
-                places.found["mlp_in"] = SitePlace(mlp.path, entry=True, shared=True)
+                places.found["mlp_in"] = SitePlace(mlp.path, entry=True)
             break
     for site in ("attn_out", "mlp_in", "mlp_out"):
         if site not in places.found:
@@ -198,7 +194,7 @@ def _add_attention_input(places: Places, calls: list[ModuleCall]) -> None:
     ]
     if found:
         attention = min(found, key=lambda call: (call.depth, call.entered))
-        places.found["attn_in"] = SitePlace(attention.path, entry=True, shared=True)
+        places.found["attn_in"] = SitePlace(attention.path, entry=True)
     else:
         places.missing["attn_in"] = NO_ATTENTION
 

@@ -81,7 +81,8 @@ class RayExecutor:
         self._thread: threading.Thread | None = None
         with ExitStack() as stack:
             ray = self._ray = stack.enter_context(connected(spread))
-            layout = spread.resolve(job, _machines(ray))
+            machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            layout = spread.resolve(job, machines)
             self._chunk_lines = layout.chunk_lines(lines)
             each = layout.chunks_each(job, self._chunk_lines)
             self.window = layout.engines * each * self._chunk_lines
@@ -194,10 +195,6 @@ class RayExecutor:
             return self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
             raise EngineError(f"Ray: {type(error).__name__}: {error}") from error
-
-
-def _machines(ray: Any) -> list[dict[str, float]]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _on_this_machine(ray: Any, kind: type) -> Any:

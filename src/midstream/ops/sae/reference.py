@@ -70,7 +70,8 @@ def reconstruct(h: Tensor, description: Tensor, weights: Tensor) -> Tensor:
         description: float32, which begins with the numbers of a `CODE` instruction.
         weights: the memory for registered weights, float32.
     """
-    sae = _Sae.at(int(_place(description)), h.shape[1], weights)
+    high, low = float(description[layout.HIGH]), float(description[layout.LOW])
+    sae = _Sae.at(layout.place_of(high, low), h.shape[1], weights)
     normed, mean, scale = sae.normalized(h)
     code = sae.encode(normed)
     is_error = bool(description[layout.ERROR])
@@ -157,7 +158,3 @@ class _Sae(NamedTuple):
             values, ids = found.topk(self.top_k, -1)
             found = torch.zeros_like(found).scatter_(1, ids, values)
         return found
-
-
-def _place(description: Tensor) -> int:
-    return layout.place_of(float(description[layout.HIGH]), float(description[layout.LOW]))

@@ -66,9 +66,9 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._admitted: dict[str, GenerateCall] = {}  # by uid
         self._sessions: dict[str, GenerateCall] = {}  # of streaming input, by vLLM's id
         self.intake, self._tasks = Intake(), BackgroundTasks()
-        self._streamer = RowStreamer(self.sinks, self._release_rows, self._tasks)
+        self._streamer = RowStreamer(self.sinks, self._admission.release_rows, self._tasks)
         self.completion = AsyncCompletion(
-            self.info, self._config, self.info.shape, self.sinks, self._streamer,
+            self._config, self.info.shape, self.sinks, self._streamer,
             client.abort_requests_async, self._end, self._collected,
         )  # fmt: skip
 

@@ -272,10 +272,6 @@ class BaseFrontEnd:
         self._release_vectors(uids)
         self._admission.end(uids)
 
-    def _release_rows(self, uid: str, nbytes: int) -> None:
-        """Release the capacity for rows of a running request that were fetched."""
-        self._admission.release_rows(uid, nbytes)
-
     def _release(self, uids: list[str]) -> None:
         """Release all capacity of requests whose rows were fetched, or are not needed."""
         for uid in uids:

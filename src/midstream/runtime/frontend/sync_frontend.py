@@ -126,7 +126,7 @@ class FrontEnd(BaseFrontEnd):
         self._finished: list[_FinishedRequest] = []
         self._start = start_rpc(engine)
         self._fetch: _Fetch | None = None
-        self._streamer = StepRowStreamer(self.sinks, self._release_rows, self._fetch_rows)
+        self._streamer = StepRowStreamer(self.sinks, self._admission.release_rows, self._fetch_rows)
         self._controllers = StepControllers(self.changes, self._workers[0], self._call)
 
     def check_id(self, request_id: str) -> None:

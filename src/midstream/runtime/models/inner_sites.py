@@ -483,11 +483,7 @@ def _is_within(owner: str, mlp: str) -> bool:
     """Whether the owner of the last matrix is the MLP of the convention: the module that reads the
     stream, one inside it, or the one that has both that and the last matrix.
     """
-    return owner == mlp or owner.startswith(f"{mlp}.") or owner == _parent(mlp)
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
+    return owner == mlp or owner.startswith(f"{mlp}.") or owner == mlp.rpartition(".")[0]
 
 
 def _joined(owner: str, path: str) -> str:

@@ -121,7 +121,8 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
     made: dict[tuple[int, ...], str] = {(): PLAIN}
     for start, _, here in overlay([ranges for ranges, _ in parts]):
         if here not in made:
-            made[here] = _digest([parts[nth][1] for nth in here])
+            content = json.dumps([parts[nth][1] for nth in here])
+            made[here] = hashlib.sha256(content.encode()).hexdigest()
         if not marks or made[here] != marks[-1]:
             starts.append(start)
             marks.append(made[here])
@@ -168,7 +169,3 @@ def _from_start(
     later = intersect(ranges, ((position, None),))
     parts = [(earlier, [*content, before]), (later, [*content, position, after])]
     return [part for part in parts if part[0]]
-
-
-def _digest(content: Sequence[object]) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

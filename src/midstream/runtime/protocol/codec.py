@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
@@ -12,8 +12,6 @@ from midstream.validation import read_message
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 # Positions as (first, length) runs, ascending.
 Runs = list[tuple[Natural, Annotated[int, msgspec.Meta(ge=1)]]]
-
-M = TypeVar("M")
 
 
 class ProtocolMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):

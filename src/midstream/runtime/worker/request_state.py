@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.spec import ResolvedPlan
 from midstream.spec.resolve.resolved import ResolvedBias, ResolvedFunction
 
-T = TypeVar("T")
 _NO_STATES = np.zeros(0, np.uint16)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping
 
-from torch import Tensor, uint8
+from torch import uint8
 
 from midstream.codecs import RowEncoding
 from midstream.errors import FetchError
@@ -113,7 +113,8 @@ class ResultBuffer:
             blocks.append(RowsHeader(block.taps, spec, block.spans, nbytes, patterns))
         scores = []
         for read in request.scores:
-            parts.append(_bytes(read.values[:, 0, : request.plan.slots]))
+            values = read.values[:, 0, : request.plan.slots].contiguous()
+            parts.append(values.view(uint8).numpy().tobytes())
             scores.append(ScoresHeader(read.spans, len(parts[-1])))
         return RequestHeader(
             id=request.id,
@@ -248,7 +249,3 @@ def _patterns(encoding: RowEncoding, request: RequestState) -> tuple[PatternHead
         for each in encoding.patterns
         if each.is_row
     )
-
-
-def _bytes(values: Tensor) -> bytes:
-    return values.contiguous().view(uint8).numpy().tobytes()

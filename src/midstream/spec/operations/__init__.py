@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from midstream.errors import SpecError
-from midstream.spec.named_lookup import Lookup, NamedEdits, Registered
 from midstream.spec.operations.ablate import Ablate
 from midstream.spec.operations.affine import Affine, LoReFT
 from midstream.spec.operations.bias import Bias
@@ -45,12 +44,9 @@ __all__ = [
     "Gate",
     "LoReFT",
     "Local",
-    "Lookup",
-    "NamedEdits",
     "PlainEdit",
     "Reading",
     "Reconstruct",
-    "Registered",
     "Replace",
     "Route",
     "Scale",

@@ -94,15 +94,13 @@ class Summing:
             self._sums.extend(self._running.popleft().result())
 
 
-def in_parallel(
-    work: Callable[[int, int], Any], start: int, stop: int, step: int = JOB
-) -> Iterator[Any]:
-    """Yield work(a, b) for consecutive ranges of at most `step` that cover [start, stop), in order.
+def in_parallel(work: Callable[[int, int], Any], start: int, stop: int) -> Iterator[Any]:
+    """Yield work(a, b) for consecutive ranges of at most `JOB` that cover [start, stop), in order.
 
     Several ranges run on several threads.
     """
-    starts = range(start, stop, step)
-    stops = (min(one + step, stop) for one in starts)
+    starts = range(start, stop, JOB)
+    stops = (min(one + JOB, stop) for one in starts)
     if len(starts) <= 1:
         yield from map(work, starts, stops)
         return

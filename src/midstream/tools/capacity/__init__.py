@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from midstream.tools.capacity.advice import Advice, advise
+from midstream.tools.capacity.advice import advise
 from midstream.tools.capacity.job import Fleet, PlannedJob
-from midstream.tools.capacity.load import Load, Resource, load_of
-from midstream.tools.capacity.rates import Figure, Rates
-from midstream.tools.capacity.shape import NAMED, ModelSize, read_model
+from midstream.tools.capacity.load import load_of
+from midstream.tools.capacity.shape import NAMED, read_model
 
-__all__ = [
-    "NAMED",
-    "Advice",
-    "Figure",
-    "Fleet",
-    "Load",
-    "ModelSize",
-    "PlannedJob",
-    "Rates",
-    "Resource",
-    "advise",
-    "load_of",
-    "read_model",
-]
+__all__ = ["NAMED", "Fleet", "PlannedJob", "advise", "load_of", "read_model"]

@@ -20,15 +20,15 @@ TAP = ("resid_post", 0)
 BLOCK = 4
 
 
-def _request(name="r", start=None, read=None):
+def _request(start=None, read=None):
     extra_args = None
     if start is not None or read is not None:
         edits = [] if start is None else [(TAP, SMALL[0], 1.0, [(start, None)])]
         captures = [] if read is None else [([TAP], [(read, None)])]
         plan = plan_of(edits, captures)
-        extra_args = {"midstream": RequestPayload(name, to_bytes(plan), cache_keys(plan))}
+        extra_args = {"midstream": RequestPayload("r", to_bytes(plan), cache_keys(plan))}
     params = SimpleNamespace(extra_args=extra_args)
-    return SimpleNamespace(request_id=name, sampling_params=params)
+    return SimpleNamespace(request_id="r", sampling_params=params)
 
 
 # ---------------------------------------------------------------- keys

@@ -173,8 +173,8 @@ def reasons(found: dict[str, Found]) -> dict[str, str]:
     return {site: place.reason for site, place in found.items() if isinstance(place, Lack)}
 
 
-def attention_reason(attention: nn.Module, site: str = "q") -> str | None:
-    return reasons(find_inner_sites(Layer(attention))).get(site)
+def attention_reason(attention: nn.Module) -> str | None:
+    return reasons(find_inner_sites(Layer(attention))).get("q")
 
 
 def test_a_plain_layer_has_all_but_a_router() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.fake_steps import TAPS, WIDTH, Fake, FakeEngine, captured
+from support.fake_steps import TAPS, Fake, FakeEngine, captured
 from support.nightly import rounds
 from support.plans import plan_of, random_plan
 from support.stored import SEGMENT, check_idle, make_arena
 
 EVERYWHERE = ((0, None),)
 ALL = plan_of(captures=[(list(TAPS), EVERYWHERE)])
-RECORD = len(TAPS) * WIDTH * 4
 
 
 def small(segments: int, lag: int | None = None, seed: int = 0) -> FakeEngine:

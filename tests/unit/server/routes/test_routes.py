@@ -31,9 +31,9 @@ V = [1.0, 2.0, 2.0]
 BINARY = {"content-type": "application/octet-stream"}
 
 
-def holding(site, client="127.0.0.1", count=5):
+def holding(site, count=5):
     data = pack(rows((1,), count), 3, torch.float32)
-    return data, site.server.captures.store(data, client, "r", {"codec": "raw"})
+    return data, site.server.captures.store(data, "127.0.0.1", "r", {"codec": "raw"})
 
 
 # ------------------------------------------------------------------ held rows

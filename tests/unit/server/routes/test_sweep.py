@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.sae_cases import random_sae
 from support.serving_fake import WIDTH, refused, rows, scope_of, serving
-from support.sweep_fake import logprob_of, unpatched
+from support.sweep_fake import A, B, expected, logprob_of, unpatched
 
 from midstream.errors import BusyError, SpecError
 from midstream.http.sse import DONE, Events
@@ -21,25 +21,12 @@ from midstream.sweep.source import RowsSource
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/midstream/sweep"
-A, B = ord("x"), ord("z")
 BODY = {
     "prompt": "abcd",
     "source": "efgh",
     "metric": {"logit_diff": ["x", "z"]},
     "sites": "resid_post",
 }
-
-
-def expected():
-    return np.array(
-        [
-            [
-                [logprob_of(A, layer, place) - logprob_of(B, layer, place) for place in range(4)]
-                for layer in range(4)
-            ]
-        ],
-        np.float32,
-    )
 
 
 def events_of(content):
@@ -50,8 +37,8 @@ def events_of(content):
     ]
 
 
-async def until(holds, seconds=10.0):
-    for _ in range(int(seconds / 0.01)):
+async def until(holds):
+    for _ in range(1000):
         if holds():
             return
         await asyncio.sleep(0.01)

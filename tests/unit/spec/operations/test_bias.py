@@ -21,10 +21,10 @@ SHAPE = ModelShape(
 )
 
 
-def resolved(*edits: Any, prompt_len: int = 5, max_tokens: int = 4) -> Any:
+def resolved(*edits: Any) -> Any:
     plan = Plan.make(None, list(edits), None)
     assert plan is not None
-    return resolve(plan, SHAPE, Prompt(prompt_len), max_tokens)
+    return resolve(plan, SHAPE, Prompt(5), 4)
 
 
 def config(sharded: bool = False) -> Any:

@@ -31,13 +31,13 @@ V, W = [1.0, 0.0], [0.0, 2.0]
 ROWS = [[float(n), -1.0] for n in range(6)]
 
 
-def _resolve(edits=None, probes=None, *, shape=SHAPE, prompt=10, max_tokens=5):
-    return resolve(Plan.make(None, edits, probes), shape, Prompt(prompt), max_tokens)
+def _resolve(edits=None, probes=None):
+    return resolve(Plan.make(None, edits, probes), SHAPE, Prompt(10), 5)
 
 
-def steps_at(plan, layer, site="resid_post"):
+def steps_at(plan, layer):
     """The instructions of the only edit at a tap."""
-    (edit,) = [one for one in plan.edits if (one.site, one.layer) == (site, layer)]
+    (edit,) = [one for one in plan.edits if (one.site, one.layer) == ("resid_post", layer)]
     return edit.steps.instructions
 
 

@@ -34,10 +34,10 @@ SHAPE = ModelShape(4, 3, [(site, layer) for site in NAMES for layer in range(4)]
 TAP = ("resid_post", 0)
 
 
-def _resolved(capture=None, edits=None, probes=None, *, prompt_len=10, max_tokens=5):
+def _resolved(capture=None, edits=None, probes=None):
     plan = Plan.make(capture, edits, probes)
     assert plan is not None
-    return resolve(plan, SHAPE, Prompt(prompt_len), max_tokens)
+    return resolve(plan, SHAPE, Prompt(10), 5)
 
 
 def _positions(ranges):

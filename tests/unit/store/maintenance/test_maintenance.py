@@ -9,15 +9,11 @@ import shutil
 import time
 
 import pytest
-from unit.store.making import TAPS, entry, header, same, vectors, write
+from unit.store.making import TAPS, entry, header, ids, same, vectors, write
 
 from midstream import StoreError, open_store
 from midstream.store import Writer, merge, prune, verify
 from midstream.store.backends.local import LocalFolder, temporary_name
-
-
-def ids(root):
-    return sorted((each.request, each.child) for each in open_store(root).requests)
 
 
 def names(root):

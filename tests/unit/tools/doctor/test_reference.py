@@ -24,30 +24,30 @@ from midstream.tools.doctor.small_config import Size
 TOKENS = [5, 17, 33, 101, 8, 77, 54, 23, 9]
 NORM, PRE_FF = "post_attention_layernorm", "pre_feedforward_layernorm"
 PRE_NORM = {
-    "attn_in": SitePlace("self_attn", entry=True, shared=True),
+    "attn_in": SitePlace("self_attn", entry=True),
     "attn_out": SitePlace("self_attn"),
     "resid_mid": SitePlace(NORM, entry=True),
     "mlp_in": SitePlace(NORM),
     "mlp_out": SitePlace("mlp"),
 }
 SANDWICH = {
-    "attn_in": SitePlace("self_attn", entry=True, shared=True),
+    "attn_in": SitePlace("self_attn", entry=True),
     "attn_out": SitePlace(NORM),
     "resid_mid": SitePlace(PRE_FF, entry=True),
     "mlp_in": SitePlace(PRE_FF),
     "mlp_out": SitePlace("post_feedforward_layernorm"),
 }
 POST_NORM = {
-    "attn_in": SitePlace("self_attn", entry=True, shared=True),
+    "attn_in": SitePlace("self_attn", entry=True),
     "attn_out": SitePlace(NORM),
     "resid_mid": SitePlace("mlp", entry=True),
-    "mlp_in": SitePlace("mlp", entry=True, shared=True),
+    "mlp_in": SitePlace("mlp", entry=True),
     "mlp_out": SitePlace("post_feedforward_layernorm"),
 }
 PARALLEL = {
-    "attn_in": SitePlace("self_attn", entry=True, shared=True),
+    "attn_in": SitePlace("self_attn", entry=True),
     "attn_out": SitePlace("self_attn"),
-    "mlp_in": SitePlace("mlp", entry=True, shared=True),
+    "mlp_in": SitePlace("mlp", entry=True),
     "mlp_out": SitePlace("mlp"),
 }
 

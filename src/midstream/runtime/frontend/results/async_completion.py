@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from midstream.config.config import Config
-from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.input_session import InputSession, as_one_request, closing
 from midstream.runtime.frontend.request.budget import row_sizes
 from midstream.runtime.frontend.results.assembly import assemble
@@ -41,7 +40,6 @@ class AsyncCompletion:
 
     def __init__(
         self,
-        info: EngineInfo,
         config: Config,
         shape: ModelShape,
         sinks: SinkSet,
@@ -53,7 +51,6 @@ class AsyncCompletion:
         """Create it for one engine.
 
         Args:
-            info: description of the engine.
             config: its settings.
             shape: the model.
             sinks: its sinks.
@@ -62,7 +59,6 @@ class AsyncCompletion:
             ended: is called when a call's requests have ended, before its results are fetched.
             collected: is called when its results were fetched.
         """
-        self._info = info
         self._config = config
         self._shape = shape
         self._sinks = sinks

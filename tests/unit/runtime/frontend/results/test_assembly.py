@@ -167,8 +167,8 @@ def test_a_prompt_of_embeddings_has_positions_all_the_same():
 # ---------------------------------------------------------------- several completions
 
 
-def child(n, length=4):
-    return (f"{n}_x", [2] * length, [rows([PRE, POST], range(length), version=n)])
+def child(n):
+    return (f"{n}_x", [2] * 4, [rows([PRE, POST], range(4), version=n)])
 
 
 def test_children_are_told_apart_by_their_exact_index_in_any_order():

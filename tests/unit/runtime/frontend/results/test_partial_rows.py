@@ -86,10 +86,10 @@ def known(generated, prompt=PROMPT):
     return RequestProgress("abc", prompt, tuple(200 + n for n in range(generated)))
 
 
-def handed(positions, version=0, taps=(PRE, POST), name="x"):
+def handed(positions, name="x"):
     """A worker's answer: the rows of these positions, all in one step."""
-    found = [rows(list(taps), positions, version)] if len(positions) else []
-    return [answer((name, [], found), taps=taps)]
+    found = [rows([PRE, POST], positions, 0)] if len(positions) else []
+    return [answer((name, [], found), taps=(PRE, POST))]
 
 
 def told(activations):
