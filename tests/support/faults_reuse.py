@@ -1,4 +1,6 @@
-"""Faults of rows that are taken from earlier requests, and of Python functions. See `faults`."""
+"""Faults of what requests find of earlier ones (rows, groups of captures), and of Python functions.
+See `faults`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,13 @@ _REUSE = "tests/engine/test_reuse.py::"
 _LOCAL = "tests/engine/test_local.py::"
 
 REUSE: tuple[Fault, ...] = (
+    Fault(
+        "A group of captures that a later request found is freed as if nobody used it",
+        "runtime/worker/tables/program_table.py",
+        "        self._unused_groups.discard(taps)\n",
+        "",
+        "tests/unit/runtime/worker/tables/test_program_table.py",
+    ),
     Fault(
         "A prefix hit is granted where a kept row is missing",
         "runtime/frontend/row_reuse.py",

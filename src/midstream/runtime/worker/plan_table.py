@@ -56,7 +56,8 @@ class PlanTable:
         self._share = share
         self._vectors = VectorStore()
         self._plans: dict[bytes, RankPlan] = {}
-        self._unused: RankPlan | None = None
+        # Plans without a user, the one that was used last at the end.
+        self._unused: dict[bytes, RankPlan] = {}
         self._acquired = 0
         # Requests one after the other often have the same plan, too.
         self._parse = functools.lru_cache(maxsize=_CACHED_PLANS)(self._parse_and_cut)
@@ -100,8 +101,7 @@ class PlanTable:
                 segments = self._acquire_segments(pieces, resolved.codec)
             self._acquired += 1
             found = self._plans[packed] = RankPlan(self._acquired, packed, resolved, segments)
-        elif found is self._unused:
-            self._unused = None
+        self._unused.pop(packed, None)
         found.users += 1
         return found
 
@@ -126,16 +126,17 @@ class PlanTable:
         if any(segment.edits for segment in plan.segments):
             self._free(plan)  # vectors are not kept beyond their requests
             return
-        self.drop_unused()
-        self._unused = plan
+        self._unused[plan.packed] = plan
+        if len(self._unused) > _CACHED_PLANS:
+            self._free(self._unused.pop(next(iter(self._unused))))
 
     def drop_unused(self) -> None:
-        """Free what the plan takes that no request uses. The last one without edits is kept, as the
-        next request often has the same.
+        """Free what the plans take that no request uses. Those without edits are kept, as later
+        requests often have the same.
         """
-        plan, self._unused = self._unused, None
-        if plan is not None:
+        for plan in self._unused.values():
             self._free(plan)
+        self._unused.clear()
 
     def _free(self, plan: RankPlan) -> None:
         del self._plans[plan.packed]
@@ -143,7 +144,7 @@ class PlanTable:
 
     def __len__(self) -> int:
         """Return the number of plans that requests use."""
-        return len(self._plans) - (self._unused is not None)
+        return len(self._plans) - len(self._unused)
 
     def _parse_and_cut(self, packed: bytes) -> tuple[ResolvedPlan, list[PlanSegment]]:
         resolved = from_bytes(packed, self._vectors.by_digest)

@@ -9,6 +9,7 @@ from support.programs import assert_program
 
 from midstream.errors import NoRoomError, SpecError
 from midstream.runtime.protocol.segments import WHOLE
+from midstream.runtime.worker import plan_table
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.row_index import CapturedRowIndex
 from midstream.runtime.worker.tables.codec_table import CodecTable
@@ -48,20 +49,24 @@ def test_a_plan_stays_on_the_device_until_the_last_request_that_has_it_ends(plan
     tables.check_integrity()
 
 
-def test_the_last_plan_of_captures_is_kept_until_another_ends(plans):
-    packed = [to_bytes(plan_of(captures=[(taps, EVERYWHERE)])) for taps in CAPTURED]
-    first, second = (plans.acquire(each) for each in packed)
+def test_plans_of_captures_are_kept_and_the_oldest_one_goes_when_they_are_many(plans, monkeypatch):
+    monkeypatch.setattr(plan_table, "_CACHED_PLANS", 2)
+    taps = [*CAPTURED, (("resid_post", 1),)]
+    packed = [to_bytes(plan_of(captures=[(each, EVERYWHERE)])) for each in taps]
+    first, second, third = (plans.acquire(each) for each in packed)
+    plans.release(second)
     plans.release(first)
     assert len(plans) == 1
-    assert plans.acquire(packed[0]) is first
-    plans.release(first)
-    plans.release(second)
-    assert len(plans) == 0
-    assert plans.acquire(packed[0]) is not first
     assert plans.acquire(packed[1]) is second
+    plans.release(second)
+    plans.release(third)
+    assert len(plans) == 0
+    assert plans.acquire(packed[1]) is second
+    assert plans.acquire(packed[2]) is third
+    assert plans.acquire(packed[0]) is not first
 
 
-def test_a_plan_of_edits_is_freed_at_once_and_the_last_one_of_captures_stays(plans):
+def test_a_plan_of_edits_is_freed_at_once_and_one_of_captures_stays(plans):
     captures = to_bytes(plan_of(captures=[(CAPTURED[0], EVERYWHERE)]))
     kept, edited = plans.acquire(captures), plans.acquire(ONE)
     plans.release(kept)

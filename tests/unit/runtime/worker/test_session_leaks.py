@@ -35,8 +35,8 @@ def assert_empty(session):
     session.check_integrity()
     tables, slots, recorder = session._tables, session.requests._slots, session._recorder
     assert tables.in_use == 0
-    tables.drop_unused()
     session.requests.plans.drop_unused()
+    tables.drop_unused()
     assert tables.instructions.bank.used == tables.instructions.lists.used == 0
     assert tables.instructions.ranges.free == tables.instructions.ranges.size
     assert not tables._programs

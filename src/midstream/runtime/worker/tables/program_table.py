@@ -2,8 +2,8 @@
 and written to the device.
 
 Many requests have the same ones. A token names each by one small integer, so the cost of a step
-does not depend on how many different ones it has. A program that no request uses any more stays
-until its room is needed, so that requests one after the other find theirs, with its vectors.
+does not depend on how many different ones it has. A program or group that no request uses any more
+stays until its room is needed, so that requests one after the other find theirs, with its vectors.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class ProgramTable:
         self._programs: dict[Edits, _Program] = {}
         self._unused: set[Edits] = set()  # programs without a user
         self._groups: dict[tuple[int, ...], _Group] = {}
+        self._unused_groups: set[tuple[int, ...]] = set()  # groups without a user
         self._free_programs = list(range(self._rows - 1, layout.FIRST_FREE_PROGRAM - 1, -1))
         self._free_groups = list(range(self._rows - 1, layout.FIRST_FREE_GROUP - 1, -1))
         self.fewest = np.zeros(self._rows, np.int32)
@@ -95,12 +96,14 @@ class ProgramTable:
             self._unused.add(edits)
 
     def drop_unused(self) -> None:
-        """Free what programs take that no request uses."""
+        """Free what programs and groups take that no request uses."""
         for edits in self._unused:
             program = self._programs.pop(edits)
             self._free_programs.append(program.index)
             self.instructions.release(edits, program.first, program.length)
         self._unused.clear()
+        self._free_groups += [self._groups.pop(taps).index for taps in self._unused_groups]
+        self._unused_groups.clear()
 
     @property
     def in_use(self) -> int:
@@ -124,6 +127,8 @@ class ProgramTable:
         group = self._groups.get(taps)
         if group is None:
             if not self._free_groups:
+                self.drop_unused()
+            if not self._free_groups:
                 raise NoRoomError("", self._full("combinations of captures"))
             group = _Group(self._free_groups.pop())
             places = torch.zeros(self._num_taps, dtype=torch.int32)
@@ -133,6 +138,7 @@ class ProgramTable:
                 place += self._buffers.units[tap]
             upload(self._buffers.table[:, group.index, layout.PLACE], places)
             self._groups[taps] = group
+        self._unused_groups.discard(taps)
         group.users += 1
         return group.index
 
@@ -143,8 +149,7 @@ class ProgramTable:
         group = self._groups[taps]
         group.users -= 1
         if group.users == 0:
-            del self._groups[taps]
-            self._free_groups.append(group.index)
+            self._unused_groups.add(taps)
 
     def check_integrity(self) -> None:
         """Check that everything is either in use or free; cheap.
@@ -155,6 +160,10 @@ class ProgramTable:
         assert all(
             (program.users == 0) == (edits in self._unused)
             for edits, program in self._programs.items()
+        )
+        assert all(
+            (group.users == 0) == (taps in self._unused_groups)
+            for taps, group in self._groups.items()
         )
         assert len(self._free_programs) + len(self._programs) == (
             self._rows - layout.FIRST_FREE_PROGRAM

@@ -13,7 +13,7 @@ from support.nightly import rounds
 from support.plans import KINDS, SMALL, VECTORS, add, edits_of, gated, mapped, rows
 from support.programs import assert_free, assert_program, edits, programs
 
-from midstream.errors import SpecError
+from midstream.errors import NoRoomError, SpecError
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
 from midstream.runtime.protocol.segments import TapProgramStep
@@ -143,8 +143,25 @@ def test_an_index_used_again_says_nothing_of_what_was_there():
     assert (tables.fewest[index], tables.most[index]) == (1, 1)
     group = tables.acquire_group((0, 1))
     tables.release_group((0, 1))
+    tables.drop_unused()
     assert tables.acquire_group((4,)) == group
     assert buffers.table[:, group, layout.PLACE].tolist() == [0, 0, 0, 0, 1, 0]
+
+
+def test_a_group_without_a_user_stays_until_another_needs_its_room():
+    buffers = make_buffers()
+    tables = ProgramTable(buffers)
+    del tables._free_groups[2:]
+    first, second = tables.acquire_group((0, 1)), tables.acquire_group((2,))
+    tables.release_group((0, 1))
+    assert tables.acquire_group((0, 1)) == first
+    assert tables._unused_groups == set()
+    with pytest.raises(NoRoomError):
+        tables.acquire_group((4,))
+    tables.release_group((2,))
+    assert tables.acquire_group((4,)) == second
+    for index, places in ((first, [1, 2, 0, 0, 0, 0]), (second, [0, 0, 0, 0, 1, 0])):
+        assert buffers.table[:, index, layout.PLACE].tolist() == places
 
 
 def test_nothing_to_edit_is_the_program_that_is_only_watched():
