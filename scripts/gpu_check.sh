@@ -71,7 +71,10 @@ done
 # A server with CUDA graphs, end to end, and its shutdown.
 asked serve && check serve "$python" -m pytest -q --durations=8 tests/system/test_serving.py \
   tests/system/test_serving_ends.py
-asked ranks && check ranks "$python" -m pytest -q --durations=12 tests/system/test_ranks.py
+# vLLM makes the group of expert ranks if the first model of a process has experts.
+asked ranks && for which in "not experts" experts; do
+  check "ranks-${which// /-}" "$python" -m pytest -q --durations=12 tests/system/test_ranks.py -k "$which"
+done
 bench overhead-tp overhead-tp overhead --tp 2 --shapes 8b --batches --asked "add at every layer, K = 1"
 asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
 asked parity && check parity "$python" benchmarks/parity.py --json "$out/parity.json"
