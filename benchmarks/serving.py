@@ -1,7 +1,7 @@
 """Latency and rate of requests without a plan, on a server with midstream and on one without.
 
     python benchmarks/serving.py [--model FOLDER] [--shape 0.6b] [--clients 16] [--rounds 5] \
-        [--seconds 280] [--json FILE] [-- OPTIONS OF BOTH SERVERS]
+        [--client-cpus 4] [--seconds 280] [--json FILE] [-- OPTIONS OF BOTH SERVERS]
 
 Two servers on one machine, started like `vllm serve` and `midstream serve`, are measured in turn,
 in a random order in each round. For some seconds, one client (or `--measured` of them) sends
@@ -11,7 +11,9 @@ requests without a plan; and, on the server with midstream, requests that are st
 captured, each client at a layer of its own, with the rows in the response. "again" is the same
 variant a second time, on the same server: its difference is noise.
 
-`--shape` serves a shape with random weights, with the tokenizer of the model.
+`--shape` serves a shape with random weights, with the tokenizer of the model. `--client-cpus` keeps
+the clients' work, most of which is reading answers, off the processors of the servers: the clients
+get the last ones of this process, and the servers the others.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,7 @@ def main() -> int:
     parser.add_argument("--words", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=32, help="generated tokens of a request")
     parser.add_argument("--kv-gib", type=float, default=4.0, help="of each server")
+    parser.add_argument("--client-cpus", type=int, default=0, help="0: the servers' ones too")
     parser.add_argument("options", nargs="*", help="options of both servers, after --")
     args = parser.parse_args()
     # The servers start side by side: see engines.KV_GIB.
@@ -74,14 +77,21 @@ def main() -> int:
     if args.shape:
         model = shapes.write(args.shape, engines.CACHE, model)
         options = ["--load-format=dummy", *options]
-    names = ("clients", "measured", "words", "tokens")
+    names = ("clients", "measured", "words", "tokens", "client_cpus")
     about = {name: getattr(args, name) for name in names}
+    cpus = sorted(os.sched_getaffinity(0))
+    for_servers = cpus[: len(cpus) - args.client_cpus]
+    if not for_servers:
+        parser.error(f"--client-cpus: of {len(cpus)} processors none is left for the servers")
+    about["server_cpus"] = len(for_servers)
+    # Other processes inherit it.
+    os.sched_setaffinity(0, cpus[-args.client_cpus :])
     run = engines.Run("serving", args, **about, model=model.name, options=options)
     with run.limited(), ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         others = stack.enter_context(run.engines({"others": (Clients,)}, ["others"]))["others"]
         servers = {
-            name: stack.enter_context(Server(name, model, options, folder))
+            name: stack.enter_context(Server(name, model, options, folder, cpus=for_servers))
             for name in ("plain", "midstream")
         }
         for name, each in servers.items():
@@ -110,6 +120,7 @@ class Server:
         options: Sequence[str],
         folder: Path,
         environment: Mapping[str, str] | None = None,
+        cpus: Collection[int] | None = None,
     ) -> None:
         """Start it, without waiting for it.
 
@@ -119,6 +130,7 @@ class Server:
             options: options of the command line.
             folder: gets its log.
             environment: variables besides those of this process.
+            cpus: its processors; None: those of this process.
         """
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
@@ -137,6 +149,8 @@ class Server:
                 stderr=log,
                 env={**os.environ, **cache, **(environment or {})},
             )
+        if cpus is not None:
+            os.sched_setaffinity(self._process.pid, cpus)
 
     @property
     def pid(self) -> int:

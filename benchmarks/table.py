@@ -124,10 +124,17 @@ def serving(result: dict[str, Any]) -> str:
     rows = [[name, *(cell(one) for cell in columns.values())] for name, one in variants.items()]
     head = [
         f"{result['model']}, {result['words']} + {result['tokens']} tokens, "
-        f"{result['clients']} other clients",
+        f"{result['clients']} other clients{_apart(result)}",
         *columns,
     ]
     return "\n\n".join([_where(result), markers.table(head, rows, numbers=True)])
+
+
+def _apart(result: dict[str, Any]) -> str:
+    """Return on how many processors servers and clients ran, if these were not the same."""
+    if not result.get("client_cpus"):
+        return ""
+    return f" on {result['client_cpus']} processors, servers on {result['server_cpus']}"
 
 
 def capture_cost(result: dict[str, Any]) -> str:

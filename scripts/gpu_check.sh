@@ -75,7 +75,7 @@ asked serve && check serve "$python" -m pytest -q --durations=8 tests/system/tes
 asked ranks && for which in "not experts" experts; do
   check "ranks-${which// /-}" "$python" -m pytest -q --durations=12 tests/system/test_ranks.py -k "$which"
 done
-bench overhead-tp overhead-tp overhead --tp 2 --shapes 8b --batches --asked "add at every layer, K = 1"
+bench overhead-tp overhead-tp overhead --tp 2 --shapes 8b --batches --prefill-prompts 256 --rounds 9 --asked "add at every layer, K = 1"
 asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
 asked parity && check parity "$python" benchmarks/parity.py --json "$out/parity.json"
 asked parity && grep -E '^(float32|bfloat16)' "$out/parity.log"
@@ -96,7 +96,7 @@ for shape in ${SHAPES:-0.6b 8b}; do
   bench acting acting-streams-$shape acting --shapes $shape --kv-gib 4 --by streams --rounds 3
 done
 bench sweep sweep sweep
-bench serving serving serving -- --max-model-len=2048
+bench serving serving serving --client-cpus 4 -- --max-model-len=2048
 bench disk disk disk --gib 8 /dev/shm "${TMPDIR:-/tmp}"
 printf '\n%s' "$table"
 exit $failed
