@@ -13,12 +13,17 @@ padding, in the fastest of several batch sizes, copied into pinned memory while 
 computed.
 extract_hidden_states: vLLM's own connector, which writes a file for each request; here to memory
 (tmpfs), and read by vLLM's own function. It needs a GPU.
+vllm-lens: a plugin with forward hooks, if it is installed. It runs models eagerly, and on vLLM's V1
+runner; the release is in the results, and need not be made for this vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
+import importlib.util
+import os
 import shutil
 import sys
 import tempfile
@@ -36,6 +41,7 @@ import shapes
 
 BATCH_SIZES = (4, 8, 16, 32, 64)
 PLAIN, MIDSTREAM, EXTRACT = "plain vLLM", "midstream", "extract_hidden_states"
+LENS = "vllm-lens, eager"
 # By prompt and layer: [tokens, hidden].
 Vectors = list[list[torch.Tensor]]
 
@@ -76,8 +82,10 @@ def makers(shape: str, args: argparse.Namespace, folder: str) -> dict[str, tuple
         "transformers": (Transformers, model),
     }
     if torch.cuda.is_available():
-        settings = settings | {"kv_cache_memory_bytes": int(args.extract_kv_gib * (1 << 30))}
-        found[EXTRACT] = Extractor, model, settings, layers, folder
+        more = {"kv_cache_memory_bytes": int(args.extract_kv_gib * (1 << 30))}
+        found[EXTRACT] = Extractor, model, settings | more, layers, folder
+    if importlib.util.find_spec("vllm_lens"):
+        found[LENS] = Lens, model, settings, layers
     return found
 
 
@@ -90,6 +98,8 @@ def measure(run: engines.Run, shape: str, started: Any, args: argparse.Namespace
         "layers": shapes.SHAPES[shape]["num_hidden_layers"],
         "variants": {},
     }
+    if LENS in started:
+        into["vllm_lens"] = importlib.metadata.version("vllm-lens")
     calls = {name: functools.partial(one.call, take, prompts) for name, one in started.items()}
     calls = {PLAIN: calls[PLAIN], "plain again": calls[PLAIN]} | calls
     if calls.pop("transformers", None):
@@ -138,9 +148,16 @@ def first(tool: Any, prompts: list[list[int]]) -> Any:
 
 
 class PlainVllm:
-    """vLLM without captures."""
+    """vLLM without captures.
+
+    Attributes:
+        plugins: names of the plugins that vLLM loads. vllm-lens changes every engine that loads it.
+    """
+
+    plugins = ""
 
     def __init__(self, model: Path, settings: dict[str, Any]) -> None:
+        os.environ["VLLM_PLUGINS"] = self.plugins
         self.llm = engines.plain(model, settings)
         self.llm_engine = self.llm.llm_engine
 
@@ -148,10 +165,13 @@ class PlainVllm:
         """Return the modes of compilation, and midstream's view of the engine."""
         return engines.describe(self.llm)
 
-    def generate(self, prompts: list[list[int]], **asked: Any) -> list[Any]:
-        """Run the prompts."""
+    def generate(
+        self, prompts: list[list[int]], extra_args: dict[str, Any] | None = None, **asked: Any
+    ) -> list[Any]:
+        """Run the prompts; `extra_args` are of the sampling parameters."""
         given: list[Any] = [{"prompt_token_ids": one} for one in prompts]
-        found: list[Any] = self.llm.generate(given, overhead.sampling(1), use_tqdm=False, **asked)
+        params = overhead.sampling(1, extra_args=extra_args)
+        found: list[Any] = self.llm.generate(given, params, use_tqdm=False, **asked)
         return found
 
     def vectors(self, prompts: list[list[int]]) -> Vectors:
@@ -163,7 +183,10 @@ class PlainVllm:
 class Midstream(PlainVllm):
     """midstream's captures."""
 
+    plugins = "midstream"
+
     def __init__(self, model: Path, settings: dict[str, Any], layers: int) -> None:
+        os.environ["VLLM_PLUGINS"] = self.plugins
         self.llm, self.layers = engines.tapped(model, settings, {}), layers
         self.llm_engine = self.llm.llm_engine
 
@@ -214,6 +237,23 @@ class Extractor(PlainVllm):
         return [list(one.unbind(1)) for one in found]
 
 
+class Lens(PlainVllm):
+    """vllm-lens's captures."""
+
+    plugins = "activations"
+
+    def __init__(self, model: Path, settings: dict[str, Any], layers: int) -> None:
+        # vllm-lens sets both itself. A release that does not would be another variant.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        super().__init__(model, settings | {"enforce_eager": True})
+        self.asked = {"output_residual_stream": list(range(layers))}
+
+    def vectors(self, prompts: list[list[int]]) -> Vectors:
+        """Return the vectors that vllm-lens captures."""
+        outputs = self.generate(prompts, extra_args=self.asked)
+        return [list(one.activations["residual_stream"].unbind(0)) for one in outputs]
+
+
 class Transformers:
     """transformers' `output_hidden_states`."""
 
@@ -257,22 +297,27 @@ class Transformers:
 
 
 def agreement(run: engines.Run, started: Any, prompts: list[list[int]]) -> str:
-    """Describe the error between the two variants with equal weights, on the first prompt."""
-    if EXTRACT not in started:
-        return "not compared: extract_hidden_states did not start, or there is no GPU"
-    run.stage("agreement of midstream and extract_hidden_states")
+    """Describe the error between the variants with equal weights, on the first prompt."""
+    others = [name for name in (EXTRACT, LENS) if name in started]
+    if not others:
+        return "not compared: no other tool of vLLM's started"
+    run.stage(f"agreement of midstream and {' and '.join(others)}")
+    return "; ".join(_agreement(run, started, name, prompts) for name in others)
+
+
+def _agreement(run: engines.Run, started: Any, other: str, prompts: list[list[int]]) -> str:
     try:
         mine, theirs = (
-            torch.from_numpy(started[name].call(first, prompts)) for name in (MIDSTREAM, EXTRACT)
+            torch.from_numpy(started[name].call(first, prompts)) for name in (MIDSTREAM, other)
         )
     except engines.EngineError as error:
         run.failed("agreement", error)
-        return "not compared: a variant failed"
+        return f"{other} not compared: a variant failed"
     if mine.shape != theirs.shape:
-        return f"shapes differ: {tuple(mine.shape)} and {tuple(theirs.shape)}"
+        return f"shapes of {other} differ: {tuple(mine.shape)} and {tuple(theirs.shape)}"
     apart = ((mine - theirs).norm(dim=-1) / theirs.norm(dim=-1)).flatten()
     return (
-        "midstream against extract_hidden_states, relative error of a vector: median "
+        f"midstream against {other}, relative error of a vector: median "
         f"{apart.median():.2%}, worst {apart.max():.2%}"
     )
 
