@@ -123,8 +123,9 @@ class PlanTable:
         plan.users -= 1
         if plan.users:
             return
-        if any(segment.edits for segment in plan.segments):
-            self._free(plan)  # vectors are not kept beyond their requests
+        if plan.resolved.edits or plan.resolved.probes:
+            # Vectors are not kept beyond their requests, also those of other ranks' layers.
+            self._free(plan)
             return
         self._unused[plan.packed] = plan
         if len(self._unused) > _CACHED_PLANS:

@@ -110,9 +110,10 @@ class CapturedRowIndex(Generic[R]):
 
     def __init__(self) -> None:
         # Later steps have columns further right. Those of `_GONE` are removed when there is no
-        # room for more.
+        # room for more, or most are.
         self._table: Ints = np.empty((6, _COLUMNS), np.int64)
         self._end = 0
+        self._left = 0  # runs that were not taken
         self._steps: dict[int, _Step[R]] = {}
         self._kinds: dict[_Kind, int] = {}
         self._keys: list[_Kind] = []
@@ -158,10 +159,7 @@ class CapturedRowIndex(Generic[R]):
         """
         if not serial.size:
             return
-        begin = self._room(serial.size)
-        self._end = begin + serial.size
-        table = self._table[:, begin : self._end]
-        copy = None
+        table, copy = self._add(serial.size), None
         if isinstance(position, PendingPositions):
             copy, position = position.copy, -1 - position.row
         table[_SERIAL] = serial
@@ -173,16 +171,19 @@ class CapturedRowIndex(Generic[R]):
         self._steps[self._next_step] = _Step(source, serial.size, copy)
         self._next_step += 1
 
-    def _room(self, wanted: int) -> int:
-        """Make room for more columns, and return the first of them."""
-        if self._end + wanted > self._table.shape[1]:
+    def _add(self, wanted: int) -> Ints:
+        """Return columns for more runs, behind the others."""
+        size, needed = self._table.shape[1], self._left + wanted
+        if self._end + wanted > size or size > max(8 * needed, _COLUMNS):
             is_left = self._table[_SERIAL, : self._end] != _GONE
             left = self._table[:, : self._end].compress(is_left, axis=1)
-            self._end = left.shape[1]
-            # Twice as many, so that runs are seldom moved.
-            self._table = np.empty((6, max(2 * (self._end + wanted), _COLUMNS)), np.int64)
-            self._table[:, : self._end] = left
-        return self._end
+            # Twice as many, so that runs are seldom moved; not many more, as all are searched.
+            self._table = np.empty((6, max(2 * needed, _COLUMNS)), np.int64)
+            self._table[:, : self._left] = left
+            self._end = self._left
+        self._end += wanted
+        self._left = needed
+        return self._table[:, self._end - wanted : self._end]
 
     @property
     def next_step(self) -> int:
@@ -319,6 +320,7 @@ class CapturedRowIndex(Generic[R]):
     def _remove(self, columns: Ints) -> None:
         """Remove columns, and the steps that have no others."""
         self._table[_SERIAL, columns] = _GONE
+        self._left -= columns.size
         steps, counts = np.unique(self._table[_STEP, columns], return_counts=True)
         for number, count in zip(steps.tolist(), counts.tolist(), strict=True):
             step = self._steps[number]

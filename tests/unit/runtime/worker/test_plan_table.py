@@ -76,6 +76,18 @@ def test_a_plan_of_edits_is_freed_at_once_and_one_of_captures_stays(plans):
     assert plans.acquire(captures) is kept
 
 
+def test_a_rank_without_the_edited_layer_keeps_no_plan_with_the_vectors_either():
+    buffers = make_buffers()
+    elsewhere = {tap: index for tap, index in TAPS.items() if tap != ("resid_post", 0)}
+    plans = PlanTable(
+        ProgramTable(buffers), CodecTable(buffers), CapturedRowIndex(), elsewhere, WHOLE
+    )
+    edited = plans.acquire(ONE)
+    assert not any(segment.edits for segment in edited.segments)
+    plans.release(edited)
+    assert plans.acquire(ONE) is not edited
+
+
 def test_a_plan_without_a_user_leaves_its_room_to_others(plans):
     packed = [to_bytes(plan_of(captures=[(taps, EVERYWHERE)])) for taps in CAPTURED]
     tables = plans._tables

@@ -176,6 +176,27 @@ def test_no_row_is_lost_when_the_index_makes_room_for_more():
     assert len(ledger) == 0
 
 
+@pytest.mark.parametrize("stays", [True, False], ids=["but one", "all"])
+def test_the_index_is_small_again_when_the_runs_of_a_rush_were_taken(stays: bool):
+    ledger, many = CapturedRowIndex(), 20 * row_index._COLUMNS
+    kind = ledger.kind((0,))
+
+    def record(serial: int, position: int, value: float) -> None:
+        columns = [np.array([one]) for one in (serial, position, 1, 0, kind)]
+        ledger.record(Given(torch.tensor([[value]])), *columns)
+
+    if stays:
+        record(5, 0, 7.0)
+    for step in range(many):
+        record(6, step, 0.0)
+    ledger.take([6])
+    record(5, 1, 8.0)
+    assert ledger._table.shape[1] == row_index._COLUMNS
+    (block,) = ledger.take([5])[5]
+    assert block.values.flatten().tolist() == [7.0, 8.0][not stays :]
+    assert len(ledger) == 0
+
+
 def within(rows: dict[int, list[float]], start: int, stop: int) -> dict[int, list[float]]:
     return {position: row for position, row in rows.items() if start <= position < stop}
 
