@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import math
 from typing import Any
 
-import msgspec
 import torch
 
 from midstream.config.http import HttpSettings
@@ -21,6 +19,7 @@ from midstream.results.lens import LensResults
 from midstream.results.logits import LogitRows
 from midstream.results.probe_scores import Probes
 from midstream.results.serialization import PackedRows, pack
+from midstream.server.base64_text import Base64Text, dump
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.sites import ENDS, Tap
@@ -192,18 +191,13 @@ class ResultEncoder:
             text = self._encoded(rows)
         return {**describe(rows), "base64": text}
 
-    def _encoded(self, rows: Activations) -> msgspec.Raw:
-        return msgspec.Raw(b'"%b"' % base64.b64encode(pack(rows, *self._vectors)))
-
-
-def dump(results: Any) -> bytes:
-    """Return results of `ResultEncoder.encode`, or a list of these, as JSON."""
-    return msgspec.json.encode(results)
+    def _encoded(self, rows: Activations) -> Base64Text:
+        return Base64Text(PackedRows(rows, *self._vectors).parts())
 
 
 def plain(results: Any) -> Any:
     """Return results of `ResultEncoder.encode`, or a list of these, as plain JSON values."""
-    return json.loads(dump(results))
+    return json.loads(b"".join(dump(results)))
 
 
 def handle_of(cached: CachedCapture) -> dict[str, Any]:
