@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from midstream import sites
 from midstream.console import format_ranges
 from midstream.results.arrays import (
@@ -33,7 +35,6 @@ from midstream.sites import Tap
 from midstream.validation import as_number, hint, is_int
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -120,7 +121,11 @@ class Activations:
         """The codec that encoded the rows on the device."""
         from midstream.codecs import Raw
 
-        found = (rows.codec for rows in self._given.values() if isinstance(rows, Rows))
+        if isinstance(self._given, GatheredRows):
+            # Rows of its taps are made when they are looked at.
+            found = (group.nothing.codec for group in self._given.groups)
+        else:
+            found = (rows.codec for rows in self._given.values() if isinstance(rows, Rows))
         return next(found, Raw())
 
     def encoded(self, site: str, layer: int) -> Tensor:
@@ -295,6 +300,11 @@ def groups_of(activations: Activations) -> tuple[RowGroup, ...]:
     if isinstance(given, GatheredRows):
         return given.groups
     return tuple(_group_of(tap, activations._rows(tap), positions[tap]) for tap in given)  # noqa: SLF001
+
+
+def tokens_of(activations: Activations) -> NDArray[np.int64]:
+    """Return the tokens of the whole request that were computed, from position 0."""
+    return np.asarray(activations._given_tokens, np.int64)  # noqa: SLF001
 
 
 def owns_memory(activations: Activations) -> bool:

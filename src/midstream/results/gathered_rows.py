@@ -79,6 +79,12 @@ class RowGroup:
             self._positions = torch.from_numpy(self._positions.copy())
         return self._positions
 
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """The positions as an array, which may be shared and is only read."""
+        given = self._positions
+        return given if isinstance(given, np.ndarray) else given.numpy()
+
     def rows_of(self, tap: Tap) -> Rows:
         """Return the rows of one tap."""
         chunks: list[Chunk] = []

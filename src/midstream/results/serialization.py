@@ -7,9 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from midstream.results.activations import Activations, groups_of
+from midstream.results.activations import Activations, groups_of, tokens_of
 from midstream.results.gathered_rows import RowGroup
 from midstream.results.rows_file import (
     POSITIONS,
@@ -71,14 +69,19 @@ class PackedRows:
 
     def tobytes(self) -> bytes:
         """Return the bytes."""
+        return b"".join(self.parts())
+
+    def parts(self) -> list[bytes | memoryview]:
+        """Return the bytes in parts, one after the other. Rows of one tap are not copied."""
         parts: list[bytes | memoryview] = [self._header]
+        # In NumPy, which takes a few microseconds where torch takes tens.
+        tokens = tokens_of(self._activations)
         for group in self._groups:
             times = len(group.taps)
-            parts.append(group.positions.numpy().tobytes() * times)
-            tokens = self._activations.token_ids_of(*group.taps[0])
-            parts.append(tokens.numpy().tobytes() * times)
-        parts += [np.ascontiguousarray(group.encoded()).data for group in self._groups]
-        return b"".join(parts)
+            parts.append(group.places.tobytes() * times)
+            parts.append(tokens[group.places].tobytes() * times)
+        parts += [group.encoded().reshape(-1).data for group in self._groups]
+        return parts
 
 
 def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:

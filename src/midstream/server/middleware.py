@@ -232,13 +232,15 @@ def _parse(
     # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
     if not (names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body):
         return None
-    if _MARK in body:
+    is_named = _MARK in body
+    if is_named:
         check_values(body, KEY)
     value = _parse_if_asked(body, fields)
     if value is None:
         return None
     if _has_field(value):
-        check_values(body, KEY)
+        if not is_named:
+            check_values(body, KEY)
         if path not in PATHS:
             raise _rejected(f"{path} cannot return results; use {', '.join(PATHS)}", KEY)
     request_field = take_field(value, fields or ())

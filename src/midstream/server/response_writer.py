@@ -13,9 +13,10 @@ from starlette.types import Message, Send
 from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import DONE, Event, Events
+from midstream.server.base64_text import dump
 from midstream.server.http_errors import read_error, send_error
 from midstream.server.http_request import ChoiceUpdate, RequestContext
-from midstream.server.results_json import dump, plain
+from midstream.server.results_json import plain
 
 if TYPE_CHECKING:
     from midstream.server.server import Server
@@ -298,7 +299,7 @@ def _is_object(body: bytes) -> bool:
 
 def _with_field(body: bytes, results: dict[str, Any]) -> bytes:
     """Return a JSON object with one more field, the results. What is there is not parsed."""
-    return b'%b,"%b":%b}' % (body[:-1], KEY.encode(), dump(results))
+    return b"".join([body[:-1], _KEY, *dump(results), b"}"])
 
 
 def _responses_field(encoded: list[dict[str, Any]]) -> dict[str, Any]:
@@ -308,6 +309,7 @@ def _responses_field(encoded: list[dict[str, Any]]) -> dict[str, Any]:
     return encoded[0] if len(encoded) == 1 else {"turns": encoded}
 
 
+_KEY = f',"{KEY}":'.encode()
 # The choices of a chunk as vLLM writes them, compactly.
 _CHOICE = b'"choices":[{"index":0,'
 _FINAL_EVENTS = ("response.completed", "response.incomplete", "response.failed")

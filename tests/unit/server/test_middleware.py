@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 
@@ -10,6 +11,7 @@ import pytest
 from starlette.responses import JSONResponse
 from support.serving_fake import Params, make, scope_of, serving
 
+from midstream.errors import HttpError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import middleware
 from midstream.server.body_values import MAX_VALUES
@@ -152,6 +154,14 @@ async def test_depths_are_refused_and_break_nothing():
     assert answers.pop(100_000) == 400
     assert set(answers.values()) <= {200, 400}
     assert len(site.seen) == len(site.engine.calls)
+
+
+def test_a_field_of_any_depth_is_refused_or_cannot_be_read():
+    # The depth at which Python gives up depends on the depth of its own calls.
+    for depth in range(1, 1100):
+        body = b'{"prompt": "abc", "midstream": ' + b"[" * depth + b"]" * depth + b"}"
+        with contextlib.suppress(SpecError, HttpError):
+            assert middleware._parse("/v1/completions", None, body) is None
 
 
 @pytest.mark.parametrize("path", ["/v1/completions/", "/v2/completions", "/none"])
