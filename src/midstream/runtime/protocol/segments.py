@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -209,6 +209,15 @@ class PlanSegment(NamedTuple):
         if not self.patterns:
             return self.taps
         return tuple(sorted({*self.taps, *(read.tap for read in self.patterns)}))
+
+    def shared(self, sharded: bool) -> Hashable:
+        """Return what decides which of the taps each of several ranks copies.
+
+        Args:
+            sharded: whether all ranks transfer captured vectors.
+        """
+        reads = frozenset((read.tap, read.pattern.of_logits) for read in self.patterns)
+        return sharded, self.taps, reads
 
 
 @dataclass(frozen=True, slots=True)

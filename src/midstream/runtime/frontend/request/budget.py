@@ -104,7 +104,12 @@ NO_LIMIT = RowLimit(None, lambda: 0)
 
 
 def need_of(
-    plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site: int, hidden_size: int
+    plan: ResolvedPlan,
+    taps: dict[Tap, int],
+    room: Room,
+    edits_per_site: int,
+    hidden_size: int,
+    ranks: int = 1,
 ) -> Need:
     """Return the capacity that a plan takes.
 
@@ -116,6 +121,7 @@ def need_of(
         room: capacity of a worker.
         edits_per_site: limit of instructions for one token at one site.
         hidden_size: size of the vectors that `room.bank_rows` counts; longer ones count as several.
+        ranks: number of ranks in a tensor-parallel group.
 
     Raises:
         SpecError: the plan exceeds a limit on its own.
@@ -131,7 +137,7 @@ def need_of(
             length = sum(len(edit.steps) for edit in piece.edits)
             kinds["max_edits"][piece.edits] = length
         if piece.captured:
-            kinds["groups"][piece.captured] = 1
+            kinds["groups"][piece.captured if ranks == 1 else piece.shared(plan.sharded)] = 1
         for edit in piece.edits:
             if edit.ids:
                 kinds["token_ids"][edit.ids] = len(edit.ids)

@@ -233,7 +233,8 @@ class PlanResolver:
         workers, config = self._info.workers, self._engine.vllm_config
         at_once = readout_rows(resolved, config, workers, max_tokens is None)
         edits, width = workers[0].edits_per_site, self._info.shape.hidden_size
-        need = need_of(resolved, self._taps, self._info.room, edits, width)
+        ranks = workers[0].tensor_ranks
+        need = need_of(resolved, self._taps, self._info.room, edits, width, ranks)
         named = named_vectors(resolved)
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
         need = replace(

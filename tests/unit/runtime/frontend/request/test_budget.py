@@ -27,8 +27,9 @@ from midstream.runtime.frontend.request.budget import (
     returned_captures,
     row_limit,
 )
-from midstream.runtime.protocol.segments import Room
-from midstream.spec import Capture, Instruction, ModelShape, Plan, Vector
+from midstream.runtime.protocol.segments import RankShare, Room, cut
+from midstream.spec import Capture, Instruction, ModelShape, Plan, ResolvedPlan, Vector
+from midstream.spec.resolve.resolved import Pattern
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 ROOM = Room(64, 64, 64, 64, 4)
@@ -83,6 +84,28 @@ def test_one_sae_at_a_time_reconstructs_a_token():
     ):
         with pytest.raises(SpecError, match=problem):
             need_of(plan_of(edits), taps, Room(64, 64, 64, 64, 4, maps=1), 64, 4)
+
+
+def test_no_rank_has_more_groups_of_captures_than_are_counted():
+    taps, everywhere = {PRE: 0, POST: 1}, ((0, None),)
+
+    def made(kind: str, *reads) -> ResolvedPlan:
+        (capture,) = plan_of(captures=[(reads, everywhere)]).captures
+        pattern = Pattern(kind, 1, (), (), tuple(reads), (1,) * len(reads))
+        return replace(plan_of(), captures=(replace(capture, pattern=pattern),))
+
+    both, one = (plan_of(captures=[(each, everywhere)]) for each in ((PRE, POST), (POST,)))
+    plans = [both, replace(both, sharded=True), one, made("norm", PRE, POST), made("lens", POST)]
+    for ranks in (1, 2):
+        budget, pieces = CapacityBudget(ROOM), {}
+        for plan in plans:
+            budget.take(need_of(plan, taps, ROOM, 64, 4, ranks))
+            for rank in range(ranks):
+                cuts = cut(plan, taps, RankShare(rank, ranks))
+                pieces.setdefault(rank, set()).update(one.captured for one in cuts if one.captured)
+        most = max(map(len, pieces.values()))
+        assert budget.used["groups"] >= most
+        assert ranks > 1 or budget.used["groups"] == most
 
 
 def test_matrices_are_counted_by_themselves_each_once():
