@@ -121,8 +121,7 @@ class Activations:
         """The codec that encoded the rows on the device."""
         from midstream.codecs import Raw
 
-        if isinstance(self._given, GatheredRows):
-            # Rows of its taps are made when they are looked at.
+        if isinstance(self._given, GatheredRows):  # which makes rows when they are looked at
             found = (group.nothing.codec for group in self._given.groups)
         else:
             found = (rows.codec for rows in self._given.values() if isinstance(rows, Rows))
