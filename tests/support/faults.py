@@ -444,9 +444,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A request gets the field of another request",
         "server/request_field.py",
-        "        text = json.dumps(value)\n",
-        "        text = json.dumps(value)\n"
-        '        text = globals().setdefault(f"_of_{len(text)}", text)\n',
+        "        packed = msgspec.msgpack.encode(value)\n",
+        "        packed = msgspec.msgpack.encode(value)\n"
+        '        packed = globals().setdefault(f"_of_{len(packed)}", packed)\n',
         "tests/unit/server/test_request_field.py"
         "::test_the_same_field_is_parsed_once_and_another_one_is_itself",
     ),
