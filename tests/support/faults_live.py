@@ -10,6 +10,13 @@ CONTROLLERS = "tests/unit/runtime/core/test_controllers.py::"
 
 LIVE: tuple[Fault, ...] = (
     Fault(
+        "An update changes every running request with an id that a client chose twice",
+        "server/running_requests.py",
+        "        if (count := len({call.request for call in found})) > 1:\n",
+        "        if (count := len({call.request for call in found})) > 99:\n",
+        "tests/unit/server/routes/test_requests.py",
+    ),
+    Fault(
         "Blocks keep the keys of the edits that an update replaced",
         "runtime/core/plan_versions.py",
         "        del request.block_hashes[first:]\n",

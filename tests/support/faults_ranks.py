@@ -6,6 +6,14 @@ from support.fault import Fault
 
 RANKS: tuple[Fault, ...] = (
     Fault(
+        "Groups of captures are counted as one rank has them, and a request that was let in fails",
+        "runtime/frontend/request/budget.py",
+        "piece.captured if ranks == 1 else piece.shared(plan.sharded)",
+        "piece.captured",
+        "tests/unit/runtime/frontend/request/test_budget.py"
+        "::test_no_rank_has_more_groups_of_captures_than_are_counted",
+    ),
+    Fault(
         "A rank of a tensor-parallel group runs vLLM's own model beside ranks that capture",
         "runtime/protocol/segments.py",
         "scored, reads, bool(here)))",
