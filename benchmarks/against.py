@@ -158,8 +158,12 @@ class PlainVllm:
 
     def __init__(self, model: Path, settings: dict[str, Any]) -> None:
         os.environ["VLLM_PLUGINS"] = self.plugins
-        self.llm = engines.plain(model, settings)
+        self.llm = self.make(model, settings)
         self.llm_engine = self.llm.llm_engine
+
+    def make(self, model: Path, settings: dict[str, Any]) -> Any:
+        """Return the `LLM`."""
+        return engines.plain(model, settings)
 
     def describe(self) -> dict[str, Any]:
         """Return the modes of compilation, and midstream's view of the engine."""
@@ -186,9 +190,12 @@ class Midstream(PlainVllm):
     plugins = "midstream"
 
     def __init__(self, model: Path, settings: dict[str, Any], layers: int) -> None:
-        os.environ["VLLM_PLUGINS"] = self.plugins
-        self.llm, self.layers = engines.tapped(model, settings, {}), layers
-        self.llm_engine = self.llm.llm_engine
+        super().__init__(model, settings)
+        self.layers = layers
+
+    def make(self, model: Path, settings: dict[str, Any]) -> Any:
+        """Return midstream's `LLM`."""
+        return engines.tapped(model, settings, {})
 
     def vectors(self, prompts: list[list[int]]) -> Vectors:
         """Return the vectors that midstream captures."""

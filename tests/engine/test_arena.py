@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import ALL_SITES, engine, greedy, tokens
+from support.engines import ALL_SITES, engine, greedy, reading_stopped, tokens
 
 from midstream import Capture, SpecError
 from midstream.codecs import parse_codec
-from midstream.runtime.protocol.rpc import ReadData, read_request
 from midstream.runtime.worker import result_buffer as results
 from midstream.testing import inspect
 from midstream.transport.reader import MappedArena
@@ -114,20 +113,9 @@ def test_results_that_cannot_be_mapped_leave_nothing_on_the_worker(llm, monkeypa
     assert not inspect(llm).leftovers()
 
 
-def test_results_whose_reading_is_given_up_leave_nothing_on_the_worker(llm, monkeypatch):
-    front, rpc = llm._front_end, llm._front_end._rpc
-
-    def interrupted(name: str, args: Any) -> list[object]:
-        if isinstance(read_request(*args), ReadData):
-            raise KeyboardInterrupt
-        return rpc(name, args=args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(results, "LEASED_BYTES", 1 << 40)
-        patch.setattr(results, "INLINE_BYTES", 10)
-        patch.setattr(front, "_rpc", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(llm, PROMPTS[:4])
+def test_results_whose_reading_is_given_up_leave_nothing_on_the_worker(llm):
+    with reading_stopped(llm), pytest.raises(KeyboardInterrupt):
+        run(llm, PROMPTS[:4])
     assert not inspect(llm).leftovers()
 
 

@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import ALL_SITES, engine, greedy, stopped_at, tokens
+from support.engines import ALL_SITES, engine, greedy, reading_stopped, stopped_at, tokens
 from support.sinking import AsTheyCome
 
 from midstream import Capture, ReceiptError, SpecError
 from midstream.runtime.frontend.results import row_streamer
 from midstream.runtime.protocol.results import partial_name
-from midstream.runtime.protocol.rpc import (
-    CollectPartialRows,
-    CollectResults,
-    ReadData,
-    read_request,
-)
+from midstream.runtime.protocol.rpc import CollectPartialRows, CollectResults
 from midstream.runtime.worker import result_buffer
 from midstream.sinks import registry as finding
 from midstream.testing import inspect
@@ -224,23 +219,10 @@ def test_a_call_that_is_given_up_while_rows_are_fetched_leaves_none_on_the_worke
 
 
 def test_a_call_that_is_given_up_while_rows_are_read_leaves_none_on_the_worker(
-    llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
+    llm: Any, rows: AsTheyCome
 ) -> None:
-    front, rpc, read = llm._front_end, llm._front_end._rpc, []
-
-    def interrupted(name: str, args: Any) -> list[object]:
-        request = read_request(*args)
-        if isinstance(request, ReadData):
-            read.append(request.name)
-            raise KeyboardInterrupt
-        return rpc(name, args=args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(result_buffer, "LEASED_BYTES", 1 << 40)
-        patch.setattr(result_buffer, "INLINE_BYTES", 10)
-        patch.setattr(front, "_rpc", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(llm, PROMPTS[:4], Capture("all", ALL_SITES, sink="rows"))
+    with reading_stopped(llm) as read, pytest.raises(KeyboardInterrupt):
+        run(llm, PROMPTS[:4], Capture("all", ALL_SITES, sink="rows"))
     assert read == [partial_name(read[0].split()[0])]
     assert not inspect(llm).leftovers()
 

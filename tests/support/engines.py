@@ -228,3 +228,27 @@ def stopped_at(llm: Any, number: int) -> Iterator[None]:
     step = mock.Mock(wraps=llm.llm_engine.step, side_effect=effects)
     with mock.patch.object(llm.llm_engine, "step", step):
         yield
+
+
+@contextmanager
+def reading_stopped(llm: Any) -> Iterator[list[str]]:
+    """The worker sends no rows with its answers, and a call within raises KeyboardInterrupt in
+    place of reading them. Yields the names of what it would have read.
+    """
+    from midstream.runtime.protocol.rpc import ReadData, read_request
+    from midstream.runtime.worker import result_buffer
+
+    front, rpc, names = llm._front_end, llm._front_end._rpc, list[str]()
+
+    def stopped(name: str, args: Any) -> list[object]:
+        request = read_request(*args)
+        if isinstance(request, ReadData):
+            names.append(request.name)
+            raise KeyboardInterrupt
+        return rpc(name, args=args)
+
+    with (
+        mock.patch.multiple(result_buffer, LEASED_BYTES=1 << 40, INLINE_BYTES=10),
+        mock.patch.object(front, "_rpc", stopped),
+    ):
+        yield names
