@@ -11,6 +11,9 @@ requests without a plan; and, on the server with midstream, requests that are st
 captured, each client at a layer of its own, with the rows in the response. "again" is the same
 variant a second time, on the same server: its difference is noise.
 
+Each prompt is of random tokens, after the first `--shared` ones, which are the same in all. Those
+of plain requests come from the prefix cache, while a capture of every prompt token computes them.
+
 `--shape` serves a shape with random weights, with the tokenizer of the model. `--client-cpus` keeps
 the clients' work, most of which is reading answers, off the processors of the servers: the clients
 get the last ones of this process, and the servers the others.
@@ -22,6 +25,7 @@ import asyncio
 import functools
 import json
 import os
+import random
 import signal
 import socket
 import statistics
@@ -42,6 +46,8 @@ import engines
 import shapes
 
 NAME = "served"
+# Ids of prompts are below: the tokenizer has at least so many.
+VOCABULARY = 40_000
 # The other clients begin so much earlier, and end so much later, than what is measured.
 MARGIN = 0.5
 BASE = "with midstream, beside others"
@@ -66,6 +72,9 @@ def main() -> int:
     parser.add_argument("--measured", type=int, default=1, help="number of measured clients")
     parser.add_argument("--turn", type=float, default=3.0, help="seconds of a turn")
     parser.add_argument("--words", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument(
+        "--shared", type=int, default=0, help="the first so many are in all prompts"
+    )
     parser.add_argument("--tokens", type=int, default=32, help="generated tokens of a request")
     parser.add_argument("--kv-gib", type=float, default=4.0, help="of each server")
     parser.add_argument("--client-cpus", type=int, default=0, help="0: the servers' ones too")
@@ -77,7 +86,7 @@ def main() -> int:
     if args.shape:
         model = shapes.write(args.shape, engines.CACHE, model)
         options = ["--load-format=dummy", *options]
-    names = ("clients", "measured", "words", "tokens", "client_cpus")
+    names = ("clients", "measured", "words", "shared", "tokens", "client_cpus")
     about = {name: getattr(args, name) for name in names}
     cpus = sorted(os.sched_getaffinity(0))
     for_servers = cpus[: len(cpus) - args.client_cpus]
@@ -196,10 +205,8 @@ def turn(
     """Return the latencies of the measured clients, in seconds, and requests per second: of the
     measured clients and of the others.
     """
-    body = {
-        "model": NAME, "prompt": " two" * args.words, "max_tokens": args.tokens, "temperature": 0,
-        "ignore_eos": True,
-    }  # fmt: skip
+    body = {"model": NAME, "max_tokens": args.tokens, "temperature": 0, "ignore_eos": True}
+    sizes = args.shared, args.words - args.shared
     if kind:
         asked = [
             {"midstream": plan(1 + nth % (shape["num_hidden_layers"] - 1), shape["hidden_size"])}
@@ -207,20 +214,28 @@ def turn(
             else {}
             for nth in range(args.clients)
         ]
-        others.begin(Clients.load, url, [{**body, **each} for each in asked], args.turn)
+        others.begin(Clients.load, url, [{**body, **each} for each in asked], sizes, args.turn)
         time.sleep(MARGIN)
     rate = 0.0
     try:
-        took = asyncio.run(requests(url, [body] * args.measured, args.turn))
+        took = asyncio.run(requests(url, [body] * args.measured, sizes, args.turn))
     finally:
         if kind:
             rate = others.answer()
     return took, len(took) / args.turn, rate
 
 
-async def requests(url: str, bodies: list[dict[str, Any]], seconds: float) -> list[float]:
+async def requests(
+    url: str, bodies: list[dict[str, Any]], sizes: tuple[int, int], seconds: float
+) -> list[float]:
     """Send each body again and again for some seconds, and return the latency of each answer that
     came in that time.
+
+    Args:
+        url: of the server.
+        bodies: of requests, without a prompt; each is that of one client.
+        sizes: numbers of a prompt's tokens that are the same in all, and that are random.
+        seconds: time until no request is sent any more.
 
     Raises:
         EngineError: a request failed, or what it asked for is not in the answer.
@@ -228,10 +243,15 @@ async def requests(url: str, bodies: list[dict[str, Any]], seconds: float) -> li
     took: list[float] = []
     end = time.perf_counter() + seconds
 
+    shared, own = sizes
+    first = random.Random(0).choices(range(VOCABULARY), k=shared)
+
     async def client(body: dict[str, Any]) -> None:
-        content = json.dumps(body)
         headers = {"Content-Type": "application/json"}
+        rest = json.dumps(body)[1:]
         while (start := time.perf_counter()) < end:
+            prompt = [*first, *random.choices(range(VOCABULARY), k=own)]
+            content = f'{{"prompt": {json.dumps(prompt)}, {rest}'
             answer = await http.post(f"{url}/v1/completions", content=content, headers=headers)
             if answer.status_code != 200:
                 raise engines.EngineError(answer.text[:2000])
@@ -250,10 +270,12 @@ async def requests(url: str, bodies: list[dict[str, Any]], seconds: float) -> li
 class Clients:
     """The other clients, in a process of their own."""
 
-    def load(self, url: str, bodies: list[dict[str, Any]], seconds: float) -> float:
+    def load(
+        self, url: str, bodies: list[dict[str, Any]], sizes: tuple[int, int], seconds: float
+    ) -> float:
         """Send requests for that time, with a margin before and after; return their rate."""
         seconds += 2 * MARGIN
-        return len(asyncio.run(requests(url, bodies, seconds))) / seconds
+        return len(asyncio.run(requests(url, bodies, sizes, seconds))) / seconds
 
 
 def summary(values: dict[str, list[tuple[list[float], float, float]]]) -> dict[str, Any]:
