@@ -203,6 +203,8 @@ class CapturedRowIndex(Generic[R]):
             The blocks of each request, by serial number.
         """
         columns = self._columns(np.array(sorted(serials), np.int64))
+        if not columns.size:  # as with edits alone, while others capture
+            return {serial: [] for serial in serials}
         runs = self._runs(self._known(columns))
         self._remove(columns)
         return self._blocks(runs, serials)
