@@ -69,10 +69,15 @@ def ratio(results: list[dict[str, Any]]) -> str:
     mine, theirs, reference = (
         median[name] for name in ("midstream", "extract_hidden_states", "transformers")
     )
+    parts = [
+        f"{mine / theirs:.0%} of the time of vLLM's own `extract_hidden_states`",
+        f"{mine / reference:.0%} of that of transformers",
+    ]
+    if (hooks := median.get("vllm-lens")) is not None:
+        parts.append(f"{mine / hooks:.0%} of that of vllm-lens, a plugin with hooks")
     return (
-        f"Every layer of every prompt token of a {shape.upper()} model takes {mine / theirs:.0%} "
-        f"of the time of vLLM's own `extract_hidden_states`, and {mine / reference:.0%} of that of "
-        f"transformers ({source})."
+        f"Every layer of every prompt token of a {shape.upper()} model takes "
+        f"{', '.join(parts[:-1])}, and {parts[-1]} ({source})."
     ).replace("%", " %")
 
 
