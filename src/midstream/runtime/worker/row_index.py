@@ -130,9 +130,8 @@ class CapturedRowIndex(Generic[R]):
         """
         key = (taps, codec, len(taps) if rows is None else rows)
         if key not in self._kinds:
-            self._kinds[key] = len(self._keys)
             self._keys.append(key)
-        return self._kinds[key]
+        return self._kinds.setdefault(key, len(self._keys) - 1)
 
     def __len__(self) -> int:
         """Return the number of steps that have rows left."""
