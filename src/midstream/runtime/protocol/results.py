@@ -308,8 +308,9 @@ class WorkerResult:
     def outline(self) -> Hashable:
         """All that is known of the completion besides the values of its rows and scores."""
         rows = [(one.taps, one.codec, one.patterns, one.nbytes, *one.runs) for one, _ in self._rows]
+        scores = [(one.nbytes, *one.runs) for one, _ in self._scores]
         counts = [(one.index, one.calls, one.rows) for one in self.functions]
-        known = self.problem, self.dropped, self.versions, tuple(rows), tuple(counts)
+        known = self.problem, self.dropped, self.versions, tuple(rows), tuple(scores), tuple(counts)
         return self.worker, self._leased is None, self._states.tobytes(), known
 
     def forms(self) -> list[BlockForm] | None:
