@@ -373,7 +373,7 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
         positions[probe.name] = torch.from_numpy(there)
     if not scores:
         return None
-    return Probes(scores, positions, torch.tensor(list(tokens), dtype=torch.int64))
+    return Probes(scores, positions, tokens)
 
 
 def _selected_by(plan: ResolvedPlan, probe: ResolvedProbe, tokens: Sequence[int]) -> Ints:
