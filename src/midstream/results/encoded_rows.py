@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +78,51 @@ class Scattered:
 
 
 Chunk = Union["Tensor", Scattered]
+
+
+class UnreadChunks(Sequence[Chunk]):
+    """The single chunk of a block that was sent, as bytes until it is first read as a tensor: few
+    callers read all that they ask for.
+    """
+
+    __slots__ = ("_chunk", "_data", "_shape")
+
+    def __init__(self, data: memoryview, taps: int, width: int) -> None:
+        """Create it.
+
+        Args:
+            data: the records; at least one byte.
+            taps: number of rows of a record.
+            width: bytes of a row.
+        """
+        self._data = data
+        self._shape = -1, taps, width
+        self._chunk: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Chunk]:
+        yield self._read()
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self._read(),)[index]
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """The chunk as an array that is only read: the bytes are not copied for it."""
+        if self._chunk is not None:
+            return self._chunk.numpy()
+        return np.frombuffer(self._data, np.uint8).reshape(self._shape)
+
+    def _read(self) -> Tensor:
+        if self._chunk is None:
+            import torch
+
+            # A writable copy: tensors over read-only memory are a trap.
+            copy = np.frombuffer(bytearray(self._data), np.uint8)
+            self._chunk = torch.from_numpy(copy.reshape(self._shape))
+        return self._chunk
 
 
 @dataclass(frozen=True, slots=True)

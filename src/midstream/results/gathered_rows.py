@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from midstream.results.encoded_rows import Chunk, Rows, Scattered
+from midstream.results.encoded_rows import Chunk, Rows, Scattered, UnreadChunks
 from midstream.sites import Tap
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class RowGroup:
         return [by_tap[tap] for tap in self.taps]
 
     def encoded(self) -> NDArray[np.uint8]:
-        """Return the encoded rows of all taps, uint8 [taps, rows, bytes of a row].
+        """Return the encoded rows of all taps, uint8 [taps, rows, bytes of a row], only to be read.
 
         The number of NumPy calls does not depend on the number of taps.
         """
@@ -134,8 +134,7 @@ class RowGroup:
         for block in self.blocks:
             there = tuple(block.taps)
             places = None if there == self.taps else [there.index(tap) for tap in self.taps]
-            for chunk in block.chunks:
-                records = (chunk.records() if isinstance(chunk, Scattered) else chunk).numpy()
+            for records in _arrays(block.chunks):
                 pieces.append(records if places is None else records[:, places])
         if not pieces:
             width = self.nothing.codec.row_bytes(self.nothing.hidden, self.nothing.dtype)
@@ -145,6 +144,13 @@ class RowGroup:
             every = every[self.chosen.numpy()]
         found: NDArray[np.uint8] = every.transpose(1, 0, 2)
         return found
+
+
+def _arrays(chunks: Sequence[Chunk]) -> list[NDArray[np.uint8]]:
+    """Return the chunks of a block as arrays that are only read."""
+    if isinstance(chunks, UnreadChunks):
+        return [chunks.array]
+    return [(one.records() if isinstance(one, Scattered) else one).numpy() for one in chunks]
 
 
 class GatheredRows(Mapping[Tap, Rows]):

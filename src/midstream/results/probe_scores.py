@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from midstream.results.arrays import array_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,18 +26,21 @@ class Probes(Mapping[str, "Tensor"]):
     """
 
     def __init__(
-        self, scores: Mapping[str, Tensor], positions: Mapping[str, Tensor], tokens: Tensor
+        self,
+        scores: Mapping[str, Tensor],
+        positions: Mapping[str, Tensor],
+        tokens: Tensor | Sequence[int],
     ) -> None:
         """Create from tensors.
 
         Args:
             scores: per name, float32 [rows].
             positions: per name, int64 [rows], ascending.
-            tokens: int64, tokens of the whole request that were computed, from position 0.
+            tokens: tokens of the whole request that were computed, from position 0.
         """
         self._scores = dict(scores)
         self._positions = dict(positions)
-        self._tokens = tokens
+        self._given_tokens = tokens
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the scores of a probe, float32 [rows].
@@ -78,7 +85,14 @@ class Probes(Mapping[str, "Tensor"]):
         """
         scores = self[name].numpy()[first:]
         positions = self._positions[name].numpy()[first:]
-        return scores.tolist(), positions.tolist(), self._tokens.numpy()[positions].tolist()
+        tokens = np.asarray(self._given_tokens, np.int64)[positions]
+        return scores.tolist(), positions.tolist(), tokens.tolist()
+
+    @property
+    def _tokens(self) -> Tensor:
+        if isinstance(self._given_tokens, Sequence):
+            self._given_tokens = array_of(self._given_tokens, "int64")
+        return self._given_tokens
 
     def picture(self, tokenizer: Any = None, name: str | None = None) -> Picture:
         """Return the scores of one probe as a picture: the text, its tokens coloured by score.

@@ -334,10 +334,11 @@ class Receipt:
     def to_dict(self) -> dict[str, Any]:
         """Return the receipt as plain JSON values."""
         # Not `asdict`, which copies every value in Python code: this is on the path of a request.
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             "status": self.status,
-            **plain,
+            "request_id": self.request_id,
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
             # There may be one for each layer.
             "captured": [
                 {
@@ -351,7 +352,6 @@ class Receipt:
             ],
             "edited": None if self.edited is None else _plain(self.edited),
             "probed": [_plain(one) for one in self.probed],
-            "nonfinite": None if self.nonfinite is None else asdict(self.nonfinite),
             "selected": [
                 {
                     "what": one.what,
@@ -360,11 +360,13 @@ class Receipt:
                 }
                 for one in self.selected
             ],
+            "dropped": self.dropped,
             "problems": list(self.problems),
             "kept": [
                 {"sink": sink, "status": one.status, "reason": one.reason, "paths": [*one.paths]}
                 for sink, one in self.kept
             ],
+            "nonfinite": None if self.nonfinite is None else asdict(self.nonfinite),
             "coming_from": dict(self.coming_from),
             "called": [_plain(one) for one in self.called],
             "versions": [

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from midstream.results.activations import Activations, groups_of, tokens_of
-from midstream.results.gathered_rows import RowGroup
+from midstream.results.arrays import Heads
+from midstream.results.encoded_rows import Rows
 from midstream.results.rows_file import (
     POSITIONS,
     TOKENS,
@@ -27,8 +28,8 @@ _INDEX = 8  # bytes of a position or a token id
 # Many requests capture the same taps at as many positions: their files have the same header.
 _CACHED_HEADERS = 256
 
-# (taps, number of rows, bytes of a row, dtype, width) of a group of taps.
-_Shape = tuple[tuple[Tap, ...], int, int, str, int]
+# (taps, number of rows, encoded rows without any) of a group of taps.
+_Form = tuple[tuple[Tap, ...], int, Rows]
 
 
 class PackedRows:
@@ -48,23 +49,10 @@ class PackedRows:
         """
         self._activations = activations
         self._groups = groups_of(activations)
-        codec = activations.codec.spec
-        widths = {
-            f"{site}.{layer}": group.nothing.hidden
-            for group in self._groups
-            if group.nothing.hidden != hidden
-            for site, layer in group.taps
-        }
-        metadata = {
-            **header_of(activations.num_layers),
-            "codec": codec,
-            "hidden": str(hidden),
-            "dtype": str(dtype).removeprefix("torch."),
-            **widths_of(widths, hidden),
-            **heads_of(activations.heads),
-        }
-        shapes = tuple([_shape_of(group, codec == "raw") for group in self._groups])
-        self._header, size = _header_of(shapes, tuple(metadata.items()))
+        forms = tuple([(group.taps, len(group), group.nothing) for group in self._groups])
+        heads = tuple(activations.heads.items())
+        known = activations.num_layers, activations.codec.spec, hidden, dtype, heads
+        self._header, size = _header_of(forms, *known)
         self.nbytes = len(self._header) + size
 
     def tobytes(self) -> bytes:
@@ -117,36 +105,52 @@ def unpack(data: bytes) -> Activations:
     return Activations(*read_rows_file(data))
 
 
-def _shape_of(group: RowGroup, is_raw: bool) -> _Shape:
-    nothing = group.nothing
-    width = nothing.codec.row_bytes(nothing.hidden, nothing.dtype)
-    dtype = _DTYPES[str(nothing.dtype).removeprefix("torch.")] if is_raw else "U8"
-    return group.taps, len(group.positions), width, dtype, nothing.hidden if is_raw else width
-
-
 @functools.lru_cache(maxsize=_CACHED_HEADERS)
-def _header_of(shapes: Sequence[_Shape], metadata: Sequence[tuple[str, str]]) -> tuple[bytes, int]:
-    """Return the header of a file, and the number of bytes after it.
+def _header_of(
+    forms: Sequence[_Form],
+    num_layers: int | None,
+    codec: str,
+    hidden: int,
+    dtype: torch.dtype,
+    heads: Sequence[tuple[Tap, Heads]],
+) -> tuple[bytes, int]:
+    """Return the header of a file, and the number of bytes after it; see `PackedRows`.
 
     Positions and token ids are first: after a header of a multiple of 8 bytes, they are aligned.
     """
-    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    widths = {
+        f"{site}.{layer}": nothing.hidden for taps, _, nothing in forms for site, layer in taps
+    }
+    metadata = {
+        **header_of(num_layers),
+        "codec": codec,
+        "hidden": str(hidden),
+        "dtype": str(dtype).removeprefix("torch."),
+        **widths_of(widths, hidden),
+        **heads_of(dict(heads)),
+    }
+    entries: dict[str, object] = {"__metadata__": metadata}
     offset = 0
 
-    def add(names: Sequence[str], dtype: str, shape: list[int], size: int) -> None:
+    def add(names: Sequence[str], kind: str, shape: list[int], size: int) -> None:
         nonlocal offset
         for name in names:
             place = [offset, offset + size]
-            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": place}
+            entries[name] = {"dtype": kind, "shape": shape, "data_offsets": place}
             offset += size
 
-    for taps, rows, *_ in shapes:
+    for taps, rows, _ in forms:
         for what in (POSITIONS, TOKENS):
             names = [f"{site}.{layer}.{what}" for site, layer in taps]
             add(names, "I64", [rows], rows * _INDEX)
-    for taps, rows, width, dtype, hidden in shapes:
+    for taps, rows, nothing in forms:
         names = [f"{site}.{layer}" for site, layer in taps]
-        add(names, dtype, [rows, hidden], rows * width)
+        size = nothing.codec.row_bytes(nothing.hidden, nothing.dtype)
+        if codec == "raw":
+            kind, width = _DTYPES[str(nothing.dtype).removeprefix("torch.")], nothing.hidden
+        else:
+            kind, width = "U8", size
+        add(names, kind, [rows, width], rows * size)
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, offset

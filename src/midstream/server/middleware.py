@@ -33,6 +33,7 @@ from midstream.server.server import PATHS, SWEEP, Server
 from midstream.validation import read_json
 
 _MARK = f'"{KEY}"'.encode()
+_KEY_OF = re.compile(rb"%b\s*:" % _MARK)
 _ESCAPE = b"\\u00"
 _WIDE = b"\0"  # occurs in UTF-16 and UTF-32, which JSON parsers accept as well
 _DIGITS = 18  # most digits of a plausible content length
@@ -230,9 +231,10 @@ def _parse(
         SpecError, HttpError: the field is malformed, or cannot be carried out.
     """
     # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
-    if not (names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body):
-        return None
     is_named = _MARK in body
+    has_key = is_named and _KEY_OF.search(body, body.find(_MARK)) is not None
+    if not (has_key or names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body):
+        return None
     if is_named:
         check_values(body, KEY)
     value = _parse_if_asked(body, fields)

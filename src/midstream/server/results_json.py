@@ -171,12 +171,10 @@ class ResultEncoder:
 
     async def _inline(self, rows: Activations) -> dict[str, Any]:
         # Check the size before any row is copied.
-        size = sum(
-            (rows.codec.row_bytes(group.nothing.hidden, group.nothing.dtype) + 16)
-            * len(group.positions)
-            * len(group.taps)
-            for group in groups_of(rows)
-        )
+        codec, size = rows.codec, 0
+        for group in groups_of(rows):
+            row = codec.row_bytes(group.nothing.hidden, group.nothing.dtype) + 16
+            size += row * len(group) * len(group.taps)
         if size > self._settings.inline_bytes:
             raise HttpError(
                 413,

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from midstream.codecs import Codec, Raw, parse_codec
 from midstream.errors import MessageError, MidstreamError
@@ -79,42 +75,6 @@ class RecordLayout:
 
     parts: tuple[RecordPart, ...]
     nbytes: int
-
-
-class UnreadChunks(Sequence[Chunk]):
-    """The single chunk of a block that was sent, as bytes until it is first read: few callers read
-    all that they ask for.
-    """
-
-    __slots__ = ("_chunk", "_data", "_part")
-
-    def __init__(self, data: memoryview, part: RecordPart) -> None:
-        """Create it.
-
-        Args:
-            data: the records; at least one byte.
-            part: the rows of a record, which has no others.
-        """
-        self._data = data
-        self._part = part
-        self._chunk: Tensor | None = None
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[Chunk]:
-        yield self._read()
-
-    def __getitem__(self, index: Any) -> Any:
-        return (self._read(),)[index]
-
-    def _read(self) -> Tensor:
-        if self._chunk is None:
-            shape = (-1, len(self._part.taps), self._part.row_bytes)
-            # A writable copy: tensors over read-only memory are a trap.
-            copy = np.frombuffer(bytearray(self._data), np.uint8)
-            self._chunk = torch.from_numpy(copy.reshape(shape))
-        return self._chunk
 
 
 @dataclass(frozen=True, slots=True)

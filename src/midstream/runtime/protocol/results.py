@@ -20,13 +20,12 @@ from torch import Tensor
 
 from midstream.codecs import Codec
 from midstream.errors import MessageError, MidstreamError
-from midstream.results.encoded_rows import Chunk, Scattered
+from midstream.results.encoded_rows import Chunk, Scattered, UnreadChunks
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage, Runs
 from midstream.runtime.protocol.record_layout import (
     BlockForm,
     PatternHeader,
     RecordLayout,
-    UnreadChunks,
     layout_of,
 )
 from midstream.runtime.protocol.runs import Floats, Ints, count_of, expand_runs, within_runs
@@ -308,8 +307,9 @@ class WorkerResult:
     def outline(self) -> Hashable:
         """All that is known of the completion besides the values of its rows and scores."""
         rows = [(one.taps, one.codec, one.patterns, one.nbytes, *one.runs) for one, _ in self._rows]
+        scores = [(one.nbytes, *one.runs) for one, _ in self._scores]
         counts = [(one.index, one.calls, one.rows) for one in self.functions]
-        known = self.problem, self.dropped, self.versions, tuple(rows), tuple(counts)
+        known = self.problem, self.dropped, self.versions, tuple(rows), tuple(scores), tuple(counts)
         return self.worker, self._leased is None, self._states.tobytes(), known
 
     def forms(self) -> list[BlockForm] | None:
@@ -332,7 +332,7 @@ class WorkerResult:
     def block(self, form: BlockForm) -> ResultBlock:
         """Return the rows of a form, which become tensors when they are first read."""
         part = form.part
-        chunks = UnreadChunks(self._rows[form.nth][1], part)
+        chunks = UnreadChunks(self._rows[form.nth][1], len(part.taps), part.row_bytes)
         rank = self.worker.tensor_rank
         return ResultBlock(part.taps, part.codec, form.positions, chunks, rank, False, part.parts)
 

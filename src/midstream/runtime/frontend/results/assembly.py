@@ -100,8 +100,9 @@ def assemble(
         tokens = tokens_of_rows(output, completion, plan, sent, controller)
         earlier = before.get(completion.index, ())
         kept: list[ResultBlock] = []
-        # The receipt of reduced rows depends on their values.
-        if earlier or reused is not None or later or plan.probes or plan.reduced:
+        # Receipts of reduced rows, and of what probes do and leave, depend on values.
+        acts = recalled is not None or any(probe.act is not None for probe in plan.probes)
+        if earlier or reused is not None or later or acts or plan.reduced:
             nothing = _no_rows_once(plan, shape)
             computed = joined_blocks(parts) if plan.captures else []
             kept = [] if reused is None else reused.missing(computed, tokens)
@@ -118,9 +119,9 @@ def assemble(
             if recalled is not None and not receipt.problems and not receipt.nonfinite:
                 recalled.keep(left.states, tokens)
         else:
-            probes = None
+            probes = _probes(plan, sent, tokens)
             key = ("results", *[part.outline for part in parts], coming_from, *_ending(completion))
-            given = plan, parts, completion, tokens, shape, coming_from
+            given = plan, parts, completion, tokens, shape, probes, coming_from
             shared = plan.remember(key, len(tokens), functools.partial(_shared_results, *given))
             blocks = shared.blocks(plan, parts)
             activations = shared.activations(plan, blocks, tokens)
@@ -193,12 +194,13 @@ def _shared_results(
     completion: Any,
     tokens: list[int],
     shape: ModelShape,
+    probes: Probes | None,
     coming_from: tuple[tuple[str, str], ...],
 ) -> _SharedResults:
     nothing = _no_rows_once(plan, shape)
     blocks = joined_blocks(parts) if plan.captures else []
     every = _activations(plan, blocks, tokens, nothing)
-    receipt = make_receipt("", plan, parts, completion, tokens, every, None, coming_from)
+    receipt = make_receipt("", plan, parts, completion, tokens, every, probes, coming_from)
     if not plan.captures:
         return _SharedResults(receipt, (), {}, ())
     places = tuple(_places(plan, blocks, select_final(plan, tokens), nothing))
@@ -371,7 +373,7 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
         positions[probe.name] = torch.from_numpy(there)
     if not scores:
         return None
-    return Probes(scores, positions, torch.tensor(list(tokens), dtype=torch.int64))
+    return Probes(scores, positions, tokens)
 
 
 def _selected_by(plan: ResolvedPlan, probe: ResolvedProbe, tokens: Sequence[int]) -> Ints:

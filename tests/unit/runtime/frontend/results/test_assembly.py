@@ -25,6 +25,7 @@ from support.stored import put_one, worker_info
 
 from midstream.codecs import Full8
 from midstream.errors import ReceiptError
+from midstream.results.serialization import pack, unpack
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.results import WorkerAnswer
@@ -380,6 +381,18 @@ def test_positions_of_a_request_can_be_changed_without_changing_those_of_the_nex
         found.activations.positions.zero_()
         found.activations[POST].zero_()
     assert assembled(READ, [answer(sent)]).activations[POST][3].tolist() == vector(POST, 3)
+
+
+def test_rows_are_packed_as_they_are_whether_or_not_they_were_read():
+    sent = ("x", [2] * 4, [rows([PRE, POST], range(4))])
+    unread, read = (assembled(READ, [answer(sent)]).activations for _ in range(2))
+    assert read[POST][3].tolist() == vector(POST, 3)
+    packed = pack(unread, WIDTH, torch.float32)
+    assert packed == pack(read, WIDTH, torch.float32)
+    for rows_ in (unread, read):
+        rows_[POST][0] = 9
+        assert unpack(pack(rows_, WIDTH, torch.float32))[POST][0].tolist() == [9.0] * 4
+    assert unpack(packed)[POST][0].tolist() == vector(POST, 0)
 
 
 # ---------------------------------------------------------------- what was not computed

@@ -9,7 +9,7 @@ import torch
 from support.answers import DEEP, POST, PRE, answer, assembled, rows, vector
 from support.plans import VECTORS, plan_of, probe
 
-from midstream.spec import Match, ResolvedPlan, ResolvedProbe, Steps, Where
+from midstream.spec import Flag, Match, ResolvedPlan, ResolvedProbe, Steps, Where
 
 EVERYWHERE = ((0, None),)
 
@@ -107,6 +107,35 @@ def test_a_missing_score_is_a_problem_that_names_the_probe():
     nothing = assembled(SCORED, [answer(("x", [3, 4, 4, 3], []), taps=[PRE, POST])])
     assert nothing.probes["b"].shape == (0,)
     assert "probe b: 0 scores came, expected 2" in nothing.receipt.problems
+
+
+def test_requests_of_one_plan_have_their_own_scores_and_are_compared_with_it_each():
+    captures = [([PRE, POST], EVERYWHERE)]
+    plan = plan_of(captures=captures, probes=[("a", PRE, EVERYWHERE)], prompt_len=3)
+
+    def one(scores, version):
+        sent = ("x", [3, 3, 3, 3], [rows([PRE, POST], range(4), version)])
+        return assembled(plan, [answer(sent, scores=[scores])])
+
+    for version, base in enumerate([0.0, 10.0, 20.0]):
+        found = one(table(0, 4, base), version)
+        assert found.probes["a"].tolist() == [base + n for n in range(4)]
+        assert found.activations[POST][3].tolist() == vector(POST, 3, version)
+        assert found.receipt.status == "ok"
+        found.probes["a"].zero_()
+        found.probes.positions_of("a").zero_()
+        fewer = one(table(1, 3, base), version)
+        assert fewer.probes["a"].tolist() == [base + n for n in range(1, 4)]
+        assert fewer.receipt.problems == ("probe a: 3 scores came, expected 4",)
+
+
+def test_requests_of_one_plan_act_by_their_own_scores():
+    (probe,) = plan_of(probes=[("a", PRE, EVERYWHERE)]).probes
+    plan = ResolvedPlan(3, (), (), (replace(probe, act=Flag(above=1.5)),))
+    for base, where in ((0.0, [2]), (-9.0, []), (1.0, [1])):
+        sent = [answer(("x", [3] * 4, []), taps=[PRE], scores=[table(0, 4, base)])]
+        found = assembled(plan, sent).receipt
+        assert [one.position for one in found.actions] == where
 
 
 def test_a_probe_that_was_not_carried_out_is_found_though_a_score_came():
