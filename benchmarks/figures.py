@@ -92,8 +92,8 @@ def _overhead_figures(measured: dict[str, Any]) -> list[list[str]]:
     return [
         [
             "Overhead while nobody asks",
-            f"a decode step of an 8B model: {percent(min(idle))} to {percent(max(idle))}; plain "
-            f"vLLM against itself: {percent(min(again))} to {percent(max(again))}",
+            f"a decode step of an 8B model: {percent_range(idle)}; plain vLLM against itself: "
+            f"{percent_range(again)}",
         ],
         [
             "256 steering vectors cost what one costs",
@@ -131,4 +131,11 @@ def _source(result: dict[str, Any]) -> str:
 
 def percent(ratio: float) -> str:
     """Return by how much a ratio is above 1, as text."""
-    return f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")
+    added = round((ratio - 1) * 100, 1) + 0.0  # no −0.0
+    return f"{added:+.1f} %".replace("-", "−")
+
+
+def percent_range(ratios: list[float]) -> str:
+    """Return by how much ratios are above 1, as text: the least to the most."""
+    least, most = percent(min(ratios)), percent(max(ratios))
+    return least if least == most else f"{least} to {most}"
