@@ -119,13 +119,12 @@ class Activations:
     @property
     def codec(self) -> Codec:
         """The codec that encoded the rows on the device."""
+        given = self._given
+        if isinstance(given, GatheredRows) and given.groups:  # rows are made when looked at
+            return given.groups[0].nothing.codec
         from midstream.codecs import Raw
 
-        if isinstance(self._given, GatheredRows):  # which makes rows when they are looked at
-            found = (group.nothing.codec for group in self._given.groups)
-        else:
-            found = (rows.codec for rows in self._given.values() if isinstance(rows, Rows))
-        return next(found, Raw())
+        return next((rows.codec for rows in given.values() if isinstance(rows, Rows)), Raw())
 
     def encoded(self, site: str, layer: int) -> Tensor:
         """Return the encoded rows of one site and layer, uint8 [rows, bytes of a row]; all heads.
