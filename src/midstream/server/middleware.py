@@ -332,12 +332,19 @@ def _has_field(value: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _parse_leniently(body: bytes) -> object:
-    """Parse a body as leniently as vLLM does; None if it is not JSON."""
+    """Parse a body as leniently as vLLM does, but see `_asking`; None if it is not JSON."""
     try:
-        found: object = json.loads(body)
+        found: object = json.loads(body, object_pairs_hook=_asking)
     except (ValueError, RecursionError):
         return None
     return found
+
+
+def _asking(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object with the last value of each key; of several `vllm_xargs` the last that has
+    the field, so that it is not passed over.
+    """
+    return dict(pairs) | {name: each for name, each in pairs if _has_field({name: each})}
 
 
 def _with_length(scope: Scope, body: bytes) -> Scope:
