@@ -19,6 +19,7 @@ from support.faults_ranks import RANKS
 from support.faults_reuse import REUSE
 from support.faults_sae import SAES
 from support.faults_servers import SERVERS
+from support.faults_shared import SHARED
 from support.faults_studio import STUDIO
 from support.faults_sweep import SWEEPS
 from support.faults_tools import TOOLS
@@ -489,6 +490,7 @@ FAULTS: tuple[Fault, ...] = (
     *SAES,
     *VIZ,
     *SERVERS,
+    *SHARED,
     *STUDIO,
     *OPERATIONS,
     *RANKS,
