@@ -31,8 +31,8 @@ _DEPTH = 4  # of lists around something of that form, at most
 # A JSON key. One with a space is no field: text between quotes is skipped at its first space.
 _KEYS = re.compile(rb'"([^"\\ ]{3,40})"\s*:')
 _MAX_KEYS = 1024
-# Bytes that are scanned at once, which bounds memory, and what the next scan reads again.
-_CHUNK, _OVERLAP = 1 << 20, 1 << 12
+# Bytes that are scanned at once, which bounds memory, and more than a key has with its quotes.
+_CHUNK, _KEY = 1 << 20, 64
 
 
 class ForeignField(NamedTuple):
@@ -102,10 +102,14 @@ def names_in(body: bytes, known: Container[str]) -> bool:
         known: fields that vLLM defines for the endpoint.
     """
     keys: set[bytes] = set()
-    for start in range(0, len(body), _CHUNK):
-        keys.update(_KEYS.findall(body, start, start + _CHUNK + _OVERLAP))
+    start = 0
+    while start < len(body):
+        # Behind a key that begins in the chunk is only white space up to this colon.
+        stop = body.find(b":", start + _CHUNK + _KEY) + 1 or len(body)
+        keys.update(_KEYS.findall(body, start, stop))
         if len(keys) > _MAX_KEYS:
             return True
+        start = max(start + _CHUNK, stop - _KEY)
     return any(_is_suspect(key) and key.decode("utf-8", "replace") not in known for key in keys)
 
 

@@ -161,6 +161,17 @@ def test_a_key_anywhere_in_a_long_body_is_found(length):
     assert not names_in(body.replace(b"midstreem", b"something"), KNOWN)
 
 
+@pytest.mark.parametrize("spaces", [0, 5000, 3 << 20])
+@pytest.mark.parametrize("length", range((1 << 20) - 100, (1 << 20) + 60, 9))
+def test_a_key_is_found_however_far_its_colon_is(length, spaces):
+    head = b'{"prompt": "'
+    key = b'", "midstreem"' + b" " * spaces + b": {}}"
+    assert names_in(head + b"x" * (length - len(head)) + key, KNOWN)
+    # A colon before it, in the text or in the key.
+    assert names_in(head + b"x" * (length - 20 - len(head)) + b":" * 20 + key, KNOWN)
+    assert names_in(head + b"x" * (length - len(head)) + key.replace(b"ee", b":"), KNOWN)
+
+
 @given(st.binary(max_size=300))
 def test_bytes_that_are_no_json_break_nothing(body):
     names_in(body, ())
