@@ -81,6 +81,8 @@ def main() -> int:
     parser.add_argument("--client-cpus", type=int, default=0, help="0: the servers' ones too")
     parser.add_argument("options", nargs="*", help="options of both servers, after --")
     args = parser.parse_args()
+    if not 0 <= args.shared <= args.words:
+        parser.error(f"--shared: a prompt has {args.words} tokens")
     # The servers start side by side: see engines.KV_GIB.
     memory = f"--kv-cache-memory-bytes={int(args.kv_gib * (1 << 30))}"
     model, options = args.model.resolve(), ["--gpu-memory-utilization=0.05", memory, *args.options]
