@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from midstream.results.arrays import array_of
 
 if TYPE_CHECKING:
@@ -84,9 +82,13 @@ class Probes(Mapping[str, "Tensor"]):
             KeyError: there is no such probe.
         """
         scores = self[name].numpy()[first:]
-        positions = self._positions[name].numpy()[first:]
-        tokens = np.asarray(self._given_tokens, np.int64)[positions]
-        return scores.tolist(), positions.tolist(), tokens.tolist()
+        positions = self._positions[name].numpy()[first:].tolist()
+        given = self._given_tokens
+        if isinstance(given, Sequence):
+            tokens = [given[position] for position in positions]
+        else:
+            tokens = given.numpy()[positions].tolist()
+        return scores.tolist(), positions, tokens
 
     @property
     def _tokens(self) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +43,41 @@ def test_rows_from_a_row_on_are_the_last_of_all(probes):
     assert probes.rows_from("b", 0) == ([0.5, -1.0], [1, 3], [11, 13])
     assert probes.rows_from("b", 1) == ([-1.0], [3], [13])
     assert probes.rows_from("b", 2) == probes.rows_from("a", 0) == ([], [], [])
+
+
+class Counted(Sequence):
+    """Tokens that count how many of them were read."""
+
+    def __init__(self, tokens):
+        self.tokens, self.reads = tokens, 0
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, place):
+        self.reads += 1
+        return self.tokens[place]
+
+
+def test_of_the_tokens_of_a_long_request_only_those_of_the_asked_rows_are_read():
+    tokens = Counted(range(100, 5100))
+    scores, positions = torch.arange(5000.0), torch.arange(5000)
+    probes = Probes({"a": scores, "b": scores}, {"a": positions, "b": positions}, tokens)
+    for name in probes:
+        assert probes.rows_from(name, 4998) == ([4998.0, 4999.0], [4998, 4999], [5098, 5099])
+    assert tokens.reads == 4
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_has_the_tokens_whether_or_not_they_were_looked_at(again):
+    scores, positions = {"a": torch.tensor([0.5, -1.0])}, {"a": torch.tensor([1, 3])}
+    for is_read in (False, True):
+        probes = Probes(scores, positions, [10, 11, 12, 13])
+        if is_read:
+            assert probes.token_ids_of("a").tolist() == [11, 13]
+        found = again(probes)
+        assert found.rows_from("a", 0) == ([0.5, -1.0], [1, 3], [11, 13])
+        assert found.token_ids_of("a").tolist() == [11, 13]
 
 
 @pytest.mark.parametrize("ask", ["__getitem__", "positions_of", "token_ids_of"])
