@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from midstream.results.arrays import array_of
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -93,6 +91,8 @@ class Probes(Mapping[str, "Tensor"]):
     @property
     def _tokens(self) -> Tensor:
         if isinstance(self._given_tokens, Sequence):
+            from midstream.results.arrays import array_of  # it needs NumPy
+
             self._given_tokens = array_of(self._given_tokens, "int64")
         return self._given_tokens
 
