@@ -256,12 +256,11 @@ def cpu_seconds(processes: dict[int, str]) -> dict[str, float]:
 
 
 async def send(url: str, body: dict[str, Any], number: int, args: argparse.Namespace) -> None:
-    """Send requests from several connections, each as soon as it has the answer to the last."""
-    rng = random.Random(number)
-    waiting = [
-        json.dumps({**body, "prompt": rng.choices(range(VOCABULARY), k=args.prompt)}).encode()
-        for _ in range(number)
-    ]
+    """Send requests from several connections, each as soon as it has the answer to the last. No
+    prompt occurs twice: the prefix cache would serve it to requests without a probe alone.
+    """
+    prompts = [random.choices(range(VOCABULARY), k=args.prompt) for _ in range(number)]
+    waiting = [json.dumps({**body, "prompt": prompt}).encode() for prompt in prompts]
     headers = {"Content-Type": "application/json"}
 
     async def client() -> None:
