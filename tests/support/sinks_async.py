@@ -165,23 +165,29 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
     long = params(0, max_tokens=100)
     ended = [Capture(1, sink=sink, tag="ended") for sink in ("store", "rows")]
 
-    async def abort_after(count: int) -> Any:
-        last = None
+    rows = inspect(llm).sink("rows")
+
+    def has_piece(name: str) -> bool:
+        """Whether the sink that gets pieces has one: without any it gets no end either."""
+        return any(one.request_id == name for one in rows.given)
+
+    async def abort() -> Any:
+        last, is_aborted = None, False
         async for output in llm.generate(prompt(2), long, "aborted", capture=ended):
-            last, count = output, count - 1
-            if not count:
+            last = output
+            if not is_aborted and has_piece("aborted"):
+                is_aborted = True
                 await llm.abort("aborted")
         return last
 
-    async def leave_after(count: int) -> None:
+    async def leave() -> None:
         stream = llm.generate(prompt(2), long, "left", capture=ended)
         async for _ in stream:
-            count -= 1
-            if not count:
+            if has_piece("left"):
                 break
         await stream.aclose()
 
-    aborted, _ = await asyncio.gather(abort_after(3), leave_after(3))
+    aborted, _ = await asyncio.gather(abort(), leave())
     whole = await ask(llm, "whole", prompt(2), long, ended)
     found["aborted"] = (aborted.outputs[0].finish_reason, aborted.capture_results)
     place = whole.capture_results["store"].manifest
@@ -191,7 +197,6 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
         for one in store.requests
         if one.tag == "ended"
     ]
-    rows = inspect(llm).sink("rows")
     await inspect(llm).check_integrity()
     found["ended pieces"] = {}
     for name in ("aborted", "left", "whole"):
