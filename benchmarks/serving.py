@@ -11,8 +11,8 @@ requests without a plan; and, on the server with midstream, requests that are st
 captured, each client at a layer of its own, with the rows in the response. "again" is the same
 variant a second time, on the same server: its difference is noise.
 
-Each prompt is of random tokens, after the first `--shared` ones, which are the same in all. Those
-of plain requests come from the prefix cache, while a capture of every prompt token computes them.
+Each prompt consists of random tokens, after `--shared` ones that are the same in all prompts. For
+plain requests the prefix cache has the shared ones; a capture of every prompt token computes them.
 
 `--shape` serves a shape with random weights, with the tokenizer of the model. `--client-cpus` keeps
 the clients' work, most of which is reading answers, off the processors of the servers: the clients
@@ -47,7 +47,7 @@ import engines
 import shapes
 
 NAME = "served"
-# Ids of prompts are below: the tokenizer has at least so many.
+# Token ids of prompts are below this. The tokenizer must have as many.
 VOCABULARY = 40_000
 # The other clients begin so much earlier, and end so much later, than what is measured.
 MARGIN = 0.5
@@ -74,11 +74,13 @@ def main() -> int:
     parser.add_argument("--turn", type=float, default=3.0, help="seconds of a turn")
     parser.add_argument("--words", type=int, default=64, help="tokens of a prompt")
     parser.add_argument(
-        "--shared", type=int, default=0, help="the first so many are in all prompts"
+        "--shared", type=int, default=0, help="tokens at the start that all prompts share"
     )
     parser.add_argument("--tokens", type=int, default=32, help="generated tokens of a request")
     parser.add_argument("--kv-gib", type=float, default=4.0, help="of each server")
-    parser.add_argument("--client-cpus", type=int, default=0, help="0: the servers' ones too")
+    parser.add_argument(
+        "--client-cpus", type=int, default=0, help="processors of the clients alone"
+    )
     parser.add_argument("options", nargs="*", help="options of both servers, after --")
     args = parser.parse_args()
     if not 0 <= args.shared <= args.words:

@@ -32,7 +32,8 @@ class Probes(Mapping[str, "Tensor"]):
         Args:
             scores: per name, float32 [rows].
             positions: per name, int64 [rows], ascending.
-            tokens: tokens of the whole request that were computed, from position 0.
+            tokens: ids of the computed tokens of the whole request, from position 0; int64 if they
+                are a tensor.
         """
         self._scores = dict(scores)
         self._positions = dict(positions)

@@ -231,8 +231,9 @@ def _parse(
         SpecError, HttpError: the field is malformed, or cannot be carried out.
     """
     # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
-    is_named = _MARK in body
-    has_key = is_named and _KEY_OF.search(body, body.find(_MARK)) is not None
+    first = body.find(_MARK)
+    is_named = first >= 0
+    has_key = is_named and _KEY_OF.search(body, first) is not None
     if not (has_key or names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body):
         return None
     if is_named:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -129,6 +129,7 @@ def test_its_plain_form_is_json_with_every_field():
         "actions": [],
         "carried": [],
     }
+    assert set(plain) == {"status", *(one.name for one in fields(RECEIPT))}
     full = json.loads(json.dumps(FULL.to_dict()))
     assert full["probed"][0] == {
         "name": "refusal", "site": "resid_mid", "layer": 4, "expected": 3, "actual": 3

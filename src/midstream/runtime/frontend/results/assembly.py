@@ -98,6 +98,7 @@ def assemble(
         sent = [(part.worker, *entry) for part in parts for entry in part.scores()]
         controller = None if own is None else own.controller
         tokens = tokens_of_rows(output, completion, plan, sent, controller)
+        probes = _probes(plan, sent, tokens)
         earlier = before.get(completion.index, ())
         kept: list[ResultBlock] = []
         # Receipts of reduced rows, and of what probes do and leave, depend on values.
@@ -110,7 +111,6 @@ def assemble(
             every = _activations(plan, [*earlier, *blocks], tokens, nothing)
             is_bare = any(block.is_bare for block in earlier)
             activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
-            probes = _probes(plan, sent, tokens)
             left = left_states(plan, recalled, sent, tokens)
             receipt = make_receipt(
                 output.request_id, plan, parts, completion, tokens, every, probes, coming_from,
@@ -119,7 +119,6 @@ def assemble(
             if recalled is not None and not receipt.problems and not receipt.nonfinite:
                 recalled.keep(left.states, tokens)
         else:
-            probes = _probes(plan, sent, tokens)
             key = ("results", *[part.outline for part in parts], coming_from, *_ending(completion))
             given = plan, parts, completion, tokens, shape, probes, coming_from
             shared = plan.remember(key, len(tokens), functools.partial(_shared_results, *given))
