@@ -1,13 +1,15 @@
 """Overhead of midstream: plain vLLM against the same engine with taps, idle and in use.
 
     python benchmarks/overhead.py [--shapes 0.6b 8b] [--batches 1 2 16 256] [--tp 2] \
-        [--also '{"tapped_model": "always"}'] [--profiles FOLDER] [--seconds 280] [--json FILE]
+        [--also '{"tapped_model": "always"}'] [--before ../other/src] [--profiles FOLDER] \
+        [--seconds 280] [--json FILE]
 
 Two engines of plain vLLM ("plain" and "plain again") and one with midstream take turns, each in a
 process of its own, in a random order in each round. Times are medians over rounds, and percentages
 medians of the differences from plain vLLM in the same round. Plain vLLM runs with its defaults:
 torch.compile and CUDA graphs enabled. Model weights are random; their values do not change the
-work. Each `--also` adds an engine with other settings, measured idle.
+work. Each `--also` adds an engine with other settings, measured idle; `--before` one with the
+package of another commit, measured in everything that the first is.
 
 With --profiles, one more turn of each variant and workload is sampled: the stacks of the thread
 that runs the model, in a file for flame graph tools; see stack_samples.py.
@@ -45,6 +47,7 @@ PROMPT = 32
 # decide how much power the matrix products draw, and so how fast they run.
 SMALL = 1e-6
 PLAIN = ("plain", "plain again")
+BEFORE = "before"
 EVERY = "add at every layer, K = "
 ASKED = ("a neighbour asks", EVERY + "1", EVERY + "256")
 
@@ -60,6 +63,7 @@ def main() -> int:
     parser.add_argument("--name", default="overhead", choices=["overhead", "overhead_sites"])
     parser.add_argument("--midstream", type=json.loads, default={}, help="settings, as JSON")
     parser.add_argument("--also", type=json.loads, action="append", default=[], metavar="SETTINGS")
+    parser.add_argument("--before", type=Path, help="folder with another `midstream` package")
     parser.add_argument("--profiles", type=Path, help="folder for a file of each variant")
     args = parser.parse_args()
     if args.profiles and args.tp > 1:
@@ -132,7 +136,18 @@ def makers(shape: str, args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     found["midstream"] = engines.tapped, model, settings, midstream
     for also in args.also:
         found[idle(also)] = engines.tapped, model, settings, midstream | also
+    before = getattr(args, "before", None)  # an option of this benchmark alone
+    if before is not None:
+        found[BEFORE] = of_package, before.resolve(), model, settings, midstream
     return found
+
+
+def of_package(folder: Path, *given: Any) -> Any:
+    """Return the engine of another `midstream` package, which this process has not imported."""
+    sys.path.insert(0, str(folder))
+    llm = engines.tapped(*given)
+    assert Path(sys.modules["midstream"].__file__ or "").is_relative_to(folder)
+    return llm
 
 
 def idle(also: dict[str, Any]) -> str:
@@ -145,7 +160,10 @@ def variants(started: Iterable[str], asks: dict[str, Ask]) -> dict[str, tuple[st
     found: dict[str, tuple[str, Ask]] = {
         name if name != "midstream" else "idle": (name, nothing) for name in started
     }
-    return found | {name: ("midstream", ask) for name, ask in asks.items()}
+    found |= {name: ("midstream", ask) for name, ask in asks.items()}
+    if BEFORE in started:
+        found |= {f"{name} ({BEFORE})": (BEFORE, ask) for name, ask in asks.items()}
+    return found
 
 
 def nothing(shape: str, batch: int, decodes: bool) -> dict[str, Any]:

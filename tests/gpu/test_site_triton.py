@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.sae_cases import assert_decoded, sae_case
+from support.short_rows import check, every_case, short_case
 from support.site_cases import (
     Step,
     assert_same,
@@ -88,6 +89,21 @@ def test_what_adds_up_to_nothing_leaves_every_bit_in_place(name, dtype, width, r
     before = made.hidden.clone()
     made.run()
     assert same_bits(made.hidden, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_result_is_the_asked_row_to_within_the_rounding_of_that_row(dtype, residual):
+    for known in every_case():
+        if (known["dtype"], known["residual"]) == (dtype, residual):
+            check(short_case(**known), known["name"], known["size"], _run_on_a_gpu)
+
+
+def _run_on_a_gpu(made):
+    found = made.copy("cuda")
+    found.run()
+    made.hidden = found.hidden.cpu()
+    made.residual = None if found.residual is None else found.residual.cpu()
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 130])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from support.fault import Fault
 
+_ROWS = "tests/unit/ops/test_row_pairs.py::"
+
 KERNELS: tuple[Fault, ...] = (
     Fault(
         "A kernel that was compiled for aligned rows is launched for others",
@@ -30,7 +32,7 @@ KERNELS: tuple[Fault, ...] = (
     ),
     Fault(
         "The kernel of maps multiplies all rows of a tile with the matrix of one",
-        "ops/site_kernel.py",
+        "ops/map_kernel.py",
         "        mine = (start == first)[:, None]\n",
         "        mine = has_map[:, None]\n",
         "tests/unit/ops/test_site_triton.py"
@@ -43,5 +45,54 @@ KERNELS: tuple[Fault, ...] = (
         "        reached = self._reached[slot]\n",
         "tests/unit/runtime/worker/step/test_step_planner.py"
         "::test_rows_without_work_in_decode_steps_like_the_last_were_computed_and_not_cached",
+    ),
+    Fault(
+        "A short row that replaces a long one has the rounding of the long one",
+        "ops/row_pairs.py",
+        "    target = hidden if residual is None else residual\n",
+        "    target = hidden\n    row = row if rest is None else row - rest\n"
+        "    lost, residual = None, None\n",
+        _ROWS + "test_a_result_is_the_asked_row_to_within_the_rounding_of_that_row",
+    ),
+    Fault(
+        "An edit of the stream leaves rounding noise where it asked for zero",
+        "ops/site_ref.py",
+        "        self.delta[rows] = made if chosen is None else made.where(chosen, "
+        "self._stream(rows))\n",
+        "        made = made if chosen is None else made.where(chosen, self._stream(rows))\n"
+        "        if self.whole is None:\n"
+        "            made = self.entered[rows] + (made - self.entered[rows]) * (1 - 2**-23)\n"
+        "        self.delta[rows] = made\n",
+        _ROWS + "test_a_zero_is_zero_in_both_halves",
+    ),
+    Fault(
+        "A row is scaled by a change that is rounded to the digits of the row",
+        "ops/site_ref.py",
+        "            return ((1 - gate) + gate * params[:, layout.A])[:, None] * base\n",
+        "            return base + (params[:, layout.A] - 1)[:, None] * gate[:, None] * base\n",
+        _ROWS + "test_a_result_is_the_asked_row_to_within_the_rounding_of_that_row",
+    ),
+    Fault(
+        "A steered row loses what is too small for a sum of both halves in float32",
+        "ops/row_pairs.py",
+        "        lower = ((row - upper.float()) + lost).to(hidden.dtype)\n",
+        "        lower = (row - upper.float()).to(hidden.dtype)\n",
+        _ROWS + "test_an_addition_is_no_less_exact_than_a_change_of_one_half_alone",
+    ),
+    Fault(
+        "The kernel computes a short row as a difference to a long one",
+        "ops/site_kernel.py",
+        "                            vector = kept * base + vector\n",
+        "                            vector = (vector - factor * base) + base\n",
+        "tests/unit/ops/test_site_triton.py"
+        "::test_the_interpreted_kernels_do_what_their_references_do",
+    ),
+    Fault(
+        "The kernel writes the high part of a row alone",
+        "ops/row_pairs_kernel.py",
+        "        low = ((row - high.to(tl.float32)) + lost).to(value.dtype)\n",
+        "        low = tl.zeros_like(row).to(value.dtype)\n",
+        "tests/unit/ops/test_site_triton.py"
+        "::test_the_interpreted_kernels_do_what_their_references_do",
     ),
 )

@@ -257,7 +257,7 @@ def _amount(
         case Op.SCALE:
             return step.a - 1, h
         case Op.MULTIPLY:
-            return step.a, write * h
+            return step.a, write * h - h
         case Op.RAISE:
             largest = whole.max(axis=-1, keepdims=True)
             return step.a, write + largest + step.b * np.maximum(np.abs(largest), 1) - h

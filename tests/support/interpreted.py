@@ -21,6 +21,7 @@ from support.attention_scores import check_without_a_gpu
 from support.gate_memory import check_steps
 from support.nightly import NIGHTLY, rounds
 from support.sae_cases import assert_decoded, sae_case
+from support.short_rows import check, every_case, short_case
 from support.site_cases import Step, assert_same, case, in_units, random_case, same_bits
 from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
 
@@ -97,6 +98,14 @@ def main() -> None:
         before = made.hidden.clone()
         site_triton(*made.arguments())
         assert same_bits(made.hidden, before), name
+    # Results that are far shorter or longer than the stream.
+    for known in list(every_case())[:: rounds(suite=5, nightly=1)]:
+        check(
+            short_case(**known),
+            known["name"],
+            known["size"],
+            lambda made: site_triton(*made.arguments()),
+        )
     # A score that is there already is counted by its token's program, and left as it is.
     scan = Step(Op.SCAN, slot=2, b=1.0, flags=Flags.COUNTED | Flags.STEP)
     gate = Step(Op.GATE, slot=2, flags=Flags.STEP)

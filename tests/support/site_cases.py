@@ -325,12 +325,8 @@ def expected(case: Case) -> Case:
         run = _Run(out, row, out.hidden[row].float() + rest.float())
         for number in range(start, start + count):
             run.step(out.instructions[number].tolist(), out.params[number].tolist())
-        limit = layout.limit_of(str(dtype).removeprefix("torch."))
-        changed = out.hidden[row].float() + run.delta
-        beyond = (run.delta != 0) & ~(changed.abs() <= limit)
-        changed = changed.nan_to_num(0.0).clamp(-limit, limit).to(dtype)
-        out.hidden[row] = torch.where(run.delta == 0, out.hidden[row], changed)
-        spoiled = run.spoiled or bool(count and (beyond.any() or _nonfinite(out.hidden[row])))
+        beyond = _write(out, row, run) if count else False
+        spoiled = run.spoiled or bool(count and (beyond or _nonfinite(out.hidden[row])))
         place = int(out.table[group, layout.PLACE])
         first = int(out.table[0, layout.FIRST])
         captured = record > 0 and place > 0 and first >= 0
@@ -348,6 +344,24 @@ def expected(case: Case) -> Case:
     return out
 
 
+def _write(out: Case, row: int, run: _Run) -> bool:
+    """Round the row that a program made to the tensors of the stream, as a high and a low part if
+    there are two. Components that are as they were keep their bits. Return whether some saturated.
+    """
+    halves = [out.hidden] if out.residual is None else [out.residual, out.hidden]
+    entered, limit = run.entered.abs(), layout.limit_of(str(halves[0].dtype).removeprefix("torch."))
+    is_larger = (entered > limit) & (entered <= torch.finfo(halves[0].dtype).max)
+    bound = torch.where(is_larger, entered, limit).double()
+    made = run.made([half[row] for half in halves])
+    beyond = run.changed & ~(made.abs() <= bound)
+    made = torch.where(beyond, made.nan_to_num(0.0).clamp(-bound, bound), made)
+    for half in halves:
+        part = made.to(half.dtype)
+        half[row] = torch.where(run.changed, part, half[row])
+        made = made - part.double()
+    return bool(beyond.any())
+
+
 def _nonfinite(row: Tensor) -> bool:
     return not bool(row.isfinite().all())
 
@@ -358,11 +372,34 @@ class _Run:
     def __init__(self, case: Case, row: int, entered: Tensor) -> None:
         self.case, self.row, self.entered = case, row, entered
         self.base = entered
+        # Of each component: what is added to the stream on entry, and whether that was replaced.
         self.delta = torch.zeros_like(entered)
+        self.is_new = False
         self.gate = 1.0
         self.units = 0.0
         self.done = 0
         self.spoiled = False
+
+    @property
+    def now(self) -> Tensor:
+        """The stream, float32."""
+        return self.delta if self.is_new else self.entered + self.delta
+
+    @property
+    def changed(self) -> Tensor:
+        """Which components are not as they were."""
+        if not self.is_new:
+            return self.delta != 0
+        return ~((self.delta == self.entered) | (self.delta.isnan() & self.entered.isnan()))
+
+    def made(self, halves: list[Tensor]) -> Tensor:
+        """The row that the program made of the stream's halves, the last of which is added to in
+        float32, in double precision.
+        """
+        if self.is_new:
+            return self.delta.double()
+        *rest, half = halves
+        return sum((each.double() for each in rest), (half.float() + self.delta).double())
 
     def step(self, word: list[int], params: list[float]) -> None:
         op, read, write, slot, bits, ids_start, ids_count, mask = word
@@ -375,7 +412,7 @@ class _Run:
         if Flags.COUNTED in flags:
             self.done += 1
         if Flags.FRESH in flags:
-            self.base = self.entered + self.delta
+            self.base = self.now
         if Flags.ROW_BY_POSITION in flags:
             write += int(self.case.tokens[self.row, layout.POSITION])
         bank = self.case.bank
@@ -411,23 +448,33 @@ class _Run:
             Op.RAISE: a,
             Op.MAP: a,
         }[Op(op)]
-        if Flags.GATED in flags:
-            factor *= self.gate
-        vector = self.base if op == Op.SCALE else bank[write]
-        if op == Op.MULTIPLY:
-            vector = vector * self.base
-        if op == Op.RAISE:
-            largest = self.base.max()
-            vector = vector + largest + b * largest.abs().clamp_min(1)
-        if op == Op.MAP:
-            matrix = bank[read : read + len(bank[0])].double()
-            vector = vector + (matrix @ self.base.double()).float()
-        if op in (Op.REPLACE, Op.RAISE, Op.MAP):
-            vector = vector - self.base
-        vector = torch.where(chosen, vector, 0.0)
-        self.delta = self.delta + torch.tensor(factor, dtype=torch.float32) * vector
+        gate = self.gate if Flags.GATED in flags else 1.0
+        factor = factor * gate if gate else 0.0
+        if factor:
+            change = self.replace if op >= Op.REPLACE else self.add
+            change(Op(op), bank[write], chosen, factor, (read, a, b, gate))
         if Flags.KEEP in flags:
             self.keep(chosen)
+
+    def add(self, op: Op, vector: Tensor, chosen: Tensor, factor: float, _: Any) -> None:
+        vector = torch.where(chosen, vector, 0.0)
+        self.delta = self.delta + torch.tensor(factor, dtype=torch.float32) * vector
+
+    def replace(self, op: Op, vector: Tensor, chosen: Tensor, factor: float, known: Any) -> None:
+        """kept · h + f · v, where the mask is; other edits of h since then are added."""
+        (read, a, b, gate), h, v = known, self.base.double(), vector.double()
+        if op == Op.MULTIPLY:
+            v = v * h
+        if op == Op.RAISE:
+            v = v + h.max() + b * h.max().abs().clamp_min(1)
+        if op == Op.MAP:
+            v = v + self.case.bank[read : read + len(v)].double() @ h
+        made = v if factor == 1 else (1 - factor) * h + factor * v
+        if op == Op.SCALE:
+            made = (1 - gate + gate * a) * h
+        since = (self.now.double() - h) if not torch.equal(self.now, self.base) else 0.0
+        self.delta = torch.where(chosen, (made + since).float(), self.now)
+        self.is_new = True
 
     def set_gate(self, x: float, b: float, c: float) -> None:
         self.seen = x
@@ -435,12 +482,12 @@ class _Run:
         self.gate = 1 / (1 + math.exp(power)) if power < 700 else 0.0
 
     def keep(self, chosen: Tensor) -> None:
-        stream = self.entered + self.delta
-        after, before = stream[chosen], self.base[chosen]
+        after, before = self.now[chosen], self.base[chosen]
         if torch.equal(after, before) or not after.any():
             return
         ratio = float(before.double().norm() / after.double().norm())
-        self.delta = torch.where(chosen, stream * ratio - self.entered, self.delta)
+        self.delta = torch.where(chosen, self.now * ratio, self.now)
+        self.is_new = True
 
 
 _OTHERS = [op for op in Op if op not in (Op.MAP, Op.SCAN, Op.CODE, Op.RECONSTRUCT)]
@@ -452,7 +499,9 @@ _ACTIVATIONS = (
     lambda x: x / (1 + math.exp(-x)) if x > -700 else 0.0,
 )
 
-# Sums over a row are taken in another order: relative to the row's largest value.
+# Sums over a row are taken in another order: relative to the row's largest value. Two halves hold
+# a row to the square of their rounding; what they are made of is exact to float32.
+_PAIR_TOLERANCE = 4e-5
 _TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
@@ -460,20 +509,35 @@ def assert_same(found: Case, wanted: Case, *, exact: bool) -> None:
     """All buffers agree: integers exactly, floats too if `exact`, or else to rounding."""
     for name, value in vars(wanted).items():
         got = getattr(found, name)
+        if name == "hidden" and wanted.residual is not None and not exact:
+            # Where a row lies between two numbers, either may be its high part.
+            assert_close(_stream(found), _stream(wanted), "the stream", _PAIR_TOLERANCE)
+            continue
         if name in ("mapped", "sae", "encodes"):
             continue  # of the kernels alone, or made of them
         if value is None:
             assert got is None
             continue
+        if name == "residual" and not exact:
+            continue
         got = got.cpu()
-        if exact or not value.is_floating_point() or name in ("params", "bank", "residual"):
+        if exact or not value.is_floating_point() or name in ("params", "bank"):
             same = torch.equal(got, value) if name != "params" else _same_bits(got, value)
             assert same, f"{name} differs by up to {(got - value).abs().max()}"
             continue
-        got, value = got.double(), value.double()
-        scale = value.abs().amax(dim=-1, keepdim=True).clamp_min(1.0)
-        error = ((got - value).abs() / scale).max() if value.numel() else torch.zeros(())
-        assert float(error) <= _TOLERANCE[found.hidden.dtype], f"{name}: off by {float(error)}"
+        assert_close(got.double(), value.double(), name, _TOLERANCE[found.hidden.dtype])
+
+
+def _stream(case: Case) -> Tensor:
+    assert case.residual is not None
+    return case.hidden.cpu().double() + case.residual.cpu().double()
+
+
+def assert_close(found: Tensor, wanted: Tensor, name: str, tolerance: float) -> None:
+    """Rows agree, relative to the largest value of each."""
+    scale = wanted.abs().amax(dim=-1, keepdim=True).clamp_min(1.0)
+    error = ((found - wanted).abs() / scale).max() if wanted.numel() else torch.zeros(())
+    assert float(error) <= tolerance, f"{name}: off by {float(error)}"
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -29,7 +29,7 @@ from midstream.version import __version__
 KEY = "midstream"
 ENVIRONMENT_VARIABLE = "MIDSTREAM"
 # Increase when the op's arguments or buffers change meaning: it separates cached compiled graphs.
-OP_SCHEMA = 8
+OP_SCHEMA = 9
 # Capacity settings and their minimum values.
 _LEAST = {
     "bank_rows": 1,

@@ -6,7 +6,9 @@ graph can be replayed with new contents. Sites may differ in the width of their 
 `ring` are made of units of U numbers, and a vector has as many units in a row as it needs.
 
 With h the stream of one token at a site (both halves summed, float32) and g the gate (1 before the
-first `GATE`), a program is a list of instructions, each of which adds f · v to h:
+first `GATE`), a program is a list of instructions, each of which adds f · v to h. Those from
+`REPLACE` on compute their result from the terms without a difference to h, as a short result would
+have the rounding of a long h:
 
 | code | f | v |
 |---|---|---|
@@ -17,7 +19,7 @@ first `GATE`), a program is a list of instructions, each of which adds f · v to
 | `FEATURE` | c · act(⟨h, read⟩ + a) + d, act(x) = x where x > b, else 0 | write |
 | `REPLACE` | a | write − h |
 | `SCALE` | a − 1 | h |
-| `MULTIPLY` | a | write ⊙ h |
+| `MULTIPLY` | a | write ⊙ h − h |
 | `RAISE` | a | m + b · max(\|m\|, 1) + write − h, m the largest component of h |
 | `MAP` | a | M h + write − h, M the matrix [W, W] whose rows begin at read |
 | `RECONSTRUCT` | a | s − b · h, s what the last `CODE` made of the token |

@@ -21,8 +21,8 @@ from midstream.ops.scan.reference import scan_ref
 from midstream.ops.site_ref import site_ref
 
 _SCHEMA = (
-    "site(Tensor(a!) hidden, Tensor? residual, Tensor table, Tensor(b!) tally, int? start=None)"
-    " -> ()"
+    "site(Tensor(a!) hidden, Tensor(b!)? residual, Tensor table, Tensor(c!) tally,"
+    " int? start=None) -> ()"
 )
 
 
@@ -134,12 +134,15 @@ def site(
     For each row t with `tokens[t, PROGRAM] != 0`, in float32:
 
     1. Run the program's instructions at this site in order; see `midstream.ops.layout`.
-       The stream is hidden + residual + delta, where delta starts at zero and accumulates the
-       instructions' contributions; it is rounded once, into `hidden[t] = hidden[t] + delta`.
-       A changed value saturates at `layout.limit_of` the dtype, and NaN becomes 0, so an edit
-       never writes a value that is not finite.
-       Instructions without an effect (a scale of zero, a clip out of reach, a closed gate, +v then
-       −v) therefore leave every bit of `hidden[t]` unchanged.
+       The stream is hidden + residual + delta, where delta starts at zero and accumulates what
+       instructions add; one that replaces h computes the stream itself. The row is then written
+       once: as `residual[t] = round(row)` and `hidden[t] = round(row − residual[t])`, so that it is
+       as exact as two numbers of the dtype can be, however short it is; or as `hidden[t] =
+       round(row)` if there is no residual. A zero is zero in both.
+       A changed value saturates at `layout.limit_of` the dtype, or where it was on entry if that
+       is farther, and NaN becomes 0, so an edit never writes a value that is not finite.
+       A component that no instruction changes (a scale of zero, a clip out of reach, a closed gate,
+       +v then −v) keeps every bit of both halves.
     2. If the token has a record and its group captures this site, `ring[...] = hidden[t] +
        residual[t]`: captures include the edits at the same site.
     3. Add the counts of this site to `tally[t]`. `NONFINITE` is set to 1 if a changed value
@@ -154,9 +157,9 @@ def site(
     in float32, in an order that depends on the implementation.
 
     Args:
-        hidden: [T, W], the stream, or the half of it that is edited, or another value of the model
-            that is W wide. Mutated.
-        residual: [T, W] or None, the other half: the stream is the sum of both.
+        hidden: [T, W], the stream, or one half of it, or another value of the model that is W
+            wide. Mutated.
+        residual: [T, W] or None, the other half: the stream is the sum of both. Mutated.
         table: int32 [programs, 4], the table of this site, which `bind` was called with. The op
             uses the tensors of its buffers, and mutates `scores`, `scan_states` and `ring`.
         tally: `tally` of these buffers. Mutated: compilers keep the order of calls for that.

@@ -1,6 +1,4 @@
-"""Triton kernels of the `site` op: one program per token, which exits after one load if idle; and
-before it, where there may be MAPs, one program per tile of their products.
-"""
+"""Triton kernel of the `site` op: one program per token, which exits after one load if idle."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import triton.language as tl
 from midstream.ops import layout
 from midstream.ops.activations.kernel import activated, sigmoid
 from midstream.ops.layout import Flags, Op
+from midstream.ops.row_pairs_kernel import bounded_row, made_row, store_row
 
 _TOKENS = tl.constexpr(layout.TOKEN_COLUMNS)
 _TALLY = tl.constexpr(layout.TALLY_COLUMNS)
@@ -29,7 +28,6 @@ _PLACE = tl.constexpr(layout.PLACE)
 _CODE = tl.constexpr(layout.CODE)
 _KIND = tl.constexpr(layout.KIND)
 _PLAIN = tl.constexpr(layout.PLAIN)
-_WITH_MAP = tl.constexpr(layout.WITH_MAP)
 
 _OP = tl.constexpr(layout.OP)
 _READ = tl.constexpr(layout.READ)
@@ -83,18 +81,18 @@ def _larger(a, b):
 
 
 @triton.jit
-def _stream(value, rest, inside, has_residual: tl.constexpr):
-    """Return the stream: `value` plus the residual at `rest`."""
-    stream = value.to(tl.float32)
+def _entered(half, rest, inside, has_residual: tl.constexpr):
+    """Return the stream on entry. It is loaded at every use, as registers are few."""
+    stream = tl.load(half, mask=inside, other=0.0).to(tl.float32)
     if has_residual:
         stream += tl.load(rest, mask=inside, other=0.0).to(tl.float32)
     return stream
 
 
 @triton.jit
-def _entered(half, rest, inside, has_residual: tl.constexpr):
-    """Return the stream on entry. It is loaded at every use, as registers are few."""
-    return _stream(tl.load(half, mask=inside, other=0.0), rest, inside, has_residual)
+def _now(delta, whole, half, rest, inside, has_residual: tl.constexpr):
+    """Return the stream: `delta` is added to it, or is the whole of it."""
+    return tl.where(whole != 0, delta, _entered(half, rest, inside, has_residual) + delta)
 
 
 @triton.jit
@@ -116,10 +114,15 @@ def _masked(values, mask, bank, columns, inside, unit: tl.constexpr):
     The mask is loaded at every use, as registers are few.
     """
     if mask > 0:
-        start = (mask - 1).to(tl.int64) * unit
-        chosen = tl.load(bank + start + columns, mask=inside, other=0.0) != 0.0
-        values = tl.where(chosen, values, 0.0)
+        values = tl.where(_is_chosen(mask, bank, columns, inside, unit), values, 0.0)
     return values
+
+
+@triton.jit
+def _is_chosen(mask, bank, columns, inside, unit: tl.constexpr):
+    """Return where the mask is not zero. `mask` is 1 + its unit."""
+    start = (mask - 1).to(tl.int64) * unit
+    return tl.load(bank + start + columns, mask=inside, other=0.0) != 0.0
 
 
 @triton.jit
@@ -132,7 +135,7 @@ def _is_reading(op, slot, flags):
 
 @triton.jit
 def _factor(op, x, param):
-    """Return f before gating, for additive ops except ADD_MATCHED; `x` is ⟨h, read⟩."""
+    """Return f before gating, for all ops that change h except ADD_MATCHED; `x` is ⟨h, read⟩."""
     a = tl.load(param + _A)
     b = tl.load(param + _B)
     c = tl.load(param + _C)
@@ -216,7 +219,11 @@ def _run(
     has_maps: tl.constexpr,
     has_saes: tl.constexpr,
 ):
-    """Run instructions of any kind; return the sum of what they add, and how many counted."""
+    """Run instructions of any kind; return the sum of what they add, or the stream that they made,
+    which of the two, and how many counted.
+    """
+    whole = tl.full((), 0, tl.int32)
+    stale = tl.full((), 0, tl.int32)  # whether the stream has changed since h was read
     delta = tl.zeros([columns.shape[0]], dtype=tl.float32)
     base = _entered(half, rest, inside, has_residual)
     gate = tl.full((), 1.0, tl.float32)
@@ -238,7 +245,8 @@ def _run(
             applies = listed != ((flags & _OTHER_IDS) != 0)
         if applies:
             if ((flags & _FRESH) != 0) & (at != start):
-                base = _entered(half, rest, inside, has_residual) + delta
+                base = _now(delta, whole, half, rest, inside, has_residual)
+                stale = tl.full((), 0, tl.int32)
             x = tl.full((), 0.0, tl.float32)
             if _is_reading(op, slot, flags):
                 read = tl.load(word + _READ).to(tl.int64) * unit
@@ -251,19 +259,30 @@ def _run(
                     factor = a * tl.sqrt_rn(tl.sum(seen * seen, axis=0))
                 else:
                     factor = _factor(op, x, param)
+                share = tl.full((), 1.0, tl.float32)
                 if (flags & _GATED) != 0:
                     factor = tl.where(gate == 0.0, 0.0, factor * gate)
+                    share = gate
                 if factor != 0.0:
-                    # The product is rounded separately (the launch disables fused
-                    # multiply-add), so that +v and −v cancel exactly.
-                    if op == _SCALE:
-                        delta = delta + factor * _masked(base, mask, bank, columns, inside, unit)
-                    else:
-                        write = tl.load(word + _WRITE)
-                        if (flags & _ROW_BY_POSITION) != 0:
-                            write += tl.load(token + _POSITION) * (width // unit)
-                        start_of = write.to(tl.int64) * unit
+                    write = tl.load(word + _WRITE)
+                    if (flags & _ROW_BY_POSITION) != 0:
+                        write += tl.load(token + _POSITION) * (width // unit)
+                    start_of = write.to(tl.int64) * unit
+                    if op < _REPLACE:
+                        # The product is rounded separately (the launch disables fused
+                        # multiply-add), so that +v and −v cancel exactly.
                         vector = tl.load(bank + start_of + columns, mask=inside, other=0.0)
+                        vector = _masked(vector, mask, bank, columns, inside, unit)
+                        delta = delta + factor * vector
+                    else:
+                        # kept · h + f · v; not h and a change, which has the rounding of h.
+                        kept = 1.0 - factor
+                        if op == _SCALE:
+                            vector = base
+                            kept = tl.full((), 0.0, tl.float32)
+                            factor = (1.0 - share) + share * a
+                        else:
+                            vector = tl.load(bank + start_of + columns, mask=inside, other=0.0)
                         if op == _MULTIPLY:
                             vector = vector * base
                         if op == _RAISE:
@@ -273,30 +292,42 @@ def _run(
                         if has_maps:  # noqa: SIM102  (known when the kernel is compiled)
                             if op == _MAP:
                                 vector += tl.load(product + columns, mask=inside, other=0.0)
-                                vector = vector - base
                         if has_saes:  # noqa: SIM102  (likewise)
                             if op == _RECONSTRUCT:
                                 vector = tl.load(decoded + columns, mask=inside, other=0.0)
-                                vector -= tl.load(param + _B) * base
-                        if (op == _REPLACE) | (op == _RAISE):
-                            vector = vector - base
-                        vector = _masked(vector, mask, bank, columns, inside, unit)
-                        delta = delta + factor * vector
+                                kept = 1.0 - factor * tl.load(param + _B)
+                        if factor != 1.0:
+                            vector = factor * vector
+                        if kept != 0.0:
+                            vector = kept * base + vector
+                        now = base
+                        if stale != 0:
+                            # Instructions of one edit read the same h, and add their changes.
+                            now = _now(delta, whole, half, rest, inside, has_residual)
+                            vector += now - base
+                        if mask > 0:
+                            chosen = _is_chosen(mask, bank, columns, inside, unit)
+                            vector = tl.where(chosen, vector, now)
+                        delta = vector
+                        whole = tl.full((), 1, tl.int32)
+                    stale = tl.full((), 1, tl.int32)
                 if (flags & _KEEP) != 0:
-                    stream = _entered(half, rest, inside, has_residual) + delta
+                    now = _now(delta, whole, half, rest, inside, has_residual)
                     # One reduction for both norms: bit-identical for equal rows.
                     before = _masked(base, mask, bank, columns, inside, unit)
-                    after = _masked(stream, mask, bank, columns, inside, unit)
+                    after = _masked(now, mask, bank, columns, inside, unit)
                     old, new = tl.reduce((before * before, after * after), 0, _add_pairs)
                     old = tl.sqrt_rn(old)
                     new = tl.sqrt_rn(new)
                     if (new != 0.0) & (old != new):
-                        # Not an addition to delta: where delta is large, its last digit may be
-                        # larger than h.
-                        entered = _entered(half, rest, inside, has_residual)
-                        scaled = (entered + delta) * tl.div_rn(old, new) - entered
-                        change = _masked(scaled - delta, mask, bank, columns, inside, unit)
-                        delta = tl.where(change == 0.0, delta, scaled)
+                        now = _now(delta, whole, half, rest, inside, has_residual)
+                        scaled = now * tl.div_rn(old, new)
+                        if mask > 0:
+                            chosen = _is_chosen(mask, bank, columns, inside, unit)
+                            scaled = tl.where(chosen, scaled, now)
+                        delta = scaled
+                        whole = tl.full((), 1, tl.int32)
+                        stale = tl.full((), 1, tl.int32)
             elif op == _UNIT:
                 units += tl.load(param + _B) * activated(x + a, tl.load(param + _C))
             elif op == _GATE:
@@ -318,7 +349,7 @@ def _run(
                 tl.store(slots + slot - 1, x)
                 tl.store(totals + _NONFINITE, 1, mask=is_infinite(x))
             done += ((flags & _COUNTED) != 0).to(tl.int32)
-    return delta, done
+    return delta, whole, done
 
 
 @triton.jit
@@ -387,6 +418,7 @@ def site_kernel(
         if has_residual:
             rest = residual + row * residual_stride + columns
         if count > 0:
+            whole = tl.full((), 0, tl.int32)
             if kind == _PLAIN:
                 value = tl.load(half, mask=inside, other=0.0)
                 delta, done = _product(start, instructions, numbers, bank, columns, inside, unit)
@@ -395,7 +427,7 @@ def site_kernel(
                     delta = delta + added
                     done += one
             else:
-                delta, done = _run(
+                delta, whole, done = _run(
                     start, count, row, token, ids, totals, instructions, numbers, lists, bank,
                     scores + row * slots, mapped + row * mapped_stride,
                     decoded + row * decoded_stride, half, rest, columns, inside,
@@ -403,88 +435,32 @@ def site_kernel(
                 )  # fmt: skip
                 value = tl.load(half, mask=inside, other=0.0)
             tl.store(totals + _EDITS, edits + done)
-            entered = value.to(tl.float32)
-            changed = tl.where(delta == 0.0, entered, entered + delta)
-            edited = changed.to(value.dtype)
-            tl.store(half, edited, mask=inside)
-            # Values within the limit are stored by now. Others are rare, and are stored again.
-            beyond_limit = _any_beyond(changed, limit, block)
-            if beyond_limit != 0:
-                # Times 1: otherwise the compiler keeps the sums above in registers until here.
-                delta *= beyond_limit.to(tl.float32)
-                changed = value.to(tl.float32) + delta
-                beyond = (delta != 0.0) & ((tl.abs(changed) <= limit) == 0)
-                held = tl.where(changed < 0.0, -limit, tl.where(changed > 0.0, limit, 0.0))
-                changed = tl.where(beyond, held, changed)
-                edited = tl.where(delta == 0.0, value, changed.to(value.dtype))
-                tl.store(half, edited, mask=inside)
-                spoiled = (inside & (beyond | is_infinite(edited))).to(tl.int32)
+            other = value
+            if has_residual:
+                other = tl.load(rest, mask=inside, other=0.0)
+            made, lost, same = made_row(delta, whole, value, other, has_residual)
+            beyond_limit = _any_beyond(made, limit, block)
+            # Times 1: otherwise the compiler keeps the sums above in registers until here.
+            delta *= (beyond_limit >= 0).to(tl.float32)
+            if beyond_limit != 0:  # rare
+                delta, beyond = bounded_row(delta, whole, value, other, limit, has_residual)
+                whole = tl.full((), 1, tl.int32)
+                spoiled = (inside & (beyond | is_infinite(delta))).to(tl.int32)
                 tl.store(totals + _NONFINITE, 1, mask=tl.max(spoiled, axis=0) != 0)
+            made, lost, same = made_row(delta, whole, value, other, has_residual)
+            low, high = store_row(
+                made, lost, same, value, other, half, rest, inside, has_residual
+            )  # fmt: skip
         else:
-            edited = tl.load(half, mask=inside, other=0.0)
+            low = tl.load(half, mask=inside, other=0.0)
+            high = low
+            if has_residual:
+                high = tl.load(rest, mask=inside, other=0.0)
         if captured:
-            copied = _stream(edited, rest, inside, has_residual).to(ring.dtype.element_ty)
+            copied = low.to(tl.float32)
+            if has_residual:
+                copied += high.to(tl.float32)
+            copied = copied.to(ring.dtype.element_ty)
             target = (first + record - 1 + place - 1).to(tl.int64) * unit
             tl.store(ring + target + columns, copied, mask=inside)
             tl.store(totals + _NONFINITE, 1, mask=_any_infinite(copied, block) != 0)
-
-
-@triton.jit
-def map_kernel(
-    hidden,
-    residual,
-    tokens,
-    table,
-    instructions,
-    bank,
-    mapped,
-    num_rows,
-    hidden_stride,
-    residual_stride,
-    mapped_stride,
-    width: tl.constexpr,
-    unit: tl.constexpr,
-    has_residual: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_columns: tl.constexpr,
-    depth: tl.constexpr,
-    precision: tl.constexpr,
-):
-    """Write the products of the rows whose program has a MAP at this site to `mapped`.
-
-    A program of the grid computes some columns of some rows that are next to each other, once for
-    each matrix among these rows. Most find none, and exit after three loads.
-    """
-    rows = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
-    program = tl.load(tokens + rows * _TOKENS, mask=rows < num_rows, other=0)
-    entry = table + program * _TABLE
-    kind = tl.load(entry + _KIND, mask=program != 0, other=0)
-    if tl.max(kind, axis=0) < _WITH_MAP:
-        return
-    has_map = kind >= _WITH_MAP
-    at = tl.load(entry + _EDIT_START, mask=has_map, other=0) + kind - _WITH_MAP
-    # Unit of the bank at which each row's matrix begins; −1: it has none, or is done.
-    start = tl.load(instructions + at * _INSTRUCTIONS + _READ, mask=has_map, other=-1)
-    columns = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
-    of_rows = rows.to(tl.int64)[:, None]
-    of_columns = columns.to(tl.int64)[None, :]
-    first = tl.max(start, axis=0)
-    while first >= 0:
-        mine = (start == first)[:, None]
-        matrix = bank + first.to(tl.int64) * unit
-        total = tl.zeros([tile_rows, tile_columns], dtype=tl.float32)
-        for begin in range(0, width, depth):
-            inner = begin + tl.arange(0, depth)
-            chosen = mine & (inner < width)[None, :]
-            half = hidden + of_rows * hidden_stride + inner[None, :]
-            h = tl.load(half, mask=chosen, other=0.0).to(tl.float32)
-            if has_residual:
-                rest = residual + of_rows * residual_stride + inner[None, :]
-                h += tl.load(rest, mask=chosen, other=0.0).to(tl.float32)
-            inside = (inner < width)[:, None] & (columns < width)[None, :]
-            weights = tl.load(matrix + of_columns * width + inner[:, None], mask=inside, other=0.0)
-            total = tl.dot(h, weights, total, input_precision=precision)
-        target = mapped + of_rows * mapped_stride + of_columns
-        tl.store(target, total, mask=mine & (columns < width)[None, :])
-        start = tl.where(start == first, -1, start)
-        first = tl.max(start, axis=0)

@@ -6,9 +6,6 @@ Rows of vectors are addressed by slices where they are evenly spaced, which avoi
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,12 +14,12 @@ from torch import Tensor
 from midstream.ops import layout
 from midstream.ops.activations.reference import activated, norm, sigmoid
 from midstream.ops.layout import Flags, Op
+from midstream.ops.reference_device import Device, Ints
+from midstream.ops.row_pairs import Flagged, nonfinite, write_rows
 from midstream.ops.row_views import Index, by_unit, index, spaced
 from midstream.ops.sae.reference import SaeBuffers, reconstruct
 
-Ints = NDArray[np.int32]
 Rows = NDArray[np.int64]
-Flagged = NDArray[np.bool_] | bool
 
 # Plain integers: IntFlag operations create objects, at ten times the cost.
 _FRESH, _GATED, _KEEP, _COUNTED = (
@@ -33,7 +30,6 @@ _ROW_BY_POSITION, _STEP, _OTHER_IDS = (
 )
 _ADDS, _UNITS = int(Flags.ADDS), int(Flags.UNITS)
 _READING = (Op.CLIP, Op.LINEAR, Op.FEATURE)
-_REPLACING = (Op.REPLACE, Op.RAISE, Op.MAP)
 
 
 @torch.no_grad()
@@ -73,7 +69,7 @@ def site_ref(
     spoiled: list[tuple[NDArray[np.integer], Flagged]] = []
     edited = programs[:, layout.EDIT_COUNT].nonzero()[0]
     if edited.size:
-        device = _Device(
+        device = Device(
             instructions.numpy(),
             params,
             lists.numpy(),
@@ -120,30 +116,22 @@ def _capture(
         if isinstance(targets, slice) and stream.dtype == rest.dtype == ring.dtype:
             # PyTorch adds two half-precision values in float32 and rounds the sum once.
             torch.add(stream, rest, out=ring[targets])
-            return _nonfinite(ring[targets])
+            return nonfinite(ring[targets])
         stream = stream.float() + rest.float()
     copied = stream.to(ring.dtype)
     ring[targets] = copied
-    return _nonfinite(copied)
-
-
-def _nonfinite(rows: Tensor) -> Flagged:
-    """Return which rows have a value that is not finite; False: none."""
-    low, high = torch.aminmax(rows)  # both are NaN if any value is
-    if -math.inf < float(low) and float(high) < math.inf:
-        return False
-    return (~rows.isfinite().all(1)).numpy()
+    return nonfinite(copied)
 
 
 def _edit(
     hidden: Tensor,
     residual: Tensor | None,
-    device: _Device,
+    device: Device,
     rows: Rows,
     words: Ints,
     programs: Ints,
 ) -> tuple[Ints | int, Flagged]:
-    """Run the programs of the rows of `hidden` that have one at this site.
+    """Run the programs of the rows that have one at this site.
 
     Returns:
         int32 [n], or one number for all rows: COUNTED instructions executed per row.
@@ -154,94 +142,21 @@ def _edit(
     plain = bool((programs[:, layout.KIND] == layout.PLAIN).all())
     if plain and (starts == starts[0]).all() and (counts == counts[0]).all():
         delta, counted = device.sum_plain(int(starts[0]), int(starts[0] + counts[0]))
-        return counted, _change(hidden, where, delta)
+        return counted, write_rows(hidden, residual, where, delta)
     work = _Work(device, hidden, residual, where, rows, words, reads=not plain)
     for nth in range(int(counts.max())):
         here = (counts > nth).nonzero()[0]
         work.step(here, starts[here] + nth)
-    return work.done, work.spoiled | _change(hidden, where, work.delta)
-
-
-def _change(hidden: Tensor, rows: Index, delta: Tensor) -> Flagged:
-    """Add in float32, saturate, and round once; a `delta` of 0 changes no bit, not even a zero's
-    sign.
-
-    Returns:
-        Which rows have a value that saturated or is not finite; False: none.
-    """
-    limit = layout.limit_of(str(hidden.dtype).removeprefix("torch."))
-    delta = delta.masked_fill_(delta == 0, -0.0)
-    if isinstance(rows, slice):
-        changed = hidden[rows].add_(delta)
-    else:
-        changed = (hidden[rows] + delta).to(hidden.dtype)
-    low, high = torch.aminmax(changed)
-    flagged: Flagged = False
-    if not (-limit <= float(low) and float(high) <= limit):
-        beyond = (delta != 0) & ~(changed.abs() <= limit)
-        flagged = (beyond | ~changed.isfinite()).any(1).numpy()
-        changed.copy_(torch.where(beyond, changed.nan_to_num(0.0).clamp(-limit, limit), changed))
-    if not isinstance(rows, slice):
-        hidden[rows] = changed
-    return flagged
-
-
-@dataclass(frozen=True, slots=True)
-class _Device:
-    """The op's device buffers; integer buffers as NumPy arrays.
-
-    Attributes:
-        bank: float32 [starts, W], the vector that starts at each unit.
-        units: units of a vector.
-        numbers: float32 [V · U], the bank as one vector.
-        sae: what CODEs need; None: there is none.
-    """
-
-    instructions: Ints
-    params: Tensor
-    lists: Ints
-    bank: Tensor
-    scores: Tensor
-    ids: Ints
-    units: int
-    numbers: Tensor
-    sae: SaeBuffers | None
-
-    def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int]:
-        """Return the sum of plain instructions, which add the same to every row.
-
-        Returns:
-            float32 [W] and the number of COUNTED instructions.
-        """
-        words = self.instructions[start:stop].tolist()
-        scales = self.params[start:stop, layout.A].tolist()
-        delta = torch.zeros(self.bank.shape[1])
-        for word, scale in zip(words, scales, strict=True):
-            if scale:
-                # Two roundings: with a fused multiply-add, +v and −v would not cancel.
-                delta += self.bank[word[layout.WRITE]] * scale
-        return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words)
-
-    def vectors(self, rows: NDArray[np.integer]) -> Tensor:
-        """Return the vectors that start at units of the bank: [n, W], or [1, W] if all are the
-        same.
-        """
-        first = int(rows[0])
-        if (rows == first).all():
-            return self.bank[first : first + 1]
-        return self.bank[torch.from_numpy(rows.astype(np.int64))]
-
-    def matrix(self, start: int) -> Tensor:
-        """Return the matrix whose rows begin at a unit of the bank, [W, W]."""
-        width = self.bank.shape[1]
-        return self.bank[start : start + (width - 1) * self.units + 1 : self.units]
+    spoiled = write_rows(hidden, residual, where, work.delta, work.whole)
+    return work.done, work.spoiled | spoiled
 
 
 class _Work:
     """State of the rows that are being edited. Arguments `at` and `here` index them, ascending.
 
     Attributes:
-        delta: float32 [n, W], the sum of the contributions so far.
+        delta: float32 [n, W], the sum of the contributions so far; where `whole`, the stream.
+        whole: bool [n, 1], whether an instruction made the stream anew; None: none did.
         entered: float32 [n, W], the stream on entry; None if no program reads it.
         base: float32 [n, W], h: the stream at the last FRESH.
         gate: float32 [n].
@@ -252,7 +167,7 @@ class _Work:
 
     def __init__(
         self,
-        device: _Device,
+        device: Device,
         hidden: Tensor,
         residual: Tensor | None,
         where: Index,
@@ -262,12 +177,15 @@ class _Work:
     ) -> None:
         self._device, self._rows, self._words = device, rows, words
         self.delta = torch.zeros(rows.size, hidden.shape[1])
+        self.whole: Tensor | None = None
         self.gate = torch.ones(rows.size)
         self.units = torch.zeros(rows.size)
         self.done = np.zeros(rows.size, np.int32)
         self.spoiled: Flagged = False
         self.entered: Tensor | None = None
         self._moved = False
+        # Whether the stream has changed since h was read.
+        self._stale = np.zeros(rows.size, np.bool_)
         if reads:
             self.entered = hidden[where].float()
             if residual is not None:
@@ -297,12 +215,34 @@ class _Work:
     def _refresh(self, entered: Tensor, at: Rows) -> None:
         """Update h of rows `at` to the current stream."""
         if at.size == len(entered):
-            self.base = entered + self.delta
+            self.base = self._stream(slice(None))
         elif at.size:
             if self.base is entered:
                 self.base = entered.clone()
             rows = index(at)
-            self.base[rows] = entered[rows] + self.delta[rows]
+            self.base[rows] = self._stream(rows)
+        self._stale[at] = False
+
+    def _stream(self, rows: Index) -> Tensor:
+        """Return the stream of some rows, float32 [n, W]."""
+        assert self.entered is not None, "a plain program does not read the stream"
+        stream = self.entered[rows] + self.delta[rows]
+        return stream if self.whole is None else self.delta[rows].where(self.whole[rows], stream)
+
+    def _make(self, at: Rows, words: Ints, made: Tensor) -> None:
+        """Make the stream of rows `at` anew, where the mask of their instruction is not zero.
+
+        Args:
+            made: float32 [n, W].
+        """
+        rows = index(at)
+        chosen = self._chosen(words)
+        self.delta[rows] = made if chosen is None else made.where(chosen, self._stream(rows))
+        if self.whole is None:
+            self.whole = torch.zeros(len(self.delta), 1, dtype=torch.bool)
+        self.whole[rows] = True
+        self._moved = True
+        self._stale[at] = True
 
     def _applies(self, at: Rows, which: Ints, words: Ints) -> NDArray[np.bool_] | None:
         """Return whether each row's instruction applies to its token id; None: all apply."""
@@ -336,7 +276,7 @@ class _Work:
             self._code(at, words)
         elif op is not Op.SCAN:  # whose score is there already
             factor = self._factor(op, index(at), words, (a, b, c, d))
-            self._add(op, at, which, words, factor)
+            self._apply(op, at, which, words, factor)
             kept = (words[:, layout.FLAGS] & _KEEP) != 0
             if kept.any():
                 self._restore_norm(at[kept], words[kept])
@@ -347,12 +287,16 @@ class _Work:
 
     def _masked(self, values: Tensor, words: Ints) -> Tensor:
         """Return [n, W] or [1, W] values, with zero where the mask of the instruction is zero."""
+        chosen = self._chosen(words)
+        return values if chosen is None else torch.where(chosen, values, 0.0)
+
+    def _chosen(self, words: Ints) -> Tensor | None:
+        """Return where the masks of instructions are not zero, bool [n, W]; None: everywhere."""
         masks = words[:, layout.MASK]
         if not masks.any():
-            return values
+            return None
         chosen = self._device.vectors(np.maximum(masks - 1, 0)) != 0
-        chosen = chosen | torch.from_numpy(masks == 0)[:, None]
-        return torch.where(chosen, values, 0.0)
+        return chosen | torch.from_numpy(masks == 0)[:, None]
 
     def _read(self, rows: Index, words: Ints) -> Tensor:
         """Return ⟨h, read⟩, [n]."""
@@ -397,49 +341,77 @@ class _Work:
         x = x + a
         return c * torch.where(x > b, x, 0.0) + d
 
-    def _add(self, op: Op, at: Rows, which: Ints, words: Ints, factor: Tensor) -> None:
-        """Add f · v; add exactly nothing where f or the gate is 0."""
-        flags = words[:, layout.FLAGS]
-        gated = (flags & _GATED) != 0
+    def _apply(self, op: Op, at: Rows, which: Ints, words: Ints, factor: Tensor) -> None:
+        """Change the stream; leave it exactly as it is where f or the gate is 0."""
+        gated = (words[:, layout.FLAGS] & _GATED) != 0
+        gate = torch.ones(at.size)
         if gated.any():
-            gate = torch.where(torch.from_numpy(gated), self.gate[index(at)], 1.0)
+            gate = torch.where(torch.from_numpy(gated), self.gate[index(at)], gate)
             factor = torch.where(gate == 0, 0.0, factor * gate)
         live = factor.numpy() != 0
         if not live.all():
             if not live.any():
                 return
-            at, which, words, flags = at[live], which[live], words[live], flags[live]
-            factor = factor[torch.from_numpy(live)]
-        rows = index(at)
-        if op is Op.SCALE:
-            vectors = self.base[rows]
-        elif op is Op.RECONSTRUCT:
-            share = self._device.params[torch.from_numpy(which.astype(np.int64)), layout.B]
-            vectors = self._sae.decoded[self._rows[at]] - share[:, None] * self.base[rows]
-        else:
-            write = words[:, layout.WRITE]
-            by_position = (flags & _ROW_BY_POSITION) != 0
-            if by_position.any():
-                rows_before = by_position * self._words[at, layout.POSITION]
-                write = write + rows_before * self._device.units
-            vectors = self._device.vectors(write)
-            if op is Op.MULTIPLY:
-                vectors = vectors * self.base[rows]
-            elif op in _REPLACING:
-                base = self.base[rows]
-                if op is Op.RAISE:
-                    vectors = vectors + _above(self._device, base, which)
-                elif op is Op.MAP:
-                    vectors = vectors + _mapped(self._device, base, words[:, layout.READ])
-                vectors = vectors - base
-        vectors = self._masked(vectors, words)
+            chosen = torch.from_numpy(live)
+            at, which, words = at[live], which[live], words[live]
+            factor, gate = factor[chosen], gate[chosen]
+        if op < Op.REPLACE:
+            self._add(at, words, factor)
+            return
+        made = self._replaced(op, at, which, words, (factor, gate))
+        if self._stale[at].any():
+            # Instructions of one edit read the same h, and each adds its change to the stream.
+            moved = made + (self._stream(index(at)) - self.base[index(at)])
+            made = moved.where(torch.from_numpy(self._stale[at])[:, None], made)
+        self._make(at, words, made)
+
+    def _add(self, at: Rows, words: Ints, factor: Tensor) -> None:
+        """Add f · v."""
+        vectors = self._masked(self._device.vectors(self._writes(at, words)), words)
         # The product is rounded separately, so that +v and −v cancel exactly.
         change = factor[:, None] * vectors
         if not self._moved and at.size == len(self.delta):
             self.delta = change
         else:
-            self.delta[rows] += change
+            self.delta[index(at)] += change
         self._moved = True
+        self._stale[at] = True
+
+    def _writes(self, at: Rows, words: Ints) -> NDArray[np.integer]:
+        """Return the unit of the bank at which the write vector of each row begins."""
+        by_position = (words[:, layout.FLAGS] & _ROW_BY_POSITION) != 0
+        rows_before = by_position * self._words[at, layout.POSITION]
+        starts: NDArray[np.integer] = words[:, layout.WRITE] + rows_before * self._device.units
+        return starts
+
+    def _replaced(
+        self, op: Op, at: Rows, which: Ints, words: Ints, share: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Return kept · h + f · v, float32 [n, W]. It is computed as that, not as h and a change,
+        which would be rounded to the digits of h.
+
+        Args:
+            share: f and the gate, each float32 [n].
+        """
+        base, (factor, gate) = self.base[index(at)], share
+        params = self._device.params[torch.from_numpy(which.astype(np.int64))]
+        if op is Op.SCALE:
+            return ((1 - gate) + gate * params[:, layout.A])[:, None] * base
+        kept = 1 - factor
+        if op is Op.RECONSTRUCT:
+            kept = 1 - factor * params[:, layout.B]
+            vectors = self._sae.decoded[self._rows[at]]
+        else:
+            vectors = self._device.vectors(self._writes(at, words))
+            if op is Op.MULTIPLY:
+                vectors = vectors * base
+            elif op is Op.RAISE:
+                vectors = vectors + self._device.above(base, which)
+            elif op is Op.MAP:
+                vectors = vectors + self._device.mapped(base, words[:, layout.READ])
+        mixed = kept[:, None] * base + factor[:, None] * vectors
+        is_all = (factor == 1) & (kept == 0)
+        return torch.where(is_all[:, None], vectors, mixed)
 
     def _code(self, at: Rows, words: Ints) -> None:
         """Store what the SAEs make of rows `at`."""
@@ -457,15 +429,14 @@ class _Work:
 
     def _restore_norm(self, at: Rows, words: Ints) -> None:
         """Rescale the stream of rows `at` to the norm of h, where their mask is not zero."""
-        assert self.entered is not None, "a program with KEEP is not plain"
         rows = index(at)
-        stream = self.entered[rows] + self.delta[rows]
-        wanted, found = norm(self._seen(rows, words)), norm(self._masked(stream, words))
-        ratio = torch.where((found == 0) | (found == wanted), 1.0, wanted / found)
-        # Not an addition to delta: where delta is large, its last digit may be larger than h.
-        change = stream * ratio[:, None] - self.entered[rows]
-        kept = (ratio[:, None] == 1) | (self._masked(torch.ones_like(stream), words) == 0)
-        self.delta[rows] = torch.where(kept, self.delta[rows], change)
+        wanted = norm(self._seen(rows, words))
+        reached = norm(self._masked(self._stream(rows), words))
+        differs = ((reached != 0) & (reached != wanted)).numpy()
+        if differs.any():
+            at, words = at[differs], words[differs]
+            ratio = (wanted / reached)[torch.from_numpy(differs)]
+            self._make(at, words, self._stream(index(at)) * ratio[:, None])
 
     def _set_gates(self, at: Rows, words: Ints, a: Tensor, b: Tensor, c: Tensor) -> None:
         slots = words[:, layout.SLOT]
@@ -480,19 +451,3 @@ class _Work:
             x[torch.from_numpy(scored)] += self._device.scores[place]
         step = torch.from_numpy((words[:, layout.FLAGS] & _STEP) != 0)
         self.gate[index(at)] = torch.where(step, (x > b).float(), sigmoid(c * (x - b)))
-
-
-def _above(device: _Device, base: Tensor, which: Ints) -> Tensor:
-    """Return what a RAISE makes of components where its vector is 0, [n, 1]."""
-    margin = device.params[torch.from_numpy(which.astype(np.int64)), layout.B]
-    largest = base.amax(1)
-    return (largest + margin * largest.abs().clamp_min(1.0))[:, None]
-
-
-def _mapped(device: _Device, base: Tensor, starts: Ints) -> Tensor:
-    """Return the products of each row with its matrix, [n, W]."""
-    found = torch.empty_like(base)
-    for start in np.unique(starts):
-        mine = torch.from_numpy(starts == start)
-        found[mine] = base[mine] @ device.matrix(int(start)).T
-    return found

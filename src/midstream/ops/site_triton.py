@@ -14,9 +14,10 @@ import triton
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.map_kernel import map_kernel
 from midstream.ops.sae.launch import launch_saes
 from midstream.ops.sae.reference import SaeBuffers
-from midstream.ops.site_kernel import NEIGHBOURS, map_kernel, site_kernel
+from midstream.ops.site_kernel import NEIGHBOURS, site_kernel
 
 MAX_WIDTH = 32768  # a row is one block, in registers
 

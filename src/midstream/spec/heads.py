@@ -13,7 +13,7 @@ from midstream.spec.vector import Vector
 from midstream.validation import MAX_ITEMS, as_list, at, is_int, kind, read_int
 
 # Operations that read or write h by itself, not only by their vectors.
-_OF_H = (Op.ADD_MATCHED, Op.REPLACE, Op.SCALE)
+_OF_H = (Op.ADD_MATCHED, Op.REPLACE, Op.SCALE, Op.MULTIPLY)
 
 
 def read_indices(value: object, field: str) -> tuple[int, ...]:

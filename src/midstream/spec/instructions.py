@@ -74,7 +74,9 @@ class Instruction:
         if self.op is Op.MAP:
             assert self.read is not None
             return abs(self.a) * max(self.read.norm + 1, longest)
-        if self.op in (Op.ADD, Op.ADD_MATCHED, Op.REPLACE, Op.MULTIPLY, Op.RAISE):
+        if self.op is Op.MULTIPLY:
+            return abs(self.a) * (longest + 1)
+        if self.op in (Op.ADD, Op.ADD_MATCHED, Op.REPLACE, Op.RAISE):
             return abs(self.a) * longest
         if self.op is Op.SCALE:
             return abs(self.a - 1)

@@ -29,11 +29,12 @@ SITE = {**ROW, **LIMIT, "has_maps": True, "has_saes": True}
 
 def _kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Each kernel with its constants and the options of its launch."""
+    from midstream.ops.map_kernel import map_kernel
     from midstream.ops.sae.kernel import change_kernel, decode_kernel, encode_kernel
     from midstream.ops.scan.kernel import scan_kernel
     from midstream.ops.scan.launch import MAX_DEPTH, TILE_ROWS
     from midstream.ops.scan.launch import launch_options as of_scans
-    from midstream.ops.site_kernel import map_kernel, site_kernel
+    from midstream.ops.site_kernel import site_kernel
     from midstream.ops.site_triton import _launch_options
     from midstream.runtime.worker.attention.scores_kernel import scores_kernel
 

@@ -87,10 +87,7 @@ class Scale(Operation):
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         if isinstance(self.factor, Vector):
             with at("factor"):
-                factors = by_value(self.factor, width).numpy()
-            # Rounded once, so that a factor of 1 changes no bit.
-            change = Vector.parse(factors.astype("f8") - 1)
-            steps = [Instruction(Op.MULTIPLY, write=(change,), a=1.0)]
+                steps = [Instruction(Op.MULTIPLY, write=(by_value(self.factor, width),), a=1.0)]
         else:
             steps = [Instruction(Op.SCALE, a=float32(self.factor))]
         if self.shift is not None:

@@ -104,8 +104,8 @@ class LocalCalls:
 
         Args:
             address: of the tap's table.
-            hidden: [T, width], the stream, or the half of it that is edited. Mutated.
-            residual: [T, width] or None, the other half.
+            hidden: [T, width], the stream, or one half of it. Mutated.
+            residual: [T, width] or None, the other half. Mutated.
         """
         for call in self._pending.pop(address, ()):
             if not call.request.problem:
@@ -148,8 +148,10 @@ class LocalCalls:
         elif residual is None:
             hidden[rows] = made
         else:
-            change = made.float() - stream.float()
-            hidden[rows] = (mine.float() + change).to(hidden.dtype)
+            same, high = made == stream, made.to(residual.dtype)
+            low = (made.float() - high.float()).to(hidden.dtype)
+            residual[rows] = residual[rows].where(same, high)
+            hidden[rows] = mine.where(same, low)
 
     def _fail(self, call: _Call, problem: str) -> None:
         one = call.use.function

@@ -1,0 +1,84 @@
+"""Writing of changed rows: into one tensor, or into two whose sum is the stream.
+
+vLLM keeps the residual stream as two tensors, hidden and residual. A changed row is written to both
+as a high and a low part: residual = round(row), hidden = round(row − residual). So a row of any
+length is as exact as two numbers of the dtype can be, whatever was in the tensors before.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from midstream.ops import layout
+from midstream.ops.row_views import Index
+
+Flagged = NDArray[np.bool_] | bool
+
+
+def write_rows(
+    hidden: Tensor, residual: Tensor | None, rows: Index, delta: Tensor, whole: Tensor | None = None
+) -> Flagged:
+    """Write rows of the stream. A component that is as it was keeps its bits, a zero's sign too.
+
+    Args:
+        hidden: [T, W]. Mutated.
+        residual: [T, W] or None. Mutated.
+        rows: index of n rows.
+        delta: float32 [n, W] or [W], what is added to the rows; where `whole`, the rows themselves.
+        whole: bool [n, 1]; None: no row is.
+
+    Returns:
+        Which rows have a value that saturated or is not finite; False: none.
+    """
+    half = hidden[rows].float()
+    rest = None if residual is None else residual[rows].float()
+    entered = half if rest is None else half + rest
+    row, lost = _sum(half, rest, delta)
+    same = delta == 0
+    if whole is not None:
+        kept = (delta == entered) | (delta.isnan() & entered.isnan())
+        row, same = torch.where(whole, delta, row), torch.where(whole, kept, same)
+        lost = None if lost is None else lost.masked_fill(whole, 0.0)
+    target = hidden if residual is None else residual
+    flagged: Flagged = False
+    low, high = torch.aminmax(row)  # both are NaN if any value is
+    limit = layout.limit_of(str(target.dtype).removeprefix("torch."))
+    if not (-limit <= float(low) and float(high) <= limit):
+        size = entered.abs()
+        was_beyond = (size > limit) & (size <= torch.finfo(target.dtype).max)
+        bound = torch.where(was_beyond, size, limit)
+        beyond = ~same & ~(row.abs() <= bound)
+        row = torch.where(beyond, row.nan_to_num(0.0).clamp(-bound, bound), row)
+        lost = None if lost is None else lost.masked_fill(beyond, 0.0)
+        flagged = (beyond | ~row.isfinite()).any(1).numpy()
+    upper = row.to(target.dtype)
+    target[rows] = torch.where(same, target[rows], upper)
+    if lost is not None:
+        lower = ((row - upper.float()) + lost).to(hidden.dtype)
+        hidden[rows] = torch.where(same, hidden[rows], lower)
+    return flagged
+
+
+def _sum(half: Tensor, rest: Tensor | None, delta: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return half + rest + delta, and what rounding took off the second sum (Knuth's two-sum), so
+    that the low part of a row is no less exact than a change of `half` alone; None without `rest`.
+    """
+    added = half + delta
+    if rest is None:
+        return added, None
+    row = rest + added
+    back = row - rest
+    return row, (rest - (row - back)) + (added - back)
+
+
+def nonfinite(rows: Tensor) -> Flagged:
+    """Return which rows have a value that is not finite; False: none."""
+    low, high = torch.aminmax(rows)  # both are NaN if any value is
+    if -math.inf < float(low) and float(high) < math.inf:
+        return False
+    return (~rows.isfinite().all(1)).numpy()
