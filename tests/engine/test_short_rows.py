@@ -16,7 +16,7 @@ from midstream import Capture, Replace, Scale, Steer
 PROMPT = [1, 504, 3575, 282, 4649, 314, 7042]
 LAYER = 20
 LENGTHS = (100.0, 1.0, 0.01)
-# The rounding of a row in bfloat16 is 2⁻⁹ of each number; a capture rounds the row once more.
+# A rounding in bfloat16 is 2⁻⁹ to 2⁻⁸ of each number; a capture rounds the row once more.
 ROUNDING = {"bfloat16": 2.0**-8, "float32": 2.0**-20}
 
 

@@ -49,9 +49,11 @@ def write_rows(
     low, high = torch.aminmax(row)  # both are NaN if any value is
     limit = layout.limit_of(str(target.dtype).removeprefix("torch."))
     if not (-limit <= float(low) and float(high) <= limit):
-        size = entered.abs()
-        was_beyond = (size > limit) & (size <= torch.finfo(target.dtype).max)
-        bound = torch.where(was_beyond, size, limit)
+        bound = torch.full_like(row, limit)
+        if target.dtype == torch.float16:
+            size = entered.abs()
+            was_beyond = (size > limit) & (size <= torch.finfo(target.dtype).max)
+            bound = torch.where(was_beyond, size, bound)
         beyond = ~same & ~(row.abs() <= bound)
         row = torch.where(beyond, row.nan_to_num(0.0).clamp(-bound, bound), row)
         lost = None if lost is None else lost.masked_fill(beyond, 0.0)

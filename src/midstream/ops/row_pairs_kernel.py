@@ -9,7 +9,8 @@ import triton.language as tl
 @triton.jit
 def made_row(delta, whole, value, other, has_residual: tl.constexpr):
     """Return the row that a program made of the halves `value` and `other`, what rounding took off
-    it, and where it is as it was. `delta` is added to the stream; if `whole`, it is the row.
+    it, and where it is as it was. `delta` is the row if `whole`, else what is added to the stream;
+    `whole` is None where it never is the row.
     """
     entered = value.to(tl.float32)
     added = entered + delta
@@ -20,12 +21,19 @@ def made_row(delta, whole, value, other, has_residual: tl.constexpr):
         entered += rest
         row = rest + added
         back = row - rest
-        lost = (rest - (row - back)) + (added - back)
-    # Selections, not branches: the compiler would keep all values of a branch in registers.
-    is_whole = whole != 0
-    is_same = (delta == entered) | ((delta != delta) & (entered != entered))
-    same = tl.where(is_whole, is_same, delta == 0.0)
-    return tl.where(is_whole, delta, row), tl.where(is_whole, 0.0, lost), same
+        lost = added - back
+        if other.dtype == tl.float32:
+            # Half precision is rounded by more than is missing here where `added` is the larger.
+            lost += rest - (row - back)
+    same = delta == 0.0
+    if whole is not None:
+        # Selections, not branches: the compiler would keep all values of a branch in registers.
+        is_whole = whole != 0
+        is_same = (delta == entered) | ((delta != delta) & (entered != entered))
+        same = tl.where(is_whole, is_same, same)
+        row = tl.where(is_whole, delta, row)
+        lost = tl.where(is_whole, 0.0, lost)
+    return row, lost, same
 
 
 @triton.jit
@@ -47,16 +55,21 @@ def store_row(row, lost, same, value, other, half, rest, inside, has_residual: t
 
 
 @triton.jit
-def bounded_row(delta, whole, value, other, limit: tl.constexpr, has_residual: tl.constexpr):
-    """Return a row whose changed values are within the limit, or no farther than they were on
-    entry; and which values were beyond.
+def bounded_row(row, lost, same, value, other, limit: tl.constexpr, has_residual: tl.constexpr):
+    """Return a row within the limit, or, in float16, no farther than it was on entry; what rounding
+    took off it; and where a changed value was beyond, or a value is not finite. What is as it was
+    is not looked at otherwise. There is no branch for the rare case, as it would keep all values of
+    a row in registers.
     """
-    row, _, same = made_row(delta, whole, value, other, has_residual)
-    size = tl.abs(value.to(tl.float32))
-    if has_residual:
-        size = tl.abs(value.to(tl.float32) + other.to(tl.float32))
-    most: tl.constexpr = 65504.0 if other.dtype == tl.float16 else 3.3895e38
-    bound = tl.where((size > limit) & (size <= most), size, limit)
-    beyond = (same == 0) & ((tl.abs(row) <= bound) == 0)
-    held = tl.where(row < 0.0, -bound, tl.where(row > 0.0, bound, 0.0))
-    return tl.where(beyond, held, row), beyond
+    if other.dtype == tl.float16:
+        size = tl.abs(value.to(tl.float32))
+        if has_residual:
+            size = tl.abs(value.to(tl.float32) + other.to(tl.float32))
+        bound = tl.where((size > limit) & (size <= 65504.0), size, limit)
+        held = tl.minimum(tl.maximum(row, -bound), bound)
+    else:
+        held = tl.minimum(tl.maximum(row, -limit), limit)
+    beyond = held != row
+    lost = tl.where(beyond, 0.0, lost)
+    spoiled = beyond & ((same == 0) | ((tl.abs(row) < float("inf")) == 0))
+    return tl.where(row == row, held, 0.0), lost, spoiled

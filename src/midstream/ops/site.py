@@ -139,8 +139,9 @@ def site(
        once: as `residual[t] = round(row)` and `hidden[t] = round(row − residual[t])`, so that it is
        as exact as two numbers of the dtype can be, however short it is; or as `hidden[t] =
        round(row)` if there is no residual. A zero is zero in both.
-       A changed value saturates at `layout.limit_of` the dtype, or where it was on entry if that
-       is farther, and NaN becomes 0, so an edit never writes a value that is not finite.
+       A changed value saturates at `layout.limit_of` the dtype (in float16, or where it was on
+       entry if that is farther), and NaN becomes 0, so an edit never writes a value that is not
+       finite.
        A component that no instruction changes (a scale of zero, a clip out of reach, a closed gate,
        +v then −v) keeps every bit of both halves.
     2. If the token has a record and its group captures this site, `ring[...] = hidden[t] +

@@ -76,6 +76,11 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
 def _larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -172,13 +177,6 @@ def _any_infinite(x, block: tl.constexpr):
     infinite: tl.constexpr = 0x7F800000 if x.dtype == tl.float32 else half
     peak = tl.reduce(tl.reshape(bits, [block // NEIGHBOURS, NEIGHBOURS]), 1, _larger)
     return tl.max((peak >= infinite).to(tl.int32), axis=0)
-
-
-@triton.jit
-def _any_beyond(x, limit: tl.constexpr, block: tl.constexpr):
-    """Return 1 if a magnitude of a float32 row is more than `limit`, or NaN; else 0."""
-    peak = tl.reduce(tl.reshape(tl.abs(x), [block // NEIGHBOURS, NEIGHBOURS]), 1, _larger)
-    return tl.max(((peak <= limit) == 0).to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -353,6 +351,44 @@ def _run(
 
 
 @triton.jit
+def _write(
+    delta,
+    whole,
+    value,
+    other,
+    half,
+    rest,
+    target,
+    captured,
+    totals,
+    inside,
+    limit: tl.constexpr,
+    has_residual: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Store the row that a program made, and copy it to `target` if it is captured."""
+    made, lost, same = made_row(delta, whole, value, other, has_residual)
+    made, lost, spoiled = bounded_row(made, lost, same, value, other, limit, has_residual)
+    low, high = store_row(made, lost, same, value, other, half, rest, inside, has_residual)
+    spoiled = tl.reshape(spoiled.to(tl.int32), [block // NEIGHBOURS, NEIGHBOURS])
+    spoiled = tl.reduce(spoiled, 1, _either)
+    tl.store(totals + _NONFINITE, 1, mask=tl.max(spoiled, axis=0) != 0)
+    if captured:
+        _copy(low, high, target, totals, inside, has_residual, block)
+
+
+@triton.jit
+def _copy(low, high, target, totals, inside, has_residual: tl.constexpr, block: tl.constexpr):
+    """Copy a row, the sum of two parts, to `target`."""
+    copied = low.to(tl.float32)
+    if has_residual:
+        copied += high.to(tl.float32)
+    copied = copied.to(target.dtype.element_ty)
+    tl.store(target, copied, mask=inside)
+    tl.store(totals + _NONFINITE, 1, mask=_any_infinite(copied, block) != 0)
+
+
+@triton.jit
 def site_kernel(
     hidden,
     residual,
@@ -418,14 +454,22 @@ def site_kernel(
         if has_residual:
             rest = residual + row * residual_stride + columns
         if count > 0:
-            whole = tl.full((), 0, tl.int32)
+            target = ring + (first + record - 1 + place - 1).to(tl.int64) * unit + columns
             if kind == _PLAIN:
                 value = tl.load(half, mask=inside, other=0.0)
+                other = value
+                if has_residual:
+                    other = tl.load(rest, mask=inside, other=0.0)
                 delta, done = _product(start, instructions, numbers, bank, columns, inside, unit)
                 for at in range(start + 1, start + count):
                     added, one = _product(at, instructions, numbers, bank, columns, inside, unit)
                     delta = delta + added
                     done += one
+                tl.store(totals + _EDITS, edits + done)
+                _write(
+                    delta, None, value, other, half, rest, target, captured, totals, inside, limit,
+                    has_residual, block,
+                )  # fmt: skip
             else:
                 delta, whole, done = _run(
                     start, count, row, token, ids, totals, instructions, numbers, lists, bank,
@@ -434,33 +478,16 @@ def site_kernel(
                     width, unit, has_residual, has_maps, has_saes,
                 )  # fmt: skip
                 value = tl.load(half, mask=inside, other=0.0)
-            tl.store(totals + _EDITS, edits + done)
-            other = value
-            if has_residual:
-                other = tl.load(rest, mask=inside, other=0.0)
-            made, lost, same = made_row(delta, whole, value, other, has_residual)
-            beyond_limit = _any_beyond(made, limit, block)
-            # Times 1: otherwise the compiler keeps the sums above in registers until here.
-            delta *= (beyond_limit >= 0).to(tl.float32)
-            if beyond_limit != 0:  # rare
-                delta, beyond = bounded_row(delta, whole, value, other, limit, has_residual)
-                whole = tl.full((), 1, tl.int32)
-                spoiled = (inside & (beyond | is_infinite(delta))).to(tl.int32)
-                tl.store(totals + _NONFINITE, 1, mask=tl.max(spoiled, axis=0) != 0)
-            made, lost, same = made_row(delta, whole, value, other, has_residual)
-            low, high = store_row(
-                made, lost, same, value, other, half, rest, inside, has_residual
-            )  # fmt: skip
+                other = value
+                if has_residual:
+                    other = tl.load(rest, mask=inside, other=0.0)
+                tl.store(totals + _EDITS, edits + done)
+                _write(
+                    delta, whole, value, other, half, rest, target, captured, totals, inside, limit,
+                    has_residual, block,
+                )  # fmt: skip
         else:
-            low = tl.load(half, mask=inside, other=0.0)
-            high = low
-            if has_residual:
-                high = tl.load(rest, mask=inside, other=0.0)
-        if captured:
-            copied = low.to(tl.float32)
-            if has_residual:
-                copied += high.to(tl.float32)
-            copied = copied.to(ring.dtype.element_ty)
-            target = (first + record - 1 + place - 1).to(tl.int64) * unit
-            tl.store(ring + target + columns, copied, mask=inside)
+            copied = _entered(half, rest, inside, has_residual).to(ring.dtype.element_ty)
+            target = ring + (first + record - 1 + place - 1).to(tl.int64) * unit + columns
+            tl.store(target, copied, mask=inside)
             tl.store(totals + _NONFINITE, 1, mask=_any_infinite(copied, block) != 0)
