@@ -19,11 +19,12 @@ from midstream.config.config import KEY
 from midstream.config.http import HttpSettings
 from midstream.config.server_folder import own_folder, remove_if_left
 from midstream.errors import HttpError, SpecError
-from midstream.runtime.frontend.request.call_plan import plan_of, with_plan
+from midstream.runtime.frontend.request.call_plan import plan_of, with_plan, without_plan
 from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
 from midstream.server.capture_cache import CachedCapture, CaptureCache
-from midstream.server.http_request import CURRENT, RequestContext
+from midstream.server.http_request import RequestContext
+from midstream.server.open_requests import OpenRequests
 from midstream.server.patched_rows import opened_rows
 from midstream.server.peers import Peers
 from midstream.server.request_field import MidstreamField
@@ -56,6 +57,7 @@ class Server:
 
     Attributes:
         peers: the other API server processes of this server; None: there are none.
+        open_requests: the requests with the field `midstream` that are not answered yet.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Server:
         self.peers: Peers | None = None
         self._answers: ResultEncoder | None = None
         self._template: dict[str, Any] = {}
+        self.open_requests = OpenRequests()
         self.running = RunningRequests()
         self.sweeps = SweepPace(settings.running_sweeps)
 
@@ -112,7 +115,7 @@ class Server:
         self.peers, self._shared = _join(llm, limits.shared_folder)
         self._llm = llm
         audit_log.log_event("ready", version=__version__, taps=len(info.shape.taps))
-        # Override the method on this instance only: calls within an HTTP request get its plan.
+        # Override the method on this instance only: the calls of an HTTP request get its plan.
         generate = llm.generate
         llm.generate = lambda *args, **named: self._generate(generate, *args, **named)
 
@@ -275,7 +278,7 @@ class Server:
     def _generate(
         self, generate: Any, prompt: Any, params: Any, request_id: str, **named: Any
     ) -> AsyncGenerator[Any, None]:
-        context = CURRENT.get()
+        context = self.open_requests.find(params)
         if context is None:
             asked = plan_of(params)  # rejects what it does not understand
             if asked is not None:
@@ -289,7 +292,9 @@ class Server:
             return stream
         plan = context.request_field.plan
         running: AbstractContextManager[None] = nullcontext()
-        if plan is not None:
+        if plan is None:
+            params = without_plan(params)
+        else:
             own = context.call_plan(self.settings, context.client if self._has_key else "")
             # vLLM gives the calls of other requests numbers, also if there is only one.
             is_numbered, first = context.messages is None, context.calls * params.n
