@@ -76,8 +76,8 @@ CONNECTIONS: tuple[Fault, ...] = (
     Fault(
         "A plan that reached no engine call is answered as if it had been carried out",
         "server/response_writer.py",
-        "        if not self._context.calls:\n",
-        "        if False:\n",
+        "    if not context.calls:\n",
+        "    if False:\n",
         _OPEN + "test_an_answer_without_an_engine_call_of_its_plan_is_an_error",
     ),
     Fault(

@@ -280,14 +280,7 @@ class Server:
     ) -> AsyncGenerator[Any, None]:
         context = self.open_requests.find(params)
         if context is None:
-            asked = plan_of(params)  # rejects what it does not understand
-            if asked is not None:
-                foreign = asked.coming_from if isinstance(asked, Plan) else ()
-                raise SpecError(
-                    f"extra_args.{foreign[0][0] if foreign else KEY}",
-                    f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's "
-                    f"field {KEY}",
-                )
+            _check_plain(params)
             stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
             return stream
         plan = context.request_field.plan
@@ -302,6 +295,22 @@ class Server:
             running = self.running.running(call)
             params = with_plan(params, own)
         return context.track(generate(prompt, params, request_id, **named), params.n, running)
+
+
+def _check_plain(params: Any) -> None:
+    """Check that an engine call which belongs to no open request asks nothing of midstream.
+
+    Raises:
+        SpecError: it has a plan, an id of a request, or what midstream does not understand.
+    """
+    asked = plan_of(params)
+    if asked is not None:
+        foreign = asked.coming_from if isinstance(asked, Plan) else ()
+        raise SpecError(
+            f"extra_args.{foreign[0][0] if foreign else KEY}",
+            f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's field "
+            f"{KEY}",
+        )
 
 
 def _join(llm: Any, shared: str | None) -> tuple[Peers | None, SharedFolder | None]:

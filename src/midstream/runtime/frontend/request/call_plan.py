@@ -152,6 +152,6 @@ def without_plan(params: Any) -> Any:
     """Return a shallow copy of sampling parameters without what midstream reads of its
     `extra_args`.
     """
-    own = copy.copy(params)
-    own.extra_args = other_args(params) or None
-    return own
+    plain = copy.copy(params)
+    plain.extra_args = other_args(params) or None
+    return plain
