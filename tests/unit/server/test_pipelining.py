@@ -16,7 +16,7 @@ from support.nightly import rounds
 from support.pipelined import ADDRESSES, KEYS, KINDS, Connection, Pipelines, ask, draw
 
 SERVERS = [("asyncio", "h11"), ("asyncio", "httptools"), ("uvloop", "h11"), ("uvloop", "httptools")]
-SEQUENCES = rounds(suite=200, nightly=500)  # for each kind of server
+SEQUENCES = rounds(suite=500, nightly=2500)  # for each kind of server
 THREADS = 4
 
 
