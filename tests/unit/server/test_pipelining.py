@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Iterator
@@ -15,18 +16,21 @@ from support.listening import Listening
 from support.nightly import rounds
 from support.pipelined import ADDRESSES, KEYS, KINDS, Connection, Pipelines, ask, draw
 
-SERVERS = [("asyncio", "h11"), ("asyncio", "httptools"), ("uvloop", "h11"), ("uvloop", "httptools")]
-SEQUENCES = rounds(suite=500, nightly=2500)  # for each kind of server
+TASK = "task"  # a middleware runs what is behind it in a task of its own
+SERVERS = [
+    ("asyncio", "h11"), ("asyncio", "httptools"), ("uvloop", "h11"), ("uvloop", "httptools"),
+    ("uvloop", "httptools", TASK),
+]  # fmt: skip
+SEQUENCES = rounds(suite=400, nightly=2000)  # for each kind of server
 THREADS = 4
 
 
 @pytest.fixture(scope="module", params=SERVERS, ids="-".join)
 def pipelines(request: pytest.FixtureRequest) -> Iterator[Pipelines]:
     """A server with keys, whose clients share a connection."""
-    loop, http = request.param
+    loop, http, *more = request.param
     listening = Listening(loop=loop, http=http, has_key=True)
-    if loop == "uvloop":
-        # Starlette runs what is behind a middleware of this kind in a task of its own.
+    if TASK in more:
         listening.site.app.add_middleware(BaseHTTPMiddleware, dispatch=passed_on)
     with listening:
         yield Pipelines(listening, KEYS)
@@ -58,19 +62,26 @@ def test_a_request_behind_another_one_runs_with_its_own_plan(
     assert pipelines.wrong_plans() == []
 
 
-@pytest.mark.parametrize("seconds", [0.02, 0.2])
-def test_a_request_that_comes_while_another_one_runs_or_after_it_runs_with_its_own_plan(
-    default: Pipelines, seconds: float
+@pytest.mark.parametrize("when", ["while it runs", "after its answer"])
+@pytest.mark.parametrize("first", ["steered, long", "steered, streamed", "captured chat"])
+def test_a_request_that_comes_later_on_the_connection_runs_with_its_own_plan(
+    default: Pipelines, first: str, when: str
 ) -> None:
-    steered, plain = ask("steered, long", "one"), ask("plain", "two")
+    before, plain = ask(first, "one"), ask("plain", "two")
     expected = default.answer_alone(plain)
+    engine = default.listening.site.engine
+    engine.pause = lambda: asyncio.sleep(0.02)
     with Connection(default.listening.address) as connection:
         for _ in range(5):
-            first, second = default.name(steered), default.name(plain)
-            connection.send(steered.encoded(first))
-            time.sleep(seconds)
-            connection.send(plain.encoded(second))
-            default.read(connection, steered, first)
+            name, second = default.name(before), default.name(plain)
+            connection.send(before.encoded(name))
+            if when == "while it runs":
+                while name not in default.ran:
+                    time.sleep(0.001)
+                connection.send(plain.encoded(second))
+            default.read(connection, before, name)
+            if when == "after its answer":
+                connection.send(plain.encoded(second))
             assert default.read(connection, plain, second) == expected
     assert default.wrong_plans() == []
 
