@@ -8,6 +8,7 @@ from __future__ import annotations
 from support.fault import Fault
 from support.faults_acts import ACTS
 from support.faults_attention import ATTENTION
+from support.faults_connections import CONNECTIONS
 from support.faults_fit import FIT
 from support.faults_gates import GATES
 from support.faults_kept import KEPT
@@ -491,6 +492,7 @@ FAULTS: tuple[Fault, ...] = (
     *VIZ,
     *SERVERS,
     *SHARED,
+    *CONNECTIONS,
     *STUDIO,
     *OPERATIONS,
     *RANKS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -14,9 +13,7 @@ from unittest.mock import patch
 
 import httpx
 import torch
-from fastapi import APIRouter, FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette import exceptions
+from fastapi import APIRouter, FastAPI
 
 from midstream.errors import SpecError
 from midstream.results.activations import Activations
@@ -35,23 +32,13 @@ from midstream.sinks.sink_set import SinkSet
 from midstream.spec import ModelShape, Plan
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
+from support.serving_endpoints import Params, add_endpoints
 from support.sinking import ORIGIN
 from support.sweep_fake import FakeSweeps
 
 WIDTH = 3
 SHAPE = ModelShape(4, WIDTH, [("resid_post", n) for n in range(4)] + [("resid_mid", 2)])
 TOKENS = 3  # that are generated
-
-
-@dataclass
-class Params:
-    """As vLLM's sampling params, as far as midstream looks at them."""
-
-    n: int = 1
-    extra_args: dict[str, Any] | None = None
-
-    def clone(self) -> Params:
-        return replace(self)
 
 
 CHARACTERS = SimpleNamespace(
@@ -295,7 +282,7 @@ async def make(*, host: str | None = "127.0.0.1", has_key: bool = False, **http:
         additional_config={"midstream": {"http": http or True}},
     )
     site = Site(app, engine)
-    _add_endpoints(site)
+    add_endpoints(site)
     endpoints = Endpoints()
     with (
         # It imports vLLM, which takes seconds.
@@ -375,122 +362,3 @@ def scope_of(length: str | None = None) -> dict[str, Any]:
         "server": ("test", 80),
         "scheme": "http",
     }
-
-
-def _add_endpoints(site: Site) -> None:
-    async def failed(request: Request, error: Any) -> Any:
-        content = {"message": str(error.detail), "type": "", "param": None}
-        return JSONResponse({"error": {**content, "code": error.status_code}}, error.status_code)
-
-    site.app.add_exception_handler(exceptions.HTTPException, failed)
-
-    async def completions(request: Request) -> Any:
-        return await _answer(site, await _seen(site, request), "prompt")
-
-    async def chat(request: Request) -> Any:
-        return await _answer(site, await _seen(site, request), "messages")
-
-    async def responses(request: Request) -> Any:
-        body = await _seen(site, request)
-
-        async def turns() -> None:
-            for nth in range(body.get("turns", 1)):
-                async for _ in site.engine.generate(body["input"], Params(), f"resp-{nth}"):
-                    pass
-
-        value = {"id": "resp", "object": "response", "output": []}
-        if not body.get("stream"):
-            await turns()
-            return JSONResponse(value)
-        last = json.dumps({"type": "response.completed", "response": value})
-
-        async def events() -> AsyncIterator[str]:
-            yield 'event: response.created\ndata: {"type": "response.created"}\n\n'
-            await turns()
-            yield f"event: response.completed\ndata: {last}\n\n"
-
-        return StreamingResponse(events(), media_type="text/event-stream")
-
-    async def embeddings(request: Request) -> Any:
-        await _seen(site, request)
-        return JSONResponse({"data": []})
-
-    for path, endpoint in (
-        ("/v1/completions", completions),
-        ("/v1/chat/completions", chat),
-        ("/v1/responses", responses),
-        ("/v1/embeddings", embeddings),
-    ):
-        site.app.add_route(path, endpoint, methods=["POST"])
-
-
-async def _seen(site: Site, request: Request) -> Any:
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError):
-        # As FastAPI has it.
-        raise HTTPException(400, "There was an error parsing the body") from None
-    site.seen.append(body)
-    return body
-
-
-async def _answer(site: Site, body: dict[str, Any], what: str) -> Any:
-    given = body[what]
-    prompts = ["chat"] if what == "messages" else given if isinstance(given, list) else [given]
-    count = body.get("n", 1)
-    calls = [
-        site.engine.generate(
-            prompt, Params(count, dict(body.get("vllm_xargs") or {}) or None), f"cmpl-{nth}"
-        )
-        for nth, prompt in enumerate(prompts)
-    ]
-    if body.get("stream"):
-        return StreamingResponse(
-            _events(calls, count, body),
-            media_type="text/event-stream",
-        )
-    choices = []
-    for nth, call in enumerate(calls):
-        texts = [""] * count
-        try:
-            async for output in call:
-                for one in output.outputs:
-                    texts[one.index] += one.text
-        except ValueError as error:
-            return JSONResponse(_error(error), 400)
-        choices += [
-            {"index": nth * count + index, "text": text, "finish_reason": "length"}
-            for index, text in enumerate(texts)
-        ]
-    if body.get("gone"):
-        # As vLLM answers a client that has gone away.
-        return JSONResponse(None)
-    return JSONResponse({"id": "cmpl", "object": "text_completion", "choices": choices})
-
-
-async def _events(calls: list[Any], count: int, body: dict[str, Any]) -> AsyncIterator[str]:
-    if "comment" in body:
-        yield f": {body['comment']}\n\n"
-    # vLLM writes chunks without spaces.
-    separators = (", ", ": ") if body.get("spaced") else (",", ":")
-    try:
-        for nth, call in enumerate(calls):
-            async for output in call:
-                for one in output.outputs:
-                    choice = {
-                        "index": body.get("events_of", 0) + nth * count + one.index,
-                        "text": one.text,
-                        "finish_reason": one.finish_reason,
-                    }
-                    chunk = {"id": "cmpl", "choices": [choice]}
-                    yield f"data: {json.dumps(chunk, separators=separators)}\n\n"
-    except ValueError as error:
-        yield f"data: {json.dumps(_error(error))}\n\n"
-    finally:
-        for call in calls:
-            await call.aclose()
-    yield "data: [DONE]\n\n"
-
-
-def _error(error: Exception) -> dict[str, Any]:
-    return {"error": {"message": str(error), "type": "BadRequestError", "code": 400}}

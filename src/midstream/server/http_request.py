@@ -1,14 +1,9 @@
-"""State of one HTTP request: its plan on the way in, its results on the way out.
-
-vLLM's request handler runs in the context of the middleware that called it, so the engine finds the
-request's state in the context variable `CURRENT`.
-"""
+"""State of one HTTP request: its plan on the way in, its results on the way out."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import AsyncGeneratorType
 from typing import Any
@@ -22,7 +17,6 @@ from midstream.server.request_field import MidstreamField
 from midstream.sites import Tap
 
 _SHOWN = 500  # characters of a problem in the log
-CURRENT: ContextVar[RequestContext | None] = ContextVar("midstream_request", default=None)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import json
 import re
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -23,7 +23,8 @@ from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.server.body_values import LONG, check_values
 from midstream.server.http_errors import send_error
-from midstream.server.http_request import CURRENT, RequestContext
+from midstream.server.http_request import RequestContext
+from midstream.server.open_requests import carry_id
 from midstream.server.peers import PEER
 from midstream.server.refusal_logger import RefusalLogger
 from midstream.server.request_field import MidstreamField, take_field
@@ -43,6 +44,36 @@ STEERING_HEADER = b"x-midstream-steering"
 _WRITES = frozenset({"POST", "PUT", "PATCH"})
 _FORM_FIELD = re.compile(rf'(?<![A-Za-z])(?i:name)="?{KEY}["\s;]'.encode())
 _FORM_BYTES = len(f'name="{KEY}"') + 1  # of a match, and what is before it
+
+
+class _Parsed(NamedTuple):
+    """A body with the field `midstream`.
+
+    Attributes:
+        field: the field.
+        value: the body without it, and with the request's id.
+        id: see `open_requests`.
+        body: `value` as JSON.
+    """
+
+    field: MidstreamField
+    value: dict[str, Any]
+    id: str
+    body: bytes
+
+
+class _Opened(NamedTuple):
+    """A request with the field `midstream`.
+
+    Attributes:
+        context: its state.
+        id: see `open_requests`.
+        body: what vLLM's handler gets.
+    """
+
+    context: RequestContext
+    id: str
+    body: bytes
 
 
 class Middleware:
@@ -86,26 +117,28 @@ class Middleware:
         headers = Headers(scope=scope)
         is_form = headers.get("content-type", "").lower().startswith("multipart/")
         is_read = self._is_read(scope, path)
-        context: RequestContext | None = None
+        opened: _Opened | None = None
         try:
             _check_length(headers, limit)
             if path.startswith(_OWN):
                 self._server.check_host(headers)
             if is_read and not is_form:
                 body = await _read(receive, limit)
-                context, body = await self._context(scope, path, body)
+                opened = await self._open(scope, path, body)
+                body = body if opened is None else opened.body
                 scope, receive = _with_length(scope, body), _Replay(body, receive)
         except (HttpError, MidstreamError) as error:
             await send_error(HttpError.of(error), observer)
             return
-        if context is None:
+        if opened is None:
             given = _FormScan(receive, limit) if is_read and is_form else receive
             await self._answer(path, scope, given, observed)
             return
+        context = opened.context
         outgoing = ResponseWriter(context, self._server, observer, on_error)
-        token = CURRENT.set(context)
         try:
-            await self._app(scope, receive, outgoing)
+            with self._server.open_requests.opened(opened.id, context):
+                await self._app(scope, receive, outgoing)
         except asyncio.CancelledError:
             # A disconnected client does not cancel: the server is being stopped.
             await outgoing.refuse(HttpError(503, "the server shuts down; try again later"))
@@ -118,7 +151,6 @@ class Middleware:
             elif refusal is None or not await outgoing.refuse(refusal):
                 raise
         finally:
-            CURRENT.reset(token)
             await context.close(self._server.captures)
 
     async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,23 +193,19 @@ class Middleware:
             }
         return path in self._paths and not path.startswith(_OWN)
 
-    async def _context(
-        self, scope: Scope, path: str, body: bytes
-    ) -> tuple[RequestContext | None, bytes]:
-        """Return the state of a request with the field `midstream` and its body without the field;
-        None and the unchanged body if the field is absent.
-        """
+    async def _open(self, scope: Scope, path: str, body: bytes) -> _Opened | None:
+        """Return a request with the field `midstream`; None: the field is absent."""
         fields = self._fields_of(scope, path)
         if len(body) > LONG:
             parsed = await asyncio.to_thread(_parse, path, fields, body)
         else:
             parsed = _parse(path, fields, body)
         if parsed is None:
-            return None, body
+            return None
         self._server.check_host(Headers(scope=scope))
-        request_field, value, rest = parsed
-        request_field = await self._server.fill(scope, request_field)
-        return self._server.begin(scope, value, request_field), rest
+        request_field = await self._server.fill(scope, parsed.field)
+        context = self._server.begin(scope, parsed.value, request_field)
+        return _Opened(context, parsed.id, parsed.body)
 
     def _fields_of(self, scope: Scope, path: str) -> frozenset[str] | None:
         """Return the fields that vLLM defines for a body; None: the body is not vLLM's."""
@@ -216,11 +244,8 @@ async def _read(receive: Receive, limit: int) -> bytes:
             return b"".join(parts)
 
 
-def _parse(
-    path: str, fields: frozenset[str] | None, body: bytes
-) -> tuple[MidstreamField, dict[str, Any], bytes] | None:
-    """Return the field `midstream` of a body, and the body without it, parsed and as JSON; None if
-    the field is absent.
+def _parse(path: str, fields: frozenset[str] | None, body: bytes) -> _Parsed | None:
+    """Return a body with the field `midstream`; None if the field is absent.
 
     Args:
         path: path of the request.
@@ -257,8 +282,9 @@ def _parse(
         raise _rejected("unsupported together with use_beam_search", name)
     if value.get("background"):
         raise _rejected("unsupported together with background, which returns no result", name)
+    name = carry_id(value)
     try:
-        return request_field, value, json.dumps(value).encode()
+        return _Parsed(request_field, value, name, json.dumps(value).encode())
     except RecursionError:
         raise HttpError(400, "the JSON is nested too deeply") from None
 

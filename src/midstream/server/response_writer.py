@@ -118,6 +118,7 @@ class ResponseWriter:
         if not is_spliced and not isinstance(value, dict):
             # vLLM answers a request that its client aborted with `null`.
             return body
+        _check_reached(self._context)
         encoded = {
             choice: await self._server.answers.encode(self._context, choice, update)
             for choice, update in sorted(self._context.take_updates().items())
@@ -214,6 +215,7 @@ class ResponseWriter:
         ones.
         """
         if event.data == DONE:
+            _check_reached(self._context)
             return [*await self._remaining(), event]
         if self._context.is_single and _is_chunk(event):
             results = await self._encode(0)
@@ -222,6 +224,7 @@ class ResponseWriter:
         if not isinstance(value, dict):
             return [event]
         if value.get("type") in _FINAL_EVENTS:
+            _check_reached(self._context)
             encoded = await self._encode_all()
             if encoded:
                 value[KEY] = plain(_responses_field(encoded))
@@ -262,6 +265,17 @@ class ResponseWriter:
         return [
             await self._server.answers.encode(self._context, nth, update) for nth, update in taken
         ]
+
+
+def _check_reached(context: RequestContext) -> None:
+    """Check that a request's plan went with an engine call: else vLLM's answer is that of a request
+    without one.
+
+    Raises:
+        HttpError: 500, it did not.
+    """
+    if not context.calls:
+        raise HttpError(500, "vLLM made no engine call with this request's plan", KEY)
 
 
 def _is_last(event: Event) -> bool:

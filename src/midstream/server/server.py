@@ -19,11 +19,12 @@ from midstream.config.config import KEY
 from midstream.config.http import HttpSettings
 from midstream.config.server_folder import own_folder, remove_if_left
 from midstream.errors import HttpError, SpecError
-from midstream.runtime.frontend.request.call_plan import plan_of, with_plan
+from midstream.runtime.frontend.request.call_plan import plan_of, with_plan, without_plan
 from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
 from midstream.server.capture_cache import CachedCapture, CaptureCache
-from midstream.server.http_request import CURRENT, RequestContext
+from midstream.server.http_request import RequestContext
+from midstream.server.open_requests import OpenRequests
 from midstream.server.patched_rows import opened_rows
 from midstream.server.peers import Peers
 from midstream.server.request_field import MidstreamField
@@ -56,6 +57,7 @@ class Server:
 
     Attributes:
         peers: the other API server processes of this server; None: there are none.
+        open_requests: the requests with the field `midstream` that are not answered yet.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Server:
         self.peers: Peers | None = None
         self._answers: ResultEncoder | None = None
         self._template: dict[str, Any] = {}
+        self.open_requests = OpenRequests()
         self.running = RunningRequests()
         self.sweeps = SweepPace(settings.running_sweeps)
 
@@ -112,7 +115,7 @@ class Server:
         self.peers, self._shared = _join(llm, limits.shared_folder)
         self._llm = llm
         audit_log.log_event("ready", version=__version__, taps=len(info.shape.taps))
-        # Override the method on this instance only: calls within an HTTP request get its plan.
+        # Override the method on this instance only: the calls of an HTTP request get its plan.
         generate = llm.generate
         llm.generate = lambda *args, **named: self._generate(generate, *args, **named)
 
@@ -275,21 +278,16 @@ class Server:
     def _generate(
         self, generate: Any, prompt: Any, params: Any, request_id: str, **named: Any
     ) -> AsyncGenerator[Any, None]:
-        context = CURRENT.get()
+        context = self.open_requests.find(params)
         if context is None:
-            asked = plan_of(params)  # rejects what it does not understand
-            if asked is not None:
-                foreign = asked.coming_from if isinstance(asked, Plan) else ()
-                raise SpecError(
-                    f"extra_args.{foreign[0][0] if foreign else KEY}",
-                    f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's "
-                    f"field {KEY}",
-                )
+            _check_plain(params)
             stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
             return stream
         plan = context.request_field.plan
         running: AbstractContextManager[None] = nullcontext()
-        if plan is not None:
+        if plan is None:
+            params = without_plan(params)
+        else:
             own = context.call_plan(self.settings, context.client if self._has_key else "")
             # vLLM gives the calls of other requests numbers, also if there is only one.
             is_numbered, first = context.messages is None, context.calls * params.n
@@ -297,6 +295,22 @@ class Server:
             running = self.running.running(call)
             params = with_plan(params, own)
         return context.track(generate(prompt, params, request_id, **named), params.n, running)
+
+
+def _check_plain(params: Any) -> None:
+    """Check that an engine call which belongs to no open request asks nothing of midstream.
+
+    Raises:
+        SpecError: it has a plan, an id of a request, or what midstream does not understand.
+    """
+    asked = plan_of(params)
+    if asked is not None:
+        foreign = asked.coming_from if isinstance(asked, Plan) else ()
+        raise SpecError(
+            f"extra_args.{foreign[0][0] if foreign else KEY}",
+            f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's field "
+            f"{KEY}",
+        )
 
 
 def _join(llm: Any, shared: str | None) -> tuple[Peers | None, SharedFolder | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,45 +13,14 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 import torch
-import uvicorn
+from support.listening import Listening
 from support.open_files import MEMORY, SOCKET, open_files
-from support.serving_fake import Site, make, rows
+from support.serving_fake import rows
 
 from midstream import Capture, Probe, Steer
 from midstream.client import Client, ServerError
 
 V = [1.0, 2.0, 2.0]
-
-
-class Listening:
-    """A server in a thread."""
-
-    def __init__(self, **http: int) -> None:
-        self.site: Site = asyncio.run(make(**http))
-        config = uvicorn.Config(self.site.app, port=0, log_level="critical", lifespan="off")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        (server,) = self._server.servers
-        found: tuple[str, int] = server.sockets[0].getsockname()
-        return found
-
-    @property
-    def url(self) -> str:
-        return "http://{}:{}".format(*self.address)
-
-    def __enter__(self) -> Listening:
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self.site.server.close()
 
 
 @pytest.fixture

@@ -47,8 +47,12 @@ class DelayedSpan:
         self.context.run(self._make, {} if receipt is None else attributes_of(receipt))
 
     def _make(self, attributes: Mapping[str, Any]) -> None:
-        _ADDED.set((attributes, self.end))
-        self.make()
+        # What is begun while the span is made keeps the context, and may make other spans.
+        token = _ADDED.set((attributes, self.end))
+        try:
+            self.make()
+        finally:
+            _ADDED.reset(token)
 
 
 def delay_spans(processor: Any, spans_of: Callable[[str], list[DelayedSpan] | None]) -> None:

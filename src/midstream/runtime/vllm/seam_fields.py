@@ -371,6 +371,7 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
     ),
 )
 
+_CARRIED = ("vllm_xargs",), "an engine call carries the id of its HTTP request"
 SERVER_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.entrypoints.generate.base.serving",
@@ -378,4 +379,7 @@ SERVER_FIELDS: tuple[Fields, ...] = (
         ("engine_client", "system_fingerprint"),
         "responses name the active server-wide steering",
     ),
+    Fields("vllm.entrypoints.openai.completion.protocol", "CompletionRequest", *_CARRIED),
+    Fields("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest", *_CARRIED),
+    Fields("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest", *_CARRIED),
 )

@@ -105,3 +105,15 @@ def test_other_spans_are_as_they_were(attributes):
         lambda *args, **named: made.append((args, named)), "other", 1, **given
     )
     assert made == [(("other", 1), given)]
+
+
+def test_what_a_span_has_begun_makes_spans_of_its_own():
+    spans: list[DelayedSpan] = []
+    processor = Processor({"a": spans})
+    processor.do_tracing("out", state("a"), "stats")
+    (held,) = spans
+    held.finish(RECEIPT)
+    # A task or a timer that an exporter begins keeps the context of the span.
+    held.context.run(processor.do_tracing, "out", state("plain"), "stats")
+    told = {"id": "plain", "output": "out", "stats": "stats"}
+    assert processor.sent[-1] == {"name": "llm_request", "start": 5, "attributes": told}

@@ -146,3 +146,12 @@ def with_plan(params: Any, plan: Plan | CallPlan | None) -> Any:
     if plan is not None:
         own.extra_args = {**other_args(params), KEY: plan} if params.extra_args else {KEY: plan}
     return own
+
+
+def without_plan(params: Any) -> Any:
+    """Return a shallow copy of sampling parameters without what midstream reads of its
+    `extra_args`.
+    """
+    plain = copy.copy(params)
+    plain.extra_args = other_args(params) or None
+    return plain
