@@ -10,6 +10,7 @@ from support.faults_acts import ACTS
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_gates import GATES
+from support.faults_images import IMAGES
 from support.faults_kept import KEPT
 from support.faults_kernel import KERNELS
 from support.faults_live import LIVE
@@ -75,7 +76,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A prefix-cache hit removes rows from a capture",
         "runtime/core/prefix_cache.py",
-        "    cap = None if payload is None else payload.first_read(RESETS.get(manager) or 0)\n",
+        "    cap = payload.first_read(RESETS.get(manager) or 0)\n",
         "    cap = 1 << 60\n",
         ENGINE
         + "test_poisoning.py::test_a_hit_ends_at_the_block_below_the_first_position_that_is_read",
@@ -478,6 +479,7 @@ FAULTS: tuple[Fault, ...] = (
         "transformers",
     ),
     *GATES,
+    *IMAGES,
     *KEPT,
     *KERNELS,
     *MODELS,
