@@ -17,6 +17,7 @@ from support.faults_live import LIVE
 from support.faults_models import MODELS
 from support.faults_operations import OPERATIONS
 from support.faults_ranks import RANKS
+from support.faults_readers import READERS
 from support.faults_reuse import REUSE
 from support.faults_sae import SAES
 from support.faults_servers import SERVERS
@@ -483,6 +484,7 @@ FAULTS: tuple[Fault, ...] = (
     *KEPT,
     *KERNELS,
     *MODELS,
+    *READERS,
     *REUSE,
     *LIVE,
     *SWEEPS,

@@ -53,7 +53,9 @@ def test_texts_of_tokens_become_ids() -> None:
         with_token_ids(plan, Without())
     assert caught.value.path == "capture[1].tokens[0]"
     for capture in (Lens(0, tokens=" Timbuktu"), Logits(tokens=" Timbuktu")):
-        with pytest.raises(SpecError, match=r"' Timbuktu' is 2 tokens \('<1>', '<2>'\), expected one"):
+        with pytest.raises(
+            SpecError, match=r"' Timbuktu' is 2 tokens \('<1>', '<2>'\), expected one"
+        ):
             with_token_ids(Plan.make(capture=capture), Engine())
     logits = with_token_ids(Plan.make(capture=Logits(tokens=[" Rome", 3])), Engine())
     assert logits is not None

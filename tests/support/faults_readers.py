@@ -1,0 +1,37 @@
+"""Faults of what is read: files, tokens, and where a loaded model has its sites; see `faults`."""
+
+from __future__ import annotations
+
+from support.fault import Fault
+
+READERS: tuple[Fault, ...] = (
+    Fault(
+        "The first line of a dataset is lost where the file has a byte order mark",
+        "jobs/sources.py",
+        "        yield line.removeprefix(mark)\n",
+        "        yield line.removeprefix(b'')\n",
+        "tests/unit/jobs/test_sources.py::test_a_byte_order_mark_is_no_part_of_the_first_line",
+    ),
+    Fault(
+        "Logits of chosen tokens are those of other ones of the list",
+        "spec/resolve/logits.py",
+        "for token in known_ids(logits.tokens))",
+        "for token in sorted(known_ids(logits.tokens)))",
+        "tests/unit/spec/test_logits.py::test_its_resolved_form_has_its_tokens_in_the_given_order",
+    ),
+    Fault(
+        "What a model does to the stream in front of its first layer counts as its embedding",
+        "runtime/models/trunk_ends.py",
+        "                name: frozenset({_OTHER}) if name in stored and state else state\n",
+        "                name: state\n",
+        "tests/unit/runtime/models/test_trunk_ends.py"
+        "::test_what_is_not_known_to_be_the_value_is_missing_with_the_reason",
+    ),
+    Fault(
+        "A key of a vector file with another tool's name is of another layer",
+        "steering/parse.py",
+        "    found = parse(key)\n",
+        "    found = parse(key.replace('15', '14'))\n",
+        "tests/unit/steering/test_files.py::test_keys_are_any_name_of_a_site_and_a_layer",
+    ),
+)
