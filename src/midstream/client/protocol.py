@@ -15,7 +15,7 @@ from midstream.client.outputs import Reader, ServedOutput
 from midstream.client.request_body import extra_body
 from midstream.config.config import KEY
 from midstream.config.http import ADMIN_HEADER
-from midstream.errors import ConfigError, ServerError, SpecError
+from midstream.errors import ServerError, SpecError
 from midstream.fit import Directions
 from midstream.fit.prompts import naming_fields, read_capture, read_prompts
 from midstream.http.sse import DONE, Event, Events
@@ -323,18 +323,6 @@ def plain(answer: Any) -> dict[str, Any]:
     """Return the JSON of a response that another client received."""
     found: dict[str, Any] = answer.model_dump() if hasattr(answer, "model_dump") else dict(answer)
     return found
-
-
-def check_http(http: Any, *keys: str | None) -> None:
-    """Check that a caller's own HTTP client is not combined with keys.
-
-    Raises:
-        ConfigError: it is: `http` would not send the keys.
-    """
-    if http is not None and any(key is not None for key in keys):
-        raise ConfigError(
-            "http: api_key and admin_key are unsupported with it; set the keys in its own headers"
-        )
 
 
 def path_of(name: str) -> str:
