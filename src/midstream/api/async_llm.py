@@ -42,7 +42,7 @@ from midstream.runtime.frontend.conversations import Conversations
 from midstream.runtime.frontend.engine_death import fail_streams
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.intake import Intake
-from midstream.runtime.frontend.rpc.replicas import call_all
+from midstream.runtime.frontend.rpc.replicas import call_all, check_loop
 from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
@@ -250,6 +250,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
             SpecError: an argument is malformed, or the plan cannot be carried out. Nothing was
                 queued.
             ReceiptError: results differ from the plan.
+            RuntimeError: the engine was used on another event loop before.
         """
         beside, within = None, controller
         if isinstance(controller, Controller) and controller.mode == "async":
@@ -262,6 +263,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
 
     async def _started(self) -> tuple[AsyncFrontEnd, DefaultCapture | None]:
         """Return the front end, once it exists, and the capture of every request now."""
+        check_loop(self.engine_core)
         if self._front_end is None:
             await self.ready()
         return self._front, self._default_capture

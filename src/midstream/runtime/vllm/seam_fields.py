@@ -350,6 +350,12 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
     ),
     Fields(
         "vllm.v1.engine.core_client",
+        "BackgroundResources",
+        ("output_queue_task",),
+        "a call from another event loop is refused",
+    ),
+    Fields(
+        "vllm.v1.engine.core_client",
         "DPAsyncMPClient",
         ("lb_engines",),
         "requests go to the least busy replica",
