@@ -10,7 +10,6 @@ from support.faults_acts import ACTS
 from support.faults_attention import ATTENTION
 from support.faults_fit import FIT
 from support.faults_gates import GATES
-from support.faults_images import IMAGES
 from support.faults_kept import KEPT
 from support.faults_kernel import KERNELS
 from support.faults_live import LIVE
@@ -480,7 +479,6 @@ FAULTS: tuple[Fault, ...] = (
         "transformers",
     ),
     *GATES,
-    *IMAGES,
     *KEPT,
     *KERNELS,
     *MODELS,

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from support.fault import Fault
+from support.faults_images import IMAGES
 
 READERS: tuple[Fault, ...] = (
+    *IMAGES,
     Fault(
         "The first line of a dataset is lost where the file has a byte order mark",
         "jobs/sources.py",
         "        yield line.removeprefix(mark)\n",
         "        yield line.removeprefix(b'')\n",
         "tests/unit/jobs/test_sources.py::test_a_byte_order_mark_is_no_part_of_the_first_line",
-    ),
-    Fault(
-        "Logits of chosen tokens are those of other ones of the list",
-        "spec/resolve/logits.py",
-        "for token in known_ids(logits.tokens))",
-        "for token in sorted(known_ids(logits.tokens)))",
-        "tests/unit/spec/test_logits.py::test_its_resolved_form_has_its_tokens_in_the_given_order",
     ),
     Fault(
         "What a model does to the stream in front of its first layer counts as its embedding",

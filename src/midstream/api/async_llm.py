@@ -191,9 +191,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
         return await self._front.usage(timeout)
 
     def sites(self) -> SiteTable:
-        """Return every site of every layer: tapped, or the reason why not. Raises RuntimeError
-        before `ready()`.
-        """
+        """Return all sites: tapped, or the reason why not. RuntimeError before `ready()`."""
         return SiteTable.of(self.info.shape)
 
     async def parameter(self, name: str) -> Tensor:
@@ -250,7 +248,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
             SpecError: an argument is malformed, or the plan cannot be carried out. Nothing was
                 queued.
             ReceiptError: results differ from the plan.
-            RuntimeError: the engine was used on another event loop before.
+            RuntimeError: this is not the engine's event loop.
         """
         beside, within = None, controller
         if isinstance(controller, Controller) and controller.mode == "async":

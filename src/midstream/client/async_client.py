@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
-from midstream.client.connection import check_http, named_failures, server_url
+from midstream.client.connection import connected, named_failures
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
@@ -50,12 +50,7 @@ class AsyncClient:
         """
         import httpx
 
-        check_http(http, api_key, admin_key)
-        self._http = http or httpx.AsyncClient(
-            base_url=server_url(base_url),
-            headers=protocol.headers_of(api_key, admin_key),
-            timeout=timeout,
-        )
+        self._http = connected(httpx.AsyncClient, base_url, (api_key, admin_key), timeout, http)
         self.vectors = AsyncVectors(self._run)
         self.steering = AsyncSteering(self._run)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
-from midstream.client.connection import check_http, named_failures, server_url
+from midstream.client.connection import connected, named_failures
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpRequest, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
@@ -50,12 +50,7 @@ class Client:
         """
         import httpx
 
-        check_http(http, api_key, admin_key)
-        self._http = http or httpx.Client(
-            base_url=server_url(base_url),
-            headers=protocol.headers_of(api_key, admin_key),
-            timeout=timeout,
-        )
+        self._http = connected(httpx.Client, base_url, (api_key, admin_key), timeout, http)
         self.vectors = Vectors(self._run)
         self.steering = SteeringOfServer(self._run)
 
@@ -257,10 +252,8 @@ class Client:
 
     def _bytes_of(self, one: HttpRequest) -> Iterator[bytes]:
         """Yield the response of a streamed request as it comes."""
-        with (
-            named_failures(self._http),
-            self._http.stream(one.method, one.path, json=one.json) as response,
-        ):
+        stream = self._http.stream(one.method, one.path, json=one.json)
+        with named_failures(self._http), stream as response:
             if response.status_code >= 400:
                 protocol.check(response.status_code, response.read())
             yield from response.iter_bytes()

@@ -8,31 +8,65 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from midstream.config.http import ADMIN_HEADER
 from midstream.errors import ConfigError
 
 _API = "/v1"
 
 
-def server_url(base_url: str) -> str:
+def connected(
+    make: Any,
+    base_url: str,
+    keys: tuple[str | None, str | None],
+    timeout: float | None,
+    http: Any,
+) -> Any:
+    """Return the HTTP client of a client.
+
+    Args:
+        make: httpx's class.
+        base_url: URL of the server.
+        keys: API key and admin key; None: there is none.
+        timeout: timeout of a request in seconds; None: no timeout.
+        http: the caller's own HTTP client; None: a new one is made.
+
+    Raises:
+        ConfigError: see `_check`.
+    """
+    if http is not None:
+        _check(http, *keys)
+        return http
+    return make(base_url=_server_url(base_url), headers=_headers_of(*keys), timeout=timeout)
+
+
+def _headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
+    """Return the headers of every request."""
+    found = {}
+    if api_key is not None:
+        found["authorization"] = f"Bearer {api_key}"
+    if admin_key is not None:
+        found[ADMIN_HEADER] = admin_key
+    return found
+
+
+def _server_url(base_url: str) -> str:
     """Return the URL of a server, of which the API's path, as other clients take it, is no part."""
     return str(base_url).rstrip("/").removesuffix(_API)
 
 
-def check_http(http: Any, *keys: str | None) -> None:
+def _check(http: Any, *keys: str | None) -> None:
     """Check that a caller's own HTTP client is not combined with keys, and that its URLs are right.
 
     Raises:
         ConfigError: `http` would not send the keys, or its base URL has the API's path, which the
             paths of requests have too.
     """
-    if http is None:
-        return
     if any(key is not None for key in keys):
         raise ConfigError(
             "http: api_key and admin_key are unsupported with it; set the keys in its own headers"
         )
     url = str(getattr(http, "base_url", ""))
-    if server_url(url) != url.rstrip("/"):
+    if _server_url(url) != url.rstrip("/"):
         raise ConfigError(f"http: expected a base URL without {_API}, got {_shown(url)}")
 
 

@@ -14,7 +14,6 @@ from urllib.parse import quote
 from midstream.client.outputs import Reader, ServedOutput
 from midstream.client.request_body import extra_body
 from midstream.config.config import KEY
-from midstream.config.http import ADMIN_HEADER
 from midstream.errors import ServerError, SpecError
 from midstream.fit import Directions
 from midstream.fit.prompts import naming_fields, read_capture, read_prompts
@@ -270,16 +269,6 @@ def parameter(name: str) -> Exchange[Any]:
     """Return a parameter of the model; see `Client.parameter`."""
     content = yield from _fetch(f"{PARAMETERS}/{quote(name, safe='')}")
     return load_tensors(content)[name]
-
-
-def headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
-    """Return the headers of every request."""
-    found = {}
-    if api_key is not None:
-        found["authorization"] = f"Bearer {api_key}"
-    if admin_key is not None:
-        found[ADMIN_HEADER] = admin_key
-    return found
 
 
 def body_of(given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
