@@ -22,6 +22,7 @@ from midstream.errors import SpecError
 MAX_ITEMS = 4096  # layers or positions in one list
 MAX_PARTS = 1024  # captures, or edits, in one plan
 INT_LIMIT = 2**31
+BYTE_ORDER_MARK = "\ufeff"
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 _SHOWN = 60
@@ -197,7 +198,8 @@ def read_fields(
 
 
 def read_json(text: str | bytes) -> object:
-    """Parse a JSON text; `bytes` must be UTF-8.
+    """Parse a JSON text; `bytes` must be UTF-8. A byte order mark in front, which editors and
+    spreadsheets write, is skipped.
 
     Raises:
         SpecError: the text is not JSON, has NaN or Infinity, or an object has a duplicate field.
@@ -205,7 +207,7 @@ def read_json(text: str | bytes) -> object:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        value: object = _DECODER.decode(text)
+        value: object = _DECODER.decode(text.removeprefix(BYTE_ORDER_MARK))
     except SpecError:
         raise
     except RecursionError:

@@ -344,7 +344,11 @@ def test_each_completion_has_its_own_logits_and_the_json_form_is_read_back(serve
 @pytest.mark.parametrize(
     ("asked", "path", "problem"),
     [
-        (Logits(tokens=[3, 100_000]), "capture[0].tokens", "there is no token 100000: the model"),
+        (
+            Logits(tokens=[3, 100_000]),
+            "capture[0].tokens[1]",
+            "there is no token 100000: the model",
+        ),
         (Logits(500), "capture[0].top", "the model has 199 tokens"),
         ([Logits(2), Logits(3)], "capture[0][1]", "returns logits too"),
         (Logits(2, positions=9, phase="prompt"), "capture[0].positions", "9"),

@@ -17,6 +17,7 @@ from support.faults_live import LIVE
 from support.faults_models import MODELS
 from support.faults_operations import OPERATIONS
 from support.faults_ranks import RANKS
+from support.faults_readers import READERS
 from support.faults_reuse import REUSE
 from support.faults_sae import SAES
 from support.faults_servers import SERVERS
@@ -76,7 +77,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A prefix-cache hit removes rows from a capture",
         "runtime/core/prefix_cache.py",
-        "    cap = None if payload is None else payload.first_read(RESETS.get(manager) or 0)\n",
+        "    cap = payload.first_read(RESETS.get(manager) or 0)\n",
         "    cap = 1 << 60\n",
         ENGINE
         + "test_poisoning.py::test_a_hit_ends_at_the_block_below_the_first_position_that_is_read",
@@ -482,6 +483,7 @@ FAULTS: tuple[Fault, ...] = (
     *KEPT,
     *KERNELS,
     *MODELS,
+    *READERS,
     *REUSE,
     *LIVE,
     *SWEEPS,

@@ -173,10 +173,10 @@ ATTENTION = (
     ),
     Fault(
         "Chosen logits are returned in another order than their tokens",
-        "runtime/frontend/results/attention.py",
-        "values[:, chosen.argsort().argsort()]",
-        "values[:, chosen.argsort()]",
-        f"{_BIAS}test_logits_are_those_of_transformers_at_every_position",
+        "spec/resolve/logits.py",
+        "for token in known_ids(logits.tokens))",
+        "for token in sorted(known_ids(logits.tokens)))",
+        "tests/unit/spec/test_logits.py::test_its_resolved_form_has_its_tokens_in_the_given_order",
     ),
     Fault(
         "A lens decodes the stream without the final norm",

@@ -42,7 +42,7 @@ from midstream.runtime.frontend.conversations import Conversations
 from midstream.runtime.frontend.engine_death import fail_streams
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.intake import Intake
-from midstream.runtime.frontend.rpc.replicas import call_all
+from midstream.runtime.frontend.rpc.replicas import call_all, check_loop
 from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
@@ -191,9 +191,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
         return await self._front.usage(timeout)
 
     def sites(self) -> SiteTable:
-        """Return every site of every layer: tapped, or the reason why not. Raises RuntimeError
-        before `ready()`.
-        """
+        """Return all sites: tapped, or the reason why not. RuntimeError before `ready()`."""
         return SiteTable.of(self.info.shape)
 
     async def parameter(self, name: str) -> Tensor:
@@ -250,6 +248,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
             SpecError: an argument is malformed, or the plan cannot be carried out. Nothing was
                 queued.
             ReceiptError: results differ from the plan.
+            RuntimeError: this is not the engine's event loop.
         """
         beside, within = None, controller
         if isinstance(controller, Controller) and controller.mode == "async":
@@ -262,6 +261,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
 
     async def _started(self) -> tuple[AsyncFrontEnd, DefaultCapture | None]:
         """Return the front end, once it exists, and the capture of every request now."""
+        check_loop(self.engine_core)
         if self._front_end is None:
             await self.ready()
         return self._front, self._default_capture

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec.positions.decoded_text import decode, text_map
+from midstream.spec.positions.decoded_text import decode, one_token, text_map
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.select import select
@@ -89,11 +89,7 @@ class PromptReader:
         Raises:
             SpecError: it is several tokens, or the model has no tokenizer.
         """
-        found = self._need(f"the token {show(text)}").encode(text, add_special_tokens=False)
-        if len(found) != 1:
-            parts = ", ".join(show(decode(self.tokenizer, [token])) for token in found)
-            raise SpecError("", f"{show(text)} is {len(found)} tokens ({parts}), expected one")
-        return int(found[0])
+        return one_token(self._need(f"the token {show(text)}"), text)
 
     def texts(self, ids: list[int]) -> list[str]:
         """Return the text of each token; without a tokenizer its id."""

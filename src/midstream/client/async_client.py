@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
+from midstream.client.connection import connected, named_failures
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
@@ -37,22 +38,19 @@ class AsyncClient:
         """Create a client; the arguments are those of `Client`.
 
         Args:
-            base_url: URL of the server, without `/v1`.
+            base_url: URL of the server, with or without `/v1`.
             api_key: API key of the server.
             admin_key: key for changes of vectors and steering.
             timeout: timeout of a request in seconds; None: no timeout.
-            http: an httpx.AsyncClient to use instead of a new one, with its own base URL, keys and
-                timeout.
+            http: an httpx.AsyncClient to use instead of a new one, with its own base URL, without
+                `/v1`, keys and timeout.
 
         Raises:
-            ConfigError: keys are given together with `http`.
+            ConfigError: keys are given together with `http`, or its base URL ends in `/v1`.
         """
         import httpx
 
-        protocol.check_http(http, api_key, admin_key)
-        self._http = http or httpx.AsyncClient(
-            base_url=base_url, headers=protocol.headers_of(api_key, admin_key), timeout=timeout
-        )
+        self._http = connected(httpx.AsyncClient, base_url, (api_key, admin_key), timeout, http)
         self.vectors = AsyncVectors(self._run)
         self.steering = AsyncSteering(self._run)
 
@@ -70,12 +68,13 @@ class AsyncClient:
         """Yield the accumulated output after each event; see `Client.stream`."""
         stream = protocol.OutputStream(given, prompt, messages)
         one = stream.request
-        async with self._http.stream(one.method, one.path, json=one.json) as response:
-            if response.status_code >= 400:
-                protocol.check(response.status_code, await response.aread())
-            async for data in response.aiter_bytes():
-                for exchange in stream.feed(data):
-                    yield await self._run(exchange)
+        with named_failures(self._http):
+            async with self._http.stream(one.method, one.path, json=one.json) as response:
+                if response.status_code >= 400:
+                    protocol.check(response.status_code, await response.aread())
+                async for data in response.aiter_bytes():
+                    for exchange in stream.feed(data):
+                        yield await self._run(exchange)
         stream.end()
 
     async def sweep(
@@ -90,11 +89,12 @@ class AsyncClient:
         """Patch a prompt at each cell of a grid; see `Client.sweep`."""
         stream = SweepStream(sweep_body(prompt, source, metric, given), on_cell)
         one = stream.request
-        async with self._http.stream(one.method, one.path, json=one.json) as response:
-            if response.status_code >= 400:
-                protocol.check(response.status_code, await response.aread())
-            async for data in response.aiter_bytes():
-                stream.feed(data)
+        with named_failures(self._http):
+            async with self._http.stream(one.method, one.path, json=one.json) as response:
+                if response.status_code >= 400:
+                    protocol.check(response.status_code, await response.aread())
+                async for data in response.aiter_bytes():
+                    stream.feed(data)
         return stream.end()
 
     async def fit(
@@ -181,7 +181,8 @@ class AsyncClient:
         try:
             one = next(exchange)
             while True:
-                response = await self._http.request(one.method, one.path, json=one.json)
+                with named_failures(self._http):
+                    response = await self._http.request(one.method, one.path, json=one.json)
                 one = exchange.send(HttpResponse(response.status_code, response.content))
         except StopIteration as end:
             result: T = end.value

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
+from midstream.client.connection import connected, named_failures
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpRequest, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
@@ -37,22 +38,19 @@ class Client:
         """Create a client.
 
         Args:
-            base_url: URL of the server, without `/v1`.
+            base_url: URL of the server, with or without `/v1`.
             api_key: API key of the server.
             admin_key: key for changes of vectors and steering.
             timeout: timeout of a request in seconds; None: no timeout.
-            http: an httpx.Client to use instead of a new one, with its own base URL, keys and
-                timeout.
+            http: an httpx.Client to use instead of a new one, with its own base URL, without
+                `/v1`, keys and timeout.
 
         Raises:
-            ConfigError: keys are given together with `http`.
+            ConfigError: keys are given together with `http`, or its base URL ends in `/v1`.
         """
         import httpx
 
-        protocol.check_http(http, api_key, admin_key)
-        self._http = http or httpx.Client(
-            base_url=base_url, headers=protocol.headers_of(api_key, admin_key), timeout=timeout
-        )
+        self._http = connected(httpx.Client, base_url, (api_key, admin_key), timeout, http)
         self.vectors = Vectors(self._run)
         self.steering = SteeringOfServer(self._run)
 
@@ -254,7 +252,8 @@ class Client:
 
     def _bytes_of(self, one: HttpRequest) -> Iterator[bytes]:
         """Yield the response of a streamed request as it comes."""
-        with self._http.stream(one.method, one.path, json=one.json) as response:
+        stream = self._http.stream(one.method, one.path, json=one.json)
+        with named_failures(self._http), stream as response:
             if response.status_code >= 400:
                 protocol.check(response.status_code, response.read())
             yield from response.iter_bytes()
@@ -264,7 +263,8 @@ class Client:
         try:
             one = next(exchange)
             while True:
-                response = self._http.request(one.method, one.path, json=one.json)
+                with named_failures(self._http):
+                    response = self._http.request(one.method, one.path, json=one.json)
                 one = exchange.send(HttpResponse(response.status_code, response.content))
         except StopIteration as end:
             result: T = end.value

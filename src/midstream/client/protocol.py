@@ -14,8 +14,7 @@ from urllib.parse import quote
 from midstream.client.outputs import Reader, ServedOutput
 from midstream.client.request_body import extra_body
 from midstream.config.config import KEY
-from midstream.config.http import ADMIN_HEADER
-from midstream.errors import ConfigError, ServerError, SpecError
+from midstream.errors import ServerError, SpecError
 from midstream.fit import Directions
 from midstream.fit.prompts import naming_fields, read_capture, read_prompts
 from midstream.http.sse import DONE, Event, Events
@@ -272,16 +271,6 @@ def parameter(name: str) -> Exchange[Any]:
     return load_tensors(content)[name]
 
 
-def headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
-    """Return the headers of every request."""
-    found = {}
-    if api_key is not None:
-        found["authorization"] = f"Bearer {api_key}"
-    if admin_key is not None:
-        found[ADMIN_HEADER] = admin_key
-    return found
-
-
 def body_of(given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Return the JSON body of a request.
 
@@ -323,18 +312,6 @@ def plain(answer: Any) -> dict[str, Any]:
     """Return the JSON of a response that another client received."""
     found: dict[str, Any] = answer.model_dump() if hasattr(answer, "model_dump") else dict(answer)
     return found
-
-
-def check_http(http: Any, *keys: str | None) -> None:
-    """Check that a caller's own HTTP client is not combined with keys.
-
-    Raises:
-        ConfigError: it is: `http` would not send the keys.
-    """
-    if http is not None and any(key is not None for key in keys):
-        raise ConfigError(
-            "http: api_key and admin_key are unsupported with it; set the keys in its own headers"
-        )
 
 
 def path_of(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 from midstream.errors import SpecError, UnsupportedError
 from midstream.jobs.job import SPLIT, Job
 from midstream.jobs.records import Failed, Record, read_text, read_value
-from midstream.validation import hint, show
+from midstream.validation import BYTE_ORDER_MARK, hint, show
 
 STDIN = "-"
 _ROWS_AT_ONCE = 1024
@@ -123,7 +123,8 @@ class Lines:
         assert self._path is not None
         with _open(self._path) as file:
             # A file may be long, so no more than `limit` lines are read.
-            return sum(1 for _ in islice(filterfalse(bytes.isspace, file), self._limit))
+            lines = filterfalse(bytes.isspace, _without_mark(file))
+            return sum(1 for _ in islice(lines, self._limit))
 
     def __iter__(self) -> Iterator[Record | Failed]:
         if self._path is None:
@@ -133,7 +134,7 @@ class Lines:
             yield from self._read(file)
 
     def _read(self, file: Iterable[bytes]) -> Iterator[Record | Failed]:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(_without_mark(file), 1):
             if not line.isspace():
                 yield read_text(number, line.rstrip(b"\r\n"), self._field, self._chat)
 
@@ -226,6 +227,14 @@ class HubRows:
     def __iter__(self) -> Iterator[Record | Failed]:
         for number, row in enumerate(self._rows, 1):
             yield read_value(number, row.get(self._field), self._field, self._chat)
+
+
+def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield lines, the first one without the byte order mark that it may begin with."""
+    mark = BYTE_ORDER_MARK.encode("utf-8")
+    for line in lines:
+        yield line.removeprefix(mark)
+        mark = b""
 
 
 def _open(path: str) -> IO[bytes]:

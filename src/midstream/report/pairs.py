@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from midstream.errors import SpecError
-from midstream.validation import kind, read_fields, read_json
+from midstream.validation import BYTE_ORDER_MARK, kind, read_fields, read_json
 
 LEAST_PAIRS = 2
 MOST_BYTES = 64 << 20
@@ -109,7 +109,7 @@ def _all_lines(path: Path) -> Sequence[str]:
         data = path.read_bytes()
     except OSError as error:
         raise SpecError(str(path), f"cannot be read: {error.strerror}") from None
-    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    lines = data.removeprefix(BYTE_ORDER_MARK.encode("utf-8")).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     texts = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from midstream.sae.saelens import (
     read_weights,
 )
 from midstream.sae.tensors import Arrays, check_names, has_threshold, reduced
-from midstream.validation import at, kind, read_float32, show
+from midstream.validation import at, kind, listed, read_float32, show
 
 # The file of Gemma Scope.
 _PARAMS = "params.npz"
+_MOST_NAMES = 8  # of a folder's files in a message
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".npy")
 
 
@@ -32,8 +34,8 @@ def load_sae(path: Path, subtract: bool | None, scale: float | None) -> dict[str
         SpecError: the file does not exist or is of another format, or the SAE is unsupported.
     """
     scale = _read_scale(scale)
-    if path.is_dir() and not (path / WEIGHTS).exists() and (path / _PARAMS).exists():
-        path = path / _PARAMS
+    if path.is_dir():
+        path = _in_folder(path)
     weights = path / WEIGHTS if path.is_dir() else path
     if weights.suffix == ".npz":
         return _gemma_scope(weights, subtract, scale)
@@ -58,6 +60,31 @@ def load_sae(path: Path, subtract: bool | None, scale: float | None) -> dict[str
         )
     with at(str(config_path)):
         return _made(config, tensors, scale)
+
+
+def _in_folder(folder: Path) -> Path:
+    """Return what is read of a folder: itself in SAELens's layout, its file in Gemma Scope's.
+
+    Raises:
+        SpecError: it has another layout.
+    """
+    if (folder / WEIGHTS).exists() and (folder / CONFIG).exists():
+        return folder
+    if (folder / _PARAMS).exists():
+        return folder / _PARAMS
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise SpecError("", f"{folder}: {error.strerror or error}") from None
+    more = len(names) - _MOST_NAMES
+    there = f"it has {listed(names[:_MOST_NAMES])}" if names else "it is empty"
+    there += f" and {more} more" if more > 0 else ""
+    raise SpecError(
+        "",
+        f"{folder}: {there}; a folder has `{CONFIG}` and `{WEIGHTS}`, as SAELens saves them, or "
+        f"`{_PARAMS}`, as Gemma Scope does. Load another tool's SAE with that tool, and pass its "
+        "tensors: SAE(w_enc, b_enc, w_dec, b_dec, …)",
+    )
 
 
 def sae_of(given: Any, scale: float | None) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.capture import Capture
 from midstream.spec.forms import LayersLike, PhaseLike, PositionsLike
 from midstream.spec.sink_target import read_name
-from midstream.validation import INT_LIMIT, as_list, at, is_int, kind, listed, read_int
+from midstream.spec.tokens import ids_of, read_tokens
+from midstream.validation import at, kind, listed, read_int
 
 MAX_TOP = 1024
 MAX_TOKENS = 64
@@ -91,7 +92,7 @@ class Lens(Capture):
         with at("top"):
             object.__setattr__(self, "top", read_top(top))
         with at("tokens"):
-            object.__setattr__(self, "tokens", _read_tokens(tokens))
+            object.__setattr__(self, "tokens", read_tokens(tokens, MAX_TOKENS))
         if not (self.top or self.tokens):
             raise SpecError("top", "expected at least 1 where `tokens` are not given")
         with at("name"):
@@ -120,11 +121,7 @@ class Lens(Capture):
         """
         if not any(isinstance(one, str) for one in self.tokens):
             return self
-        found = []
-        for nth, one in enumerate(self.tokens):
-            with at(f"tokens[{nth}]"):
-                found.append(id_of(one) if isinstance(one, str) else one)
-        return self._copy(found, self.stream)
+        return self._copy(ids_of(self.tokens, id_of), self.stream)
 
     def without_place(self) -> Capture:
         """Return a copy without `stream`."""
@@ -187,35 +184,3 @@ def read_top(value: object) -> int:
     if not 0 <= found <= MAX_TOP:
         raise SpecError("", f"expected 0 to {MAX_TOP}, got {found}")
     return found
-
-
-def _read_tokens(value: Any) -> tuple[int | str, ...]:
-    values = [value] if isinstance(value, str) or is_int(value) else as_list(value)
-    if not isinstance(values, (list, tuple, range)):
-        raise SpecError("", f"expected token ids, or texts of tokens, got {kind(value)}")
-    if len(values) > MAX_TOKENS:
-        raise SpecError("", f"expected at most {MAX_TOKENS} tokens, got {len(values)}")
-    found: dict[int | str, None] = {}
-    for nth, one in enumerate(values):
-        with at(f"[{nth}]"):
-            token = read_token(one)
-            if token in found:
-                raise SpecError("", f"token {token!r} is given twice")
-            found[token] = None
-    return tuple(found)
-
-
-def read_token(value: object) -> int | str:
-    """Read a token's id, or its text.
-
-    Raises:
-        SpecError: it is neither.
-    """
-    if isinstance(value, str):
-        if not value:
-            raise SpecError("", "expected a token's text, got an empty one")
-        return value
-    token = read_int(value)
-    if not 0 <= token <= INT_LIMIT:
-        raise SpecError("", f"expected token ids from 0, got {token}")
-    return token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +10,8 @@ from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.capture import Capture
 from midstream.spec.forms import PhaseLike, PositionsLike
-from midstream.validation import INT_LIMIT, at, is_int, kind, read_int, show
+from midstream.spec.tokens import ids_of, read_tokens
+from midstream.validation import at, read_int
 
 MAX_TOP = 1024
 MAX_TOKENS = 1024
@@ -31,17 +32,18 @@ class Logits(Capture):
 
     Attributes:
         top: number of largest logits of each position; 0: those of `tokens`.
-        tokens: token ids, in the given order; "all": the whole vocabulary.
+        tokens: token ids, or texts that are one token each, in the given order; "all": the whole
+            vocabulary.
     """
 
     top: int
-    tokens: tuple[int, ...] | Literal["all"]
+    tokens: tuple[int | str, ...] | Literal["all"]
 
     @accept_spellings
     def __init__(
         self,
         top: int | None = None,
-        tokens: Sequence[int] | int | Literal["all"] | None = None,
+        tokens: Sequence[int | str] | int | str | None = None,
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
@@ -50,8 +52,9 @@ class Logits(Capture):
 
         Args:
             top: 1 to 1024: so many of the largest logits of each position, and their token ids.
-            tokens: a token id, up to 1024 of them, or "all": the logits of these tokens. "all" is
-                4 bytes for each token of the vocabulary and position.
+            tokens: a token id, or a text such as `" Paris"` that is one token of the model; up to
+                1024 of them; or "all": the logits of these tokens. "all" is 4 bytes for each token
+                of the vocabulary and position; the token of that text is `["all"]`.
             positions: any form of Positions.
             phase: "prompt" or "generated" restricts the positions to tokens of that phase.
             exclude: positions to exclude.
@@ -84,6 +87,19 @@ class Logits(Capture):
         assert isinstance(value, Mapping)
         return Logits(**read_named(value, (), _FIELDS))
 
+    def with_ids(self, id_of: Callable[[str], int]) -> Logits:
+        """Return it with the ids of its tokens.
+
+        Args:
+            id_of: returns the id of a token's text.
+
+        Raises:
+            SpecError: a text is not one token, or two are the same.
+        """
+        if isinstance(self.tokens, str) or not any(isinstance(one, str) for one in self.tokens):
+            return self
+        return Logits(tokens=ids_of(self.tokens, id_of), positions=self.positions)
+
     def without_place(self) -> Capture:
         """Return it as it is: its rows are on the output alone."""
         return self
@@ -96,25 +112,10 @@ class Logits(Capture):
         return found | self.positions.to_dict()
 
 
-def _read_tokens(value: Any) -> tuple[int, ...] | Literal["all"]:
-    if isinstance(value, str):
-        if value != ALL:
-            raise SpecError("", f'expected token ids or "all", got {show(value)}')
+def _read_tokens(value: Any) -> tuple[int | str, ...] | Literal["all"]:
+    if isinstance(value, str) and value == ALL:
         return ALL
-    values = [value] if is_int(value) else value
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    if not isinstance(values, (list, tuple, range)):
-        raise SpecError("", f'expected token ids or "all", got {kind(value)}')
-    if not 1 <= len(values) <= MAX_TOKENS:
-        raise SpecError("", f"expected 1 to {MAX_TOKENS} tokens, got {len(values)}")
-    found: dict[int, None] = {}
-    for nth, one in enumerate(values):
-        with at(f"[{nth}]"):
-            token = read_int(one)
-            if not 0 <= token <= INT_LIMIT:
-                raise SpecError("", f"expected token ids from 0, got {token}")
-            if token in found:
-                raise SpecError("", f"token {token} is given twice")
-            found[token] = None
-    return tuple(found)
+    found = read_tokens(value, MAX_TOKENS)
+    if not found:
+        raise SpecError("", f"expected 1 to {MAX_TOKENS} tokens, got 0")
+    return found

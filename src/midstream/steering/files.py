@@ -60,8 +60,8 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
     """Read the vectors of a file.
 
     Args:
-        path: a `.safetensors`, `.npz` or `.gguf` file with one-dimensional tensors of real numbers
-            of any dtype; for GGUF F32 or F16. In safetensors also square matrices.
+        path: a `.safetensors`, `.npz` or `.gguf` file of tensors [width] or [1, width], real
+            numbers of any dtype; for GGUF F32 or F16. In safetensors also square matrices.
 
     Returns:
         The vectors with their taps; one Vector if the file's only key is `vector`.
@@ -175,12 +175,13 @@ def _check_keys(keys: list[str]) -> None:
             read_key(key)
 
 
-def _check_shape(shape: tuple[int, ...]) -> None:
-    """Check a vector's shape before its numbers are read."""
-    if len(shape) != 1:
+def _size_of(shape: tuple[int, ...]) -> int:
+    """Check a vector's shape, [n] or [1, n], before its numbers are read; return n."""
+    if len(shape) != 1 and (len(shape) != 2 or shape[0] != 1):
         raise SpecError("", f"expected one dimension, got shape {list(shape)}")
-    if not 1 <= shape[0] <= MAX_SIZE:
-        raise SpecError("", f"expected 1 to {MAX_SIZE} numbers, got {shape[0]}")
+    if not 1 <= shape[-1] <= MAX_SIZE:
+        raise SpecError("", f"expected 1 to {MAX_SIZE} numbers, got {shape[-1]}")
+    return shape[-1]
 
 
 def _name(key: str) -> str:
@@ -215,7 +216,7 @@ def _read_safetensors(name: str) -> dict[str, Vector]:
                         check_square(shape)
                         found[key] = matrix_of(file.get_tensor(key))
                         continue
-                    _check_shape(shape)
+                    _size_of(shape)
                     found[key] = Vector.parse(file.get_tensor(key))
             return found
     except SafetensorError as error:
@@ -246,7 +247,9 @@ def _read_npz(name: str) -> dict[str, Vector]:
 
 
 def _read_npy(file: IO[bytes]) -> NDArray[Any]:
-    """Read one array, [n]. Its header is checked before memory is allocated for the numbers.
+    """Read one array, [n] or [1, n], as [n].
+
+    Its header is checked before memory is allocated for the numbers.
 
     numpy.load is not used, because a malicious header can make it allocate any amount of memory.
     """
@@ -271,8 +274,7 @@ def _read_npy(file: IO[bytes]) -> NDArray[Any]:
         raise SpecError("", f"expected an array of real numbers, got dtype {show(str(dtype))}")
     if len(shape) > _MAX_DIMENSIONS or not all(abs(size) < 1 << 63 for size in shape):
         raise SpecError("", "invalid shape in the array's header")
-    _check_shape(shape)
-    count = shape[0] * dtype.itemsize
+    count = _size_of(shape) * dtype.itemsize
     data = start.read()
     data += file.read(max(count - len(data), 0))
     if len(data) < count:
@@ -308,7 +310,7 @@ def read_control_vector(data: bytes) -> dict[str, Vector]:
     for key, tensor in gguf.tensors.items():
         with _tensor(key):
             _check_direction(key)
-            _check_shape(tensor.shape)
+            _size_of(tensor.shape)
             found[key] = Vector.parse(tensor.dequantize())
     return found
 

@@ -120,6 +120,12 @@ def read_gguf(
     if cursor.bytes(4) != MAGIC:
         raise ModelError(f"GGUF: expected the file to start with {MAGIC!r}, got {data[:4]!r}")
     version = cursor.scalar("I")
+    swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+    if swapped in VERSIONS:
+        raise ModelError(
+            f"GGUF: the file is version {swapped} in big-endian byte order, and only little-endian "
+            "files are read: convert it with the `gguf` package's gguf-convert-endian"
+        )
     if version not in VERSIONS:
         raise ModelError(f"GGUF: expected version {VERSIONS}, got {version}")
     num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")

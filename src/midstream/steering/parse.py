@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.sites import BY_NAME, ENDS, NAMES, canonical
+from midstream.sites import BY_NAME, ENDS, NAMES, canonical, parse
 from midstream.spec.matrix import read_vector_or_matrix
 from midstream.spec.vector import Vector
 from midstream.validation import (
@@ -30,9 +30,11 @@ DEFAULT_SITE = "resid_post"
 LAYER_WORDS = ("layer", "layers", "direction")
 
 _KEY = re.compile(r"(?:(?P<place>[A-Za-z_]+)[.:])?(?P<layer>0|-?[1-9][0-9]{0,5})")
+_LEADING_ZERO = re.compile(r"(?<![0-9])0[0-9]")
 _GRAMMAR = (
     "`15`, `resid_post.15` or `resid_post:15`: a layer index, prefixed by the site's name unless "
-    f"it is `{DEFAULT_SITE}` (aliases: {listed(LAYER_WORDS)})"
+    f"it is `{DEFAULT_SITE}` (aliases: {listed(LAYER_WORDS)}); or another tool's name of both, "
+    "such as `blocks.15.hook_resid_post`"
 )
 _FORMS = (
     "{layer: vector}, {site: {layer: vector}} or {(site, layer): vector}, where a vector may be "
@@ -88,7 +90,8 @@ def read_placed(value: object) -> tuple[Placed, ...]:
 
 
 def read_key(key: str) -> tuple[str, int]:
-    """Return (canonical site, layer) of a file's key: `15`, `resid_post.15` or `resid_post:15`.
+    """Return (canonical site, layer) of a file's key: `15`, `resid_post.15`, `resid_post:15`, or
+    another tool's name of both, see `midstream.sites.parse`.
 
     A negative layer is returned as given.
 
@@ -97,7 +100,7 @@ def read_key(key: str) -> tuple[str, int]:
     """
     match = _KEY.fullmatch(key)
     if match is None:
-        raise SpecError("", f"{show(key)} is not a tap; expected {_GRAMMAR}")
+        return _read_name(key)
     place = match["place"]
     if place is None or place in LAYER_WORDS:
         return DEFAULT_SITE, int(match["layer"])
@@ -110,6 +113,19 @@ def read_key(key: str) -> tuple[str, int]:
             f"{listed(NAMES)}",
         )
     return site, int(match["layer"])
+
+
+def _read_name(key: str) -> tuple[str, int]:
+    """Return (canonical site, layer) of another tool's name of both."""
+    found = parse(key)
+    # As for other keys, a number has no leading zero.
+    if found is None or _LEADING_ZERO.search(key):
+        raise SpecError("", f"{show(key)} is not a tap; expected {_GRAMMAR}")
+    site, layer = found
+    _check_layers(site)
+    if layer is None:
+        raise SpecError("", f"{show(key)} names no layer; expected {_GRAMMAR}")
+    return site, layer
 
 
 def check_distinct(placed: list[Placed]) -> None:

@@ -170,9 +170,10 @@ class Store:
             raise StoreError(f"{self.root}: {problem}" + (f" in {shard}" if shard else ""))
         if len(found) > 1:
             shards = ", ".join(each.shard for each in found)
+            where = ", after `merge` into a directory" if "://" in str(self.root) else ""
             raise StoreError(
                 f"{self.root}: request {show(request)} was stored {len(found)} times, in {shards}; "
-                "choose one by `shard`, or remove duplicates with `midstream.store.prune`"
+                f"choose one by `shard`, or remove duplicates with `midstream.store.prune`{where}"
             )
         return found[0]
 

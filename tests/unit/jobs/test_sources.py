@@ -53,6 +53,18 @@ def test_a_last_line_needs_no_end_and_other_systems_ends_are_none_of_the_text(tm
     assert list(open_source(job(tmp_path))) == [Record(1, "a"), Record(2, "b")]
 
 
+@pytest.mark.parametrize("first", [b'{"text": "a"}', b""])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, first):
+    path = tmp_path / "prompts.jsonl"
+    found = []
+    for mark in (b"", b"\xef\xbb\xbf"):
+        path.write_bytes(mark + first + b'\r\n{"text": "b"}\n')
+        source = open_source(job(tmp_path))
+        found.append((source.count(), list(source)))
+    assert found[0] == found[1]
+    assert found[0][1][-1] == Record(2, "b")
+
+
 def test_a_limit_is_of_lines_that_have_something(tmp_path):
     write_lines(tmp_path, [{"text": "a"}, b"", b"?", {"text": "b"}])
     source = open_source(job(tmp_path, limit=2))

@@ -119,7 +119,15 @@ def occurrences(prompt: Prompt, wanted: str) -> list[set[int]]:
     for begin in range(len(text) - len(wanted) + 1):
         if text[begin : begin + len(wanted)] != wanted:
             continue
-        (first, before), (last, place) = chars[begin], chars[begin + len(wanted) - 1]
+        mine = chars[begin : begin + len(wanted)]
+        # Whitespace at its ends may be of tokens that go on beyond it, which are no part of it.
+        for edge, beyond in ((0, slice(mine[0][1])), (-1, slice(mine[-1][1] + 1, None))):
+            token = mine[edge][0]
+            if pieces[token][beyond].strip() and wanted.strip():
+                within = [char for char in mine if char[0] == token]
+                if not "".join(pieces[token][place] for _, place in within).strip():
+                    mine = [char for char in mine if char[0] != token]
+        (first, before), (last, place) = mine[0], mine[-1]
         if not pieces[first][:before].strip() and not pieces[last][place + 1 :].strip():
             found.append(set(range(first, last + 1)))
     return found

@@ -89,7 +89,11 @@ def test_its_forms_are_alike() -> None:
         (lambda: Lens(name="a b"), "name", "characters"),
         (lambda: Lens(codec="full8"), "codec", "unknown argument of Lens"),
         (lambda: parse_capture({"kind": "logit", "sink": "a"}), "", "unknown field 'sink'"),
-        (lambda: Lens(tokens=[1, " a"]).with_ids({" a": 1}.__getitem__), "tokens[1]", "twice"),
+        (
+            lambda: Lens(tokens=[1, " a"]).with_ids({" a": 1}.__getitem__),
+            "tokens[1]",
+            "' a' is token 1, which 1 is already",
+        ),
     ],
 )
 def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> None:

@@ -29,6 +29,7 @@ def config() -> Any:
     [
         Logits(3),
         Logits(tokens=[9, 2]),
+        Logits(tokens=[7, 8, 9, 1]),
         Logits(tokens="all", positions="last_prompt"),
         Logits(1, positions=[0, 2], phase="prompt", exclude="last_prompt"),
     ],
@@ -39,6 +40,32 @@ def test_it_is_read_back_from_its_json_form(one: Logits) -> None:
     assert Plan.parse(plan.to_json()) == plan
     resolved = with_vocabulary(resolve(plan, SHAPE, Prompt(6), 3), config())
     assert from_bytes(to_bytes(resolved)) == resolved
+
+
+def test_texts_of_tokens_are_taken_as_by_lens_and_steer() -> None:
+    ids = {" b": 9, "all": 4, " a": 2}
+    for one in (Logits(tokens=[" b", 7, "all", " a"], phase="prompt"), Logits(tokens=" b")):
+        assert parse_capture(one.to_dict()) == one
+        with pytest.raises(SpecError, match="expected a token id here, got a text") as caught:
+            resolve(Plan.make(capture=one), SHAPE, Prompt(6), 3)
+        assert caught.value.path == "capture[0].tokens[0]"
+    bound = Logits(tokens=[" b", 7, "all", " a"], phase="prompt").with_ids(ids.__getitem__)
+    assert bound == Logits(tokens=[9, 7, 4, 2], phase="prompt")
+    assert Logits(tokens="all").with_ids(ids.__getitem__).tokens == "all"
+    with pytest.raises(SpecError, match="' a' is token 2, which 2 is already") as caught:
+        Logits(tokens=[2, " a"]).with_ids(ids.__getitem__)
+    assert caught.value.path == "tokens[1]"
+
+
+def test_its_resolved_form_has_its_tokens_in_the_given_order() -> None:
+    plan = resolve(Plan.make(capture=Logits(tokens=[9, 2, 3])), SHAPE, Prompt(6), 3)
+    pattern = with_vocabulary(plan, config()).captures[0].pattern
+    assert pattern is not None
+    assert pattern.keys == ((9, 10), (2, 3), (3, 4))
+    plan = resolve(Plan.make(capture=Logits(tokens=[2, 40])), SHAPE, Prompt(6), 3)
+    with pytest.raises(SpecError, match="no token 40: the model has 40, 0 to 39") as caught:
+        with_vocabulary(plan, config())
+    assert caught.value.path == "capture[0].tokens[1]"
 
 
 def test_its_forms_are_alike() -> None:
@@ -55,7 +82,9 @@ def test_its_forms_are_alike() -> None:
         (lambda: Logits(0), "top", "expected 1 to 1024, got 0"),
         (lambda: Logits(1025), "top", "expected 1 to 1024, got 1025"),
         (lambda: Logits(tokens=[]), "tokens", "expected 1 to 1024 tokens, got 0"),
-        (lambda: Logits(tokens="some"), "tokens", "expected token ids or \"all\", got 'some'"),
+        (lambda: Logits(tokens=[" a", " a"]), "tokens[1]", "token ' a' is given twice"),
+        (lambda: Logits(tokens=[""]), "tokens[0]", "expected a token's text, got an empty one"),
+        (lambda: Logits(tokens=range(1025)), "tokens", "expected at most 1024 tokens, got 1025"),
         (lambda: Logits(tokens=[1, -2]), "tokens[1]", "expected token ids from 0, got -2"),
         (lambda: Logits(tokens=[1, 1]), "tokens[1]", "token 1 is given twice"),
         (lambda: Logits(tokens={1: 2}), "tokens", "expected token ids"),

@@ -21,7 +21,8 @@ from midstream.errors import SpecError
 from midstream.spec import Vector
 from midstream.spec.matrix import matrix_of
 from midstream.steering import files
-from midstream.steering.files import read_file
+from midstream.steering.files import read_file, read_json_file
+from midstream.steering.parse import read_placed
 
 ROWS = {"15": [1.0, 2.5], "pre_attn:0": [-3.0, 0.5]}
 WANTED = {
@@ -92,6 +93,74 @@ def test_a_control_vectors_direction_n_is_resid_post_of_layer_n(tmp_path, kind, 
         ("resid_post", 1): Vector.parse([1.0, 2.5]),
         ("resid_post", 15): Vector.parse([-3.0, 0.5]),
     }
+
+
+def _written(folder, suffix, rows):
+    """Write vectors by key to a file of one format; return its path."""
+    path = folder / f"v{suffix}"
+    if suffix == ".gguf":
+        path.write_bytes(control_vector({key.encode(): row for key, row in rows.items()}))
+    elif suffix == ".npz":
+        np.savez(path, **{key: np.asarray(row, np.float32) for key, row in rows.items()})
+    else:
+        save_file({key: torch.tensor(row) for key, row in rows.items()}, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".gguf"])
+@pytest.mark.parametrize("key", ["direction.15", "vector"])
+def test_one_row_is_the_vector_that_it_is_by_value(tmp_path, suffix, key):
+    if suffix == ".gguf" and key == "vector":
+        pytest.skip("llama.cpp's files have directions of layers alone")
+    row = [[1.0, 2.5, -3.0]]
+    path = _written(tmp_path, suffix, {key: row})
+    expected = Vector.parse(torch.tensor(row))
+    read = read_file(path)
+    assert (read if key == "vector" else read[0].vector) == expected == Vector.parse(row[0])
+
+
+NAMES = {
+    "blocks.15.hook_resid_post": ("resid_post", 15),
+    "blocks.0.attn.hook_z": ("z", 0),
+    "model.layers.3.mlp.output": ("mlp_out", 3),
+    "model.layers.7": ("resid_post", 7),
+    "transformer.h[2].output[0]": ("resid_post", 2),
+}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_keys_are_any_name_of_a_site_and_a_layer(tmp_path, suffix):
+    rows = {key: [float(nth), 1.0] for nth, key in enumerate(NAMES)}
+    path = _written(tmp_path, suffix, rows)
+    assert found(path) == {NAMES[key]: Vector.parse(row) for key, row in rows.items()}
+    by_value = {(one.site, one.layer): one.vector for one in read_placed(rows)}
+    assert by_value == found(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("hook_resid_post", "names no layer"),
+        ("blocks.1.hook_scale", "is not a tap"),
+        ("ln_final.hook_out", "has no layer"),
+        ("model.norm", "has no layer"),
+    ],
+)
+def test_a_name_without_a_site_or_a_layer_is_refused_in_a_file(tmp_path, key, problem):
+    with pytest.raises(SpecError, match=problem):
+        read_file(_written(tmp_path, ".npz", {key: [1.0, 2.0]}))
+
+
+def test_two_names_of_one_tap_are_refused(tmp_path):
+    rows = {"15": [1.0], "blocks.15.hook_resid_post": [2.0]}
+    with pytest.raises(SpecError, match="a second vector for resid_post of layer 15"):
+        read_file(_written(tmp_path, ".npz", rows))
+
+
+def test_a_json_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "v.json"
+    path.write_text('{"resid_post": {"15": [1.0, 2.5]}}', encoding="utf-8-sig")
+    assert read_json_file(path) == {"resid_post": {"15": [1.0, 2.5]}}
 
 
 def test_a_file_with_only_the_key_vector_is_for_no_tap(tmp_path):
@@ -177,8 +246,16 @@ NPY = {
         "expected 1 to 1048576 numbers, got -1",
     ),
     "two dimensions": (
-        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2), }", bytes(8)),
-        r"one dimension, got shape \[1, 2\]",
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 1), }", bytes(8)),
+        r"one dimension, got shape \[2, 1\]",
+    ),
+    "three dimensions": (
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 1, 2), }", bytes(8)),
+        r"one dimension, got shape \[1, 1, 2\]",
+    ),
+    "fewer than its one row": (
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2), }", bytes(4)),
+        "expected 8 bytes, got 4",
     ),
     "no dimension": (
         npy("{'descr': '<f4', 'fortran_order': False, 'shape': (), }", bytes(4)),
@@ -255,7 +332,7 @@ GGUFS = {
     "another tensor": (control_vector({b"output.weight": [1.0]}), r"expected `direction\.N`"),
     "a layer that is none": (control_vector({b"direction.-1": [1.0]}), r"expected `direction\.N`"),
     "a leading zero": (control_vector({b"direction.01": [1.0]}), "is not a tap"),
-    "a matrix": (control_vector({b"direction.1": [[1.0, 2.0]]}), "one dimension"),
+    "a matrix": (control_vector({b"direction.1": [[1.0, 2.0], [3.0, 4.0]]}), "one dimension"),
     "quantised": (
         gguf_bytes(
             [(b"general.architecture", 8, text(b"controlvector"))],

@@ -54,6 +54,13 @@ def test_an_architecture_is_compared_before_the_tensors_are_read() -> None:
         read_gguf(gguf_bytes(metadata, quantised), architecture="llama")
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_big_endian_file_is_refused_with_what_it_is(version: int) -> None:
+    data = b"GGUF" + struct.pack(">IQQ", version, 0, 0) + bytes(64)
+    with pytest.raises(ModelError, match=rf"version {version} in big-endian.*little-endian"):
+        read_gguf(data)
+
+
 def test_a_file_reads_back_with_shapes_slowest_dimension_first() -> None:
     gguf = read_gguf(small_file())
     assert gguf.metadata == {

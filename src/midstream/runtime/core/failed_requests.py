@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from midstream.runtime.core.ended_requests import add_end
+from midstream.runtime.core.image_ranges import start_of_images
 from midstream.runtime.core.prefix_cache import keys_of
 from midstream.runtime.protocol.cache_keys import CacheKeys, ChangedKeys
 from midstream.runtime.protocol.failures import Failure, failures_of
@@ -80,13 +81,14 @@ def _stop_sharing(request: Any) -> None:
 
 def _wrong_blocks(scheduler: Any, name: str, position: int) -> set[int]:
     """Return the blocks of a request with positions from the first edited one at or after
-    `position`.
+    `position`, or from the first one of its image if that depends on it.
     """
     request = scheduler.requests.get(name)
     keys = None if request is None else keys_of(request)
     first = None if keys is None else keys.first_edited(position)
     if first is None:
         return set()
+    first = start_of_images(request, first)
     found = _blocks(scheduler.kv_cache_manager, name)
     return {block for block, _, stop in found if stop > first}
 

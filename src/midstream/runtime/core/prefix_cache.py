@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from midstream.config.config import KEY, from_additional_config
+from midstream.runtime.core.image_ranges import end_of_images, start_of_images
 from midstream.runtime.protocol.cache_keys import CacheKeys, ChangedKeys
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.rpc import RPC, CountResets, arguments_of
@@ -30,11 +31,11 @@ def extra_keys(
     original: Callable[..., Any], request: Any, start: int, stop: int, *rest: Any, **kwargs: Any
 ) -> Any:
     """Add the key of edits to the extra keys that vLLM hashes with a block of positions
-    [start, stop).
+    [start, stop): of the edits of its tokens, and of an image's tokens to which they attend ahead.
     """
     found, mm_index = original(request, start, stop, *rest, **kwargs)
     keys = keys_of(request)
-    mark = None if keys is None else keys.of_block(start, stop)
+    mark = None if keys is None else keys.of_block(start, end_of_images(request, stop))
     if mark is not None:
         found = (*(found or ()), (KEY, mark))
     return found, mm_index
@@ -43,18 +44,31 @@ def extra_keys(
 def computed_blocks(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Limit a prefix-cache hit to positions before the first whose row must be computed."""
+    """Limit a prefix-cache hit to positions before the first whose row must be computed, and to
+    whole images where their tokens attend to each other both ways.
+
+    vLLM computes such an image in one step, but of one that is cached in part it may split the rest
+    between two: then tokens of the first would not attend to those of the second.
+    """
     payload = payload_of(request.sampling_params)
-    cap = None if payload is None else payload.first_read(RESETS.get(manager) or 0)
-    if payload is not None and CHANGED_KEYS.get(request) is not None:
+    if payload is None:
+        return original(manager, request, *args, **kwargs)
+    cap = payload.first_read(RESETS.get(manager) or 0)
+    if CHANGED_KEYS.get(request) is not None:
         cap = payload.keys.first_read  # kept rows are those of the plan that it began with
-    if cap is None:
+    if cap is None and not payload.mm_prefix:
         return original(manager, request, *args, **kwargs)
     coordinator = manager.coordinator
     find = coordinator.find_longest_cache_hit
 
     def capped(block_hashes: Any, most: int, *args: Any, **kwargs: Any) -> Any:
-        return find(block_hashes, min(most, cap), *args, **kwargs)
+        hit = find(block_hashes, most if cap is None else min(most, cap), *args, **kwargs)
+        if not payload.mm_prefix:
+            return hit
+        # A shorter hit may end in an earlier image.
+        while (whole := start_of_images(request, hit[1])) < hit[1]:
+            hit = find(block_hashes, whole, *args, **kwargs)
+        return hit
 
     coordinator.find_longest_cache_hit = capped
     try:

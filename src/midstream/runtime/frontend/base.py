@@ -85,6 +85,7 @@ class BaseFrontEnd:
         self.sinks = open_sinks(engine.vllm_config, info)
         weakref.finalize(self, self.sinks.close)
         self._needs: dict[str, Need] = {}
+        self._mm_prefix = bool(engine.vllm_config.model_config.is_mm_prefix_lm)
         has_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
         self._row_reuse = RowReuse(found.reuse_bytes // share, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
@@ -200,7 +201,7 @@ class BaseFrontEnd:
         uid = secrets.token_hex(16)
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)
-        set_payload(request, prepared.payload(uid))
+        set_payload(request, prepared.payload(uid, self._mm_prefix))
         self._needs[uid] = need
         if reused is not None:
             self._reused[uid] = reused

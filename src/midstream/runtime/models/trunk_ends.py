@@ -213,29 +213,54 @@ class _Walk:
         }
 
     def _loop(self, node: ast.For | ast.While, values: _Values) -> _Values:
-        over = node.iter if isinstance(node, ast.For) else node.test
-        if any(path_of(one) == self._list for one in ast.walk(over) if isinstance(one, ast.expr)):
-            calls = [
-                one
-                for each in node.body
-                for one in ast.walk(each)
-                if isinstance(one, ast.Call) and isinstance(one.func, ast.Name | ast.Subscript)
-            ]
-            given = [arg for one in calls for arg in (*one.args, *(k.value for k in one.keywords))]
-            names = {arg.id for arg in given if isinstance(arg, ast.Name)}
+        if self._is_over_layers(node):
             if not self._passed:
-                known = (values.get(name, frozenset()) for name in names)
-                self.into_layers = frozenset().union(*known)
+                self.into_layers = self._given_to_first(node, values)
             self._passed = True
         # What a loop assigns is nothing that is looked for.
-        stored = {
-            one.id
-            for one in ast.walk(node)
-            if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-        }
+        stored = _stored(node)
         return {
             name: frozenset({_OTHER}) if name in stored else state for name, state in values.items()
         }
+
+    def _is_over_layers(self, node: ast.For | ast.While) -> bool:
+        """Return whether a loop is over the layers, or over their numbers."""
+        over = node.iter if isinstance(node, ast.For) else node.test
+        if any(path_of(one) == self._list for one in ast.walk(over) if isinstance(one, ast.expr)):
+            return True
+        numbers = _stored(node.target) if isinstance(node, ast.For) else set()
+        return any(
+            self._is_a_layer(one) and getattr(one.slice, "id", "") in numbers
+            for each in node.body
+            for one in ast.walk(each)
+            if isinstance(one, ast.Subscript)
+        )
+
+    def _is_a_layer(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Subscript) and path_of(node.value) == self._list
+
+    def _given_to_first(self, loop: ast.For | ast.While, values: _Values) -> frozenset[str]:
+        """Return what the first layer is called with in a loop over the layers."""
+        layers = _stored(loop.target) if isinstance(loop, ast.For) else set()
+        found: frozenset[str] = frozenset()
+        for statement in loop.body:
+            if isinstance(statement, ast.Assign) and self._is_a_layer(statement.value):
+                layers |= _stored(statement)
+            for one in ast.walk(statement):
+                if not isinstance(one, ast.Call):
+                    continue
+                if self._is_a_layer(one.func) or getattr(one.func, "id", "") in layers:
+                    given = (*one.args, *(word.value for word in one.keywords))
+                    names = [arg.id for arg in given if isinstance(arg, ast.Name)]
+                    found = found.union(*(values.get(name, frozenset()) for name in names))
+            if found:
+                return found
+            stored = _stored(statement)
+            values = {
+                name: frozenset({_OTHER}) if name in stored and state else state
+                for name, state in values.items()
+            }
+        return found
 
     def _return(self, value: ast.expr, values: _Values) -> None:
         called = value.func if isinstance(value, ast.Call) else None
@@ -293,6 +318,15 @@ class _Walk:
             values = self._statement(statement, values) or {}
         assert body[-1].value is not None
         return self._state(body[-1].value, values) or frozenset({_OTHER})
+
+
+def _stored(node: ast.AST) -> set[str]:
+    """Return the names that a statement or a target assigns."""
+    return {
+        one.id
+        for one in ast.walk(node)
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    }
 
 
 def _combined(

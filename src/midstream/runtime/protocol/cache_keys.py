@@ -3,7 +3,9 @@
 The KV of a token depends on the tokens up to it and on the edits of these tokens. vLLM's prefix
 cache finds a block by a hash of its tokens, of the block before it and of extra keys. A block in
 which a token is edited therefore gets an extra key made from the edits there. Later blocks inherit
-the key through the chain of hashes; earlier blocks are shared with all requests.
+the key through the chain of hashes; earlier blocks are shared with all requests. Where tokens of an
+image attend to later ones of it, a block with some of them counts as going on to the image's end;
+see `runtime.core.image_ranges`.
 """
 
 from __future__ import annotations

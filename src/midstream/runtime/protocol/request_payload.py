@@ -45,6 +45,8 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
             with `acts`.
         split: columns of reported scores of which tensor-parallel ranks have parts, each with the
             number of parts; see `runtime.worker.split_scores`.
+        mm_prefix: whether its model is one whose image tokens attend to each other both ways; see
+            `runtime.core.image_ranges`.
     """
 
     uid: str
@@ -55,6 +57,7 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
     acts: tuple[ActingProbe, ...] = ()
     control: Control | None = None
     split: tuple[SplitScore, ...] = ()
+    mm_prefix: bool = False
 
     @property
     def reports(self) -> bool:

@@ -15,6 +15,7 @@ _RUNNING = "rows of running requests are fetched up to the known tokens"
 _ENDED = "the requests of an engine that is shut down end with an error"
 _ASLEEP = "weights are read while they are on the device"
 _BLOCKS = "requests that share KV with a failed request are found"
+_IMAGES = "blocks with tokens of an image have keys of the edits of all its tokens"
 _CHANGED = "a changed plan holds from the first position that is not scheduled"
 
 PROCESS_FIELDS: tuple[Fields, ...] = (
@@ -97,6 +98,10 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         ("model", "revision"),
         "sinks record which model their rows are of",
     ),
+    Fields("vllm.config", "ModelConfig", ("is_mm_prefix_lm",), _IMAGES),
+    Fields("vllm.v1.request", "Request", ("mm_features",), _IMAGES),
+    Fields("vllm.multimodal.inputs", "MultiModalFeatureSpec", ("mm_position", "modality"), _IMAGES),
+    Fields("vllm.multimodal.inputs", "PlaceholderRange", ("length", "offset"), _IMAGES),
     Fields(
         "vllm.engine.arg_utils",
         "EngineArgs",
@@ -342,6 +347,12 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
         "BackgroundResources",
         ("engine_dead",),
         "waiting callers learn that an engine has ended",
+    ),
+    Fields(
+        "vllm.v1.engine.core_client",
+        "BackgroundResources",
+        ("output_queue_task",),
+        "a call from another event loop is refused",
     ),
     Fields(
         "vllm.v1.engine.core_client",

@@ -22,12 +22,13 @@ from midstream.spec.forms import (
     SitesLike,
 )
 from midstream.spec.instructions import Instruction
-from midstream.spec.lens import LOGIT, read_kind, read_token
+from midstream.spec.lens import LOGIT, read_kind
 from midstream.spec.lens import SITES as LENS_SITES
 from midstream.spec.matrix import read_rows
 from midstream.spec.named_vector import Named
 from midstream.spec.operation import Operation, by_value, one_edit, read_scalar, rows_by_value
 from midstream.spec.row_per_layer import check_per_layer, read_per_layer
+from midstream.spec.tokens import read_token
 from midstream.spec.vector import Vector
 from midstream.validation import MAX_ITEMS, at, listed, read_word
 

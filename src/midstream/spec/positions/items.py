@@ -152,7 +152,8 @@ class Text:
     """The prompt tokens that spell a text.
 
     An occurrence must begin and end at token boundaries, ignoring whitespace: the token " Paris"
-    spells "Paris"; the token "concatenate" does not spell "cat". Occurrences may overlap.
+    spells "Paris"; of "x", " =", " 5" the first two spell "x = "; the token "concatenate" does not
+    spell "cat". Occurrences may overlap.
 
     Attributes:
         text: 1 to 65536 characters of the decoded prompt, including special tokens as text.

@@ -47,8 +47,9 @@ class TextMap:
     def find(self, wanted: str) -> list[tuple[int, int]]:
         """Return the token ranges of the occurrences that start and end at token boundaries.
 
-        Whitespace between a token boundary and the occurrence is ignored. Occurrences are ordered
-        by their start and may overlap.
+        Whitespace between a token boundary and the occurrence is ignored, on either side of the
+        boundary: a token that has only whitespace of the occurrence, and goes on beyond it, is no
+        part of it. Occurrences are ordered by their start and may overlap.
 
         Args:
             wanted: at least one character.
@@ -58,13 +59,19 @@ class TextMap:
         """
         found = []
         text = self.text
+        is_blank = wanted.isspace()
         # Occurrences start at token boundaries only, so one pass over the text is enough.
         for start, stop in dict.fromkeys(zip(self.starts, self.stops, strict=True)):
-            for begin in range(start, stop):
-                if text.startswith(wanted, begin) and self._ends(begin + len(wanted)):
-                    found.append(self.tokens(begin, begin + len(wanted)))
-                if not text[begin].isspace():
-                    break
+            piece = text[start:stop]
+            solid = min(stop - len(piece.lstrip()) + 1, stop)
+            tail = stop if is_blank else max(solid, start + len(piece.rstrip()))
+            for begin in (*range(start, solid), *range(tail, stop)):
+                if text.startswith(wanted, begin):
+                    end = self._end(begin + len(wanted), is_blank)
+                    # Of whitespace at the end of this token the next one is the first.
+                    first = begin if begin < solid else stop
+                    if end is not None and first < end:
+                        found.append(self.tokens(first, end))
         return found
 
     def around(self, wanted: str) -> list[str] | None:
@@ -80,7 +87,13 @@ class TextMap:
         spans = dict.fromkeys(zip(self.starts[shown], self.stops[shown], strict=True))
         return [self.text[start:end] for start, end in spans]
 
-    def _ends(self, end: int) -> bool:
-        """Return whether the token of character `end` − 1 has only whitespace from `end` on."""
-        rest = self.text[end : self.stops[bisect_left(self.starts, end) - 1]]
-        return not rest or rest.isspace()
+    def _end(self, end: int, is_blank: bool) -> int | None:
+        """Return where an occurrence up to `end` ends: there, if the token of character `end` − 1
+        has only whitespace from there on; where that token starts, if it has only whitespace up to
+        there, and the occurrence has more than that; None: within a token.
+        """
+        token = bisect_left(self.starts, end) - 1
+        if not self.text[end : self.stops[token]].strip():
+            return end
+        start = self.starts[token]
+        return None if is_blank or self.text[start:end].strip() else start

@@ -11,6 +11,7 @@ from midstream.spec.positions.position_set import Where
 from midstream.spec.resolve.resolved import Pattern, ResolvedCapture, ResolvedPlan
 from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.shape import ModelShape
+from midstream.spec.tokens import known_ids
 
 LENS = "lens"
 # Kinds of results that have names.
@@ -34,11 +35,7 @@ def resolve_lens(lens: Lens, source: int, where: Where, shape: ModelShape) -> Re
     if reason is not None:
         raise SpecError("", f"the stream cannot be decoded: {reason}")
     reads = find_taps(lens.layers, lens.sites, shape, "layers", "site")
-    tokens: list[int] = []
-    for nth, token in enumerate(lens.tokens):
-        if isinstance(token, str):
-            raise SpecError(f"tokens[{nth}]", "expected a token id here, got a text")
-        tokens.append(token)
+    tokens = known_ids(lens.tokens)
     size = 2 * lens.top + 2 * len(tokens) + 1
     # In the given order, unlike other ranges.
     keys = tuple((token, token + 1) for token in tokens)

@@ -9,9 +9,9 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.spec.logits import Logits
 from midstream.spec.positions.position_set import Where
-from midstream.spec.positions.ranges import merge
 from midstream.spec.resolve.resolved import Pattern, ResolvedCapture, ResolvedPlan
 from midstream.spec.shape import ModelShape
+from midstream.spec.tokens import known_ids
 
 LOGITS = "logits"
 # What a model lacks whose head does not read the output of its final norm.
@@ -44,8 +44,9 @@ def resolve_logits(logits: Logits, source: int, where: Where, shape: ModelShape)
     if logits.top:
         pattern = replace(pattern, kind="logits_top", size=2 * logits.top + 1)
     elif not isinstance(logits.tokens, str):
-        tokens = merge((token, token + 1) for token in logits.tokens)
-        pattern = replace(pattern, kind="logits_of", size=len(logits.tokens) + 1, keys=tokens)
+        # In the given order, unlike other ranges.
+        tokens = tuple((token, token + 1) for token in known_ids(logits.tokens))
+        pattern = replace(pattern, kind="logits_of", size=len(tokens) + 1, keys=tokens)
     return ResolvedCapture(((LOGITS, read[1]),), where, source, pattern)
 
 
@@ -82,12 +83,12 @@ def with_vocabulary(plan: ResolvedPlan, vllm_config: Any) -> ResolvedPlan:
     vocabulary = int(vllm_config.model_config.get_vocab_size())
     pattern = capture.pattern
     assert pattern is not None
-    largest = (pattern.keys[-1][1] or 0) - 1 if pattern.keys else 0
-    if largest >= vocabulary:
-        raise SpecError(
-            f"{path}.tokens",
-            f"there is no token {largest}: the model has {vocabulary}, 0 to {vocabulary - 1}",
-        )
+    for nth, (token, _) in enumerate(pattern.keys):
+        if token >= vocabulary:
+            raise SpecError(
+                f"{path}.tokens[{nth}]",
+                f"there is no token {token}: the model has {vocabulary}, 0 to {vocabulary - 1}",
+            )
     if pattern.kind == "logits_top" and pattern.size > 2 * vocabulary + 1:
         raise SpecError(f"{path}.top", f"the model has {vocabulary} tokens")
     if pattern.kind == "logits_all":

@@ -140,8 +140,8 @@ class Pattern:
             int32. Of `norm` 1; of `mean` and `max`, those of one part of a row: the number of rows
             as int32, and then the components; of `moments` likewise, the means and then the
             variances.
-        keys: of `mass`, the positions of the keys; of `logits_of`, the tokens; of `lens`, each
-            token by itself, in the order of the request; of `features`, likewise the features.
+        keys: of `mass`, the positions of the keys; of `logits_of` and `lens`, each token by itself,
+            in the order of the request; of `features`, likewise the features.
         heads: the query heads that are computed, ascending; empty: all.
         reads: for each tap of the capture, the tap at which its queries are read; of logits,
             `final_norm`; of a lens, the stream; of features, what the SAE reads; of reduced rows,

@@ -351,7 +351,7 @@ def _check_pattern(pattern: Pattern, taps: int) -> None:
         if len(pattern.reads) != taps or len(pattern.counts) != taps:
             raise SpecError("", f"expected the queries and heads of {taps} taps")
         # Of these, each token or feature is a range, in the order of the request.
-        is_each = pattern.kind in ("lens", "features")
+        is_each = pattern.kind in ("lens", "logits_of", "features")
         for ranges in [(each,) for each in pattern.keys] if is_each else [pattern.keys]:
             _check_ranges(ranges)
         if (pattern.encoder is None) == (pattern.kind == "features"):

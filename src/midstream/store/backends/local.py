@@ -52,7 +52,10 @@ def local_folder_of(root: str | os.PathLike[str]) -> LocalFolder:
     """
     folder = folder_of(root)
     if not isinstance(folder, LocalFolder):
-        raise StoreError(f"{folder}: unsupported here; expected a local directory")
+        raise StoreError(
+            f"{folder}: unsupported here; expected a local directory, such as one into which "
+            f"`midstream merge {folder} --into DIR` copies the store"
+        )
     return folder
 
 

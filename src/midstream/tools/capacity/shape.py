@@ -158,7 +158,8 @@ def read_model(model: str, dtype: str = "auto") -> ModelSize:
             f"{show(model)}{hint(model, NAMED)}",
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        # Configurations have numbers that are none, such as Infinity.
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, OSError) as error:
         raise SpecError("model", f"{path}: expected JSON: {error}") from None
     if not isinstance(config, dict):

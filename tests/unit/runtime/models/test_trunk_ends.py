@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -117,6 +118,61 @@ class InPlace(Trunk):
         return hidden_states.float()
 
 
+class ByNumber(Trunk):
+    """As GptOss, whose loop is over the layers' numbers."""
+
+    start_layer, end_layer = 0, 2
+
+    def forward(self, input_ids: Any, inputs_embeds: Any = None, tensors: Any = None) -> Any:
+        if first_rank():
+            hidden_states = self.embed_input_ids(input_ids)
+            residual = None
+        else:
+            hidden_states = tensors["hidden_states"]
+            residual = tensors["residual"]
+        others = self.collect([], hidden_states, residual)
+        for number in range(self.start_layer, self.end_layer):
+            layer = self.layers[number]
+            hidden_states, residual = layer(hidden_states, residual)
+            self.collect(others, hidden_states, residual)
+        if not first_rank():
+            return IntermediateTensors(hidden_states=hidden_states)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
+
+    def collect(self, others: Any, *states: Any) -> Any:
+        return [*others, *states]
+
+
+class CalledByNumber(Trunk):
+    def forward(self, input_ids: Any) -> Any:
+        hidden_states = self.embed_input_ids(input_ids)
+        for number in range(2):
+            hidden_states = self.layers[number](hidden_states)
+        return self.norm(hidden_states)
+
+
+class Mixing(Trunk):
+    """As Solar, which changes the stream between layers."""
+
+    def forward(self, input_ids: Any) -> Any:
+        hidden_states = self.embed_input_ids(input_ids)
+        for number in range(2):
+            if number in self.mixed:
+                hidden_states = hidden_states * 0.5
+            layer = self.layers[number]
+            hidden_states = layer(hidden_states)
+        return self.norm(hidden_states)
+
+
+class OtherLayers(Trunk):
+    def forward(self, input_ids: Any) -> Any:
+        hidden_states = self.embed_input_ids(input_ids)
+        for number in range(2):
+            hidden_states = self.blocks[number](hidden_states)
+        return self.norm(hidden_states)
+
+
 class Delegating(Trunk):
     def forward(self, input_ids: Any, inputs_embeds: Any = None, tensors: Any = None) -> Any:
         """As Mistral's, which gives its layers more."""
@@ -141,12 +197,19 @@ def find(trunk: nn.Module, site: str, given: bool = False) -> Any:
     return find_end(site, model, layers, KNOWN, given)
 
 
-@pytest.mark.parametrize("trunk", [Trunk, Scaled, ScaledLater, Delegating])
+@pytest.mark.parametrize(
+    "trunk", [Trunk, Scaled, ScaledLater, Delegating, ByNumber, CalledByNumber]
+)
 @pytest.mark.parametrize("given", [False, True])
 def test_without_positions_the_first_layer_gets_the_embedding(trunk, given):
     one = trunk()
     assert find(one, "embed", given) is None
     assert find(one, "final_norm", given) is one.norm
+
+
+def test_what_is_done_between_layers_leaves_the_final_norm_where_it_is():
+    one = Mixing()
+    assert find(one, "final_norm") is one.norm
 
 
 def test_before_learned_positions_it_is_the_output_of_a_module():
@@ -171,6 +234,8 @@ def test_before_learned_positions_it_is_the_output_of_a_module():
         (Normalised, "final_norm", "not the output of one norm"),
         (InPlace, "final_norm", "not the output of one norm"),
         (Scaling, "embed", "changes what it gives to its parent's forward"),
+        (Mixing, "embed", "changes the embeddings before the first layer"),
+        (OtherLayers, "embed", "no loop over its layers"),
         (Decorated, "embed", "decorated"),
         (Decorated, "final_norm", "decorated"),
     ],
@@ -195,3 +260,33 @@ def test_a_layer_whose_attention_does_not_see_its_entry_has_no_embedding():
     found = find_end("embed", model, one.layers, late, False)
     assert isinstance(found, NoEnd)
     assert "a copy is read" in found.reason
+
+
+NO_NORM, CHANGED = "not the output of one norm", "changes the embeddings before the first layer"
+
+
+@pytest.mark.parametrize(
+    ("place", "embed", "norm"),
+    [
+        ("gpt_oss.GptOssModel", "", ""),
+        ("llama.LlamaModel", "", ""),
+        ("openpangu.OpenPanguModel", "", ""),
+        ("solar.SolarModel", CHANGED, ""),  # of some layers, by its settings
+        ("step3p5.Step3p5Model", "", NO_NORM),  # its head has the norm
+    ],
+)
+def test_models_of_vllm_whose_loops_are_over_numbers_have_what_others_have(place, embed, norm):
+    file, name = place.split(".")
+    cls = getattr(importlib.import_module(f"vllm.model_executor.models.{file}"), name)
+    one = cls.__new__(cls)
+    nn.Module.__init__(one)
+    one.layers = nn.ModuleList([Layer(), Layer()])
+    one.embed_tokens = one.embedding = nn.Embedding(4, 8)
+    one.norm = RMSNorm()
+    for site, why, expected in (("embed", embed, None), ("final_norm", norm, one.norm)):
+        found = find(one, site)
+        if why:
+            assert isinstance(found, NoEnd)
+            assert why in found.reason
+        else:
+            assert found is expected

@@ -329,6 +329,22 @@ def test_merging_into_an_object_store_is_refused(tmp_path, monkeypatch):
         merge(tmp_path, "s3://bucket")
 
 
+def test_duplicates_of_a_store_that_cannot_be_pruned_are_removed_from_its_merged_copy(
+    tmp_path, monkeypatch
+):
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    for seed in (1, 2, 3):
+        write(source, [entry("a", seed=seed, rows=2), entry(f"b{seed}", seed=seed, rows=1)])
+    merge(source, copy)
+    assert [one.request for one in open_store(copy).requests].count("a") == 3
+    assert prune(copy, duplicates=True).requests == (("a", 0), ("a", 0))
+    assert same(open_store(copy).get("a")[TAPS[0]], vectors(3, 2, header()))
+    assert len(open_store(copy)) == 4
+    monkeypatch.setattr("midstream.store.backends.local.folder_of", lambda root: f"{root}")
+    with pytest.raises(StoreError, match="`midstream merge s3://bucket --into DIR` copies"):
+        prune("s3://bucket", duplicates=True)
+
+
 # ---------------------------------------------------------------- prune
 
 

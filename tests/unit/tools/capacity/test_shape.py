@@ -107,6 +107,8 @@ def test_a_folder_and_its_file_say_the_same_and_other_families_words_are_read(tm
     folder, file = read_model(str(tmp_path)), read_model(str(tmp_path / "config.json"))
     assert (folder.hidden_size, folder.num_layers) == (768, 12)
     assert (file.hidden_size, file.num_layers, file.source) == (768, 12, folder.source)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8-sig")
+    assert read_model(str(tmp_path)).hidden_size == 768
 
 
 def test_the_language_model_of_one_that_sees_is_what_counts():

@@ -11,7 +11,7 @@ from midstream.errors import SpecError
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.request.prompt.tokenized import token_id
 from midstream.runtime.protocol.worker_info import WorkerInfo
-from midstream.spec import Lens, Plan, ResolvedPlan
+from midstream.spec import Lens, Logits, Plan, ResolvedPlan
 from midstream.spec.lens import LOGIT
 from midstream.spec.resolve.lens import check_lenses
 from midstream.spec.resolve.resolved import ResolvedCapture
@@ -22,7 +22,7 @@ AFTER = {"resid_pre": 0, "resid_post": 1}
 
 
 def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
-    """Return a plan whose lenses have the ids of their tokens.
+    """Return a plan whose lenses and logits have the ids of their tokens.
 
     Args:
         plan: a plan; None: there is none.
@@ -37,7 +37,9 @@ def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
     captures = []
     for nth, capture in enumerate(plan.captures):
         with at(f"capture[{nth}]"):
-            captures.append(capture.with_ids(id_of) if isinstance(capture, Lens) else capture)
+            captures.append(
+                capture.with_ids(id_of) if isinstance(capture, (Lens, Logits)) else capture
+            )
     if all(one is other for one, other in zip(captures, plan.captures, strict=True)):
         return plan
     return replace(plan, captures=tuple(captures))

@@ -54,14 +54,21 @@ class PreparedPlan:
             found = self._returned[captures] = prompt_bytes(self.plan, captures, shape)
         return found
 
-    def payload(self, uid: str) -> RequestPayload:
+    def payload(self, uid: str, mm_prefix: bool) -> RequestPayload:
         """Return the payload of a request.
 
         Args:
             uid: midstream's request id.
+            mm_prefix: see `RequestPayload`.
         """
         return RequestPayload(
-            uid, self.packed, self.keys, acts=self.acts, control=self.control, split=self.split
+            uid,
+            self.packed,
+            self.keys,
+            acts=self.acts,
+            control=self.control,
+            split=self.split,
+            mm_prefix=mm_prefix,
         )
 
     @property

@@ -15,11 +15,12 @@ from midstream.runtime.frontend.rpc.fetch import Exchange
 from midstream.runtime.protocol.rpc import ReadDirections, TokenDirections
 from midstream.sites import Tap
 from midstream.spec import ModelShape, Plan, Steer
-from midstream.spec.lens import LOGIT, SITES, read_kind, read_token
+from midstream.spec.lens import LOGIT, SITES, read_kind
 from midstream.spec.operations import Edit, Gate
 from midstream.spec.resolve.lens import LENS
 from midstream.spec.resolve.resolved import LensMap
 from midstream.spec.resolve.tap_lookup import find_layer, find_taps
+from midstream.spec.tokens import read_token
 from midstream.spec.vector import Vector
 from midstream.validation import at, read_int, read_word
 

@@ -59,7 +59,7 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
         asked = admitted.own.captures[capture.source]
         if isinstance(asked, Logits):
             if capture.taps[0] in rows.counts():
-                logits = _logits_of(rows, capture.taps[0], asked)
+                logits = _logits_of(rows, capture, asked)
             continue
         if isinstance(asked, Lens):
             if capture.taps[0] in rows.counts():
@@ -81,8 +81,9 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
     return Parted(vectors, attention, logits, lens, active)
 
 
-def _logits_of(rows: Activations, tap: Tap, asked: Logits) -> LogitRows:
+def _logits_of(rows: Activations, capture: ResolvedCapture, asked: Logits) -> LogitRows:
     """Return the logits of a completion, in memory of their own."""
+    (tap,) = capture.taps
     values = rows[tap].as_subclass(torch.Tensor).clone()
     positions = rows.positions_of(*tap).clone()
     values, total = values[:, :-1], values[:, -1]
@@ -93,9 +94,8 @@ def _logits_of(rows: Activations, tap: Tap, asked: Logits) -> LogitRows:
         return LogitRows(values[:, count:], ids, total, positions)
     if isinstance(asked.tokens, str):
         return LogitRows(values, torch.arange(count).expand(len(values), -1), total, positions)
-    # A row has the tokens in ascending order.
-    chosen = torch.tensor(asked.tokens)
-    values = values[:, chosen.argsort().argsort()]
+    assert capture.pattern is not None
+    chosen = torch.tensor([token for token, _ in capture.pattern.keys])
     return LogitRows(values, chosen.expand(len(values), -1), total, positions)
 
 

@@ -63,7 +63,9 @@ async def call(
 
     Raises:
         EngineDeadError: an engine of the client has ended, and no answer will arrive.
+        RuntimeError: the engine was used on another event loop before.
     """
+    check_loop(client)
 
     async def send() -> Any:
         arguments = ("collective_rpc", RPC, None, arguments_of(complete(request)), None)
@@ -85,6 +87,30 @@ async def call_all(client: Any, request: RpcRequest[A]) -> list[list[A]]:
     """Return the answers of each engine's workers to a request; see `call`."""
     numbers = range(len(client.core_engines))
     return list(await asyncio.gather(*(call(client, number, request) for number in numbers)))
+
+
+def check_loop(client: Any) -> None:
+    """Check that an engine is called from the event loop to which it belongs.
+
+    vLLM reads what the engine sends in a task of the first event loop. When that loop ends, it
+    reports the engine as dead, without a reason.
+
+    Args:
+        client: vLLM's client of its engine cores.
+
+    Raises:
+        RuntimeError: the engine was used on another event loop before.
+    """
+    reader = getattr(client.resources, "output_queue_task", None)
+    if reader is None or reader.get_loop() is asyncio.get_running_loop():
+        return
+    problem = "this AsyncLLM belongs to the event loop on which it was used first"
+    if reader.get_loop().is_closed():
+        raise RuntimeError(
+            f"{problem}, and that loop has ended: each asyncio.run has a loop of its own. Make all "
+            "calls within one asyncio.run, or start another engine"
+        )
+    raise RuntimeError(f"{problem}: call it there, with asyncio.run_coroutine_threadsafe")
 
 
 def busy(client: Any) -> list[int]:

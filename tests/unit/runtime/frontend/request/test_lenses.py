@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.stored import worker_info
 
-from midstream import Lens, Plan, SpecError
+from midstream import Lens, Logits, Plan, SpecError
 from midstream.runtime.frontend.request.lenses import with_token_ids
 from midstream.runtime.frontend.request.readouts import readout_rows
 from midstream.spec import ModelShape, Prompt
@@ -21,7 +21,10 @@ WORDS = {" Paris": [7], " Rome": [8], " Timbuktu": [1, 2]}
 
 class Engine:
     def get_tokenizer(self) -> Any:
-        return SimpleNamespace(encode=lambda text, add_special_tokens: WORDS[text])
+        return SimpleNamespace(
+            encode=lambda text, add_special_tokens: WORDS[text],
+            decode=lambda ids, skip_special_tokens: f"<{ids[0]}>",
+        )
 
 
 class Without(Engine):
@@ -49,8 +52,14 @@ def test_texts_of_tokens_become_ids() -> None:
     with pytest.raises(SpecError, match="needs a tokenizer") as caught:
         with_token_ids(plan, Without())
     assert caught.value.path == "capture[1].tokens[0]"
-    with pytest.raises(SpecError, match=r"' Timbuktu' is 2 tokens, \[1, 2\]"):
-        with_token_ids(Plan.make(capture=Lens(0, tokens=" Timbuktu")), Engine())
+    for capture in (Lens(0, tokens=" Timbuktu"), Logits(tokens=" Timbuktu")):
+        with pytest.raises(
+            SpecError, match=r"' Timbuktu' is 2 tokens \('<1>', '<2>'\), expected one"
+        ):
+            with_token_ids(Plan.make(capture=capture), Engine())
+    logits = with_token_ids(Plan.make(capture=Logits(tokens=[" Rome", 3])), Engine())
+    assert logits is not None
+    assert logits.captures == (Logits(tokens=[8, 3]),)
 
 
 @pytest.mark.parametrize(

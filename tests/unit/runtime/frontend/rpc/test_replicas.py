@@ -11,6 +11,7 @@ import pytest
 from support.stored import unmapped, worker_info
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from midstream.api.async_llm import AsyncLLM
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
 from midstream.runtime.frontend.engine_info import describe
@@ -167,3 +168,38 @@ def test_any_offline_engine_is_refused_before_it_starts_anything():
     config.additional_config = {}
     patches._engine_init(lambda *_: started.append(1), SimpleNamespace(), config, object, False)
     assert started == [1]
+
+
+class Unstarted(AsyncLLM):
+    """An engine without a process, which need not be shut down."""
+
+    def __del__(self):
+        pass
+
+
+def test_a_call_from_another_event_loop_is_refused_with_the_reason():
+    client = Client(1)
+    client.resources.output_queue_task = None
+
+    async def use():
+        if getattr(client.resources, "output_queue_task", 0) is None:  # as vLLM at the first call
+            client.resources.output_queue_task = asyncio.ensure_future(asyncio.sleep(0))
+        return await call_all(client, ReadData("u", 0, 9))
+
+    async def generate():
+        llm = Unstarted.__new__(Unstarted)
+        llm.engine_core, llm._front_end, llm._default_capture = client, "front end", None
+        return await anext(aiter(llm.generate("x", None)))
+
+    loop = asyncio.new_event_loop()
+    assert len(loop.run_until_complete(use())) == 1
+    assert len(loop.run_until_complete(use())) == 1
+    for again in (use, generate):
+        with pytest.raises(RuntimeError, match="call it there, with asyncio.run_coroutine_thread"):
+            asyncio.run(again())
+    loop.close()
+    for again in (use, generate):
+        with pytest.raises(RuntimeError, match="each asyncio.run has a loop of its own"):
+            asyncio.run(again())
+    del client.resources.output_queue_task  # as vLLM does when it shuts down
+    assert len(asyncio.run(use())) == 1

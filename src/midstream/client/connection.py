@@ -1,0 +1,120 @@
+"""Where the clients' server is, and what a failed connection to it says."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from midstream.config.http import ADMIN_HEADER
+from midstream.errors import ConfigError
+
+_API = "/v1"
+
+
+def connected(
+    make: Any,
+    base_url: str,
+    keys: tuple[str | None, str | None],
+    timeout: float | None,
+    http: Any,
+) -> Any:
+    """Return the HTTP client of a client.
+
+    Args:
+        make: httpx's class.
+        base_url: URL of the server.
+        keys: API key and admin key; None: there is none.
+        timeout: timeout of a request in seconds; None: no timeout.
+        http: the caller's own HTTP client; None: a new one is made.
+
+    Raises:
+        ConfigError: see `_check`.
+    """
+    if http is not None:
+        _check(http, *keys)
+        return http
+    return make(base_url=_server_url(base_url), headers=_headers_of(*keys), timeout=timeout)
+
+
+def _headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
+    """Return the headers of every request."""
+    found = {}
+    if api_key is not None:
+        found["authorization"] = f"Bearer {api_key}"
+    if admin_key is not None:
+        found[ADMIN_HEADER] = admin_key
+    return found
+
+
+def _server_url(base_url: str) -> str:
+    """Return the URL of a server, of which the API's path, as other clients take it, is no part."""
+    return str(base_url).rstrip("/").removesuffix(_API)
+
+
+def _check(http: Any, *keys: str | None) -> None:
+    """Check that a caller's own HTTP client is not combined with keys, and that its URLs are right.
+
+    Raises:
+        ConfigError: `http` would not send the keys, or its base URL has the API's path, which the
+            paths of requests have too.
+    """
+    if any(key is not None for key in keys):
+        raise ConfigError(
+            "http: api_key and admin_key are unsupported with it; set the keys in its own headers"
+        )
+    url = str(getattr(http, "base_url", ""))
+    if _server_url(url) != url.rstrip("/"):
+        raise ConfigError(f"http: expected a base URL without {_API}, got {_shown(url)}")
+
+
+@contextmanager
+def named_failures(http: Any) -> Iterator[None]:
+    """Let failures of connections within the block name the server, and the proxy in between.
+
+    Args:
+        http: the httpx client.
+
+    Raises:
+        httpx.TransportError: as raised in the block, of the same type.
+    """
+    import httpx
+
+    try:
+        yield
+    except httpx.TransportError as error:
+        if isinstance(error.__cause__, httpx.TransportError):
+            raise  # by a request within a stream
+        url = str(http.base_url)
+        proxy = _proxy_of(url) if http.trust_env else None
+        through = ""
+        if proxy is not None:
+            name, address = proxy
+            host = urlsplit(url).hostname
+            through = (
+                f" through the proxy {address}, which the environment's {name} names; to reach the "
+                f"server without it, add {host} to NO_PROXY"
+            )
+        raise type(error)(f"{error} ({_shown(url)}{through})") from error
+
+
+def _proxy_of(url: str) -> tuple[str, str] | None:
+    """Return the environment's proxy for a URL: the variable, and its address without a password;
+    None if there is none.
+    """
+    parts = urlsplit(url)
+    if urllib.request.proxy_bypass(parts.hostname or ""):
+        return None
+    known = urllib.request.getproxies()
+    for scheme in (parts.scheme, "all"):
+        if known.get(scheme):
+            return f"{scheme.upper()}_PROXY", _shown(known[scheme])
+    return None
+
+
+def _shown(url: str) -> str:
+    """Return a URL without the user and password in it."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if parts.netloc else url

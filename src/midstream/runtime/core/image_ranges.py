@@ -1,0 +1,49 @@
+"""Ranges of a request's tokens that attend to each other both ways: its images and videos.
+
+In most models the KV of a token depends on the tokens up to it. In models that vLLM names mm-prefix
+models (Gemma 3, Gemma 4, PaliGemma, Molmo 2, …), tokens of an image attend to later tokens of the
+same image as well: what is edited at one of them changes the KV and the rows of all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midstream.runtime.protocol.request_payload import payload_of
+
+# Audio is causal in every model: neither of vLLM's model runners lets it attend ahead.
+_CAUSAL = "audio"
+
+
+def end_of_images(request: Any, stop: int) -> int:
+    """Return the end of the tokens on which the KV of the tokens before `stop` depends: `stop`, or
+    the end of the image that goes on there.
+    """
+    for start, end in image_ranges(request):
+        if start < stop:
+            stop = max(stop, end)
+    return stop
+
+
+def start_of_images(request: Any, position: int) -> int:
+    """Return the first token whose KV depends on the token at `position`: itself, or the first one
+    of its image.
+    """
+    for start, end in reversed(image_ranges(request)):
+        if position < end:
+            position = min(position, start)
+    return position
+
+
+def image_ranges(request: Any) -> list[tuple[int, int]]:
+    """Return the ranges (first position, last position + 1) of a vLLM `Request`, ascending; none if
+    its model is causal throughout, or it has no payload.
+
+    A range is all that stands for one image or video in the prompt, which may include tokens that
+    attend to earlier ones only, such as those that enclose an image.
+    """
+    payload = payload_of(request.sampling_params)
+    if payload is None or not payload.mm_prefix:
+        return []
+    places = [one.mm_position for one in request.mm_features if one.modality != _CAUSAL]
+    return [(place.offset, place.offset + place.length) for place in places]

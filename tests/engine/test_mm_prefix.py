@@ -1,0 +1,34 @@
+"""The front end tells the engine core of models whose image tokens attend both ways.
+
+What the engine core makes of it is tested in `tests/unit/runtime/core`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import tiny
+from vllm import SamplingParams
+from vllm.config import ModelConfig
+
+from midstream import Plan, Steer
+from midstream.runtime.frontend.base import BaseFrontEnd
+from midstream.runtime.install import front_end
+from midstream.runtime.protocol.request_payload import payload_of
+
+
+@pytest.mark.parametrize("is_mm_prefix", [False, True])
+def test_a_payload_says_whether_image_tokens_attend_both_ways(
+    llm: Any, monkeypatch: pytest.MonkeyPatch, is_mm_prefix: bool
+) -> None:
+    monkeypatch.setattr(ModelConfig, "is_mm_prefix_lm", property(lambda self: is_mm_prefix))
+    front = BaseFrontEnd(front_end(llm.llm_engine).info, llm.llm_engine, deltas=False)
+    request = SimpleNamespace(
+        request_id="r", sampling_params=SamplingParams(max_tokens=2), prompt_token_ids=[1, 2, 3]
+    )
+    front.admit(request, Plan.make(None, Steer([1.0] * tiny.HIDDEN, layer=1)))
+    payload = payload_of(request.sampling_params)
+    assert payload is not None
+    assert payload.mm_prefix is is_mm_prefix

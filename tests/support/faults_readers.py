@@ -1,0 +1,40 @@
+"""Faults of what is read: files, tokens, and where a loaded model has its sites; see `faults`."""
+
+from __future__ import annotations
+
+from support.fault import Fault
+from support.faults_images import IMAGES
+
+READERS: tuple[Fault, ...] = (
+    *IMAGES,
+    Fault(
+        "The first line of a dataset is lost where the file has a byte order mark",
+        "jobs/sources.py",
+        "        yield line.removeprefix(mark)\n",
+        "        yield line.removeprefix(b'')\n",
+        "tests/unit/jobs/test_sources.py::test_a_byte_order_mark_is_no_part_of_the_first_line",
+    ),
+    Fault(
+        "What a model does to the stream in front of its first layer counts as its embedding",
+        "runtime/models/trunk_ends.py",
+        "                name: frozenset({_OTHER}) if name in stored and state else state\n",
+        "                name: state\n",
+        "tests/unit/runtime/models/test_trunk_ends.py"
+        "::test_what_is_not_known_to_be_the_value_is_missing_with_the_reason",
+    ),
+    Fault(
+        "A key of a vector file with another tool's name is of another layer",
+        "steering/parse.py",
+        "    found = parse(key)\n",
+        "    found = parse(key.replace('15', '14'))\n",
+        "tests/unit/steering/test_files.py::test_keys_are_any_name_of_a_site_and_a_layer",
+    ),
+    Fault(
+        "Text selects a token of which it has no more than a blank",
+        "spec/positions/text_map.py",
+        "        return None if is_blank or self.text[start:end].strip() else start\n",
+        "        return None if is_blank or self.text[start:end].strip() else end\n",
+        "tests/unit/spec/positions/test_text_map.py"
+        "::test_texts_are_found_by_whole_tokens_but_for_whitespace",
+    ),
+)
