@@ -97,12 +97,22 @@ def test_the_key_itself_is_not_kept():
 def test_without_a_key_a_page_of_another_place_may_change_nothing(origin, expected):
     guard = Guard(allowed=None, admin_key=None, has_key=False, host="127.0.0.1")
     assert status(guard, origin=origin) == expected
-    # With a key, or where somebody said that all may, it is no question of where.
-    for other in (
-        Guard(allowed=None, admin_key=None, has_key=True, host="127.0.0.1"),
-        Guard(allowed=True, admin_key=None, has_key=False, host="0.0.0.0"),
-    ):
-        assert status(other, origin=origin) == 200
+    # Where somebody said that all may change it, a page still may not do it in a client's place.
+    for host in ("127.0.0.1", "0.0.0.0"):
+        anybody = Guard(allowed=True, admin_key=None, has_key=False, host=host)
+        assert status(anybody, origin=origin) == expected
+    # With a key, it is no question of where.
+    keyed = Guard(allowed=None, admin_key=None, has_key=True, host="127.0.0.1")
+    assert status(keyed, origin=origin) == 200
+
+
+def test_a_page_that_the_server_itself_showed_may_change_what_everybody_may():
+    anybody = Guard(allowed=True, admin_key=None, has_key=False, host="0.0.0.0")
+    page = {"origin": "http://box.example:8000"}
+    assert status(anybody, host="box.example:8000", **page) == 200
+    assert status(anybody, host="other.example", **page) == 403
+    assert status(anybody, **page) == 403
+    assert status(anybody, origin="null") == 403
 
 
 def test_a_refusal_says_what_would_be_right():
