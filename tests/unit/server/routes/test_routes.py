@@ -21,7 +21,7 @@ from support.sinking import delivery, put_now
 from midstream.errors import HttpError, SpecError
 from midstream.results.serialization import pack, unpack
 from midstream.server.routes import uploads
-from midstream.server.routes.uploads import read_upload
+from midstream.server.routes.uploads import read_file
 from midstream.spec.vector import Vector
 
 pytestmark = pytest.mark.anyio
@@ -401,7 +401,7 @@ def test_hostile_files_are_read_or_refused(data):
     from midstream.steering import VectorRegistry
 
     try:
-        VectorRegistry(SHAPE).register("x", read_upload(data, "application/octet-stream"))
+        VectorRegistry(SHAPE).register("x", read_file(data))
     except SpecError as error:
         problem = str(error)
     except HttpError as refusal:
@@ -436,4 +436,4 @@ def test_a_file_of_too_many_tensors_is_refused_before_it_is_loaded(names, monkey
     header = json.dumps({names.format(nth): tensor for nth in range(5000)}).encode()
     body = len(header).to_bytes(8, "little") + header
     with pytest.raises(SpecError, match="at most 4096 tensors"):
-        uploads.read_upload(body, "application/octet-stream")
+        uploads.read_file(body)
