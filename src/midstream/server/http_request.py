@@ -161,6 +161,8 @@ class RequestContext:
             explained = self.request_field.explain(error)
             self.invalid_field = explained.path
             self.failure = HttpError.of(explained)
+            if self.failure.status != 400:  # vLLM answers each ValueError so
+                self.refusal = self.failure
             raise explained from None
         except BusyError as error:
             self.refusal = HttpError.of(error)

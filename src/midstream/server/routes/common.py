@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from starlette.types import Message, Receive, Send
 
 from midstream.errors import HttpError, MidstreamError
-from midstream.server.routes.request_body import BodyError, StrictRequest
+from midstream.server.routes.request_body import StrictRequest
 from midstream.server.server import Server
 
 _SHOWN = 200  # maximum length of quoted client data
@@ -92,12 +92,12 @@ class MidstreamRoute(APIRoute):
                 return await handle(StrictRequest(request.scope, request.receive))
             except (HttpError, MidstreamError) as error:
                 found = HttpError.of(error)
-            except BodyError as error:
-                found = error.refusal
             except RequestValidationError as error:
                 found = _invalid(error)
             except HTTPException as error:
-                found = HttpError(error.status_code, str(error.detail))
+                detail: Any = error.detail
+                is_refusal = isinstance(detail, HttpError)
+                found = detail if is_refusal else HttpError(error.status_code, str(detail))
             return Response(
                 found.content, found.status, found.headers, media_type="application/json"
             )

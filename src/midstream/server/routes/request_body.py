@@ -14,18 +14,6 @@ from midstream.server.server import Server
 from midstream.validation import read_json
 
 
-class BodyError(HTTPException):
-    """A body is refused. FastAPI, which reads bodies, passes no other exception on.
-
-    Attributes:
-        refusal: the answer.
-    """
-
-    def __init__(self, refusal: HttpError) -> None:
-        super().__init__(refusal.status, refusal.message)
-        self.refusal = refusal
-
-
 class StrictRequest(Request):
     """Request whose body is limited in bytes and in values, and whose JSON is parsed strictly:
     duplicate keys and NaN are errors. A thread parses long JSON.
@@ -40,14 +28,14 @@ class StrictRequest(Request):
             size += len(part)
             if size > limit:
                 problem = f"the body exceeds this server's limit of {limit} bytes"
-                raise BodyError(HttpError(413, problem))
+                raise _refused(HttpError(413, problem))
             yield part
 
     async def json(self) -> Any:
         """Return the JSON of the body.
 
         Raises:
-            BodyError: 413, it is too long or has too many values; 400, it is malformed.
+            HTTPException: 413, it is too long or has too many values; 400, it is malformed.
         """
         data = await self.body()
         try:
@@ -56,7 +44,7 @@ class StrictRequest(Request):
                 return await asyncio.to_thread(read_json, data)
             return read_json(data)
         except (HttpError, SpecError) as error:
-            raise BodyError(HttpError.of(error)) from None
+            raise _refused(HttpError.of(error)) from None
 
 
 async def json_of(request: Request) -> Any:
@@ -64,7 +52,7 @@ async def json_of(request: Request) -> Any:
 
     Raises:
         HttpError: 415, the body is of another content type.
-        BodyError: 413, it is too long or has too many values; 400, it is malformed.
+        HTTPException: 413, it is too long or has too many values; 400, it is malformed.
     """
     if content_type(request) != "application/json":
         raise HttpError(415, "expected content type application/json")
@@ -74,3 +62,8 @@ async def json_of(request: Request) -> Any:
 def content_type(request: Request) -> str:
     """Return the content type of a body without its parameters, in lower case."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _refused(refusal: HttpError) -> HTTPException:
+    """Return the exception for a refusal. FastAPI, which reads bodies, passes no other one on."""
+    return HTTPException(refusal.status, refusal)

@@ -27,7 +27,7 @@ async def uploaded(request: Request) -> Any:
     Raises:
         SpecError: the body is malformed.
         HttpError: 415, its content type is unsupported.
-        BodyError: as `StrictRequest.json`.
+        HTTPException: as `StrictRequest.json`.
     """
     given = content_type(request)
     if given in ("application/json", ""):
