@@ -463,9 +463,9 @@ FAULTS: tuple[Fault, ...] = (
         "Cached rows that nobody has fetched do not count for a client's limit",
         "server/capture_cache.py",
         "                self._captures[entry.id] = _Kept(entry, unpacked, file)\n"
-        "                self._count(entry, 1)\n",
+        "                self._count(client, 1, nbytes)\n",
         "                self._captures[entry.id] = _Kept(entry, unpacked, file)\n"
-        "                if file is not None:\n                    self._count(entry, 1)\n",
+        "                if file is not None:\n                    self._count(client, 1, nbytes)\n",
         "tests/unit/server/test_capture_cache.py"
         "::test_rows_that_are_not_packed_count_for_the_limits",
     ),

@@ -51,3 +51,12 @@ def check_fields(given: Mapping[str, Any], known: Sequence[str], required: Seque
     for name in required:
         if name not in given:
             raise SpecError(name, "missing")
+
+
+def completions_of(body: Mapping[str, Any]) -> int:
+    """Return how many completions a body of vLLM's endpoints asks for, before it is checked."""
+    prompts, count = body.get("prompt"), body.get("n")
+    several = 1
+    if isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list)):
+        several = len(prompts)
+    return several * count if isinstance(count, int) and count > 0 else several

@@ -51,6 +51,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorBody, "description": "The name or id is unknown."},
     413: {"model": ErrorBody, "description": "The body is too long."},
     415: {"model": ErrorBody, "description": "The content type is unsupported."},
+    429: {"model": ErrorBody, "description": "The client's limit is reached."},
     503: {"model": ErrorBody, "description": "The engine is not ready yet."},
     507: {"model": ErrorBody, "description": "The server's limit is reached."},
 }

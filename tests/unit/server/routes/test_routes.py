@@ -135,10 +135,10 @@ async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_no_f
         go, ended = threading.Event(), threading.Event()
         open_rows, loop = site.server.captures.open, asyncio.get_running_loop()
 
-        def slow(name):
+        def slow(*given):
             loop.call_soon_threadsafe(opened.set)
             go.wait(10)
-            found = open_rows(name)
+            found = open_rows(*given)
             ended.set()
             return found
 
