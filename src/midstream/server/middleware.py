@@ -65,7 +65,8 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         path = path_of(scope)
-        if path in PATHS or path == SWEEP:
+        # vLLM generates at more paths than those that can return results.
+        if scope["method"] == "POST" and (path == SWEEP or not path.startswith(_OWN)):
             send = self._with_steering(send)
         on_error = functools.partial(self._server.record_refusal, scope)
         # A process that asks for a client records what it answers the client.

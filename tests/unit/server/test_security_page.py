@@ -112,6 +112,9 @@ async def test_answers_name_the_steering_by_epoch_and_digest():
         for more in ({}, {"midstream": {"capture": {"layers": [1]}}}, {"stream": True}):
             answer = await client.post("/v1/completions", json={**asked, **more})
             assert answer.headers["x-midstream-steering"] == f"epoch=1, digest={digest}"
+        for path in ("/v1/embeddings", "/invocations"):
+            answer = await client.post(path, json=asked)
+            assert answer.headers["x-midstream-steering"] == f"epoch=1, digest={digest}"
         site.engine.steering.clear()
         plain = await client.post("/v1/completions", json=asked)
         assert "x-midstream-steering" not in plain.headers
