@@ -8,6 +8,7 @@ from __future__ import annotations
 from support.fault import Fault
 from support.faults_acts import ACTS
 from support.faults_attention import ATTENTION
+from support.faults_doors import DOORS
 from support.faults_fit import FIT
 from support.faults_gates import GATES
 from support.faults_kept import KEPT
@@ -486,6 +487,7 @@ FAULTS: tuple[Fault, ...] = (
     *SWEEPS,
     *ACTS,
     *ATTENTION,
+    *DOORS,
     *FIT,
     *SAES,
     *VIZ,

@@ -118,8 +118,9 @@ async def test_of_requests_at_once_those_that_could_not_be_cached_are_not_comput
             asyncio.create_task(client.post("/v1/completions", json={**ASKED, "n": 4}))
             for _ in range(5)
         ]
-        while sum(one.done() for one in asked) < 3:
-            await asyncio.sleep(0.01)
+        with anyio.fail_after(20):
+            while sum(one.done() for one in asked) < 3:
+                await asyncio.sleep(0.01)
         assert len(site.engine.calls) == 2
         go.set()
         answers = await asyncio.gather(*asked)
@@ -152,7 +153,7 @@ async def test_rows_expire_though_nobody_calls_and_the_timer_ends_with_the_serve
         held = site.server.captures.store(b"x", "me", "r", {})
         assert len(open_files() - before) == 1
         # Nothing is asked of the cache: its entries and its files go by themselves.
-        with anyio.fail_after(60):
+        with anyio.fail_after(20):
             while site.server.captures._captures:
                 await asyncio.sleep(0.05)
         assert held.id not in site.server.captures._captures
