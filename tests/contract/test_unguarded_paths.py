@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import anyio
 import httpx
 import pytest
+from support.serving_fake import scope_of
 
 import midstream
 from midstream.server.middleware import _OWN
@@ -31,8 +34,8 @@ GUARDS = (
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[tuple[str, str], int]:
-    """Status of every (method, path) of vLLM's server with midstream, asked without the key."""
+def app() -> Any:
+    """vLLM's server with midstream, which asks for a key."""
     midstream.activate()
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -41,7 +44,12 @@ def answers() -> dict[tuple[str, str], int]:
     parser = make_arg_parser(FlexibleArgumentParser())
     config = '{"midstream": {"http": {"studio": true}}}'
     given = ["--model", "none", "--api-key", "secret", "--additional-config", config]
-    app = build_app(parser.parse_args(given), ("generate",))
+    return build_app(parser.parse_args(given), ("generate",))
+
+
+@pytest.fixture(scope="module")
+def answers(app: Any) -> dict[tuple[str, str], int]:
+    """Status of every (method, path) of vLLM's server with midstream, asked without the key."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
     async def ask() -> dict[tuple[str, str], int]:
@@ -55,8 +63,6 @@ def answers() -> dict[tuple[str, str], int]:
             key = {"authorization": "Bearer secret"}
             assert (await client.get("/v1/midstream/status", headers=key)).status_code == 503
         return found
-
-    import anyio
 
     return anyio.run(ask)
 
@@ -72,6 +78,21 @@ def test_without_the_key_nothing_of_midstream_that_has_data_answers(answers):
     without_data = {path for path, status in own.items() if status != 401}
     assert without_data == {"/midstream", "/midstream/", "/midstream/{name}", "/midstream/ready"}
     assert {answers["POST", path] for path in PATHS} == {401}
+
+
+def test_a_body_is_not_read_before_the_key_is_checked(app):
+    for path in (*PATHS, "/v1/midstream/sweep", "/v1/midstream/fit", "/v1/steering/set"):
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            pytest.fail("the body is read")
+
+        async def send(message: Any, sent: list[Any] = sent) -> None:
+            sent.append(message)
+
+        scope = {**scope_of("5"), "path": path, "raw_path": path.encode()}
+        anyio.run(app, scope, receive, send)
+        assert sent[0]["status"] == 401, path
 
 
 def test_what_the_page_has_a_proxy_forward_is_guarded_or_has_no_data(answers):

@@ -24,7 +24,7 @@ from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.server.body_values import LONG, check_values
 from midstream.server.http_errors import send_error
 from midstream.server.http_request import CURRENT, RequestContext
-from midstream.server.peers import PEER
+from midstream.server.peers import CAPTURES, PEER
 from midstream.server.refusal_logger import RefusalLogger
 from midstream.server.request_field import MidstreamField, take_field
 from midstream.server.request_models import body_fields
@@ -130,6 +130,8 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         try:
+            if path.startswith(CAPTURES):
+                scope["app"].state.midstream_guard.check(Headers(scope=scope))
             body = await _read(receive, self._server.settings.max_body_bytes)
         except HttpError as error:
             await send_error(error, send)

@@ -30,7 +30,7 @@ _CLIENT = b"x-midstream-client"
 _SECONDS = 30.0  # for each part of an answer
 _RETRY_SECONDS = 2
 _ROWS, _REQUESTS = "/v1/midstream/activations/", "/v1/midstream/requests/"
-_CAPTURES = "/v1/midstream/captures"
+CAPTURES = "/v1/midstream/captures"
 # Headers of one connection, and what is ours.
 _DROPPED = frozenset(
     {b"connection", b"content-length", b"expect", b"keep-alive", b"transfer-encoding", _CLIENT}
@@ -87,7 +87,7 @@ class Peers:
     def way(self, scope: Scope, path: str) -> Way | None:
         """Return how a request for midstream's own endpoints is answered; None: by this process."""
         is_change = scope["method"] in ("PUT", "DELETE")
-        if is_change and (path == _CAPTURES or path.startswith(f"{_CAPTURES}/")):
+        if is_change and (path == CAPTURES or path.startswith(f"{CAPTURES}/")):
             # Process 0 changes one after the other, so that all have the same in the end.
             if self.front_ends.number == 0:
                 return self._change_all

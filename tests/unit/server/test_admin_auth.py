@@ -8,6 +8,7 @@ import pytest
 
 from midstream.config.http import ADMIN_HEADER
 from midstream.errors import HttpError
+from midstream.server import admin_auth
 from midstream.server.admin_auth import Guard, is_loopback
 
 LOCAL = ("127.0.0.1", "127.8.9.1", "::1", "localhost")
@@ -73,6 +74,21 @@ def test_what_is_not_the_admin_key_is_401(headers):
 def test_the_admin_key_may_come_beside_the_servers_own():
     guard = Guard(allowed=None, admin_key="key", has_key=True, host=None)
     assert status(guard, authorization="Bearer servers", **{ADMIN_HEADER: "key"}) == 200
+
+
+def test_keys_are_compared_by_the_function_that_takes_the_same_time_for_all(monkeypatch):
+    compared = []
+
+    def same(one, other):
+        compared.append((len(one), len(other)))
+        return True
+
+    monkeypatch.setattr(admin_auth.secrets, "compare_digest", same)
+    guard = Guard(allowed=None, admin_key="key", has_key=False, host=None)
+    for sent in ("", "k", "x" * 1000):
+        assert status(guard, **{ADMIN_HEADER: sent}) == 200
+    # Digests, which are as long whatever was sent.
+    assert compared == [(32, 32)] * 3
 
 
 def test_the_key_itself_is_not_kept():
