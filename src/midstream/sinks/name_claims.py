@@ -82,7 +82,11 @@ class NameClaims:
         if not self._has_locks:
             return True
         if self._file is None:
-            self._file = _open(self._path)
+            try:
+                self._file = _open(self._path)
+            except PermissionError as error:
+                self._go_without(error)
+                return True
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         start = int.from_bytes(digest, "little") >> 2
         try:
@@ -92,22 +96,33 @@ class NameClaims:
                 return False
             if error.errno not in _NO_LOCKS:
                 raise
-            self._has_locks = False
-            _LOGGER.warning(
-                "%s: the file system has no locks of bytes (%s): the ids of captures are compared "
-                "within this process only, not with those that other processes write",
-                self._path,
-                error.strerror,
-            )
+            self._go_without(error)
         return True
+
+    def _go_without(self, error: OSError) -> None:
+        """Compare names within this process only from now on."""
+        self._has_locks = False
+        _LOGGER.warning(
+            "%s cannot be locked (%s): the ids of captures are compared with those of requests of "
+            "this process only, not of others that write to the same place",
+            self._path,
+            error.strerror,
+        )
 
 
 def _open(path: str) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
+    try:
+        found, folder = os.fstat(file), os.stat(os.path.dirname(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "expected a regular file", path)
+        if found.st_uid == os.geteuid():
+            # Whoever may write to the folder may lock; in one for everybody's files, nobody else.
+            writers = 0 if folder.st_mode & stat.S_ISVTX else folder.st_mode & 0o022
+            os.fchmod(file, 0o600 | writers | writers << 1)
+    except BaseException:
         os.close(file)
-        raise OSError(errno.EINVAL, "expected a regular file", path)
+        raise
     return file
 
 

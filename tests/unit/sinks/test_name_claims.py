@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -241,7 +242,7 @@ def test_a_file_system_without_locks_is_told_and_the_process_keeps_its_own(
     names = NameClaims(str(tmp_path / "locks"))
     assert names.take("a")
     assert not names.take("a")
-    assert "within this process only" in caplog.text
+    assert "of this process only" in caplog.text
 
 
 def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path):
@@ -249,3 +250,26 @@ def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path):
     with pytest.raises(OSError, match="symbolic links"):
         NameClaims(str(tmp_path / "locks")).take("a")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_lock_file_that_this_user_may_not_write_is_told_and_the_process_keeps_its_own(
+    tmp_path, monkeypatch, caplog
+):
+    def denied(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(name_claims, "_open", denied)
+    names = NameClaims(str(tmp_path / "locks"))
+    assert names.take("a")
+    assert not names.take("a")
+    assert "Permission denied" in caplog.text
+
+
+@pytest.mark.parametrize(("folder", "expected"), [(0o755, 0o600), (0o2775, 0o660), (0o1777, 0o600)])
+def test_whoever_may_write_rows_may_lock_and_nobody_else(tmp_path, folder, expected):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows").chmod(folder)
+    names = NameClaims(str(tmp_path / "rows" / "locks"))
+    assert names.take("a")
+    names.close()
+    assert (tmp_path / "rows" / "locks").stat().st_mode & 0o777 == expected
