@@ -45,7 +45,7 @@ DOORS: tuple[Fault, ...] = (
     Fault(
         "Bodies of midstream's own routes have any number of values",
         "server/routes/request_body.py",
-        "            check_values(data)\n",
+        "    check_values(data)\n",
         "",
         BODIES + "test_a_body_of_too_many_values_is_413_before_it_is_parsed",
     ),
