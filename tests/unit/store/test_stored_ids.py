@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from unit.store.making import entry, header
 
@@ -22,12 +22,16 @@ STEPS = st.lists(
 )
 
 
-@given(STEPS, st.sampled_from([1, 1 << 16]))
-def test_an_id_is_there_if_and_only_if_a_reader_finds_it(steps, unsorted):
+@given(STEPS, st.sampled_from([1, 1 << 16]), st.booleans())
+@example([], 1 << 16, True)
+def test_an_id_is_there_if_and_only_if_a_reader_finds_it(steps, unsorted, looks_always):
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patched:
         patched.setattr(stored_ids, "_UNSORTED", unsorted)
         ids = StoredIds(folder_of(root))
-        for action, names in [("write", ["r0"]), *steps, ("look", [])]:
+        # Each step is seen, or only the state after several.
+        between = [("look", [])] if looks_always else []
+        every = [("write", ["r0", "r1"]), ("prune", ["r0"]), *steps]
+        for action, names in [part for step in every for part in (step, *between)] + [("look", [])]:
             if action.startswith("write"):
                 written = ids.add if action == "write own" else (lambda shard, requests: None)
                 with Writer(root, header(), written=written) as writer:
