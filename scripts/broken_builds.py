@@ -1,6 +1,6 @@
 """Check that tests find faults: midstream is broken on purpose, one fault at a time.
 
-For each fault of `tests/support/faults.py`, a copy of the package with the fault takes precedence
+For each fault of `tests/support`, a copy of the package with the fault takes precedence
 over the installed package, and the test that must find it runs. Prints a table; the exit status is
 the number of faults that were not found.
 

@@ -3,6 +3,7 @@
 MidstreamError
 ├── SpecError (ValueError)          a request is malformed or impossible
 │   ├── NothingSelectedError        its positions do not exist in the prompt
+│   ├── ExistsError                 its rows' id is that of another request
 │   └── NoRoomError                 it needs more capacity than the running requests leave
 ├── CodecError (ValueError)         bytes or rows are invalid for a codec
 ├── ConfigError (ValueError)        a setting of midstream is invalid
@@ -69,6 +70,10 @@ class SpecError(MidstreamError, ValueError):
 
 class NothingSelectedError(SpecError):
     """The requested positions select no token of the prompt."""
+
+
+class ExistsError(SpecError):
+    """Rows are stored already, or will be, under the id that a request gives its own."""
 
 
 class NoRoomError(SpecError):
@@ -279,8 +284,9 @@ class HttpError(Exception):
         if isinstance(error, HttpError):
             return error
         if isinstance(error, SpecError):
+            status = 409 if isinstance(error, ExistsError) else 400
             # Both may repeat a name that the client sent, which may be as long as a body.
-            return HttpError(400, _cut(str(error), _MESSAGE), _cut(error.path, _PARAM) or None)
+            return HttpError(status, _cut(str(error), _MESSAGE), _cut(error.path, _PARAM) or None)
         if isinstance(error, ReceiptError):
             is_full = os.strerror(errno.ENOSPC) in str(error)
             return HttpError(507 if is_full else 500, str(error))

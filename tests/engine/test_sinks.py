@@ -16,7 +16,7 @@ from support.engines import ALL_SITES, engine, generated, greedy, stopped_at, to
 from support.sinking import Keeping
 
 import midstream
-from midstream import Capture, ConfigError, ReceiptError, SpecError
+from midstream import Capture, ConfigError, ExistsError, ReceiptError, SpecError
 from midstream.compat.consumers import FilesystemCaptureRequest
 from midstream.results.activations import Activations
 from midstream.sinks import registry as finding
@@ -366,6 +366,27 @@ def test_the_consumers_request_is_kept_under_its_tag_and_id(llm: Any, folder: Pa
     (again,) = llm.generate(PROMPTS[4], form, use_tqdm=False)
     assert again.capture_results["filesystem"].status == "ok"
     assert (folder / "filesystem" / "json" / "probe_0002" / "manifest.json").exists()
+
+
+def test_an_id_that_the_store_has_is_refused_before_anything_runs(llm: Any, folder: Path) -> None:
+    asked = Capture(2, sink="store", request_id="mine")
+    (first,) = run(llm, PROMPTS[4], asked)
+    assert first.capture_results["store"].status == "ok"
+    for prompts in (PROMPTS[4], PROMPTS[5:7]):
+        with pytest.raises(ExistsError, match="has 'mine' already") as caught:
+            run(llm, prompts, asked)
+        assert caught.value.path == "capture.request_id"
+    several = Capture(2, sink="store", request_id="for_both")
+    with pytest.raises(ExistsError, match="a running request .* for each prompt its own"):
+        run(llm, PROMPTS[5:7], several)
+    # Nothing of that call is left, and its id is free again.
+    (alone,) = run(llm, PROMPTS[5], several)
+    assert alone.capture_results["store"].status == "ok"
+    store = open_store(folder / "store")
+    for name, prompt in (("mine", PROMPTS[4]), ("for_both", PROMPTS[5])):
+        expected = run(llm, prompt, Capture(2))[0].activations
+        torch.testing.assert_close(store.get(name)["resid_post", 2], expected["resid_post", 2])
+    inspect(llm).check_integrity()
 
 
 @pytest.mark.parametrize(

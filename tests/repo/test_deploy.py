@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import shutil
@@ -36,6 +37,12 @@ def instructions(path: Path) -> list[tuple[str, str]]:
     return found
 
 
+def base_of(found: list[tuple[str, str]]) -> str:
+    """The image that a Dockerfile builds upon, unless the argument BASE says otherwise."""
+    [base] = [rest for name, rest in found if name == "ARG" and rest.startswith("BASE=")]
+    return base.removeprefix("BASE=")
+
+
 def compose() -> Any:
     return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
@@ -58,8 +65,10 @@ def test_a_dockerfile_is_well_formed_and_copies_what_there_is(path):
     assert names[0] == "FROM"
     for name, rest in found:
         if name == "FROM":
-            assert re.fullmatch(r"[a-z0-9./-]+:[A-Za-z0-9.${}_-]+", rest)
-            assert not rest.endswith(":latest")
+            image = base_of(found)
+            assert rest == "${BASE}", "the base image cannot be given by its digest"
+            assert re.fullmatch(r"[a-z0-9./-]+:[A-Za-z0-9.${}_-]+", image)
+            assert not image.endswith(":latest")
         if name == "COPY":
             *sources, target = rest.split()
             assert all((ROOT / source).exists() for source in sources), rest
@@ -89,10 +98,94 @@ def test_the_image_for_the_cpu_is_set_up_by_the_script():
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_the_health_of_an_image_is_the_servers_readiness(path):
+def test_the_health_of_an_image_is_what_the_page_has_a_server_restarted_by(path):
     [check] = [rest for name, rest in instructions(path) if name == "HEALTHCHECK"]
     [url] = re.findall(r"http://127\.0\.0\.1:8000(/[a-z/]+)", check)
-    assert url in {route.path for route in router.routes}
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    [liveness] = re.findall(r"livenessProbe: \{httpGet: \{path: (\S+),", page)
+    [readiness] = re.findall(r"readinessProbe: \{httpGet: \{path: (\S+),", page)
+    # A server that drains is not ready, and must not be ended for it.
+    assert url == liveness != readiness
+    assert readiness in {route.path for route in router.routes}
+    assert "`HEALTHCHECK` is the liveness" in page
+
+
+def ignored(name: str) -> bool:
+    """Whether Docker leaves a file of the repository out of what an image is built of."""
+    found = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.removeprefix("!")
+        if not line or line.startswith("#"):
+            continue
+        parts = name.split("/")
+        heads = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+        if pattern.startswith("**/"):
+            matches = any(fnmatch.fnmatch(part, pattern.removeprefix("**/")) for part in parts)
+        else:
+            matches = any(
+                fnmatch.fnmatch(head, pattern) and head.count("/") == pattern.count("/")
+                for head in heads
+            )
+        if matches:
+            found = not line.startswith("!")
+    return found
+
+
+def test_the_images_are_built_of_what_they_copy_and_of_nothing_else():
+    copied = set()
+    for path in DOCKERFILES:
+        for name, rest in instructions(path):
+            if name == "COPY":
+                copied |= set(rest.split()[:-1])
+    files = ["src/midstream/version.py" if source == "src" else source for source in copied]
+    assert [file for file in files if ignored(file)] == []
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    sent = {file.split("/")[0] for file in listed.stdout.split() if not ignored(file)}
+    assert sent == {source.split("/")[0] for source in copied}
+    secrets = [".git/config", ".venv/bin/python", ".models/x/model.safetensors", ".env", "a.pem"]
+    others = ["deploy/models/x", "scripts/other.sh", "src/midstream/__pycache__/x.pyc"]
+    for secret in (*secrets, *others):
+        assert ignored(secret), secret
+
+
+def test_no_service_has_privileges_or_writes_beside_its_volumes():
+    found = compose()
+    for name, service in found["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["read_only"] is True, name
+        assert "privileged" not in service, name
+        assert "cap_add" not in service, name
+        for volume in service["volumes"]:
+            is_named = volume.split(":")[0] in found["volumes"]
+            assert is_named or volume.endswith(":ro"), volume
+    # What vLLM compiles is loaded from there.
+    assert found["services"]["server"]["tmpfs"] == ["/tmp:exec,mode=1777"]
+    assert "cache:/srv/midstream/.cache" in found["services"]["server"]["volumes"]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_the_folder_that_a_server_writes_is_its_users(path):
+    found = instructions(path)
+    runs = " ".join(rest for name, rest in found if name == "RUN")
+    assert "install --directory --owner=midstream --mode=700 /srv/midstream/.cache" in runs
+    text = path.read_text()
+    for option in ("--read-only", "--tmpfs /tmp:exec", "--cap-drop ALL",
+                   "--security-opt no-new-privileges", ":/srv/midstream/.cache"):  # fmt: skip
+        assert option in text
+
+
+def test_every_image_of_the_compose_file_can_be_given_by_its_digest():
+    services = compose()["services"]
+    for name, service in services.items():
+        image = service.get("image")
+        if image is not None:
+            default = re.fullmatch(r"\$\{[A-Z]+:-([a-z/]+:[a-z0-9.]+)\}", image)
+            assert default, name
+            assert not default[1].endswith(":latest")
+    assert services["server"]["build"]["args"] == ["BASE"]
 
 
 def test_the_compose_file_names_files_that_there_are_and_settings_that_are_known():

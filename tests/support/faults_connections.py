@@ -53,9 +53,10 @@ CONNECTIONS: tuple[Fault, ...] = (
     Fault(
         "The limit of one client is that of the next one on its connection",
         "server/server.py",
-        "            self.captures.check(client)\n",
-        "            first = self.__dict__.setdefault('_first', client)\n"
-        "            self.captures.check(first)\n",
+        "self.captures.reserve(client, completions_of(body))\n",
+        "self.captures.reserve(\n"
+        "                self.__dict__.setdefault('_first', client), completions_of(body)\n"
+        "            )\n",
         _PIPELINED
         + "test_a_limit_that_one_client_has_reached_is_not_that_of_the_next_on_its_connection",
     ),

@@ -265,12 +265,15 @@ class Site:
         return httpx.AsyncClient(transport=transport, base_url="http://localhost", **more)
 
 
-async def make(*, host: str | None = "127.0.0.1", has_key: bool = False, **http: Any) -> Site:
+async def make(
+    *, host: str | None = "127.0.0.1", has_key: bool = False, origins: Any = ("*",), **http: Any
+) -> Site:
     """An app whose engine is there.
 
     Args:
         host: what the server is bound to.
         has_key: whether vLLM asks for a key, which it does in front of this app.
+        origins: vLLM's argument `--allowed-origins`.
         **http: midstream's settings `http`.
     """
     app, engine = FastAPI(), FakeEngine()
@@ -278,6 +281,7 @@ async def make(*, host: str | None = "127.0.0.1", has_key: bool = False, **http:
         api_key=None,
         host=host,
         uds=None,
+        allowed_origins=[*origins],
         worker_cls="auto",
         additional_config={"midstream": {"http": http or True}},
     )

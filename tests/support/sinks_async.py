@@ -120,6 +120,45 @@ async def problems(llm: Any, found: dict[str, Any]) -> None:
     await inspect(llm).check_integrity()
 
 
+async def named(llm: Any, found: dict[str, Any]) -> None:
+    """Eight requests at once that give their rows one id, then another one; and two whose callers
+    leave.
+    """
+    from midstream import Capture
+    from midstream.errors import ExistsError
+    from midstream.store import open_store
+
+    capture = Capture(1, sink="store", request_id="mine")
+
+    async def told(name: str, asked: Any) -> str:
+        try:
+            output = await ask(llm, name, prompt(1), params(0), asked)
+        except ExistsError as error:
+            return f"{error.path}: {error.problem}"
+        return str(output.capture_results["store"].status)
+
+    before = (await llm.usage())["totals"]
+    found["named"] = await asyncio.gather(*(told(f"n{nth}", capture) for nth in range(8)))
+    after = (await llm.usage())["totals"]
+    completions = [sum(totals["completions"].values()) for totals in (before, after)]
+    found["named, computed"] = completions[1] - completions[0]
+    found["named, aborted"] = after["aborted"] - before["aborted"]
+    found["named again"] = await told("again", capture)
+    leaving = Capture(1, sink="store", request_id="left")
+    stream = llm.generate(prompt(1), params(0, kind="CUMULATIVE"), "leaves", capture=leaving)
+    await anext(stream)
+    found["named by one that runs"] = await told("beside", leaving)
+    await stream.aclose()
+    found["named by one that left"] = await told("after", leaving)
+    tensors = await ask(llm, "rows", prompt(1), params(0), Capture(1))
+    store = open_store(inspect(llm).sink("store")._root)
+    found["named rows"] = [
+        taken(tensors.activations),
+        *(taken(store.get(name)) for name in ("mine", "left")),
+    ]
+    await inspect(llm).check_integrity()
+
+
 def wait_for_end(sink: Any, name: str) -> None:
     """Wait until a sink has the last delivery of a request, also of an aborted one."""
     until = time.monotonic() + 30
@@ -258,6 +297,7 @@ async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
         await several(llm, found)
         await aborts(llm, found)
         await session(llm, found)
+        await named(llm, found)
         keeping = inspect(llm).sink("keeping")
     finally:
         llm.shutdown()

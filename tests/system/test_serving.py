@@ -271,6 +271,23 @@ def test_server_wide_steering_is_that_tier_of_every_request_until_it_is_cleared(
     assert not torch.equal(after.activations["resid_post", 20], own.activations["resid_post", 20])
 
 
+def test_what_is_generated_where_no_key_is_asked_for_is_steered_and_captured_too(client):
+    watch = "/v1/midstream/captures/watch"
+    asked = {**ASKED, "prompt": PROMPT}
+    client.call("PUT", watch, {"capture": {"layers": [20], "positions": "last_prompt"}})
+    try:
+        client.call("POST", "/invocations", asked)
+        client.steering.set(base=Steer(VECTOR, 3, 0.5))
+        for path in ("/invocations", "/v1/completions"):
+            client.call("POST", path, asked)
+        found = client.call("POST", f"{watch}/collect", {})["completions"]
+    finally:
+        client.steering.clear()
+        client.call("DELETE", watch)
+    plain, here, there = [one["activations"]["base64"] for one in found]
+    assert plain != here == there
+
+
 def test_the_endpoints_as_elsewhere_are_the_same_steering(client):
     layers = client.call("GET", "/v1/steering/layers")
     assert layers["layers"]["0"] == ["resid_post"]

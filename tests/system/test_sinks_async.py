@@ -108,3 +108,22 @@ def test_a_session_of_streaming_input_is_kept_whole_at_its_end(found):
 
 def test_the_engines_end_closes_its_sinks(found):
     assert found["closed"] == "close"
+
+
+def test_of_eight_requests_that_give_their_rows_one_id_one_runs_and_the_others_are_told(found):
+    taken = "capture.request_id: a running request stores rows under the id 'mine'"
+    assert [status.partition(";")[0] for status in sorted(found["named"])] == [taken] * 7 + ["ok"]
+    # Nothing of the others was computed.
+    assert (found["named, computed"], found["named, aborted"]) == (1, 0)
+    assert "has 'mine' already" in found["named again"]
+
+
+def test_an_id_is_free_again_when_the_caller_of_its_request_has_left(found):
+    assert "a running request" in found["named by one that runs"]
+    assert found["named by one that left"] == "ok"
+
+
+def test_rows_are_found_by_the_id_that_their_caller_gave(found):
+    memory, *stored = found["named rows"]
+    for rows in stored:
+        assert_same(rows, memory)

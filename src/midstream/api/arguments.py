@@ -84,7 +84,7 @@ class CallArguments:
         path, is_for_all = found
         # The problem may name other parts of the plan.
         problem = _PART.sub(lambda part: (self._path(part[0], nth) or part)[0], error.problem)
-        return SpecError(path, f"{problem} (prompt {nth})" if is_for_all else problem)
+        return type(error)(path, f"{problem} (prompt {nth})" if is_for_all else problem)
 
     def _path(self, path: str, nth: int | None) -> tuple[str, bool] | None:
         """Return a plan's path as one of the caller's arguments, and whether that argument is for

@@ -98,6 +98,7 @@ class AsyncEngineCall:
                     yield output
                 return
             call, params = self._begin(plan, prompt, sampling_params)
+            await call.take_names(front.sinks)
             if self._controller is not None:
                 check_controlled(call.plan, params, self._controller)
                 check_controller(self._default)
@@ -139,6 +140,7 @@ class AsyncEngineCall:
                 if is_plain:
                     front.plain.leave(request_id)
                 if call is not None:
+                    call.release_names()
                     front.leave(call)
 
     def _plan(self, prompt: Any, sampling_params: SamplingParams) -> Plan | CallPlan | None:

@@ -1,4 +1,4 @@
-"""Authorization of changes that affect all clients: named vectors and server-wide steering."""
+"""Authorization: changes that affect all clients, and requests of web pages of elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import hashlib
 import ipaddress
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
 from midstream.config.http import ADMIN_HEADER, ADMIN_KEY_VARIABLE
@@ -14,10 +14,21 @@ from midstream.errors import HttpError
 
 
 class Guard:
-    """Checks the admin key of one server."""
+    """Checks the requests of one server by what they may do.
+
+    A web page that a browser shows may send requests to every server that the browser reaches, but
+    knows no key. So a request that a key protects is checked by its key, and every other one by the
+    hosts that it names, whatever the settings allow clients to do.
+    """
 
     def __init__(
-        self, *, allowed: bool | None, admin_key: str | None, has_key: bool, host: str | None
+        self,
+        *,
+        allowed: bool | None,
+        admin_key: str | None,
+        has_key: bool,
+        host: str | None,
+        origins: Collection[str] = (),
     ) -> None:
         """Create a guard for one server.
 
@@ -27,31 +38,38 @@ class Guard:
                 changes.
             has_key: whether vLLM checks an API key before requests reach midstream.
             host: host that the server is bound to; None: all interfaces.
+            origins: origins whose web pages may use the server; "*" names none.
         """
-        self._key = None if admin_key is None else _digest(admin_key)
-        has_keys = self._key is not None or has_key
+        self._admin_digest = None if admin_key is None else _digest(admin_key)
+        self._has_key = has_key
         self._allowed = allowed
-        # Without a key, every process on this machine may make changes, but web pages of other
-        # origins shown by a local browser may not (cross-site request forgery).
-        self._is_local = allowed is None and not has_keys
         self._is_loopback = is_loopback(host)
-        self.is_open = has_keys or is_loopback(host) if allowed is None else allowed
+        self._origins = frozenset(origins) - {"*"}
+        is_protected = admin_key is not None or has_key or self._is_loopback
+        self.is_open = is_protected if allowed is None else allowed
 
     def check_host(self, headers: Mapping[str, str]) -> None:
-        """Check that a request to a loopback-bound server without a key is addressed to this
-        machine: a web page may let its own name lead here (DNS rebinding).
+        """Check the hosts that a request to a loopback-bound server names, unless a key protects
+        it: `Host`, since a web page may let its own name lead here (DNS rebinding), and `Origin`,
+        since vLLM lets pages of all origins read its answers (CORS).
+
+        Args:
+            headers: the request's headers, keys in lower case.
 
         Raises:
-            HttpError: 403, the header `Host` names another host.
+            HttpError: 403, one of them is another host.
         """
+        if not self._is_loopback or self._has_key:
+            return
         host = headers.get("host")
-        if self._is_local and self._is_loopback and host and not _is_own(f"//{host}"):
+        if host and not _is_local(f"//{host}") and not self._has_admin_key(headers):
             raise HttpError(
                 403,
-                f"this server has no key and answers requests to local hosts only, not to "
-                f"{host[:200]!r}; start it with --api-key or {ADMIN_KEY_VARIABLE}, or with "
-                "midstream's setting http.admin",
+                "this server has no API key and answers requests to local hosts only, not to "
+                f"{host[:200]!r}; start it with --api-key, or have a proxy send it the header "
+                "Host: localhost",
             )
+        self._check_origin(headers)
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Check that a request may change vectors or steering.
@@ -76,19 +94,39 @@ class Guard:
                 f"bound to loopback; start it with --api-key, {ADMIN_KEY_VARIABLE}, or midstream's "
                 "setting http.admin=true",
             )
+        if self._admin_digest is None:
+            self._check_origin(headers)
+        elif not self._has_admin_key(headers):
+            raise HttpError(401, f"expected the admin key, in the header {ADMIN_HEADER}")
+
+    def _check_origin(self, headers: Mapping[str, str]) -> None:
+        """Check the origin of a request that no key protects.
+
+        Raises:
+            HttpError: 403, it comes from a web page of elsewhere.
+        """
         origin = headers.get("origin")
-        if self._is_local and origin is not None and not _is_own(origin):
+        if origin is None or self._has_key or origin in self._origins or _is_local(origin):
+            return
+        # A server that the network reaches does not know its own names: a page that it served
+        # itself has the name that its requests are sent to.
+        own = None if self._is_loopback else _hostname(f"//{headers.get('host', '')}")
+        if own is not None and _hostname(origin) == own:
+            return
+        if not self._has_admin_key(headers):
             raise HttpError(
                 403,
-                f"vectors and steering cannot be changed from origin {origin[:200]!r}: this server "
-                "has no key and accepts changes from local origins only; start it with --api-key "
-                f"or {ADMIN_KEY_VARIABLE}",
+                "this server has no key and answers web pages of local origins only, not of "
+                f"{origin[:200]!r}; start it with --api-key, or name the origin in "
+                "--allowed-origins",
             )
-        if self._key is None:
-            return
-        given = headers.get(ADMIN_HEADER) or _bearer(headers.get("authorization", ""))
-        if not secrets.compare_digest(_digest(given), self._key):
-            raise HttpError(401, f"expected the admin key, in the header {ADMIN_HEADER}")
+
+    def _has_admin_key(self, headers: Mapping[str, str]) -> bool:
+        """Return whether there is an admin key and a request has it."""
+        if self._admin_digest is None:
+            return False
+        sent = headers.get(ADMIN_HEADER) or _bearer(headers.get("authorization", ""))
+        return secrets.compare_digest(_digest(sent), self._admin_digest)
 
 
 def is_loopback(host: str | None) -> bool:
@@ -102,12 +140,17 @@ def is_loopback(host: str | None) -> bool:
 
 
 @functools.lru_cache(maxsize=64)  # most clients name the server alike
-def _is_own(origin: str) -> bool:
+def _is_local(origin: str) -> bool:
     """Return whether the URL of an `Origin` or `Host` header names a server on this machine."""
+    return is_loopback(_hostname(origin))
+
+
+def _hostname(origin: str) -> str | None:
+    """Return the host of such a URL in lower case; None: it has none."""
     try:
-        return is_loopback(urlsplit(origin).hostname)
+        return urlsplit(origin).hostname
     except ValueError:
-        return False
+        return None
 
 
 def _bearer(value: str) -> str:

@@ -14,6 +14,8 @@ LONG = 1 << 18
 # is done in a thread; `{"f32": base64}` takes no such time.
 MAX_VALUES = 1 << 20
 
+_PART = 1 << 20  # bytes of a body that are searched at once
+
 
 def check_values(body: bytes, param: str | None = None) -> None:
     """Check that a body has not too many values.
@@ -25,13 +27,23 @@ def check_values(body: bytes, param: str | None = None) -> None:
     Raises:
         HttpError: 413, it has more.
     """
-    if len(body) > MAX_VALUES and body.count(b",") > MAX_VALUES:
+    if len(body) > MAX_VALUES and _has_more(body, MAX_VALUES):
         raise HttpError(
             413,
             f"the body has more than {MAX_VALUES} values; write vectors as "
             '{"f32": "<base64 of little-endian float32>"}',
             param,
         )
+
+
+def _has_more(body: bytes, values: int) -> bool:
+    """Return whether a body has more values. Other threads run between its parts."""
+    count = 0
+    for start in range(0, len(body), _PART):
+        count += body.count(b",", start, start + _PART)
+        if count > values:
+            return True
+    return False
 
 
 def check_fields(given: Mapping[str, Any], known: Sequence[str], required: Sequence[str]) -> None:
@@ -51,3 +63,12 @@ def check_fields(given: Mapping[str, Any], known: Sequence[str], required: Seque
     for name in required:
         if name not in given:
             raise SpecError(name, "missing")
+
+
+def completions_of(body: Mapping[str, Any]) -> int:
+    """Return how many completions a body of vLLM's endpoints asks for, before it is checked."""
+    prompts, count = body.get("prompt"), body.get("n")
+    several = 1
+    if isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list)):
+        several = len(prompts)
+    return several * count if isinstance(count, int) and count > 0 else several

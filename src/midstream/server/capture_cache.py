@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import threading
@@ -13,6 +14,10 @@ from typing import Any, Protocol
 
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
+from midstream.server.descriptors import ENTRY, READER, DescriptorBudget
+
+# Interval of the search for rows whose time is over.
+_EXPIRY_SECONDS = 1.0
 
 
 class Packable(Protocol):
@@ -79,17 +84,25 @@ class _Usage:
     """Entries that take memory, of one client or of all.
 
     Attributes:
-        captures: number of entries.
+        captures: number of entries, also of those that room is reserved for.
         nbytes: their bytes.
     """
 
     captures: int = 0
     nbytes: int = 0
 
-    def add(self, entry: CachedCapture, times: int) -> None:
-        """Add an entry once (1), or remove it (-1)."""
-        self.captures += times
-        self.nbytes += times * entry.nbytes
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Room for the captures of a request that is computed.
+
+    Attributes:
+        client: id of its client.
+        left: number of captures that were not stored yet.
+    """
+
+    client: str
+    left: int
 
 
 class CaptureCache:
@@ -109,6 +122,8 @@ class CaptureCache:
         # What takes memory: the entries, and rows that were freed while a client reads them.
         self._all = _Usage()
         self._of_client: dict[str, _Usage] = {}
+        self._descriptors = DescriptorBudget()
+        self._reader_of: dict[int, str] = {}  # client by the descriptor that `open` returned
         self._lock = threading.Lock()
 
     @property
@@ -123,33 +138,68 @@ class CaptureCache:
             self._expire()
             return len(self._captures)
 
-    def check(self, client: str) -> None:
-        """Check that the cache has capacity, before a request starts.
+    def reserve(self, client: str, captures: int) -> Reservation:
+        """Reserve room for the captures of a request, before it starts; pair with `release`.
 
         Raises:
             HttpError: 429, the client's limit is reached; 507, the server's limit is reached.
         """
         with self._lock:
-            self._check(client, 1)
+            self._check(client, captures, captures)
+            self._count(client, captures, 0)
+        return Reservation(client, captures)
+
+    def release(self, reservation: Reservation) -> None:
+        """Give back the room of captures that were not stored."""
+        with self._lock:
+            left, reservation.left = reservation.left, 0
+            self._count(reservation.client, -left, 0)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there are rows whose time is over."""
+        with self._lock:
+            first = next(iter(self._captures.values()), None)
+            return first is not None and first.entry.expires_at <= self._clock()
+
+    def expire(self) -> None:
+        """Free the rows whose time is over."""
+        with self._lock:
+            self._expire()
 
     def store(
-        self, rows: Packable | bytes, client: str, request_id: str, about: Mapping[str, Any]
+        self,
+        rows: Packable | bytes,
+        client: str,
+        request_id: str,
+        about: Mapping[str, Any],
+        reservation: Reservation | None = None,
     ) -> CachedCapture:
         """Store rows, and return their entry. Rows that are bytes are copied; others are kept as
         they are until they are fetched.
 
+        Args:
+            rows: the rows.
+            client: id of the client that they belong to.
+            request_id: vLLM's request id.
+            about: description of the rows, as in the response.
+            reservation: the room that was reserved for them; None: none was.
+
         Raises:
-            HttpError: as for `check`; or 507, the machine has no memory or file left.
+            HttpError: as for `reserve`; or 507, the machine has no memory or file left.
         """
         nbytes = len(rows) if isinstance(rows, bytes) else rows.nbytes
         file = None
         if isinstance(rows, bytes):
             with self._lock:
-                self._check(client, nbytes)
+                self._check(client, nbytes, 0 if reservation and reservation.left else 1)
             # The copy runs without the lock, so the capacity is checked again after it.
             file = file_of(rows)
         try:
             with self._lock:
+                if reservation is not None and reservation.left:
+                    reservation.left -= 1
+                    self._count(client, -1, 0)
                 self._check(client, nbytes)
                 entry = CachedCapture(
                     secrets.token_urlsafe(24),
@@ -161,7 +211,7 @@ class CaptureCache:
                 )
                 unpacked = None if isinstance(rows, bytes) else rows
                 self._captures[entry.id] = _Kept(entry, unpacked, file)
-                self._count(entry, 1)
+                self._count(client, 1, nbytes)
         except HttpError:
             if file is not None:
                 os.close(file)
@@ -175,15 +225,36 @@ class CaptureCache:
             found = self._captures.get(name)
             return None if found is None else found.entry
 
-    def open(self, name: str) -> tuple[CachedCapture, int] | None:
+    def open(self, name: str, client: str) -> tuple[CachedCapture, int] | None:
         """Return the entry of an id with a new file descriptor, which the caller must give to
         `end_read`; None if the id is unknown or expired. The first call packs the rows.
 
+        Args:
+            name: the id.
+            client: id of the client that reads.
+
         Raises:
-            HttpError: 507, the machine has no memory or file left.
+            HttpError: 429, the client reads too much at once; 507, all clients do, or the machine
+                has no memory or file left.
         """
         with self._lock:
             self._expire()
+            if name not in self._captures:
+                return None
+            self._descriptors.check(client, READER)
+            self._descriptors.add(client, READER)
+        found = None
+        try:
+            found = self._open(name, client)
+        finally:
+            if found is None:
+                with self._lock:
+                    self._descriptors.add(client, -READER)
+        return found
+
+    def _open(self, name: str, client: str) -> tuple[CachedCapture, int] | None:
+        """Do what `open` does, whose descriptors are counted."""
+        with self._lock:
             kept = self._captures.get(name)
             rows = None if kept is None else kept.rows
         # The rows are packed without the lock. If two readers do it at once, one file is closed.
@@ -203,18 +274,20 @@ class CaptureCache:
                 raise _no_memory(error) from None
             kept.readers += 1
             self._read[name] = kept
+            self._reader_of[file] = client
             return kept.entry, file
 
     def end_read(self, entry: CachedCapture, file: int) -> None:
         """Close a descriptor that `open` returned."""
         with self._lock:
             os.close(file)
+            self._descriptors.add(self._reader_of.pop(file), -READER)
             kept = self._read[entry.id]
             kept.readers -= 1
             if not kept.readers:
                 del self._read[entry.id]
                 if entry.id not in self._captures:
-                    self._count(entry, -1)
+                    self._count(entry.client, -1, -entry.nbytes)
 
     def of_client(self, client: str) -> list[CachedCapture]:
         """Return a client's entries, oldest first."""
@@ -241,7 +314,7 @@ class CaptureCache:
             return False
         kept.free()
         if not kept.readers:
-            self._count(kept.entry, -1)
+            self._count(kept.entry.client, -1, -kept.entry.nbytes)
         return True
 
     def _expire(self) -> None:
@@ -252,43 +325,35 @@ class CaptureCache:
                 return
             self._remove(name)
 
-    def _count(self, entry: CachedCapture, times: int) -> None:
-        """Count an entry that takes memory from now on (1), or no longer (-1)."""
-        self._all.add(entry, times)
-        mine = self._of_client.setdefault(entry.client, _Usage())
-        mine.add(entry, times)
+    def _count(self, client: str, captures: int, nbytes: int) -> None:
+        """Count captures, and their bytes, that take memory from now on; negative: no longer."""
+        mine = self._of_client.setdefault(client, _Usage())
+        for usage in (mine, self._all):
+            usage.captures += captures
+            usage.nbytes += nbytes
         if not mine.captures:
-            del self._of_client[entry.client]
+            del self._of_client[client]
+        self._descriptors.add(client, ENTRY * captures)
 
-    def _check(self, client: str, nbytes: int) -> None:
+    def _check(self, client: str, nbytes: int, captures: int = 1) -> None:
+        """Check that a client may have more captures and bytes.
+
+        Raises:
+            HttpError: 429 or 507, it may not.
+        """
         self._expire()
-        limits = self._settings
-        mine, every = self._of_client.get(client, _Usage()), self._all
-        if mine.captures >= limits.client_captures:
-            raise HttpError(
-                429,
-                f"{mine.captures} captures are cached for this client, which is the limit "
-                "(http.client_captures); fetch and delete some",
-            )
-        if mine.nbytes + nbytes > limits.client_bytes:
-            raise HttpError(
-                429,
-                f"{mine.nbytes} bytes of captures are cached for this client, and {nbytes} more "
-                f"exceed its limit of {limits.client_bytes}; fetch and delete some, or capture "
-                "less",
-            )
-        if every.captures >= limits.held_captures:
-            raise HttpError(
-                507,
-                f"this server caches {every.captures} captures, which is its limit "
-                "(http.held_captures); try again later",
-            )
-        if every.nbytes + nbytes > limits.held_bytes:
-            raise HttpError(
-                507,
-                f"this server caches {every.nbytes} bytes of captures, and {nbytes} more exceed "
-                f"its limit of {limits.held_bytes}; try again later, or capture less",
-            )
+        mine = self._of_client.get(client, _Usage())
+        _check_limits(self._settings, mine, self._all, nbytes, captures)
+        self._descriptors.check(client, ENTRY * captures)
+
+
+async def expire_in_time(captures: CaptureCache) -> None:
+    """Free rows whose time is over, until this is cancelled, whether or not the cache is asked."""
+    while True:
+        await asyncio.sleep(_EXPIRY_SECONDS)
+        if captures.is_due:
+            # To free gigabytes takes time.
+            await asyncio.to_thread(captures.expire)
 
 
 def file_of(data: bytes) -> int:
@@ -316,3 +381,39 @@ def file_of(data: bytes) -> int:
 
 def _no_memory(error: OSError) -> HttpError:
     return HttpError(507, f"the rows cannot be cached: {error.strerror}")
+
+
+def _check_limits(
+    limits: HttpSettings, mine: _Usage, every: _Usage, nbytes: int, captures: int
+) -> None:
+    """Check that a client, which has `mine` of `every` entry, may have more captures and bytes.
+
+    Raises:
+        HttpError: 429 or 507, it may not.
+    """
+    if mine.captures + captures > limits.client_captures:
+        raise HttpError(
+            429,
+            f"{mine.captures} captures are cached for this client, and {captures} more exceed "
+            f"its limit of {limits.client_captures} (http.client_captures); fetch and delete "
+            "some",
+        )
+    if mine.nbytes + nbytes > limits.client_bytes:
+        raise HttpError(
+            429,
+            f"{mine.nbytes} bytes of captures are cached for this client, and {nbytes} more "
+            f"exceed its limit of {limits.client_bytes}; fetch and delete some, or capture "
+            "less",
+        )
+    if every.captures + captures > limits.held_captures:
+        raise HttpError(
+            507,
+            f"this server caches {every.captures} captures, and {captures} more exceed its "
+            f"limit of {limits.held_captures} (http.held_captures); try again later",
+        )
+    if every.nbytes + nbytes > limits.held_bytes:
+        raise HttpError(
+            507,
+            f"this server caches {every.nbytes} bytes of captures, and {nbytes} more exceed "
+            f"its limit of {limits.held_bytes}; try again later, or capture less",
+        )

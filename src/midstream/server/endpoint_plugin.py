@@ -67,6 +67,7 @@ class Endpoints:
             has_key=has_key,
             # A Unix domain socket is as local as loopback.
             host="localhost" if getattr(args, "uds", None) else args.host,
+            origins=args.allowed_origins,
         )
         self._app = app
         # Each API server process has its part of the limits.

@@ -12,7 +12,7 @@ from midstream.config.http import HttpSettings
 from midstream.errors import BusyError, HttpError, MidstreamError, ReceiptError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import audit_log
-from midstream.server.capture_cache import CaptureCache
+from midstream.server.capture_cache import CaptureCache, Reservation
 from midstream.server.request_field import MidstreamField
 from midstream.sites import Tap
 
@@ -58,6 +58,7 @@ class RequestContext:
         rows_sent: by choice index and tap, the position of the last row that was sent in a stream.
         streams: output streams of the engine calls, which are closed with the request.
         undelivered: ids of cached rows that no sent response refers to yet.
+        reservation: room in the cache for its rows; None: they are not cached.
         invalid_field: path of the field that the engine rejected; empty if none.
         refusal: the answer in place of vLLM's, if the engine had no capacity or ended the request;
             else None.
@@ -76,6 +77,7 @@ class RequestContext:
     rows_sent: dict[int, dict[Tap, int]] = field(default_factory=dict)
     streams: list[AsyncGeneratorType[Any, None]] = field(default_factory=list)
     undelivered: list[str] = field(default_factory=list)
+    reservation: Reservation | None = None
     invalid_field: str = ""
     refusal: HttpError | None = None
     failure: HttpError | None = None
@@ -136,6 +138,8 @@ class RequestContext:
             # still be iterating over it.
             if not stream.ag_running:
                 await stream.aclose()
+        if self.reservation is not None:
+            captures.release(self.reservation)
         while self.undelivered:
             captures.delete(self.undelivered.pop())
 
@@ -155,6 +159,8 @@ class RequestContext:
             explained = self.request_field.explain(error)
             self.invalid_field = explained.path
             self.failure = HttpError.of(explained)
+            if self.failure.status != 400:  # vLLM answers each ValueError so
+                self.refusal = self.failure
             raise explained from None
         except BusyError as error:
             self.refusal = HttpError.of(error)

@@ -25,7 +25,7 @@ from midstream.server.body_values import LONG, check_values
 from midstream.server.http_errors import send_error
 from midstream.server.http_request import RequestContext
 from midstream.server.open_requests import carry_id
-from midstream.server.peers import PEER
+from midstream.server.peers import CAPTURES, PEER
 from midstream.server.refusal_logger import RefusalLogger
 from midstream.server.request_field import MidstreamField, take_field
 from midstream.server.request_models import body_fields
@@ -96,7 +96,8 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         path = path_of(scope)
-        if path in PATHS or path == SWEEP:
+        # vLLM generates at more paths than those that can return results.
+        if scope["method"] == "POST" and (path == SWEEP or not path.startswith(_OWN)):
             send = self._with_steering(send)
         on_error = functools.partial(self._server.record_refusal, scope)
         # A process that asks for a client records what it answers the client.
@@ -161,6 +162,8 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         try:
+            if path.startswith(CAPTURES):
+                scope["app"].state.midstream_guard.check(Headers(scope=scope))
             body = await _read(receive, self._server.settings.max_body_bytes)
         except HttpError as error:
             await send_error(error, send)

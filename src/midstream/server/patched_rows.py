@@ -25,6 +25,7 @@ _SHOWN = 8
 @contextmanager
 def opened_rows(
     captures: CaptureCache,
+    client: str,
     owns: Callable[[CachedCapture], bool],
     most: int,
     elsewhere: Callable[[str], bytes | None] | None = None,
@@ -33,6 +34,7 @@ def opened_rows(
 
     Args:
         captures: the cache.
+        client: id of the request's client.
         owns: returns whether rows are those of the request's client.
         most: limit for the rows of all edits together, in bytes of float32.
         elsewhere: returns what another process has cached under an id, as safetensors; None: it
@@ -44,7 +46,7 @@ def opened_rows(
 
         def open_rows(name: str) -> _RowsFile:
             if name not in files:
-                found = captures.open(name)
+                found = captures.open(name, client)
                 if found is None:
                     data = None if elsewhere is None else elsewhere(name)
                     if data is None:

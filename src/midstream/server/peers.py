@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from midstream.errors import HttpError
 from midstream.runtime.frontend.engine_info import FrontEnds
 from midstream.server.http_errors import send_error
+from midstream.server.peer_errors import failure_of, peer_errors, rejection
 
 # Key in the scope of a request that another process has sent.
 PEER = "midstream.peer"
@@ -29,7 +30,7 @@ _CLIENT = b"x-midstream-client"
 _SECONDS = 30.0  # for each part of an answer
 _RETRY_SECONDS = 2
 _ROWS, _REQUESTS = "/v1/midstream/activations/", "/v1/midstream/requests/"
-_CAPTURES = "/v1/midstream/captures"
+CAPTURES = "/v1/midstream/captures"
 # Headers of one connection, and what is ours.
 _DROPPED = frozenset(
     {b"connection", b"content-length", b"expect", b"keep-alive", b"transfer-encoding", _CLIENT}
@@ -86,7 +87,7 @@ class Peers:
     def way(self, scope: Scope, path: str) -> Way | None:
         """Return how a request for midstream's own endpoints is answered; None: by this process."""
         is_change = scope["method"] in ("PUT", "DELETE")
-        if is_change and (path == _CAPTURES or path.startswith(f"{_CAPTURES}/")):
+        if is_change and (path == CAPTURES or path.startswith(f"{CAPTURES}/")):
             # Process 0 changes one after the other, so that all have the same in the end.
             if self.front_ends.number == 0:
                 return self._change_all
@@ -106,12 +107,14 @@ class Peers:
             method, path: the request; "": the path of the client's.
 
         Raises:
-            HttpError: 503, a process does not answer.
+            HttpError: a process does not answer, or rejects the request; see `peer_errors`.
         """
         for number in () if PEER in scope else self._others:
             answer = await self._ask(number, scope, method, path)
             if answer is not None and answer.status_code == 200:
                 yield json.loads(answer.content)
+            elif answer is not None and answer.status_code != 404:  # it has nothing of that name
+                raise rejection(answer)
 
     async def refresh_metrics(self, scope: Scope) -> None:
         """Have the other processes update what they contribute to the metrics."""
@@ -124,16 +127,21 @@ class Peers:
         has. Blocks.
 
         Raises:
-            HttpError: 503, a process does not answer.
+            HttpError: a process does not answer, or rejects the request; see `peer_errors`.
         """
         # Those of the body that names the rows are not of this request.
         headers = [one for one in _headers(scope) if not one[0].startswith((b"range", b"content-"))]
         for number in self._started(self._others):
             transport = httpx.HTTPTransport(verify=False, uds=str(self._path(number)))
-            with _answering(), httpx.Client(transport=transport, timeout=_SECONDS) as http:
+            with (
+                peer_errors(_SECONDS),
+                httpx.Client(transport=transport, timeout=_SECONDS) as http,
+            ):
                 answer = http.get(_url(scope, f"{_ROWS}{name}"), headers=headers)
             if answer.status_code == 200:
                 return answer.content
+            if answer.status_code != 404:
+                raise rejection(answer)
         return None
 
     async def _find(
@@ -187,8 +195,8 @@ class Peers:
                 if answer[0]["status"] < 300:
                     for number in self._others:
                         found = await self._ask(number, scope, scope["method"], "", body)
-                        if found is None or found.status_code >= 300:
-                            raise _gone()
+                        if found is not None and found.status_code >= 300:
+                            raise rejection(found, "; other processes have the change: repeat it")
             except HttpError as error:
                 await send_error(error, send)
                 return
@@ -202,7 +210,7 @@ class Peers:
         `but`.
 
         Raises:
-            HttpError: 503, the process does not answer; nothing was sent.
+            HttpError: it does not answer, see `peer_errors`; nothing was sent.
         """
         has_begun = False
         try:
@@ -225,10 +233,10 @@ class Peers:
                 async for part in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             if has_begun:
                 raise  # uvicorn closes the connection
-            raise _gone() from error
+            raise failure_of(error, _SECONDS) from error
         return True
 
     async def _ask(
@@ -237,11 +245,11 @@ class Peers:
         """Return the answer of another process; None: it has not started yet.
 
         Raises:
-            HttpError: 503, it does not answer.
+            HttpError: it does not answer; see `peer_errors`.
         """
         if not self._started([number]):
             return None
-        with _answering():
+        with peer_errors(_SECONDS):
             async with self._client(number) as http:
                 url = _url(scope, path)
                 return await http.request(method, url, headers=_headers(scope), content=body)
@@ -286,21 +294,6 @@ class _Listener(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-@contextmanager
-def _answering() -> Iterator[None]:
-    try:
-        yield
-    except httpx.HTTPError as error:
-        raise _gone() from error
-
-
-def _gone() -> HttpError:
-    return HttpError(
-        503, "another API server process of this server does not answer; try again later",
-        retry_after=_RETRY_SECONDS,
-    )  # fmt: skip
 
 
 def _headers(scope: Scope) -> list[tuple[bytes, bytes]]:

@@ -49,7 +49,7 @@ class MidstreamField:
         """Return an error of the plan with the path of the invalid field in the body."""
         if self.name != KEY:
             where = f" (`{error.path}` of the plan made of it)" if error.path else ""
-            return SpecError(self.name, error.problem + where)
+            return type(error)(self.name, error.problem + where)
         return self.arguments.explain(error).under(KEY)
 
 

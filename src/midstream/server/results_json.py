@@ -145,13 +145,12 @@ class ResultEncoder:
         if owns_memory(rows):
             # Nothing is copied before a client fetches the rows.
             packed = PackedRows(rows, *self._vectors)
-            cached = self._captures.store(packed, context.client, request_id, describe(rows))
+            given = context.client, request_id, describe(rows), context.reservation
+            cached = self._captures.store(packed, *given)
             context.undelivered.append(cached.id)
             return handle_of(cached)
         # Rows in the memory of a worker are copied now, so that they do not keep it in use.
-        work = asyncio.ensure_future(
-            asyncio.to_thread(self._cache, context.client, request_id, rows)
-        )
+        work = asyncio.ensure_future(asyncio.to_thread(self._cache, context, request_id, rows))
         try:
             cached = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -161,9 +160,10 @@ class ResultEncoder:
         context.undelivered.append(cached.id)
         return handle_of(cached)
 
-    def _cache(self, client: str, request_id: str, rows: Activations) -> CachedCapture:
+    def _cache(self, context: RequestContext, request_id: str, rows: Activations) -> CachedCapture:
         packed = pack(rows, *self._vectors)
-        return self._captures.store(packed, client, request_id, describe(rows))
+        given = context.client, request_id, describe(rows), context.reservation
+        return self._captures.store(packed, *given)
 
     def _discard(self, work: asyncio.Future[CachedCapture]) -> None:
         if not work.cancelled() and work.exception() is None:

@@ -22,7 +22,8 @@ from midstream.errors import HttpError, SpecError
 from midstream.runtime.frontend.request.call_plan import plan_of, with_plan, without_plan
 from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
-from midstream.server.capture_cache import CachedCapture, CaptureCache
+from midstream.server.body_values import completions_of
+from midstream.server.capture_cache import CachedCapture, CaptureCache, expire_in_time
 from midstream.server.http_request import RequestContext
 from midstream.server.open_requests import OpenRequests
 from midstream.server.patched_rows import opened_rows
@@ -85,6 +86,7 @@ class Server:
         self.parameter_lock = asyncio.Lock()  # held by the client that is sent a parameter
         self.started = time.time()
         self._llm: Any = None
+        self._expiry: asyncio.Task[None] | None = None
         self._shared: SharedFolder | None = None
         self.peers: Peers | None = None
         self._answers: ResultEncoder | None = None
@@ -114,6 +116,7 @@ class Server:
         audit_log.attach_handlers(limits.log)
         self.peers, self._shared = _join(llm, limits.shared_folder)
         self._llm = llm
+        self._expiry = asyncio.create_task(expire_in_time(self.captures))
         audit_log.log_event("ready", version=__version__, taps=len(info.shape.taps))
         # Override the method on this instance only: the calls of an HTTP request get its plan.
         generate = llm.generate
@@ -208,9 +211,9 @@ class Server:
         _ = self.llm  # raises 503 until the engine is ready
         client = self.client_of(scope)
         plan = request_field.plan
-        if plan is not None and plan.captures and request_field.activations == "handle":
-            self.captures.check(client)
         context = RequestContext(request_field, client)
+        if plan is not None and plan.captures and request_field.activations == "handle":
+            context.reservation = self.captures.reserve(client, completions_of(body))
         messages = body.get("messages")
         if messages is not None:
             context.template = {
@@ -270,6 +273,8 @@ class Server:
     def close(self) -> None:
         """Free all cached captures. The engine closes its sinks itself."""
         audit_log.log_event("closing", held_captures=len(self.captures))
+        if self._expiry is not None:
+            self._expiry.cancel()
         self.captures.close()
         if self.peers is not None:
             self.peers.close()
@@ -331,7 +336,7 @@ def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:
     """
     elsewhere = None if server.peers is None else partial(server.peers.read_rows, scope)
     owns, most = partial(server.owns, scope), server.settings.max_body_bytes
-    return opened_rows(server.captures, owns, most, elsewhere)
+    return opened_rows(server.captures, server.client_of(scope), owns, most, elsewhere)
 
 
 def record_steering(state: SteeringState) -> None:

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 from midstream.results.activations import Activations
 from midstream.results.attention import AttentionResults
 from midstream.results.receipt import CaptureResult, Receipt
+from midstream.sinks.name_claims import NameClaims
 from midstream.sites import Tap
 from midstream.spec import Plan
 
@@ -131,6 +132,8 @@ class Sink(ABC):
             collected, in seconds.
         piece_bytes: with "rows", the size in bytes at which they are collected earlier. The
             computed part of a prompt is known only with the first generated token.
+        names: the names that running requests have taken; set by `open`. None: requests may give
+            their rows the same name.
     """
 
     wants: ClassVar[Wants] = "requests"
@@ -140,10 +143,15 @@ class Sink(ABC):
     group_seconds: float = 0.0
     piece_seconds: float = 1.0
     piece_bytes: int = 16 << 20
+    names: NameClaims | None = None
 
     def open(self, origin: Origin) -> None:
         """Open the sink. Called once, before other methods; an exception aborts engine start."""
         return
+
+    def name_of(self, tag: str, request_id: str) -> str:
+        """Return what no two requests may have in common, of a caller's tag and id."""
+        return f"{tag}/{request_id}"
 
     def check(self, tag: str, request_id: str) -> None:
         """Check whether rows can be stored under a caller's tag and id; both may be empty.
@@ -180,4 +188,5 @@ class Sink(ABC):
 
     def close(self) -> None:
         """Close the sink. Called once, after the last flush."""
-        return
+        if self.names is not None:
+            self.names.close()

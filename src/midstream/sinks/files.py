@@ -25,15 +25,17 @@ from typing import Any
 
 import numpy as np
 
-from midstream.errors import SpecError
+from midstream.errors import ExistsError, SpecError
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Origin, Sink
 from midstream.sinks.manifest import VERSION, manifest_of
+from midstream.sinks.name_claims import NameClaims
 from midstream.sinks.npz_arrays import Arrays, arrays_of, arrays_of_attention, described, forms
 from midstream.sinks.safe_paths import FOLDER, folder_beneath, is_there
 from midstream.spec.resolve.attention import ATTENTION
 
 MANIFEST = "manifest.json"
+LOCKS = ".names.lock"  # its bytes are locked for the ids of running requests
 SHARD_FORMAT = "midstream.npz-shards"
 PER_FILE, PACKED, SHARDED = LAYOUTS = ("per_file", "packed", "sharded")
 ROWS = "rows.npz"
@@ -84,13 +86,14 @@ class FileSink(Sink):
         os.makedirs(self._root, exist_ok=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise PermissionError(f"{self._root} is not writable")
+        self.names = NameClaims(os.path.join(self._root, LOCKS))
 
     def check(self, tag: str, request_id: str) -> None:
         """Reject a tag that is a link or a file, and an id that exists already."""
         try:
             with folder_beneath(self._root, [tag] if tag else [], makes=False) as folder:
                 if request_id and is_there(request_id, folder):
-                    raise SpecError(
+                    raise ExistsError(
                         "request_id",
                         f"{os.path.join(self._root, tag, request_id)} exists already; use "
                         "another id",

@@ -157,6 +157,11 @@ class SinkQueue:
                 self._bound.give(entry.size)
                 entry.done.set_result(CaptureResult("error", "the sink is closed"))
                 return entry.done
+            names, delivery = self._sink.names, entry.delivery
+            if names is not None and delivery is not None:
+                # A name that a caller gave is taken until its rows are stored.
+                name = self._sink.name_of(delivery.tag, delivery.name)
+                names.keep_until(entry.done, name)
             self._queue.append(entry)
             if self._thread is None:
                 self._start()

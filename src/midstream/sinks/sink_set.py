@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from midstream.config.sinks import QUEUE_BYTES, SinkSettings
 from midstream.errors import SpecError
 from midstream.sinks.base import Origin, Sink
 from midstream.sinks.kept_rows import KEPT, KeptRows
+from midstream.sinks.name_claims import NamedCapture, RequestNames
 from midstream.sinks.queue import SinkQueue
 from midstream.sinks.registry import make_sink
 from midstream.spec import Capture, Plan
@@ -94,7 +96,34 @@ class SinkSet:
                         "`output.attention`",
                     )
                 self.check_metadata(plan.captures[index])
-                found.check(tag, request_id)
+                # `RequestNames` compares the id with those that the sink has.
+                found.check(tag, "" if found.names is not None else request_id)
+
+    def names_of(self, plan: Plan | None) -> RequestNames | None:
+        """Return the names that a caller gives the rows of a request, to be taken before it is
+        computed; None: it gives none.
+
+        Raises:
+            SpecError: two captures of the plan have one name of a sink.
+        """
+        named: dict[tuple[str, str], NamedCapture] = {}
+        places = [] if plan is None else [one.place for one in plan.captures]
+        for index, (sink, tag, request_id) in enumerate(places):
+            found = self._sinks.get(sink)
+            if not request_id or found is None or found.names is None:
+                continue
+            name = found.name_of(tag, request_id)
+            first = named.get((sink, name))
+            if first is None:
+                check = partial(found.check, tag, request_id)
+                named[sink, name] = NamedCapture(index, found.names, name, request_id, check)
+            elif places[first.index] != places[index]:
+                raise SpecError(
+                    f"capture[{index}].request_id",
+                    f"capture[{first.index}] has {show(request_id)} too, with another tag; the "
+                    f"sink {sink} stores rows of one request under an id",
+                )
+        return RequestNames([*named.values()]) if named else None
 
     def check_metadata(self, capture: Capture) -> None:
         """Check that the metadata of a capture have no key that its sink reserves.

@@ -7,20 +7,27 @@ import dataclasses
 import functools
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from midstream.errors import StoreError
+from midstream.errors import ExistsError, SpecError, StoreError
 from midstream.results.activations import Activations
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.sinks.base import Delivery, Origin, Sink
+from midstream.sinks.name_claims import NameClaims
 from midstream.sites import Tap
 from midstream.spec import Plan
 from midstream.store import Entry, Header, TapRows, Writer
+from midstream.store.backends.local import folder_of
+from midstream.store.stored_ids import StoredIds
 from midstream.store.writer import SHARD_BYTES
+from midstream.validation import show
 
+# The file whose bytes are locked for the ids of running requests, in a local store.
+LOCKS = ".names.lock"
 # A request's metadata is the caller's, plus midstream's own data under this key.
 OWN = "midstream"
 # Fields of a receipt that the entry contains anyway.
@@ -65,10 +72,32 @@ class StoreSink(Sink):
         self.group_seconds = float(group_seconds)
         self._origin: Origin | None = None
         self._writers: dict[str, Writer] = {}  # by codec
+        self._ids: StoredIds | None = None
 
     def open(self, origin: Origin) -> None:
         self._origin = origin
+        self._ids = StoredIds(folder_of(self._root))
         self._writer("raw")  # raises if the store is not writable
+        self.names = NameClaims(_locks_of(self._root))
+
+    def check(self, tag: str, request_id: str) -> None:
+        """Reject an id that the store has already, from whichever client, process or run it is."""
+        if not request_id:
+            return
+        assert self._ids is not None, "the sink is not open"
+        try:
+            is_stored = self._ids.has(request_id)
+        except StoreError as error:
+            raise SpecError(
+                "request_id", f"cannot be compared with the ids of the store: {error}; omit it"
+            ) from None
+        if is_stored:
+            raise ExistsError(
+                "request_id", f"{self._root} has {show(request_id)} already; use another id"
+            )
+
+    def name_of(self, tag: str, request_id: str) -> str:
+        return request_id  # by which `get` finds rows, whatever their tag
 
     def write(self, delivery: Delivery) -> CaptureResult:
         if OWN in delivery.metadata:
@@ -100,10 +129,12 @@ class StoreSink(Sink):
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
+        super().close()
 
     def _writer(self, codec: str) -> Writer:
-        origin = self._origin
+        origin, ids = self._origin, self._ids
         assert origin is not None
+        assert ids is not None
         if codec not in self._writers:
             header = Header(
                 model=origin.model,
@@ -115,7 +146,7 @@ class StoreSink(Sink):
                 vllm=origin.vllm,
                 midstream=origin.midstream,
             )
-            self._writers[codec] = Writer(self._root, header, self._shard_bytes)
+            self._writers[codec] = Writer(self._root, header, self._shard_bytes, ids.add)
         return self._writers[codec]
 
     def _known(self, delivery: Delivery) -> dict[str, Any]:
@@ -133,6 +164,18 @@ class StoreSink(Sink):
             found["prompt"] = delivery.prompt
             found["text"] = delivery.text
         return found
+
+
+def _locks_of(root: str) -> str:
+    """Return the file whose bytes are locked for ids of running requests.
+
+    An object store has no locks: there it is a file of this machine, for the processes of this
+    user.
+    """
+    if "://" not in root:
+        return os.path.join(root, LOCKS)
+    digest = hashlib.sha256(root.encode()).hexdigest()[:32]
+    return os.path.join(tempfile.gettempdir(), f"midstream-{os.getuid()}-{digest}.lock")
 
 
 def _taps(rows: Activations) -> dict[Tap, TapRows]:

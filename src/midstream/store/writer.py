@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -47,12 +48,17 @@ class Writer:
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], header: Header, shard_bytes: int = SHARD_BYTES
+        self,
+        root: str | os.PathLike[str],
+        header: Header,
+        shard_bytes: int = SHARD_BYTES,
+        written: Callable[[str, Iterable[str]], None] = lambda shard, requests: None,
     ) -> None:
         """Args:
         root: the store's directory, created if missing; or `s3://bucket/prefix`.
         header: what all rows share.
         shard_bytes: target length of a shard; a shard with a single entry may be longer.
+        written: is called with the name and the request ids of each shard that was written.
 
         Raises:
             StoreError: the store cannot be created or is not writable.
@@ -62,6 +68,7 @@ class Writer:
         self._folder.make()
         self._header = header
         self._shard_bytes = shard_bytes
+        self._written = written
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -128,6 +135,7 @@ class Writer:
         if not len(self._draft):
             return None
         self._folder.put(self._name, self._draft.pieces())
+        self._written(self._name, self._draft.requests)
         written = f"{self._folder}/{self._name}"
         self._begin()
         return written if "://" in written else Path(written)

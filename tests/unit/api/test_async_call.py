@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.sinking import ORIGIN
 
 from midstream.api.arguments import CallArguments
 from midstream.errors import SpecError
+from midstream.sinks.sink_set import SinkSet
 from midstream.spec import Capture
 
 RESULTS = ("activations", "probes", "receipt", "capture_results")
@@ -25,6 +27,7 @@ class Front:
         self.events: list[Any] = []
         self.steering = SimpleNamespace(epoch=0)
         self.directions = SimpleNamespace(needed=lambda plan: {})
+        self.sinks = SinkSet((), ORIGIN)
         self.plain = SimpleNamespace(
             begin=lambda name: self.events.append(("begin plain", name)),
             leave=lambda name: self.events.append(("leave plain", name)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
 
 import pytest
 from support.serving_fake import make, refused, scope_of, serving
@@ -46,6 +47,27 @@ async def test_changes_need_the_admin_key_where_there_is_one(method, path, body,
         right = {ADMIN_HEADER: "secret"}
         answer = await client.request(method, path, json=body, headers=right)
         assert answer.status_code in (200, 204)
+
+
+async def test_every_route_but_those_that_change_nothing_for_others_needs_the_admin_key(
+    monkeypatch,
+):
+    monkeypatch.setenv("MIDSTREAM_ADMIN_KEY", "secret")
+    # What a client computes for itself, and what is its own.
+    free = {"/v1/midstream/sweep", "/v1/midstream/fit", "/v1/midstream/tokens",
+            "/v1/midstream/requests/x/update", "/v1/midstream/activations/x",
+            "/v1/steering/vectors", "/v1/steering/dynamic"}  # fmt: skip
+    async with serving() as (site, client):
+        asked = set()
+        for route in site.app.routes:
+            path = re.sub(r"\{[^}]*\}", "x", getattr(route, "path", ""))
+            if not path.startswith(("/v1/midstream", "/v1/steering")) or path in free:
+                continue
+            for method in route.methods - {"GET", "HEAD"}:
+                asked.add((method, path))
+                await refused(client.request(method, path), 401, "admin key")
+    assert {(method, path) for method, path, _ in CHANGES} < asked
+    assert len(asked) >= 12
 
 
 @pytest.mark.parametrize(("method", "path", "body"), CHANGES)

@@ -8,6 +8,7 @@ import pytest
 
 from midstream.config.http import ADMIN_HEADER
 from midstream.errors import HttpError
+from midstream.server import admin_auth
 from midstream.server.admin_auth import Guard, is_loopback
 
 LOCAL = ("127.0.0.1", "127.8.9.1", "::1", "localhost")
@@ -75,6 +76,21 @@ def test_the_admin_key_may_come_beside_the_servers_own():
     assert status(guard, authorization="Bearer servers", **{ADMIN_HEADER: "key"}) == 200
 
 
+def test_keys_are_compared_by_the_function_that_takes_the_same_time_for_all(monkeypatch):
+    compared = []
+
+    def same(one, other):
+        compared.append((len(one), len(other)))
+        return True
+
+    monkeypatch.setattr(admin_auth.secrets, "compare_digest", same)
+    guard = Guard(allowed=None, admin_key="key", has_key=False, host=None)
+    for sent in ("", "k", "x" * 1000):
+        assert status(guard, **{ADMIN_HEADER: sent}) == 200
+    # Digests, which are as long whatever was sent.
+    assert compared == [(32, 32)] * 3
+
+
 def test_the_key_itself_is_not_kept():
     guard = Guard(allowed=None, admin_key="a-secret", has_key=False, host=None)
     assert "a-secret" not in str(vars(guard))
@@ -97,12 +113,22 @@ def test_the_key_itself_is_not_kept():
 def test_without_a_key_a_page_of_another_place_may_change_nothing(origin, expected):
     guard = Guard(allowed=None, admin_key=None, has_key=False, host="127.0.0.1")
     assert status(guard, origin=origin) == expected
-    # With a key, or where somebody said that all may, it is no question of where.
-    for other in (
-        Guard(allowed=None, admin_key=None, has_key=True, host="127.0.0.1"),
-        Guard(allowed=True, admin_key=None, has_key=False, host="0.0.0.0"),
-    ):
-        assert status(other, origin=origin) == 200
+    # Where somebody said that all may change it, a page still may not do it in a client's place.
+    for host in ("127.0.0.1", "0.0.0.0"):
+        anybody = Guard(allowed=True, admin_key=None, has_key=False, host=host)
+        assert status(anybody, origin=origin) == expected
+    # With a key, it is no question of where.
+    keyed = Guard(allowed=None, admin_key=None, has_key=True, host="127.0.0.1")
+    assert status(keyed, origin=origin) == 200
+
+
+def test_a_page_that_the_server_itself_showed_may_change_what_everybody_may():
+    anybody = Guard(allowed=True, admin_key=None, has_key=False, host="0.0.0.0")
+    page = {"origin": "http://box.example:8000"}
+    assert status(anybody, host="box.example:8000", **page) == 200
+    assert status(anybody, host="other.example", **page) == 403
+    assert status(anybody, **page) == 403
+    assert status(anybody, origin="null") == 403
 
 
 def test_a_refusal_says_what_would_be_right():

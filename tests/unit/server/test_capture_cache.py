@@ -42,7 +42,7 @@ def holding(clock):
 
 
 def read(holding, name):
-    found = holding.open(name)
+    found = holding.open(name, "me")
     if found is None:
         return None
     try:
@@ -110,10 +110,13 @@ def test_rows_that_are_not_packed_count_for_the_limits(holding):
     assert status_of(holding, 11, "me") == 429
 
 
-def test_ids_cannot_be_guessed(holding):
-    ids = {holding.store(b"", str(nth), "r", {}).id for nth in range(5)}
-    assert len(ids) == 5
+def test_ids_cannot_be_guessed(holding, monkeypatch):
+    ids = {holding.store(b"", str(nth), "r", {}).id for nth in range(4)}
+    assert len(ids) == 4
     assert all(len(one) == 32 for one in ids)
+    # All of it is of the system's source of secrets, and 24 bytes of it.
+    monkeypatch.setattr("secrets.token_urlsafe", lambda nbytes: f"{nbytes} secret bytes")
+    assert holding.store(b"", "x", "r", {}).id == "24 secret bytes"
 
 
 def test_a_client_is_refused_with_429_for_bytes_and_for_captures(holding):
@@ -130,7 +133,7 @@ def test_everybody_is_refused_with_507_for_bytes_and_for_captures(holding):
         holding.store(b"x" * 50, client, "r", {})
     assert status_of(holding, 1, "c") == 507
     with pytest.raises(HttpError, match="100 bytes of captures"):
-        holding.check("c")
+        holding.reserve("c", 1)
     holding.close()
     for nth in range(5):
         holding.store(b"", str(nth), "r", {})
@@ -173,7 +176,7 @@ def test_rows_expire_and_their_room_is_there_again(holding, clock):
     assert holding.of_client("me") == []
     assert not holding.delete(held.id)
     assert len(before - open_files()) == 1
-    holding.check("me")
+    holding.reserve("me", 1)
 
 
 def test_what_has_expired_is_not_counted_though_nobody_asked_for_it(holding, clock):
@@ -188,7 +191,7 @@ def test_whoever_reads_has_the_same_rows_though_they_expire_and_the_number_is_us
 ):
     held = holding.store(b"mine", "me", "r", {})
     number = file_of(holding, held)
-    entry, file = holding.open(held.id)
+    entry, file = holding.open(held.id, "me")
     clock.now = 10
     others = [holding.store(b"theirs", "you", "r", {}) for _ in range(3)]
     assert number in {file_of(holding, one) for one in others}
@@ -199,7 +202,7 @@ def test_whoever_reads_has_the_same_rows_though_they_expire_and_the_number_is_us
 def test_rows_that_are_deleted_while_they_are_read_count_until_they_were(clock):
     holding = CaptureCache(HttpSettings(client_bytes=100, held_bytes=100), clock)
     held = holding.store(b"x" * 60, "me", "r", {})
-    readers = [holding.open(held.id) for _ in range(2)]
+    readers = [holding.open(held.id, "me") for _ in range(2)]
     assert holding.delete(held.id)
     for entry, file in readers:
         with pytest.raises(HttpError) as caught:
@@ -222,7 +225,7 @@ def test_a_reader_without_a_descriptor_left_is_refused_and_counts_for_nothing(ho
     with monkeypatch.context() as patched:
         patched.setattr(os, "dup", full)
         with pytest.raises(HttpError) as caught:
-            holding.open(held.id)
+            holding.open(held.id, "me")
     assert caught.value.status == 507
     assert holding.delete(held.id)
     # Its bytes are the client's again.

@@ -75,7 +75,7 @@ async def test_captured_rows_are_found_by_their_positions():
 
 async def test_captured_rows_tell_their_positions():
     async with serving() as (site, _):
-        with opened_rows(site.server.captures, lambda _: True, 1 << 20) as open_rows:
+        with opened_rows(site.server.captures, "me", lambda _: True, 1 << 20) as open_rows:
             found = open_rows(keep(site))
             assert found.positions(("resid_post", 2)) == (2, 3, 4, 5)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.serving_fake import Site, make, refused, rows
+from support.serving_fake import Site, make, refused, rows, scope_of
 from support.sinking import delivery, put_now
 
 from midstream.runtime.frontend.engine_info import FrontEnds
@@ -147,6 +147,23 @@ async def test_server_wide_captures_are_changed_in_both_and_by_one_after_the_oth
             assert (await second.put(WATCH, json=bodies[0])).status_code == 200
             assert (await first.delete(HANDLES)).status_code == 204
             assert not any(site.engine.captures for site in sites)
+
+
+async def test_a_body_is_not_read_before_the_admin_key_is_checked(monkeypatch):
+    monkeypatch.setenv("MIDSTREAM_ADMIN_KEY", "secret")
+    async with two() as (sites, _):
+        for site in sites:
+            sent = []
+
+            async def receive():
+                pytest.fail("the body is read")
+
+            async def send(message, sent=sent):
+                sent.append(message)
+
+            scope = {**scope_of(), "method": "PUT", "path": WATCH, "raw_path": WATCH.encode()}
+            await site.app(scope, receive, send)
+            assert sent[0]["status"] == 401
 
 
 async def test_before_both_have_started_captures_of_all_are_not_changed():

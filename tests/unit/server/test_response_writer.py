@@ -159,11 +159,22 @@ async def test_no_room_is_said_before_anything_is_computed():
 
 
 async def test_of_an_answer_that_is_refused_nothing_stays_held():
-    async with serving(client_captures=3) as (site, client):
+    async with serving() as (site, client):
         before = open_files()
+        [size] = [held.nbytes for held in await held_after(site, client)]
+    async with serving(client_bytes=4 * size - 1) as (site, client):
+        # Three of the four choices have room.
         answer = await ask(client, HANDLE, n=4)
         assert answer.status_code == 429
+        assert len(site.engine.calls) == 1
         assert (len(site.server.captures), open_files() - before) == (0, set())
+        assert not site.server.captures._of_client
+
+
+async def held_after(site, client):
+    """What is held after one request."""
+    assert (await ask(client, HANDLE)).status_code == 200
+    return site.server.captures.of_client("127.0.0.1")
 
 
 async def test_what_the_engine_refuses_is_as_the_client_wrote_it():

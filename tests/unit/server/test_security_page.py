@@ -112,6 +112,9 @@ async def test_answers_name_the_steering_by_epoch_and_digest():
         for more in ({}, {"midstream": {"capture": {"layers": [1]}}}, {"stream": True}):
             answer = await client.post("/v1/completions", json={**asked, **more})
             assert answer.headers["x-midstream-steering"] == f"epoch=1, digest={digest}"
+        for path in ("/v1/embeddings", "/invocations"):
+            answer = await client.post(path, json=asked)
+            assert answer.headers["x-midstream-steering"] == f"epoch=1, digest={digest}"
         site.engine.steering.clear()
         plain = await client.post("/v1/completions", json=asked)
         assert "x-midstream-steering" not in plain.headers
@@ -184,7 +187,11 @@ async def test_a_long_value_and_a_long_path_are_repeated_in_part(caplog):
             assert answer.status_code == 400
             assert len(answer.content) < 1000
         await client.get("/v1/midstream/" + "y" * 5000)
-    assert max(len(record.getMessage()) for record in caplog.records) < 1000
+    messages = [record.getMessage() for record in caplog.records]
+    assert max(map(len, messages)) < 1000
+    [last] = [message for message in messages if "yyy" in message]
+    [path] = re.findall(r"/v1/midstream/y+", last)
+    assert len(path) == 200
 
 
 def test_a_mistake_of_a_client_is_logged_without_a_traceback():

@@ -42,6 +42,7 @@ from midstream.runtime.frontend.row_reuse import ReusedRows, RowReuse
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.start_steering import set_steering
+from midstream.runtime.frontend.taken_names import TakenNames
 from midstream.runtime.frontend.weight_memory import WeightMemory
 from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
@@ -84,6 +85,7 @@ class BaseFrontEnd:
         set_steering(engine.vllm_config, self.vectors, self.steering)
         self.sinks = open_sinks(engine.vllm_config, info)
         weakref.finalize(self, self.sinks.close)
+        self.names = TakenNames(self.sinks)
         self._needs: dict[str, Need] = {}
         self._mm_prefix = bool(engine.vllm_config.model_config.is_mm_prefix_lm)
         has_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
@@ -279,6 +281,7 @@ class BaseFrontEnd:
             self._needs.pop(uid, None)
             self._reused.pop(uid, None)
         self.changes.remove(uids)
+        self.names.release(uids)
         self._release_vectors(uids)
         if uids:
             self._admission.finish(uids)

@@ -140,12 +140,12 @@ class FrontEnd(BaseFrontEnd):
             raise _taken(name)
         if first_of_conversation(plan.plan if isinstance(plan, CallPlan) else plan) is not None:
             self._fetch_all()  # for what the requests that have ended left
-        admitted = super().admit(request, plan)
+        with self.names.taken(plan) as keep:
+            admitted = keep(super().admit(request, plan))
         if admitted is not None:
             self._running[name] = admitted
-            completions = request.sampling_params.n
-            partial = PartialRows.of(admitted, name, completions, self.sinks, self.info.shape)
-            if partial is not None:
+            given = name, request.sampling_params.n, self.sinks, self.info.shape
+            if (partial := PartialRows.of(admitted, *given)) is not None:
                 self._streamer.add(admitted.uid, partial)
             if isinstance(plan, CallPlan):
                 self._controllers.add(admitted.uid, plan, admitted.plan, request)

@@ -55,13 +55,13 @@ _HANDLE = {
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "The file."},
         206: {"content": {"application/octet-stream": {}}, "description": "A range of it."},
-        **error_responses(400, 401, 404, 503),
+        **error_responses(400, 401, 404, 429, 503, 507),
         400: {**ERRORS[400], "content": {"text/plain": {}}},
         416: {"content": {"text/plain": {}}, "description": "The range is outside of the file."},
     },
 )
 async def fetch(name: Name, request: Request, server: ServerDep) -> Response:
-    found = await _open(server.captures, name)
+    found = await _open(server.captures, name, server.client_of(request.scope))
     if found is not None and not server.owns(request.scope, found[0]):
         server.captures.end_read(*found)
         found = None
@@ -110,11 +110,11 @@ async def captures(request: Request, server: ServerDep) -> dict[str, Any]:
     return found
 
 
-async def _open(captures: CaptureCache, name: str) -> tuple[CachedCapture, int] | None:
+async def _open(captures: CaptureCache, name: str, client: str) -> tuple[CachedCapture, int] | None:
     """Return what `captures.open` does, which may pack rows, from a thread. A request that is
     cancelled meanwhile leaves no file open.
     """
-    opening = asyncio.ensure_future(asyncio.to_thread(captures.open, name))
+    opening = asyncio.ensure_future(asyncio.to_thread(captures.open, name, client))
 
     def end(done: asyncio.Future[tuple[CachedCapture, int] | None]) -> None:
         if not done.cancelled() and done.exception() is None and (found := done.result()):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -13,12 +14,13 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
 from starlette.types import Message, Receive, Send
 
-from midstream.errors import HttpError, MidstreamError, SpecError
-from midstream.server.body_values import LONG, check_values
+from midstream.errors import HttpError, MidstreamError
+from midstream.server.routes.request_body import StrictRequest
 from midstream.server.server import Server
-from midstream.validation import read_json
 
 _SHOWN = 200  # maximum length of quoted client data
+Check = TypeVar("Check", bound=Callable[[Request], Any])
+_before_body: set[Callable[..., Any]] = set()
 
 
 class ErrorDetail(BaseModel):
@@ -49,6 +51,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorBody, "description": "The name or id is unknown."},
     413: {"model": ErrorBody, "description": "The body is too long."},
     415: {"model": ErrorBody, "description": "The content type is unsupported."},
+    429: {"model": ErrorBody, "description": "The client's limit is reached."},
     503: {"model": ErrorBody, "description": "The engine is not ready yet."},
     507: {"model": ErrorBody, "description": "The server's limit is reached."},
 }
@@ -67,24 +70,10 @@ def ok_response(example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
     return {200: {"content": {"application/json": {"example": example}}}}
 
 
-class _StrictRequest(Request):
-    """Request whose JSON is parsed strictly, and whose body is limited: duplicate keys, NaN and too
-    many bytes are errors.
-    """
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        limit, size = server_of(self).settings.max_body_bytes, 0
-        async for part in super().stream():
-            size += len(part)
-            if size > limit:
-                raise HTTPException(413, f"the body exceeds this server's limit of {limit} bytes")
-            yield part
-
-    async def json(self) -> Any:
-        try:
-            return read_json(await self.body())
-        except SpecError as error:
-            raise HTTPException(400, str(error)) from None
+def before_body(check: Check) -> Check:
+    """Mark a dependency of routes that checks a request, and can do so before its body is read."""
+    _before_body.add(check)
+    return check
 
 
 class MidstreamRoute(APIRoute):
@@ -92,20 +81,24 @@ class MidstreamRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        is_change = any(each.call is admin for each in self.dependant.dependencies)
+        calls = [each.call for each in self.dependant.dependencies]
+        checks = [call for call in calls if call in _before_body]
 
         async def guarded(request: Request) -> Response:
             try:
-                if is_change:
+                for check in checks:
                     # FastAPI reads the body before it calls dependencies.
-                    admin(request)
-                return await handle(_StrictRequest(request.scope, request.receive))
+                    if inspect.isawaitable(waiting := check(request)):
+                        await waiting
+                return await handle(StrictRequest(request.scope, request.receive))
             except (HttpError, MidstreamError) as error:
                 found = HttpError.of(error)
             except RequestValidationError as error:
                 found = _invalid(error)
             except HTTPException as error:
-                found = HttpError(error.status_code, str(error.detail))
+                detail: Any = error.detail
+                is_refusal = isinstance(detail, HttpError)
+                found = detail if is_refusal else HttpError(error.status_code, str(detail))
             return Response(
                 found.content, found.status, found.headers, media_type="application/json"
             )
@@ -136,23 +129,6 @@ async def send_within(
 
     with suppress(asyncio.TimeoutError):  # uvicorn closes the connection
         await respond(timed)
-
-
-async def json_of(request: Request) -> Any:
-    """Return the JSON of a body, which a thread parses if it is long.
-
-    Raises:
-        HttpError: 415, the body is of another content type; 413, it has too many values.
-        SpecError: it is malformed.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise HttpError(415, "expected content type application/json")
-    data = await request.body()
-    check_values(data)
-    if len(data) > LONG:
-        return await asyncio.to_thread(read_json, data)
-    return read_json(data)
 
 
 def adapter_of(request: Request, name: str | None) -> Any:
@@ -188,6 +164,7 @@ def server_of(request: Request) -> Server:
     return server
 
 
+@before_body
 def admin(request: Request) -> Server:
     """Return the server, after checking that the request may change it.
 

@@ -18,9 +18,9 @@ from midstream.server.routes.common import (
     client_gone,
     end_task,
     error_responses,
-    json_of,
     ok_response,
 )
+from midstream.server.routes.request_body import json_of
 from midstream.server.routes.vectors import ABOUT, register_name
 from midstream.server.served_fit import run_fit
 

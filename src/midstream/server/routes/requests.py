@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Depends, Path
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -16,9 +16,12 @@ from midstream.server.routes.common import (
     ErrorBody,
     MidstreamRoute,
     ServerDep,
+    before_body,
     error_responses,
     ok_response,
+    server_of,
 )
+from midstream.server.running_requests import RunningCall
 from midstream.server.server import Server, rows_for
 from midstream.spec import Plan
 from midstream.spec.operations import Edit, has_captured
@@ -34,6 +37,25 @@ Id = Annotated[
 ]
 
 _ANSWER = {"id": "chatcmpl-8f4c", "choices": [{"index": 0, "version": 1, "position": 37}]}
+
+
+@before_body
+async def running_calls(request: Request) -> list[RunningCall]:
+    """Return the calls of the running request that a path names, which is its client's.
+
+    Raises:
+        HttpError: 404, there is none; 409, there are several; 503, the engine is not ready.
+    """
+    server = server_of(request)
+    _ = server.llm  # raises 503 until the engine is ready
+    request_id = request.path_params["id"]
+    calls = server.running.find(request_id, server.client_of(request.scope))
+    if not calls:
+        raise _not_running(request_id)
+    return calls
+
+
+CallsDep = Annotated[list[RunningCall], Depends(running_calls)]
 
 
 class UpdateBody(BaseModel):
@@ -66,17 +88,15 @@ class UpdateBody(BaseModel):
         409: {"model": ErrorBody, "description": "Several running requests have this id."},
     },
 )
-async def update(id: Id, given: UpdateBody, request: Request, server: ServerDep) -> dict[str, Any]:
-    llm = server.llm
-    calls = server.running.find(id, server.client_of(request.scope))
-    if not calls:
-        raise _not_running(id)
+async def update(
+    id: Id, given: UpdateBody, request: Request, calls: CallsDep, server: ServerDep
+) -> dict[str, Any]:
     edits = given.edits
     if edits is not None and edits != []:
         # Parsing megabytes of numbers would block the event loop.
         edits = await run_in_threadpool(_read, edits, request.scope, server)
     plans = [call.call_plan for call in calls]
-    found = await llm.update_all(plans, edits=edits, scale=given.scale)
+    found = await server.llm.update_all(plans, edits=edits, scale=given.scale)
     choices = [
         {"index": call.first + index, "version": one.version, "position": position}
         for call, one in zip(calls, found, strict=True)

@@ -23,8 +23,8 @@ from midstream.server.routes.common import (
     client_gone,
     end_task,
     error_responses,
-    json_of,
 )
+from midstream.server.routes.request_body import json_of
 from midstream.server.served_sweep import ServedSweep, error_of, whole
 from midstream.server.server import SWEEP
 from midstream.server.sweep_body import read_sweep

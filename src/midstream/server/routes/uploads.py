@@ -5,36 +5,50 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+
 from midstream.errors import HttpError, SpecError
+from midstream.server.routes.request_body import content_type
 from midstream.steering.files import LONE_KEY, read_control_vector
 from midstream.steering.gguf import MAGIC
-from midstream.validation import MAX_ITEMS, kind, read_json
+from midstream.validation import MAX_ITEMS, kind
 
 FILES = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
 
 _HEADER_BYTES = 256  # at most, of one tensor in the header of a safetensors file
 
 
-def read_upload(body: bytes, content_type: str) -> Any:
-    """Return uploaded vectors in a form that `VectorRegistry.register` takes.
+async def uploaded(request: Request) -> Any:
+    """Return the vectors of a body in a form that `VectorRegistry.register` takes.
 
-    Args:
-        body: JSON, a safetensors file, or a GGUF control vector.
-        content_type: content type of the body.
+    The body is JSON, a safetensors file, or a GGUF control vector.
 
     Raises:
         SpecError: the body is malformed.
-        HttpError: 415, the content type is unsupported.
+        HttpError: 415, its content type is unsupported.
+        HTTPException: as `StrictRequest.json`.
     """
-    given = content_type.partition(";")[0].strip().lower()
+    given = content_type(request)
     if given in ("application/json", ""):
-        return by_value(read_json(body))
+        return by_value(await request.json())
     if given in FILES:
-        # A safetensors file that began so would have a header of terabytes.
-        return read_control_vector(body) if body[:4] == MAGIC else _read_file(body)
+        body = await request.body()
+        # Parsing megabytes would block the event loop.
+        return await run_in_threadpool(read_file, body)
     raise HttpError(
         415, f"content-type: expected application/json or {FILES[0]}, got {given[:80]!r}"
     )
+
+
+def read_file(body: bytes) -> Any:
+    """Return the vectors of a safetensors file or a GGUF control vector.
+
+    Raises:
+        SpecError: it is malformed.
+    """
+    # A safetensors file that began so would have a header of terabytes.
+    return read_control_vector(body) if body[:4] == MAGIC else _read_safetensors(body)
 
 
 def by_value(vectors: object) -> object:
@@ -49,7 +63,7 @@ def by_value(vectors: object) -> object:
     return vectors
 
 
-def _read_file(body: bytes) -> Any:
+def _read_safetensors(body: bytes) -> Any:
     from safetensors import SafetensorError
     from safetensors.torch import load
 

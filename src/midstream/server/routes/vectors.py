@@ -16,7 +16,7 @@ from midstream.server.routes.common import (
     error_responses,
     ok_response,
 )
-from midstream.server.routes.uploads import read_upload
+from midstream.server.routes.uploads import uploaded
 from midstream.server.server import Server
 from midstream.spec.named_lookup import NamedEdits
 
@@ -90,9 +90,8 @@ def show(name: Name, server: ServerDep) -> dict[str, Any]:
     },
 )
 async def register(name: Name, request: Request, server: AdminDep) -> dict[str, Any]:
-    body, content_type = await request.body(), request.headers.get("content-type", "")
-    # Parsing megabytes of numbers would block the event loop.
-    return await run_in_threadpool(lambda: _register(server, name, read_upload(body, content_type)))
+    # Reading megabytes of numbers would block the event loop.
+    return await run_in_threadpool(_register, server, name, await uploaded(request))
 
 
 @router.delete(

@@ -71,6 +71,11 @@ class ShardBuilder:
         return len(self._lines)
 
     @property
+    def requests(self) -> set[str]:
+        """The ids of the requests."""
+        return {request for request, _ in self._known}
+
+    @property
     def full(self) -> bool:
         """Whether the next entry should start another shard, regardless of this one's length."""
         return self._tensors >= _MANY_TENSORS or self._lines_bytes >= MAX_REQUESTS // 2

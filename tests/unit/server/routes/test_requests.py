@@ -77,6 +77,23 @@ async def test_another_client_changes_nothing():
         await refused(stranger.post(path(), json={"scale": 0}), 404, "of this client")
 
 
+async def test_of_two_clients_with_one_id_each_changes_its_own():
+    async with serving(has_key=True) as (site, client):
+        mine, other = ({"authorization": f"Bearer {key}"} for key in "ab")
+        theirs = {**ASKED, "midstream": {"edits": [{**STEER, "layer": 3}]}}
+        async with Held(site, client, headers=mine):
+            twin = asyncio.create_task(client.post("/v1/completions", json=theirs, headers=other))
+            while site.engine.running < 2:
+                await asyncio.sleep(0)
+            for asked, headers, scale in ((ASKED, mine, 0.5), (theirs, other, 2.0)):
+                answer = await client.post(path(), json={"scale": scale}, headers=headers)
+                assert answer.status_code == 200
+                own = Plan.parse({"edits": asked["midstream"]["edits"]})
+                assert site.engine.updates.pop() == (own, None, scale)
+            assert not site.engine.updates
+        assert (await twin).status_code == 200
+
+
 async def test_what_is_refused_names_its_field():
     async with serving() as (site, client):
         async with Held(site, client):

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 from support.open_files import open_files
-from support.serving_fake import SHAPE, refused, rows, serving
+from support.serving_fake import SHAPE, refused, rows, scope_of, serving
 from support.sinking import delivery, put_now
 
 from midstream.errors import HttpError, SpecError
 from midstream.results.serialization import pack, unpack
 from midstream.server.routes import uploads
-from midstream.server.routes.uploads import read_upload
+from midstream.server.routes.uploads import read_file
 from midstream.spec.vector import Vector
 
 pytestmark = pytest.mark.anyio
@@ -135,10 +135,10 @@ async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_no_f
         go, ended = threading.Event(), threading.Event()
         open_rows, loop = site.server.captures.open, asyncio.get_running_loop()
 
-        def slow(name):
+        def slow(*given):
             loop.call_soon_threadsafe(opened.set)
             go.wait(10)
-            found = open_rows(name)
+            found = open_rows(*given)
             ended.set()
             return found
 
@@ -154,6 +154,27 @@ async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_no_f
                 break
             await asyncio.sleep(0.02)
         assert ended.is_set()
+        assert not site.server.captures._read
+        assert open_files() <= before
+
+
+async def test_a_client_that_reads_nothing_of_its_rows_gets_no_more_of_them():
+    async with serving(stall_seconds=0.3) as (site, _):
+        _, held = holding(site, count=20_000)
+        before, sent = open_files(), []
+
+        async def receive():
+            return await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) == 2:
+                await asyncio.sleep(60)
+
+        path = f"{ROWS}/{held.id}"
+        scope = {**scope_of(), "method": "GET", "path": path, "raw_path": path.encode()}
+        await asyncio.wait_for(site.app(scope, receive, send), 20)
+        assert len(sent) == 2
         assert not site.server.captures._read
         assert open_files() <= before
 
@@ -401,7 +422,7 @@ def test_hostile_files_are_read_or_refused(data):
     from midstream.steering import VectorRegistry
 
     try:
-        VectorRegistry(SHAPE).register("x", read_upload(data, "application/octet-stream"))
+        VectorRegistry(SHAPE).register("x", read_file(data))
     except SpecError as error:
         problem = str(error)
     except HttpError as refusal:
@@ -436,4 +457,4 @@ def test_a_file_of_too_many_tensors_is_refused_before_it_is_loaded(names, monkey
     header = json.dumps({names.format(nth): tensor for nth in range(5000)}).encode()
     body = len(header).to_bytes(8, "little") + header
     with pytest.raises(SpecError, match="at most 4096 tensors"):
-        uploads.read_upload(body, "application/octet-stream")
+        uploads.read_file(body)

@@ -13,6 +13,8 @@ from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.partial_scores import StreamState
 from midstream.runtime.frontend.rpc.replicas import Replica
 from midstream.runtime.frontend.tracing import DelayedSpan
+from midstream.sinks.name_claims import RequestNames
+from midstream.sinks.sink_set import SinkSet
 from midstream.spec import Plan
 
 
@@ -35,6 +37,7 @@ class GenerateCall:
         failure: why a request could not be sent.
         partial_rows: its rows that are delivered before its end; None: none are.
         spans: spans of its requests that wait for receipts.
+        names: the names that its caller gives its rows in sinks; None: none.
     """
 
     call_plan: CallPlan
@@ -51,6 +54,18 @@ class GenerateCall:
     failure: BaseException | None = None
     partial_rows: PartialRows | None = None
     spans: list[DelayedSpan] = field(default_factory=list)
+    names: RequestNames | None = None
+
+    async def take_names(self, sinks: SinkSet) -> None:
+        """Take the names that its captures give their rows; see `RequestNames.take`."""
+        self.names = sinks.names_of(self.plan)
+        if self.names is not None:
+            await asyncio.to_thread(self.names.take)
+
+    def release_names(self) -> None:
+        """Give them back: its rows are in the queues of the sinks, or never will be."""
+        if self.names is not None:
+            self.names.release()
 
     @property
     def uid(self) -> str:

@@ -1,0 +1,74 @@
+"""Bodies of midstream's own routes: the only way in which a route reads one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import HTTPException, Request
+
+from midstream.errors import HttpError, SpecError
+from midstream.server.body_values import LONG, check_values
+from midstream.server.server import Server
+from midstream.validation import read_json
+
+
+class StrictRequest(Request):
+    """Request whose body is limited in bytes and in values, and whose JSON is parsed strictly:
+    duplicate keys and NaN are errors. A thread parses long JSON.
+
+    `MidstreamRoute` gives it to its routes, also where FastAPI reads the body.
+    """
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        server: Server = self.app.state.midstream
+        limit, size = server.settings.max_body_bytes, 0
+        async for part in super().stream():
+            size += len(part)
+            if size > limit:
+                problem = f"the body exceeds this server's limit of {limit} bytes"
+                raise _refused(HttpError(413, problem))
+            yield part
+
+    async def json(self) -> Any:
+        """Return the JSON of the body.
+
+        Raises:
+            HTTPException: 413, it is too long or has too many values; 400, it is malformed.
+        """
+        data = await self.body()
+        try:
+            if len(data) > LONG:
+                return await asyncio.to_thread(_read, data)
+            return _read(data)
+        except (HttpError, SpecError) as error:
+            raise _refused(HttpError.of(error)) from None
+
+
+async def json_of(request: Request) -> Any:
+    """Return the JSON of a body whose content type must say that it is JSON.
+
+    Raises:
+        HttpError: 415, the body is of another content type.
+        HTTPException: 413, it is too long or has too many values; 400, it is malformed.
+    """
+    if content_type(request) != "application/json":
+        raise HttpError(415, "expected content type application/json")
+    return await request.json()
+
+
+def content_type(request: Request) -> str:
+    """Return the content type of a body without its parameters, in lower case."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _read(data: bytes) -> object:
+    """Return the JSON of a body, whose values are counted first."""
+    check_values(data)
+    return read_json(data)
+
+
+def _refused(refusal: HttpError) -> HTTPException:
+    """Return the exception for a refusal. FastAPI, which reads bodies, passes no other one on."""
+    return HTTPException(refusal.status, refusal)
