@@ -32,7 +32,7 @@ EVERYTHING = [
     Attention("all", heads=[1], reduce=TopKeys(7), name="top"),
     Attention([1, 2], heads=0, queries=slice(3, None), reduce=Mass(slice(2, 9)), name="mass"),
     Attention(-1, queries=["last_prompt", "generated"], reduce=Entropy(), name="entropy"),
-    Attention([1, 2], heads=[0, 1], queries=slice(1, None), reduce="scores", name="scores"),
+    Attention([1, 2], heads=[2, 0], queries=slice(1, None), reduce="scores", name="scores"),
 ]
 PROBES = [
     Probe(attention=Mass(slice(2, 9)), layer=1, heads=[0, 3], name="mass"),

@@ -114,7 +114,7 @@ def assert_lens(rows: LensRows, asked: Lens, wanted: Tensor) -> float:
 
 LENSES = [
     Lens(top=5, tokens=CHOSEN),
-    Lens([0, -1], top=3, positions=["last_prompt", "generated"], name="few"),
+    Lens([-1, 0], top=3, positions=["last_prompt", "generated"], name="few"),
     Lens(1, 0, [42, 7], positions=slice(2, 5)),
     Lens(site="resid_mid", top=190, name="mid"),
     Lens(top=2, site="resid_pre"),
