@@ -113,7 +113,8 @@ class Steer(Operation):
             norm: None, "match", or "keep".
             exclude: positions to exclude.
             rows: instead of `vector`: [n, width], n at most 4096, with n selected positions, which
-                get them in the order in which they are listed; checked when the plan is resolved. A row may be zero. One row is one vector.
+                get them in the order in which they are listed; their number is checked when the
+                plan is resolved. A row may be zero. One row is one vector.
             head: an attention head, counted from 0, or several: only these are changed, each in the
                 same way, at a site whose vectors are of heads. Vectors then have the size of a
                 head. None: the whole vector.

@@ -5,7 +5,7 @@ Some tokenizers put a space before a text, and so have other tokens for a text t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from midstream.errors import SpecError
@@ -22,7 +22,8 @@ def ids_after(
     """Return the token ids of a text that follows another.
 
     They are the rest of both texts tokenized together, if that begins with the tokens of the first.
-    Otherwise a token spans the two, and they are those of the text alone, if these spell it.
+    Otherwise a token spans the two, and they are those of the text elsewhere, if they spell it
+    here.
 
     Args:
         tokenizer: vLLM's tokenizer, or any with transformers' `encode` and `decode`.
@@ -36,8 +37,11 @@ def ids_after(
     before, whole = list(before), list(whole)
     if whole[: len(before)] == before:
         return whole[len(before) :]
-    alone = list(tokenizer.encode(text, add_special_tokens=False))
-    return alone if decode(tokenizer, [*before, *alone]) == decode(tokenizer, whole) else None
+    spelt = decode(tokenizer, whole)
+    for found in _elsewhere(tokenizer, text):
+        if decode(tokenizer, [*before, *found]) == spelt:
+            return found
+    return None
 
 
 def following_ids(tokenizer: Any, text: str) -> list[int]:
@@ -55,6 +59,16 @@ def following_ids(tokenizer: Any, text: str) -> list[int]:
     raise SpecError(
         "", f"this tokenizer has no tokens for {show(text)} behind other text; give token ids"
     )
+
+
+def _elsewhere(tokenizer: Any, text: str) -> Iterator[list[int]]:
+    """Yield the token ids of a text alone, and of it behind other texts that are not joined."""
+    yield list(tokenizer.encode(text, add_special_tokens=False))
+    for first in _BEFORE:
+        before = list(tokenizer.encode(first, add_special_tokens=False))
+        whole = list(tokenizer.encode(first + text, add_special_tokens=False))
+        if whole[: len(before)] == before:
+            yield whole[len(before) :]
 
 
 def one_token_id(tokenizer: Any, text: str) -> int:
