@@ -75,7 +75,7 @@ def test_the_tokens_of_a_message_are_all_that_have_a_character_of_its_content(to
         text += f"{message['content']}<|im_end|>\n"
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     found = message_spans(tokenizer, messages, encoded["input_ids"])
-    for message, span, (start, stop) in zip(messages, found, places, strict=True):
+    for span, (start, stop) in zip(found, places, strict=True):
         assert span.problem is None
         expected = {
             nth
