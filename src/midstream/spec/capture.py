@@ -109,8 +109,9 @@ class Capture:
             request_id: unique name under which the sink stores them; empty: generated from the
                 request's own id and a unique suffix.
             metadata: JSON values that the sink stores with them.
-            stream: whether intermediate outputs include the rows captured so far; only for the
-                sink "memory" and `AsyncLLM.generate`.
+            stream: whether intermediate outputs include the rows captured so far, or with `DELTA`
+                those that no output has had; the last output has all rows in either case. Only for
+                the sink "memory" and `AsyncLLM.generate`.
             layout: layout of the files of sinks that have several, such as `filesystem`:
                 "per_file", "packed" or "sharded"; empty: that of the sink's settings.
             heads: an attention head or a list of heads to return, at sites whose vectors are of

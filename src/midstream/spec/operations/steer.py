@@ -46,8 +46,8 @@ class Steer(Operation):
 
     With `norm="match"` the vector is first rescaled to the norm of h:
     h ← h + scale · (‖h‖/‖v‖) · v. With `norm="keep"` the sum is rescaled to the norm of h:
-    s = h + scale · v, h ← (‖h‖/‖s‖) · s. With `rows`, the k-th listed token gets the k-th row as
-    v: a schedule of one vector is `rows=torch.outer(scales, v)`.
+    s = h + scale · v, h ← (‖h‖/‖s‖) · s; an s of zero stays zero. With `rows`, the k-th listed
+    token gets the k-th row as v: a schedule of one vector is `rows=torch.outer(scales, v)`.
 
     Turner et al. 2023 (activation addition, arXiv:2308.10248), Rimsky et al. 2024 (contrastive
     activation addition, arXiv:2312.06681), Zou et al. 2023 (representation engineering,
