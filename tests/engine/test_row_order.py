@@ -13,7 +13,7 @@ import torch
 from support.engines import greedy, tokens
 from support.oracle_edits import PLACES, At, EditOracle, row_error
 
-from midstream import Capture, Gate, Reading, Replace, SpecError, Steer, Window
+from midstream import Capture, Gate, Probe, Reading, Replace, SpecError, Steer, Window, stack
 
 WIDTH = 64
 PROMPT = [(17 * nth) % 180 + 5 for nth in range(11)]
@@ -97,3 +97,55 @@ def test_a_capture_whose_list_does_not_ascend_in_this_prompt_is_rejected(llm: An
         with pytest.raises(SpecError, match=problem) as caught:
             llm.generate([tokens(prompt)], greedy(1), capture=capture, use_tqdm=False)
         assert caught.value.path == "capture.positions[1]"
+
+
+def test_a_shuffled_call_has_shuffled_outputs(llm: Any) -> None:
+    """Prompts, with a plan and sampling parameters each."""
+    prompts = [PROMPT, PROMPT[:5], LONG, PROMPT[3:]]
+    rows = rows_of(len(prompts), seed=9)
+    asked = [
+        {
+            "sampling_params": greedy(2 + nth),
+            "capture": Capture([nth % 3], positions=slice(nth, None)),
+            "edits": [Steer(rows[nth], 1)],
+            "probes": [Probe(rows[nth], 2, name="p")],
+        }
+        for nth in range(len(prompts))
+    ]
+
+    def call(order: list[int]) -> list[Any]:
+        lists = {name: [asked[nth][name] for nth in order] for name in asked[0]}
+        return llm.generate([tokens(prompts[nth]) for nth in order], use_tqdm=False, **lists)
+
+    plain = call([0, 1, 2, 3])
+    for nth, output in zip([2, 0, 3, 1], call([2, 0, 3, 1]), strict=True):
+        assert output.prompt_token_ids == prompts[nth]
+        assert output.outputs[0].token_ids == plain[nth].outputs[0].token_ids
+        assert len(output.outputs[0].token_ids) == 2 + nth
+        assert list(output.activations) == [("resid_post", nth % 3)]
+        torch.testing.assert_close(
+            output.activations["resid_post", nth % 3], plain[nth].activations["resid_post", nth % 3]
+        )
+        torch.testing.assert_close(output.probes["p"], plain[nth].probes["p"])
+
+
+def test_scores_are_those_of_their_texts(llm: Any) -> None:
+    texts, prompts = [[9, 4, 7], [8], [3, 3, 5, 6]], [[5, 17], [33, 101, 8], [77]]
+    edits = [[Steer(row, 1)] for row in rows_of(3, seed=4)]
+    plain = llm.score(texts, prompts, edits=edits)
+    order = [2, 0, 1]
+    found = llm.score(*([each[nth] for nth in order] for each in (texts, prompts)),
+                      edits=[edits[nth] for nth in order])  # fmt: skip
+    for nth, one in zip(order, found, strict=True):
+        assert list(one.token_ids) == texts[nth]
+        assert one.logprobs == pytest.approx(plain[nth].logprobs, abs=1e-5)
+
+
+def test_outputs_are_stacked_in_the_order_of_the_list(llm: Any) -> None:
+    outputs = llm.generate(
+        [tokens(PROMPT[nth:]) for nth in range(3)], greedy(1),
+        capture=Capture([1], positions="last_prompt"), use_tqdm=False,
+    )  # fmt: skip
+    rows = [output.activations["resid_post", 1][0] for output in outputs]
+    found = stack([outputs[nth] for nth in (2, 0, 1)], row=-1)
+    torch.testing.assert_close(found.reshape(3, WIDTH), torch.stack([rows[2], rows[0], rows[1]]))

@@ -37,7 +37,9 @@ def test_sites_that_a_model_lacks_are_refused_by_name(tmp_path: Path) -> None:
         assert {table["router", layer].reason for layer in (0, 1)} == {"this layer has no experts"}
         for site in ("mlp_act", "z", "embed"):
             assert table[site, 0].reason.startswith("not tapped; add it to"), site
-        with pytest.raises(SpecError, match="router.*cannot be tapped.*: this layer has no experts"):
+        with pytest.raises(
+            SpecError, match="router.*cannot be tapped.*: this layer has no experts"
+        ):
             llm.generate(tokens(PROMPT), greedy(2), capture=Capture(layers=[0], sites="router"))
 
 

@@ -15,6 +15,7 @@ from support.faults_kernel import KERNELS
 from support.faults_live import LIVE
 from support.faults_models import MODELS
 from support.faults_operations import OPERATIONS
+from support.faults_order import ORDER
 from support.faults_ranks import RANKS
 from support.faults_reuse import REUSE
 from support.faults_sae import SAES
@@ -493,6 +494,7 @@ FAULTS: tuple[Fault, ...] = (
     *SHARED,
     *STUDIO,
     *OPERATIONS,
+    *ORDER,
     *RANKS,
     *TOOLS,
 )
