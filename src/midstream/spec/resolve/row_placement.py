@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -57,7 +58,9 @@ class RowPlacement:
                 f"with {rows} rows, one per position, the positions must be fixed and "
                 "bounded; give a single row, or positions like slice(3, 9)",
             )
-        order = None if len(positions.include) == 1 else self._order(positions, rows)
+        order: Sequence[int] = range(rows)
+        if len(positions.include) > 1:
+            order = self._order(positions, rows)
         runs = [(start, stop) for start, stop in where.ranges if stop is not None]
         count = sum(stop - start for start, stop in runs)
         if count != rows:
@@ -68,9 +71,7 @@ class RowPlacement:
         parts = []
         used = 0
         for start, stop in runs:
-            chosen = range(rows)[used : used + stop - start]
-            if order is not None:
-                chosen = order[used : used + stop - start]
+            chosen = order[used : used + stop - start]
             used += stop - start
             placed = tuple(_with_rows(step, chosen, start) for step in steps)
             parts.append((placed, Where(((start, stop),))))
@@ -93,7 +94,7 @@ class RowPlacement:
         return order
 
 
-def _with_rows(step: Instruction, chosen: range | list[int], first: int) -> Instruction:
+def _with_rows(step: Instruction, chosen: Sequence[int], first: int) -> Instruction:
     """Return an instruction with some of its rows, the first of them for position `first`."""
     if len(step.write) <= 1:
         return step
