@@ -279,7 +279,10 @@ RULES: dict[str, Rule] = {
     ),
     "Sites.sites": kept(lambda order: Sites(order).names, SOME_SITES),
     "Controller.edits": kept(
-        lambda order: list(Controller("guard", mode="sync", edits=dict.fromkeys(order, [])).edits),
+        lambda order: [
+            one.name
+            for one in Controller("guard", mode="sync", edits=dict.fromkeys(order, [])).edits
+        ],
         ["b", "c", "a"],
     ),
     "CapturedRows.positions": kept(lambda order: CapturedRows("a", order).positions, [5, 2, 7]),
