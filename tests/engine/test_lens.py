@@ -235,7 +235,10 @@ def check_registered(served: Served, weights: Any, biases: Any, jacobians: Any) 
         moved_after = [h + h @ weights[at + 1].T + biases[at + 1] for at, h in enumerate(after[:2])]
         carried = [h @ jacobians[at].T for at, h in enumerate(after[:2])]
         wanted[nth] = {
-            "tuned": torch.stack([decoded(model, norm, h) for h in (moved, moved_after)[nth]], 1),
+            # The second lists its layers from the last on.
+            "tuned": torch.stack(
+                [decoded(model, norm, h) for h in (moved, moved_after[::-1])[nth]], 1
+            ),
             # At the last layer it is the model's own.
             "j": torch.stack([decoded(model, norm, h) for h in (*carried, after[2])], 1),
             "logit": torch.stack([decoded(model, norm, h) for h in after], 1),
