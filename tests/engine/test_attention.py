@@ -32,7 +32,7 @@ EVERYTHING = [
     Attention("all", heads=[1], reduce=TopKeys(7), name="top"),
     Attention([1, 2], heads=0, queries=slice(3, None), reduce=Mass(slice(2, 9)), name="mass"),
     Attention(-1, queries=["last_prompt", "generated"], reduce=Entropy(), name="entropy"),
-    Attention([1, 2], heads=[0, 1], queries=slice(1, None), reduce="scores", name="scores"),
+    Attention([1, 2], heads=[1, 0], queries=slice(1, None), reduce="scores", name="scores"),
 ]
 PROBES = [
     Probe(attention=Mass(slice(2, 9)), layer=1, heads=[0, 3], name="mass"),
@@ -91,7 +91,7 @@ def check_scores(mine: AttentionServed, prompt: list[int], output: Any) -> None:
     scores = scores_of(mine.model, [*prompt, *generated(output)][:-1])
     for layer in (1, 2):
         rows = output.attention["scores", layer]
-        expected = scores[layer][rows.positions][:, :2, : rows.values.shape[-1]]
+        expected = scores[layer][rows.positions][:, [1, 0], : rows.values.shape[-1]]
         assert torch.equal(rows.values.isinf(), expected.isinf())
         assert (rows.values - expected).nan_to_num().abs().max() <= 5 * TOLERANCE
 

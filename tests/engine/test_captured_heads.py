@@ -96,10 +96,10 @@ def test_rows_are_those_of_each_head(llm: Any, seen: Any) -> None:
     assert found["z"].shape == (3, len(PROMPT), HEADS, SIZE)
 
 
-def test_only_the_heads_that_were_named_are_there(llm: Any, seen: Any) -> None:
+def test_only_the_heads_that_were_named_are_there_in_their_order(llm: Any, seen: Any) -> None:
     found = captured(llm, Capture([0, 2], "z", heads=[3, 1]))
     for layer in (0, 2):
-        wanted = seen["z", layer].unflatten(1, (HEADS, SIZE))[:, [1, 3]]
+        wanted = seen["z", layer].unflatten(1, (HEADS, SIZE))[:, [3, 1]]
         torch.testing.assert_close(found["z", layer], wanted, atol=2e-5, rtol=1e-4)
     assert stack([found, found], row=-1).shape == (2, 2, 2, SIZE)
     one = captured(llm, {"layers": [2], "sites": ["k"], "heads": 1})
@@ -110,7 +110,7 @@ def test_only_the_heads_that_were_named_are_there(llm: Any, seen: Any) -> None:
 def test_captures_of_one_tap_have_the_heads_of_both(llm: Any) -> None:
     whole = captured(llm, Capture(1, "z"))["z", 1]
     both = captured(llm, [Capture(1, "z", heads=2), Capture(1, "z", positions=[0], heads=0)])
-    torch.testing.assert_close(both["z", 1], whole[:, [0, 2]])
+    torch.testing.assert_close(both["z", 1], whole[:, [2, 0]])
     every = captured(llm, [Capture(1, "z", heads=2), Capture(1, ["z", "q"], positions=[0])])
     assert torch.equal(every["z", 1], whole)
     assert every["q", 1].shape == (1, HEADS, SIZE)

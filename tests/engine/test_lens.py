@@ -114,7 +114,7 @@ def assert_lens(rows: LensRows, asked: Lens, wanted: Tensor) -> float:
 
 LENSES = [
     Lens(top=5, tokens=CHOSEN),
-    Lens([0, -1], top=3, positions=["last_prompt", "generated"], name="few"),
+    Lens([-1, 0], top=3, positions=["last_prompt", "generated"], name="few"),
     Lens(1, 0, [42, 7], positions=slice(2, 5)),
     Lens(site="resid_mid", top=190, name="mid"),
     Lens(top=2, site="resid_pre"),
@@ -235,7 +235,10 @@ def check_registered(served: Served, weights: Any, biases: Any, jacobians: Any) 
         moved_after = [h + h @ weights[at + 1].T + biases[at + 1] for at, h in enumerate(after[:2])]
         carried = [h @ jacobians[at].T for at, h in enumerate(after[:2])]
         wanted[nth] = {
-            "tuned": torch.stack([decoded(model, norm, h) for h in (moved, moved_after)[nth]], 1),
+            # The second lists its layers from the last on.
+            "tuned": torch.stack(
+                [decoded(model, norm, h) for h in (moved, moved_after[::-1])[nth]], 1
+            ),
             # At the last layer it is the model's own.
             "j": torch.stack([decoded(model, norm, h) for h in (*carried, after[2])], 1),
             "logit": torch.stack([decoded(model, norm, h) for h in after], 1),

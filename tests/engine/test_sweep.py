@@ -229,12 +229,12 @@ def test_features_are_patched_one_by_one(
     )  # fmt: skip
     cells = [
         of_feature(nth, {place: float(active[place, nth])}, alpha)
-        for place, nth in product(positions, sorted(features))
+        for place, nth in product(positions, features)
     ]
     assert features != sorted(features)
     wanted = difference(oracle.logprobs(ids(llm, CORRUPT), cells))
     assert found.dims == ("site", "layer", "position", "feature")
-    assert found.coords["feature"] == sorted(features)
+    assert found.coords["feature"] == features
     assert (found.coords["site"], found.coords["layer"]) == (["resid_post"], [1])
     assert np.ptp(wanted) > 0.05
     assert np.abs(found.values.ravel() - wanted).max() < TOLERANCE

@@ -256,11 +256,15 @@ def _of_heads(ask: Ask, oracle: EditOracle, tap: Tap, rows: Tensor) -> Tensor:
     """Rows of all heads as those of the heads that the request's captures of the tap name."""
     if not isinstance(oracle, InnerOracle) or not oracle.heads(tap[0]):
         return rows
-    heads: set[int] = set()
-    for capture in (ask.alone or {})["capture"]:
-        if tap[0] in capture["sites"] and tap[1] in capture["layers"]:
-            heads |= set(capture.get("heads") or range(oracle.heads(tap[0])))
-    return rows.unflatten(-1, (-1, oracle.head_dim))[:, sorted(heads)]
+    every = list(range(oracle.heads(tap[0])))
+    named = [
+        capture.get("heads")
+        for capture in (ask.alone or {})["capture"]
+        if tap[0] in capture["sites"] and tap[1] in capture["layers"]
+    ]
+    # In the order in which they are listed, each once.
+    heads = every if None in named else list(dict.fromkeys(head for one in named for head in one))
+    return rows.unflatten(-1, (-1, oracle.head_dim))[:, heads]
 
 
 def _apart(name: str, found: Any, expected: Any, measure: Measure) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from midstream import Span, TokenIds, Window
@@ -46,7 +47,14 @@ class Places:
     def any(self, *, for_edit: bool) -> Place:
         """Of any form; an edit cannot be at "last"."""
         forms = [self._all, self._prompt, self._last_prompt, self._one, self._from_the_end]
-        forms += [self._some, self._bounded, self._open, self._stepped, self._window, self._range]
+        forms += [
+            partial(self._some, for_edit),
+            self._bounded,
+            self._open,
+            self._stepped,
+            self._window,
+            self._range,
+        ]
         forms += [self._tokens, self._but, self._phase_of_a_slice]
         if self.generates:
             forms += [self._generated, self._generated_but, self._generated_tokens]
@@ -61,7 +69,7 @@ class Places:
         start = self.draw.randrange(self.rows - count + 1)
         if self.draw.random() < 0.5:
             return _slice(start, start + count)
-        listed = sorted(self.draw.sample(range(self.rows), count))
+        listed = self.draw.sample(range(self.rows), count)
         return Place({"positions": listed}, lambda p, _: p in listed)
 
     # -- forms, each valid for the request that it is drawn for ---------------------------------
@@ -95,9 +103,12 @@ class Places:
         at = self.size - back
         return Place({"positions": -back}, lambda p, _: p == at)
 
-    def _some(self) -> Place:
+    def _some(self, for_edit: bool) -> Place:
+        """In any order; rows that are read have the order of their positions, which is checked."""
         count = min(self.rows, self.draw.randint(2, 5))
         listed = self.draw.sample(range(self.rows), count)
+        if not for_edit:
+            listed.sort()
         # Some of the prompt's are counted from its end.
         written = [
             p - self.size if p < self.size and self.draw.random() < 0.4 else p for p in listed

@@ -395,7 +395,8 @@ KEPT: tuple[Fault, ...] = (
         "server/patched_rows.py",
         "rows[[row_of[position] for position in positions]]",
         "rows[list(positions)[: len(rows)]]",
-        "tests/unit/server/test_patched_rows.py::test_captured_rows_are_found_by_their_positions",
+        "tests/unit/server/test_patched_rows.py"
+        "::test_captured_rows_are_those_of_the_listed_positions_in_their_order",
     ),
     Fault(
         "Each head is patched with the first head's captured part",

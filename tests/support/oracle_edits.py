@@ -173,7 +173,7 @@ class EditOracle:
         inner = edit.edit if isinstance(edit, Gate) else edit
         several = len(getattr(inner, "rows", ())) > 1
         out = h.copy()
-        out[chosen] = apply(edit, h[chosen], score, range(len(chosen)) if several else None)
+        out[chosen] = apply(edit, h[chosen], score, _rows_of(edit, chosen) if several else None)
         return out
 
     def _opened(
@@ -205,6 +205,16 @@ class EditOracle:
         """What a probe reads of every token, float64 [T]."""
         tap = (probe.sites.names[0], probe.layers.indices[0] % self.num_layers)
         return read_score(probe, seen.values[tap].double().numpy())
+
+
+def _rows_of(edit: Any, chosen: Sequence[int]) -> list[int]:
+    """Which row each position gets: that of its place in the list, where positions are listed by
+    number, else that of its place among them.
+    """
+    listed = list(edit.positions.include)
+    if len(listed) > 1 and all(isinstance(one, int) and one >= 0 for one in listed):
+        return [listed.index(position) for position in chosen]
+    return list(range(len(chosen)))
 
 
 def row_error(found: Tensor, expected: Tensor) -> float:

@@ -11,21 +11,12 @@ CHATML = (
 )
 
 
+_WORDS = ["▁the", "▁cat", "▁con", "cat", "▁a", "the"]
+
+
 def sentencepiece_like() -> PreTrainedTokenizerFast:
     """In the manner of Llama 2: spaces are ▁, one is put first, unknown characters are bytes."""
-    words = ["▁the", "▁cat", "▁con", "cat", "▁a", "the"]
-    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
-    merges: list[tuple[str, str]] = []
-    for char in ["▁", *"abcdefghijklmnopqrstuvwxyz.,<>|_\n"]:
-        vocab.setdefault(char, len(vocab))
-    for word in words:
-        for end in range(2, len(word) + 1):
-            if word[:end] not in vocab:
-                vocab[word[:end]] = len(vocab)
-                merges.append((word[: end - 1], word[end - 1]))
-    core = Tokenizer(
-        models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
-    )
+    core = _of_words()
     core.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
@@ -38,6 +29,36 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
         ]
     )
     return _with_chat(core)
+
+
+def metaspace(scheme: str, joined: tuple[str, str] | None = None) -> PreTrainedTokenizerFast:
+    """In the manner of newer SentencePiece models, with the same words.
+
+    Args:
+        scheme: when a space is put first: "first", "always" or "never".
+        joined: a text that is replaced by another before it is tokenized.
+    """
+    core = _of_words()
+    if joined is not None:
+        core.normalizer = normalizers.Replace(*joined)
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    core.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return _with_chat(core)
+
+
+def _of_words() -> Tokenizer:
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    merges: list[tuple[str, str]] = []
+    for char in ["▁", *"abcdefghijklmnopqrstuvwxyz.,<>|_\n"]:
+        vocab.setdefault(char, len(vocab))
+    for word in _WORDS:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in vocab:
+                vocab[word[:end]] = len(vocab)
+                merges.append((word[: end - 1], word[end - 1]))
+    return Tokenizer(
+        models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    )
 
 
 def byte_level() -> PreTrainedTokenizerFast:

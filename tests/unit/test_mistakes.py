@@ -156,7 +156,7 @@ REJECTED: list[Row] = [
     (6, "sites='resid-post'", lambda: Capture(3, "resid-post"), SpecError,
      ["sites:", "did you mean `resid_post`?"]),
     (7, "hook_pattern", lambda: ask(Capture(sites="blocks.10.attn.hook_pattern")), SpecError,
-     ["no site here", "`resid_post`"]),
+     ["no site here", 'Attention(layers, reduce="full")']),
     (7, "hook_z, which is not tapped", lambda: ask(Capture(sites="blocks.10.attn.hook_z")),
      SpecError, ["z at layer 10 is not tapped", "`sites`"]),
     (7, "layers in both", lambda: ask(Capture(3, sites="blocks.10.hook_resid_post")), SpecError,

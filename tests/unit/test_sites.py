@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream import Capture, Gate, Probe, Replace, Scale, Steer, sites
+from midstream import Attention, Capture, Gate, Probe, Replace, Scale, Steer, sites
 from midstream.errors import SpecError
 from midstream.spec import Reading
 
@@ -85,7 +85,6 @@ def test_names_of_other_tools_mean_sites(name, tap):
 @pytest.mark.parametrize(
     "name",
     [
-        "blocks.3.attn.hook_pattern",
         "blocks.3.hook_q_input",
         "blocks.3.hook_attn_in",
         "blocks.3.hook_mlp_in",
@@ -102,6 +101,14 @@ def test_a_place_of_other_tools_without_a_site_is_unsupported(name):
     problem = "has no site here; unsupported. Sites: `embed`, .*`final_norm`"
     with pytest.raises(SpecError, match=problem):
         Capture(3, sites=name)
+
+
+@pytest.mark.parametrize(("name", "reduce"), [("pattern", "full"), ("attn_scores", "scores")])
+def test_a_hook_with_attention_weights_leads_to_the_capture_of_these(name, reduce):
+    with pytest.raises(SpecError, match="a capture of weights returns it: ") as caught:
+        Capture(3, sites=f"blocks.3.attn.hook_{name}")
+    assert f'Attention(layers, reduce="{reduce}")' in caught.value.problem
+    assert Attention([3], reduce=reduce).reduce == reduce
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,10 @@ class Evaluations:
         Args:
             texts: a list of texts, or of lists of token ids.
             prompts: as many prompts, which the texts follow and which are not scored: texts, token
-                ids or chats. A text is tokenised apart from its prompt, so a space between the two
-                must be in one of them. None: texts are scored from their second token on, after
-                the special tokens that the tokenizer adds.
+                ids or chats. A text is tokenized together with its prompt, whose tokens stay what
+                they are without it; a space between the two must be in one of them. None: texts
+                are scored from their second token on, after the special tokens that the tokenizer
+                adds.
             edits: as for `generate`: one value for all texts, or a list with one entry per text.
                 All tokens are of the prompt for them, the texts' too.
             **vllm_args: those of `vllm.LLM.score`, which this is for a pooling model.

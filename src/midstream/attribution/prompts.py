@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec.positions.decoded_text import decode, one_token, text_map
+from midstream.spec.positions.decoded_text import decode, text_map
+from midstream.spec.positions.following_text import one_token_id
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
+from midstream.spec.positions.row_order import check_row_order
 from midstream.spec.positions.select import select
 from midstream.validation import as_list, at, kind, read_int, show
 
@@ -84,12 +86,12 @@ class PromptReader:
         return self.tokenizer
 
     def id_of(self, text: str) -> int:
-        """Return the id of a text that is one token.
+        """Return the id of a text that is one token; see `one_token_id`.
 
         Raises:
             SpecError: it is several tokens, or the model has no tokenizer.
         """
-        return one_token(self._need(f"the token {show(text)}"), text)
+        return one_token_id(self._need(f"the token {show(text)}"), text)
 
     def texts(self, ids: list[int]) -> list[str]:
         """Return the text of each token; without a tokenizer its id."""
@@ -114,6 +116,7 @@ class PromptReader:
         """
         with at("positions"):
             found = Positions.parse(positions)
+        check_row_order(found, len(ids))
         where = select(found, self.located(ids), 1)
         return [
             position

@@ -7,13 +7,27 @@ asks for something in such a field must not be answered as if it had asked for n
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
 from midstream.config.config import KEY
 from midstream.errors import SpecError
+from midstream.sites import BY_NAME
+from midstream.spec import (
+    Attention,
+    Capture,
+    Clamp,
+    Feature,
+    Gate,
+    Local,
+    Reconstruct,
+    Replace,
+    Steer,
+)
 from midstream.spec.control_laws import LAWS
+from midstream.spec.operations.plain import PLAIN
 
 VLLM_LENS, EASYSTEER, FORK = "vllm-lens", "EasySteer", "the vLLM fork with steering"
 
@@ -47,21 +61,42 @@ class ForeignField(NamedTuple):
     instead: str
 
 
-_VECTORS = "give the vectors as `edits`: Steer(vector, layer=…, scale=…)"
-_CLAMPS = "give them as `edits`: Clamp(vector, low, high, layer=…)"
-_PATCH = "give the rows as `edits`: Replace(row, layer=…, positions=[…])"
-_SAE = "give each feature as an edit: Feature(…)"
-_STATES = "ask for rows with `capture`: Capture(layers=[…])"
+def _call(kind: type, *values: str, **named: str) -> str:
+    """Return a call as it is written, such as `Capture(layers=[…])`."""
+    given = [*values, *(f"{name}={one}" for name, one in named.items())]
+    return f"{kind.__name__}({', '.join(given)})"
+
+
+def _sites(*names: str) -> str:
+    """Return a list of sites as it is written."""
+    return f"[{', '.join(json.dumps(BY_NAME[name].name) for name in names)}]"
+
+
+_VECTORS = f"give the vectors as `edits`: {_call(Steer, 'vector', layer='…', scale='…')}"
+_NAMES = f"""register the vectors, and give `edits`: {_call(Steer, '"name"')}"""
+_CLAMPS = f"give them as `edits`: {_call(Clamp, 'vector', low='…', high='…', layer='…')}"
+_PATCH = f"give the rows as `edits`: {_call(Replace, 'row', layer='…', positions='[…]')}"
+_FEATURES = (
+    "register the SAE, and give its features as `edits`: "
+    f"""{_call(Feature, sae='"name"', index="{…}")}"""
+)
+_RECONSTRUCT = f"""register the SAE, and give `edits`: {_call(Reconstruct, '"name"')}"""
+_STATES = f"ask for rows with `capture`: {_call(Capture, layers='[…]')}"
+_QUERIES = (
+    "ask for rows with `capture`: "
+    f"{_call(Capture, layers='[…]', sites=_sites('q', 'k', 'rot_q', 'rot_k'))}"
+)
+_ATTENTION = f"""ask for weights with `capture`: {_call(Attention, "[…]", reduce='"full"')}"""
 _HOOKS = (
-    "midstream runs no code of a client; read with `capture` or `probes`, change with `edits` "
-    "(steer, ablate, clamp, scale, affine, replace)"
+    "over HTTP midstream runs no code of a client; read with `capture` or `probes`, change with "
+    f"`edits` ({', '.join(PLAIN)}); in Python, {_call(Local, 'function', layer='…')} is an edit"
 )
 
 FOREIGN: Mapping[str, ForeignField] = {
     "output_residual_stream": ForeignField(VLLM_LENS, _STATES),
     "apply_steering_vectors": ForeignField(VLLM_LENS, _VECTORS),
     "apply_hooks": ForeignField(VLLM_LENS, _HOOKS),
-    "output_qk": ForeignField(VLLM_LENS, "queries and keys are no sites of midstream"),
+    "output_qk": ForeignField(VLLM_LENS, _QUERIES),
     "activations_transport": ForeignField(
         VLLM_LENS, "choose with the field `activations` of `midstream`: handle, inline or none"
     ),
@@ -73,21 +108,21 @@ FOREIGN: Mapping[str, ForeignField] = {
     "steering_clamps": ForeignField(FORK, _CLAMPS),
     "prefill_steering_clamps": ForeignField(FORK, f'{_CLAMPS} with phase="prompt"'),
     "decode_steering_clamps": ForeignField(FORK, f'{_CLAMPS} with phase="generated"'),
-    "steering_name": ForeignField(FORK, 'register the vectors, and give `edits`: Steer("name")'),
-    "steering_module_ref": ForeignField(
-        FORK, 'register the vectors, and give `edits`: Steer("name", scale=…)'
+    "steering_name": ForeignField(FORK, _NAMES),
+    "steering_module_ref": ForeignField(FORK, _NAMES),
+    "steering_gates": ForeignField(
+        FORK, f"give `edits`: {_call(Gate, 'edit', 'direction', threshold='…')}"
     ),
-    "steering_gates": ForeignField(FORK, "give `edits`: Gate(…)"),
     "capture_wait": ForeignField(
         FORK, "leave it out: results always come once the sinks have the rows"
     ),
     "patch": ForeignField(FORK, _PATCH),
     "patch_vectors": ForeignField(FORK, _PATCH),
-    "sae_clamp_specs": ForeignField(FORK, _SAE),
-    "sae_full_reconstruction_specs": ForeignField(FORK, _SAE),
+    "sae_clamp_specs": ForeignField(FORK, _FEATURES),
+    "sae_full_reconstruction_specs": ForeignField(FORK, _RECONSTRUCT),
     "return_hidden_states": ForeignField("SGLang", _STATES),
     "output_hidden_states": ForeignField("transformers", _STATES),
-    "output_attentions": ForeignField("transformers", "attention weights are no site of midstream"),
+    "output_attentions": ForeignField("transformers", _ATTENTION),
 }
 
 
@@ -179,9 +214,22 @@ def _problem(name: str, value: object, place_of: Callable[[str], str]) -> str:
     near = _nearest(name.casefold())
     if near == KEY and (name not in _ENGLISH or isinstance(value, Mapping)):
         return f"unknown field; did you mean `{KEY}`?"
-    if near in OWN and _has_form(value):
+    if near in OWN and (_has_form(value) or (_is_empty(value) and _is_slip(name, near))):
         return f"unknown field; did you mean `{near}`? It belongs in {place_of(near)}"
     return ""
+
+
+def _is_empty(value: object) -> bool:
+    """Return whether a value is a list or dict of nothing, which has no form to be known by."""
+    return isinstance(value, (list, tuple, Mapping)) and not value
+
+
+def _is_slip(name: str, own: str) -> bool:
+    """Return whether a name is one letter away from a field's, or has its letters in another order:
+    words that are further away are likely to be other fields.
+    """
+    name = name.casefold()
+    return _distance(name, own) <= 1 or sorted(name) == sorted(own)
 
 
 def _has_form(value: object, depth: int = 0) -> bool:

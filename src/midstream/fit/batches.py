@@ -18,7 +18,8 @@ from midstream.fit.prompts import (
     read_prompts,
     split_classes,
 )
-from midstream.validation import kind
+from midstream.spec.positions.following_text import following_ids, ids_after
+from midstream.validation import at, kind, show
 
 Result = TypeVar("Result")
 
@@ -175,19 +176,55 @@ def encode_prompts(path: str, prompts: Any, tokenizer_of: Callable[[], Any]) -> 
     return found
 
 
-def encode_texts(path: str, texts: Any, tokenizer_of: Callable[[], Any]) -> list[list[int]]:
-    """Return the token ids of texts that follow a prompt: without the tokenizer's special tokens.
+def encode_texts(
+    path: str, texts: Any, prompts: Any, tokenizer_of: Callable[[], Any]
+) -> list[tuple[list[int], list[int]]]:
+    """Return, of each text, the token ids of its prompt and those of the text after it.
 
-    Args and raises are those of `encode_prompts`; there are no chats.
+    A text is tokenized together with its prompt, so that its tokens are those of a text that goes
+    on: see `ids_after`. After a prompt of token ids it is tokenized as after any text.
+
+    Args:
+        path: name of the argument with the texts, for messages; the prompts are `prompts`.
+        texts: texts, or lists of token ids.
+        prompts: as many prompts; see `encode_prompts`.
+        tokenizer_of: returns the engine's tokenizer; called for texts and chats alone.
+
+    Raises:
+        SpecError: these are no texts or no prompts, one is empty, or a text has no tokens of its
+            own after its prompt.
     """
+    given = encode_prompts("prompts", prompts, tokenizer_of)
+    read = read_prompts(path, texts)
+    if len(given) != len(read):
+        raise SpecError("prompts", f"{len(given)} for {len(read)} {path}; give one each")
     found = []
-    for nth, one in enumerate(read_prompts(path, texts)):
-        if isinstance(one, str):
-            found.append(list(tokenizer_of()(one, add_special_tokens=False)["input_ids"]))
-        else:
-            found.append(_ids(f"{path}[{nth}]", one))
-        if not found[-1]:
-            raise SpecError(f"{path}[{nth}]", "expected at least one token")
+    for nth, (one, prompt, before) in enumerate(zip(read, prompts, given, strict=True)):
+        with at(f"{path}[{nth}]"):
+            after = _after(one, prompt, before, tokenizer_of) if isinstance(one, str) else None
+            found.append((before, _ids("", one) if after is None else after))
+            if not found[-1][1]:
+                raise SpecError("", "expected at least one token")
+    return found
+
+
+def _after(text: str, prompt: Any, before: list[int], tokenizer_of: Callable[[], Any]) -> list[int]:
+    """Return the token ids of a text that follows a prompt, whose token ids are `before`."""
+    tokenizer = tokenizer_of()
+    if not isinstance(prompt, str) and not is_chat(prompt):
+        return following_ids(tokenizer, text)
+    start = prompt if isinstance(prompt, str) else _rendered(prompt, tokenizer)
+    # A template already has the special tokens.
+    special = isinstance(prompt, str)
+    whole = tokenizer(start + text, add_special_tokens=special)["input_ids"]
+    found = ids_after(tokenizer, before, whole, text)
+    if found is None:
+        raise SpecError(
+            "",
+            f"after its prompt, {show(text)} has no tokens of its own: a token spans the end of "
+            "the prompt and the beginning of the text; move the space between them into the other "
+            "one, or give token ids",
+        )
     return found
 
 
@@ -196,16 +233,25 @@ def _encode(path: str, nth: int, prompt: Any, tokenizer_of: Callable[[], Any]) -
         return list(tokenizer_of()(prompt)["input_ids"])
     if is_chat(prompt):
         tokenizer = tokenizer_of()
-        goes_on = prompt[-1].get("role") == "assistant"
-        text = tokenizer.apply_chat_template(
-            list(prompt),
+        # The template already has the special tokens.
+        text = _rendered(prompt, tokenizer)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _ids(f"{path}[{nth}]", prompt)
+
+
+def _rendered(chat: Any, tokenizer: Any) -> str:
+    """Return the text of a chat, to which the assistant's turn is added, or which goes on with
+    it.
+    """
+    goes_on = chat[-1].get("role") == "assistant"
+    return str(
+        tokenizer.apply_chat_template(
+            list(chat),
             tokenize=False,
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
         )
-        # The template already has the special tokens.
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return _ids(f"{path}[{nth}]", prompt)
+    )
 
 
 def _ids(path: str, prompt: Any) -> list[int]:

@@ -68,12 +68,9 @@ def score_steps(
         starts = [1] * len(texts)
         whole = encode_prompts("texts", texts, tokenizer_of)
     else:
-        given = encode_prompts("prompts", prompts, tokenizer_of)
-        follow = encode_texts("texts", texts, tokenizer_of)
-        if len(given) != len(follow):
-            raise SpecError("prompts", f"{len(given)} for {len(follow)} texts; give one each")
-        starts = [len(ids) for ids in given]
-        whole = [[*before, *ids] for before, ids in zip(given, follow, strict=True)]
+        pairs = encode_texts("texts", texts, prompts, tokenizer_of)
+        starts = [len(before) for before, _ in pairs]
+        whole = [[*before, *after] for before, after in pairs]
     outputs = yield PromptBatch(whole, [reading_params()] * len(whole), edits=edits)
     return [
         TextScore(tuple(ids[start:]), logprobs_of(output, start))

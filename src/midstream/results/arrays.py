@@ -29,7 +29,7 @@ class Heads(NamedTuple):
 
     Attributes:
         num_heads: number of heads that the vectors have.
-        chosen: indices of the heads that are shown, ascending; None: all.
+        chosen: indices of the heads that are shown, in this order; None: all.
     """
 
     num_heads: int

@@ -34,7 +34,7 @@ class AttentionRows:
         keys: of `top_keys`, int64 [queries, heads, k], the positions of the keys, −1 where there
             are fewer keys with a weight; else None.
         positions: int64 [queries], the positions of the queries, ascending.
-        heads: the query heads, ascending.
+        heads: the query heads, as they were listed.
     """
 
     reduce: str

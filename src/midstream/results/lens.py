@@ -29,7 +29,7 @@ class LensRows:
         ranks: int64 [rows, layers, tokens], 1 + the number of tokens with a larger logit.
         logsumexp: float32 [rows, layers], ln Σ exp(logit) over the whole vocabulary.
         positions: int64 [rows], ascending. Row p has what would be token p + 1.
-        layers: the layers, ascending.
+        layers: the layers, as they were listed.
     """
 
     values: Tensor
@@ -72,7 +72,7 @@ class LensRows:
         show = shown_by(tokenizer)
         top = min(top, self.ids.shape[2])
         lines = []
-        for nth, layer in reversed(list(enumerate(self.layers))):
+        for nth, layer in _from_last(self.layers):
             ids, logprobs = (
                 self.ids[row, nth, :top].tolist(),
                 self.logprobs[row, nth, :top].tolist(),
@@ -97,7 +97,7 @@ class LensRows:
         show = shown_by(tokenizer)
         ids, logprobs = self.ids[..., :1], self.logprobs[..., :1]
         lines = []
-        for nth, layer in reversed(list(enumerate(self.layers))):
+        for nth, layer in _from_last(self.layers):
             pairs = zip(
                 ids[:, nth].reshape(-1).tolist(), logprobs[:, nth].reshape(-1).tolist(), strict=True
             )
@@ -179,3 +179,8 @@ class LensResults(Mapping[str, LensRows]):
     def from_json(value: Mapping[str, Any]) -> LensResults:
         """Read what `to_json` returned."""
         return LensResults({name: LensRows.from_json(rows) for name, rows in value.items()})
+
+
+def _from_last(layers: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (index, layer) of layers, the last layer first."""
+    return sorted(enumerate(layers), key=lambda pair: -pair[1])

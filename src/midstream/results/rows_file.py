@@ -173,7 +173,7 @@ def _checked_heads(name: str, rows: Any, heads: Heads) -> Heads:
 
     Raises:
         SpecError: the rows are not of as many heads, or are sketches; or the shown ones are not
-            among these, each once and ascending.
+            among these, each once.
     """
     is_sketch = False
     if isinstance(rows, Rows):
@@ -185,8 +185,8 @@ def _checked_heads(name: str, rows: Any, heads: Heads) -> Heads:
     count, chosen = heads
     fits = 1 <= count <= width and width % count == 0 and not is_sketch
     if chosen is not None:
-        fits = fits and bool(chosen) and list(chosen) == sorted(set(chosen))
-        fits = fits and chosen[0] >= 0 and chosen[-1] < count
+        fits = fits and bool(chosen) and len(set(chosen)) == len(chosen)
+        fits = fits and min(chosen) >= 0 and max(chosen) < count
     if not fits:
         raise SpecError("", f"{name}: {width} numbers cannot be of heads {show(str(list(heads)))}")
     return heads

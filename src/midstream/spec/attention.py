@@ -12,7 +12,7 @@ from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.capture import REDUCTIONS, Capture
 from midstream.spec.features import Features
 from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike
-from midstream.spec.heads import read_indices
+from midstream.spec.heads import read_ordered_indices
 from midstream.spec.lens import Lens, is_lens
 from midstream.spec.logits import Logits
 from midstream.spec.positions.positions import Positions
@@ -129,7 +129,8 @@ class Attention(Capture):
 
         Args:
             layers: "all", an index, or a list of indices.
-            heads: query heads, from 0: "all", an index, or a list of indices.
+            heads: query heads, from 0: "all", an index, or a list of indices, whose order the
+                result keeps.
             queries: the positions whose queries are read; any form of Positions.
             reduce: `TopKeys(k)`, `Mass(positions)`, `Entropy()`, "full": the weight of every key,
                 for queries before position 4096; or "scores": the same before the softmax.
@@ -149,7 +150,7 @@ class Attention(Capture):
         with queries_named():
             Capture.__init__(self, layers, "rot_q", queries, phase, exclude, stream=stream, **place)
         if chosen is not None:
-            object.__setattr__(self, "heads", read_indices(chosen, "heads"))
+            object.__setattr__(self, "heads", read_ordered_indices(chosen, "heads"))
         with at("reduce"):
             object.__setattr__(self, "reduce", read_reduction(reduce))
         with at("name"):

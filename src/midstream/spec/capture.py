@@ -9,8 +9,9 @@ from typing import Any, Literal
 from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike, SitesLike
-from midstream.spec.heads import read_indices
+from midstream.spec.heads import read_ordered_indices
 from midstream.spec.positions.positions import Positions
+from midstream.spec.positions.row_order import check_row_order
 from midstream.spec.selection import LOGITS, Layers, Sites, read_taps
 from midstream.spec.short_repr import short_repr
 from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata, read_name
@@ -90,7 +91,8 @@ class Capture:
                 has any, as `embed` and `final_norm`; among others, they are captured once.
             sites: any form of Sites: a name or a list of names; default "resid_post". Or names
                 that have layers, such as `blocks.10.hook_resid_post`, see `midstream.sites.parse`.
-            positions: any form of Positions.
+            positions: any form of Positions. Rows are in the order of their positions; a list of
+                single ones ascends, see `Positions`.
             phase: "prompt" or "generated" restricts the positions to tokens of that phase.
             exclude: positions to exclude.
             codec: encoding of the captured rows, the same for all captures of a request: "raw", or
@@ -107,12 +109,14 @@ class Capture:
             request_id: unique name under which the sink stores them; empty: generated from the
                 request's own id and a unique suffix.
             metadata: JSON values that the sink stores with them.
-            stream: whether intermediate outputs include the rows captured so far; only for the
-                sink "memory" and `AsyncLLM.generate`.
+            stream: whether intermediate outputs include the rows captured so far, or with `DELTA`
+                those that no output has had; the last output has all rows in either case. Only for
+                the sink "memory" and `AsyncLLM.generate`.
             layout: layout of the files of sinks that have several, such as `filesystem`:
                 "per_file", "packed" or "sharded"; empty: that of the sink's settings.
             heads: an attention head or a list of heads to return, at sites whose vectors are of
-                heads: [rows, heads, head_dim], heads ascending. At k, v and rot_k, key-value heads.
+                heads: [rows, heads, head_dim], in the given order. At k, v and rot_k, key-value
+                heads.
                 Only for the sink "memory". The vectors of all heads are transferred, and count as
                 bytes; heads are chosen as the rows are read. If several captures of a request
                 select a site of a layer, its rows have the heads of any of them. None: all heads.
@@ -169,6 +173,8 @@ class Capture:
             object.__setattr__(self, "reuse", _read_reuse(reuse, self.stream))
         if self.reduce:
             self._check_reduced()
+        if self.returns_each:
+            check_row_order(self.positions, None)
 
     @staticmethod
     def parse(value: object) -> Capture:
@@ -187,6 +193,11 @@ class Capture:
         given = read_named(value, (), FIELDS)
         by_rank = given.pop("return", None)
         return Capture(**given, return_=by_rank)
+
+    @property
+    def returns_each(self) -> bool:
+        """Whether a row is returned for each position, rather than one of all of them."""
+        return self.reduce not in REDUCING
 
     @property
     def selections(self) -> tuple[Positions, ...]:
@@ -291,7 +302,7 @@ def _read_layout(value: object, sink: str) -> str:
 def _read_heads(value: object, sink: str) -> tuple[int, ...] | None:
     if value is None:
         return None
-    found = read_indices(value, "heads")
+    found = read_ordered_indices(value, "heads")
     if sink != MEMORY:
         raise SpecError(
             "heads",
@@ -342,3 +353,5 @@ def _read_codec(value: object) -> str:
 
 GATHERED, SHARDED = RETURNS = ("gathered", "sharded")
 REDUCTIONS = ("mean", "max", "norm", "moments")
+# Those whose row is made of all selected rows.
+REDUCING = ("mean", "max", "moments")

@@ -10,7 +10,7 @@ from typing import Protocol, TypeGuard
 from midstream.errors import SpecError
 from midstream.sites import Tap
 from midstream.spec.forms import IndicesLike
-from midstream.spec.heads import read_indices
+from midstream.spec.heads import read_ordered_indices
 from midstream.spec.vector import Vector
 from midstream.validation import at, kind, read_fields, show
 
@@ -26,8 +26,8 @@ class CapturedRows:
 
     Attributes:
         id: the `id` in the `activations` of that request's answer.
-        positions: positions in that request whose rows are used, ascending; empty: all that were
-            captured.
+        positions: positions in that request whose rows are used, in this order; empty: all that
+            were captured, ascending.
     """
 
     id: str
@@ -49,7 +49,7 @@ class CapturedRows:
             if not _ID.fullmatch(id):
                 raise SpecError("", f"expected the id of cached rows, got {show(id)}")
         object.__setattr__(self, "id", id)
-        found = () if positions is None else read_indices(positions, "positions")
+        found = () if positions is None else read_ordered_indices(positions, "positions")
         object.__setattr__(self, "positions", found)
 
     @staticmethod
@@ -92,7 +92,7 @@ class EarlierRows(Protocol):
         ...
 
     def read(self, tap: Tap, positions: tuple[int, ...]) -> tuple[Vector, ...]:
-        """Return the rows of a tap at some positions; (): all.
+        """Return the rows of a tap at some positions, in their order; (): all.
 
         Raises:
             SpecError: there is no row at a position.

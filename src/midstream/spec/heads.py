@@ -17,7 +17,17 @@ _OF_H = (Op.ADD_MATCHED, Op.REPLACE, Op.SCALE, Op.MULTIPLY)
 
 
 def read_indices(value: object, field: str) -> tuple[int, ...]:
-    """Read an index from 0 on, or a list of them, each once; return them ascending.
+    """Read an index from 0 on, or a list of them, each once, whose order means nothing; return them
+    ascending.
+
+    Raises:
+        SpecError: another form, a negative or repeated index, or an empty list.
+    """
+    return tuple(sorted(read_ordered_indices(value, field)))
+
+
+def read_ordered_indices(value: object, field: str) -> tuple[int, ...]:
+    """Read an index from 0 on, or a list of them, each once; return them in the given order.
 
     Raises:
         SpecError: another form, a negative or repeated index, or an empty list.
@@ -38,7 +48,7 @@ def read_indices(value: object, field: str) -> tuple[int, ...]:
                 indices.append(index)
         if len(set(indices)) < len(indices):
             raise SpecError("", "an index is given twice")
-        return tuple(sorted(indices))
+        return tuple(indices)
 
 
 def head_size(
@@ -47,7 +57,7 @@ def head_size(
     """Return the number of components of one head's vectors.
 
     Args:
-        heads: the heads, ascending.
+        heads: the heads.
         size: number of components of all heads.
         field: name of the field that names the heads, for messages.
         where: what the vectors are of, for messages.
@@ -59,10 +69,10 @@ def head_size(
         raise SpecError(
             field, f"the vectors of {where} are not of heads; use the sites q, k, v or z"
         )
-    if heads[-1] >= size.heads:
+    if max(heads) >= size.heads:
         raise SpecError(
             field,
-            f"head {heads[-1]} is out of range: there are {size.heads} heads in the vectors of "
+            f"head {max(heads)} is out of range: there are {size.heads} heads in the vectors of "
             f"{where}",
         )
     return VectorSize(size // size.heads, "the size of a head")

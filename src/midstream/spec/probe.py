@@ -30,6 +30,7 @@ from midstream.spec.named_lookup import Lookup
 from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import Operation, by_value, read_scalar, rows_by_value
 from midstream.spec.positions.positions import Positions
+from midstream.spec.positions.row_order import check_row_order
 from midstream.spec.row_per_layer import check_per_layer, is_by_layer, read_per_layer
 from midstream.spec.selection import Layers
 from midstream.spec.trained_mlp import is_network, read_module, read_network
@@ -155,6 +156,7 @@ class Probe(Operation):
         elif len(self.heads) > 1:
             raise SpecError("head", "a probe reads one head; use one probe per head")
         _check_layers(self)
+        check_row_order(self.positions, None)
         if self.act is not None and "last" in self.positions.include:
             raise SpecError(
                 self.positions.path(self.positions.include.index("last")),

@@ -24,6 +24,8 @@ LOGITS = (
     "logits are returned by Logits(top=…) or Logits(tokens=…), edited by Bias alone, and read by "
     "no probe or gate; final_norm is what the head reads"
 )
+# Hooks of TransformerLens that `Attention` reads, and its argument `reduce`.
+_WEIGHTS = {"attn.hook_pattern": "full", "attn.hook_attn_scores": "scores"}
 Name = tuple[str, int | None]  # (canonical site, layer if the name has one)
 
 
@@ -45,6 +47,13 @@ def _read_name(value: object) -> Name:
     found = parse(value)
     if found is not None:
         return found
+    weights = next((word for name, word in _WEIGHTS.items() if value.endswith(name)), None)
+    if weights is not None:
+        raise SpecError(
+            "",
+            f"{show(value)} has no site here; a capture of weights returns it: "
+            f'Attention(layers, reduce="{weights}")',
+        )
     if is_elsewhere(value):
         raise SpecError("", f"{show(value)} has no site here; unsupported. Sites: {listed(NAMES)}")
     raise SpecError("", f"unknown site {show(value)}{hint(value, NAMES)}; known: {listed(NAMES)}")

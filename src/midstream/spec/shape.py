@@ -67,6 +67,7 @@ class ModelShape:
     routing: tuple[tuple[Tap, int | str], ...]
     _width_of: dict[Tap, int] = field(init=False, compare=False, repr=False)
     _heads_of: dict[Tap, int] = field(init=False, compare=False, repr=False)
+    _reason_of: dict[Tap, str] = field(init=False, compare=False, repr=False)
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class ModelShape:
         object.__setattr__(self, "routing", tuple(sorted(dict(routing).items())))
         object.__setattr__(self, "_width_of", dict(self.widths))
         object.__setattr__(self, "_heads_of", dict(self.heads))
+        object.__setattr__(self, "_reason_of", dict(self.reasons))
 
     def width(self, tap: Tap) -> int:
         """Return the number of components of a tap's vectors."""
@@ -115,7 +117,7 @@ class ModelShape:
 
     def reason(self, tap: Tap) -> str | None:
         """Return why the model lacks this tap; None if it does not lack it."""
-        return dict(self.reasons).get(tap)
+        return self._reason_of.get(tap)
 
     def tapped_layers(self, site: str) -> list[int]:
         """Return the layers at which a site is tapped, ascending."""

@@ -11,8 +11,8 @@ from midstream.errors import SpecError
 from midstream.sites import Tap
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
-from midstream.spec.positions.select import select
-from midstream.spec.resolve.tap_lookup import find_taps
+from midstream.spec.positions.select import in_listed_order, select
+from midstream.spec.resolve.tap_lookup import find_layer, find_taps
 from midstream.spec.selection import Sites
 from midstream.spec.shape import ModelShape
 from midstream.sweep.request import SweepRequest
@@ -88,7 +88,7 @@ def plan_grid(
             are too many. The path is that of the argument.
     """
     taps = frozenset(find_taps(request.layers, Sites(request.sites), shape, "layers", "sites"))
-    layers = sorted({layer for _, layer in taps})
+    layers = _layers(request, shape, taps)
     labels, places = _places(request, prompt)
     # The name of the last dimension, and its labels; None: there is none.
     last = "head" if request.sae is None else "feature"
@@ -126,6 +126,13 @@ def plan_grid(
     return Grid(dims, coords, tuple(places), tuple(cells))
 
 
+def _layers(request: SweepRequest, shape: ModelShape, taps: frozenset[Tap]) -> list[int]:
+    """Return the layers of a grid, as they are listed."""
+    if request.layers.indices == "all":
+        return sorted({layer for _, layer in taps})
+    return [find_layer(layer, shape) for layer in request.layers.indices]
+
+
 def _is_given(
     positions: tuple[int, ...],
     tap: Tap,
@@ -145,6 +152,10 @@ def _places(request: SweepRequest, prompt: Prompt) -> tuple[list[int | str], lis
     """Return the labels of the dimension "position", and the positions of each."""
     if not request.groups:
         found = _positions_of(request.positions, prompt)
+        if len(request.positions.include) > 1:
+            # As they are listed; what several items select is there once.
+            listed = in_listed_order(request.positions, prompt, 1, MAX_CELLS)
+            found = tuple(position for position in dict.fromkeys(listed) if position in set(found))
         return list(found), [(one,) for one in found]
     labels: list[int | str] = []
     places = []
@@ -160,6 +171,7 @@ def _places(request: SweepRequest, prompt: Prompt) -> tuple[list[int | str], lis
 
 
 def _positions_of(positions: Positions, prompt: Prompt) -> tuple[int, ...]:
+    """Return the selected positions of a prompt, ascending."""
     where = select(positions, prompt, 1)
     return tuple(
         one for start, stop in where.final(prompt.length, ()) for one in range(start, stop)
@@ -184,10 +196,10 @@ def _heads(
                 raise SpecError("", f"the sites differ in heads, {shown}; sweep each by itself")
             return tuple(range(next(iter(counts.values()))))
         for site, count in counts.items():
-            if request.heads[-1] >= count:
+            if max(request.heads) >= count:
                 raise SpecError(
                     "",
-                    f"head {request.heads[-1]} is out of range: there are {count} heads in the "
+                    f"head {max(request.heads)} is out of range: there are {count} heads in the "
                     f"vectors of {site}",
                 )
         return request.heads

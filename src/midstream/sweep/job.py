@@ -364,7 +364,7 @@ def _opened(source: CapturedRows, open_rows: OpenRows) -> RowsSource:
         for tap in found.taps:
             positions[tap] = source.positions or found.positions(tap)
             rows[tap] = np.stack([row.numpy() for row in found.read(tap, source.positions)])
-    length = max(each[-1] for each in positions.values()) + 1
+    length = max(max(each) for each in positions.values()) + 1
     return RowsSource(rows, positions, length)
 
 

@@ -13,7 +13,7 @@ from midstream.errors import SpecError
 from midstream.sites import ENDS, Tap
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
-from midstream.spec.heads import read_indices
+from midstream.spec.heads import read_indices, read_ordered_indices
 from midstream.spec.operation import read_scalar
 from midstream.spec.operations.feature import read_sae
 from midstream.spec.positions.positions import Positions
@@ -50,7 +50,7 @@ class SweepRequest:
         groups: positions that are patched together, by name; (): each of `positions` alone.
         heads: "all" or attention heads, one for each cell; None: whole vectors.
         sae: name of the registered SAE whose features are patched; None: vectors are.
-        features: ids of its features, one for each cell, ascending; (): vectors are patched.
+        features: ids of its features, one for each cell; (): vectors are patched.
         left: those of "layers" and "sites" that were omitted, and are then the SAE's.
         align: which source position a position is patched from.
         alpha: h ← (1 − alpha) · h + alpha · source.
@@ -322,7 +322,7 @@ def _read_features(
             raise SpecError(name, "a cell patches one of `features`; omit one of the two")
     with at("sae"):
         found = read_sae(sae)
-    return found, read_indices(features, "features")
+    return found, read_ordered_indices(features, "features")
 
 
 def _read_heads(value: object) -> tuple[int, ...] | Literal["all"] | None:
@@ -332,7 +332,7 @@ def _read_heads(value: object) -> tuple[int, ...] | Literal["all"] | None:
         if value != "all":
             raise SpecError("heads", f'expected "all" or indices of heads, got {show(value)}')
         return "all"
-    return read_indices(value, "heads")
+    return read_ordered_indices(value, "heads")
 
 
 def _read_mask(value: Any) -> tuple[tuple[int, ...], Vector | None, int | None]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from support.misspelling import ASKED, misspelt
 
+import midstream
 from midstream.compat.foreign_fields import (
     FOREIGN,
     OWN,
@@ -17,7 +20,10 @@ from midstream.compat.foreign_fields import (
     names_in,
 )
 from midstream.errors import SpecError
+from midstream.server.request_field import RETURNS
+from midstream.sites import NAMES
 from midstream.spec import Capture, Steer
+from midstream.spec.operations.plain import PLAIN
 
 PLACES = ("extra_body", "extra_args", "sampling_params", "vllm_xargs")
 KNOWN = frozenset({"prompt", "seed", "stop", "user", "vllm_xargs"})
@@ -44,6 +50,62 @@ def test_a_field_of_another_tool_is_rejected_with_what_to_write(name):
     with pytest.raises(SpecError, match=field.tool) as caught:
         check_extra_args({"other": 1, name: [1]})
     assert caught.value.path == f"extra_args[{name!r}]"
+
+
+# What stands for a value in a recommended call.
+VALUES = {
+    "vector": [1.0, 0.5], "row": [1.0, 0.5], "direction": [1.0, 0.5], "edit": Steer([1.0], layer=1),
+    "function": test_a_field_of_another_tool_is_rejected_with_what_to_write,
+    "layer": 3, "scale": 2.0, "low": 0.0, "high": 1.0, "threshold": 0.5,
+}  # fmt: skip
+DENIALS = re.compile(r"\bno (site|kind|operation)|\bcannot|unsupported|not supported|\black")
+
+
+def recommended(text):
+    """The calls in a text, as (name, positional values, values by name)."""
+    for match in re.finditer(r"\b[A-Z]\w*\(", text):
+        depth = 0
+        for end in range(match.end() - 1, len(text)):
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            if not depth:
+                break
+        source = text[match.start() : end + 1].replace("{…}", "{7: 2.0}").replace("[…]", "[3]")
+        call = ast.parse(source.replace("…", "..."), mode="eval").body
+        named = {one.arg: value(one.value, one.arg) for one in call.keywords}
+        yield call.func.id, [value(one, "") for one in call.args], named
+
+
+def value(node, name):
+    if isinstance(node, ast.Name):
+        return VALUES[node.id]
+    found = ast.literal_eval(node)
+    return VALUES[name] if found is ... else found
+
+
+def test_every_call_that_is_recommended_can_be_written_so():
+    """A renamed class, parameter or site makes a recommendation out of date."""
+    calls = {name: list(recommended(field.instead)) for name, field in FOREIGN.items()}
+    for name, found in calls.items():
+        for kind, values, named in found:
+            assert kind in midstream.__all__, name
+            getattr(midstream, kind)(*values, **named)
+    without = {name for name, found in calls.items() if not found}
+    assert without == {"activations_transport", "capture_wait"}
+    (capture,) = calls["output_qk"]
+    assert set(capture[2]["sites"]) == {"q", "k", "rot_q", "rot_k"} <= set(NAMES)
+    assert [kind for kind, *_ in calls["output_attentions"]] == ["Attention"]
+    assert [kind for kind, *_ in calls["sae_full_reconstruction_specs"]] == ["Reconstruct"]
+    for operation in PLAIN:
+        assert operation in FOREIGN["apply_hooks"].instead
+    for returned in RETURNS:
+        assert returned in FOREIGN["activations_transport"].instead
+
+
+def test_nothing_is_denied_and_every_field_that_is_named_is_one():
+    for name, field in FOREIGN.items():
+        assert not DENIALS.search(field.instead), name
+        named = set(re.findall(r"`(\w+)`", field.instead))
+        assert named <= {*OWN, "midstream", "activations"}, name
 
 
 @pytest.mark.parametrize("name", [*FOREIGN, *OWN])
@@ -112,7 +174,23 @@ def test_python_values_are_recognized_in_extra_args():
             check_extra_args({name: value})
 
 
+@pytest.mark.parametrize("empty", [[], {}, ()])
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("edit", "edits"), ("captures", "capture"), ("Probe", "probes"), ("eidts", "edits"),
+     ("steering", None), ("controllers", "controller"), ("capturr", "capture")],
+)  # fmt: skip
+def test_a_misspelt_field_that_is_empty_is_rejected_too(name, own, empty):
+    for place in ("", *PLACES):
+        body = {"prompt": "a", place: {name: empty}} if place else {"prompt": "a", name: empty}
+        problem = rejected_body(body, f"{place}.{name}" if place else name)
+        assert own is None or f"did you mean `{own}`?" in problem
+    with pytest.raises(SpecError, match=re.escape(f"extra_args[{name!r}]")):
+        check_extra_args({name: empty})
+
+
 OTHERS = (
+    {"credits": []}, {"units": []}, {"steps": []}, {"hits": {}}, {"props": {}},
     {"mainstream": True}, {"stream": True}, {"upstream": "x"}, {"downstream": {"layers": 1}},
     {"step": 3}, {"steps": [1, 2]}, {"probs": True}, {"props": {"a": 1}}, {"edited": 1},
     {"culture": "nl"}, {"rapture": 1}, {"audit": {"id": 3}}, {"user": "x"}, {"seed": 3},

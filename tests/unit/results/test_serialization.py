@@ -381,7 +381,6 @@ HOSTILE = {
             '{"resid_post.1":[2,[]]}',
             '{"resid_post.1":[2,[2]]}',
             '{"resid_post.1":[2,[-1]]}',
-            '{"resid_post.1":[2,[1,0]]}',
             '{"resid_post.1":[2,[1,1]]}',
             '{"resid_post.1":[2,0]}',
             '{"resid_post.1":[2,[0.0]]}',

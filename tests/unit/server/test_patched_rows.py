@@ -65,12 +65,12 @@ async def test_a_request_gets_the_rows_that_another_captured():
         assert error["param"] == "midstream.edits.rows.captured"
 
 
-async def test_captured_rows_are_found_by_their_positions():
+async def test_captured_rows_are_those_of_the_listed_positions_in_their_order():
     async with serving() as (site, client):
         body = asking({"captured": keep(site), "positions": [5, 2]}, layer=2, positions=[0, 1])
         assert (await client.post(COMPLETIONS, json=body)).status_code == 200
         (edit,) = edits_of(site)
-        assert edit.rows == value(2, 2, 5)
+        assert edit.rows == value(2, 5, 2)
 
 
 async def test_captured_rows_tell_their_positions():

@@ -82,7 +82,18 @@ def _is_allowed(item: Item, phase: str) -> bool:
     return True
 
 
-capture_positions = positions(CAPTURE_WORDS)
+def _ascends(found: Positions) -> bool:
+    """Whether captures take it for any prompt: a list of single positions has their order."""
+    singles = [item for item in found.include if isinstance(item, int)]
+    if len(found.include) == 1 or not all(
+        isinstance(item, int) or item in ("last_prompt", "last") for item in found.include
+    ):
+        return True
+    of_one_end = len({item < 0 for item in singles}) == 1 and len(singles) == len(found.include)
+    return of_one_end and list(singles) == sorted(singles)
+
+
+capture_positions = positions(CAPTURE_WORDS).filter(_ascends)
 edit_positions = positions(EDIT_WORDS)
 
 

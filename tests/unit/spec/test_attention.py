@@ -36,7 +36,7 @@ SHAPE = ModelShape(
 )  # fmt: skip
 EVERY = [
     Attention(1, reduce=TopKeys(3)),
-    Attention([0, -2], [5, 2], ["last_prompt", 3], reduce="full", name="some"),
+    Attention([0, -2], [5, 2], [3, "last_prompt"], reduce="full", name="some"),
     Attention("all", "all", "generated", reduce=Entropy(), name="entropy", stream=True),
     Attention(1, 0, slice(1, 3), reduce=Mass([0, slice(4, 7)], exclude=5), name="mass"),
     Attention(0, queries=2, reduce="scores", name="scores"),

@@ -51,8 +51,8 @@ def test_a_reference_has_two_forms_and_survives_json():
         assert edit.to_dict()["rows"] == {"captured": ID}
         assert parse_edit(json.loads(json.dumps(edit.to_dict()))) == edit
     some = Replace({"captured": ID, "positions": [3, 0]}, layer=1)
-    assert some.rows == CapturedRows(ID).at([0, 3]) == CapturedRows(ID, torch.tensor([3, 0]))
-    assert some.to_dict()["rows"] == {"captured": ID, "positions": [0, 3]}
+    assert some.rows == CapturedRows(ID).at([3, 0]) == CapturedRows(ID, torch.tensor([3, 0]))
+    assert some.to_dict()["rows"] == {"captured": ID, "positions": [3, 0]}
     assert parse_edit(some.to_dict()) == some
     assert hash(parse_edit(some.to_dict())) == hash(some)
     assert has_captured(Gate(some, [1.0]))

@@ -16,7 +16,7 @@ from midstream.spec.attention import parse_capture
     [
         Features("a"),
         Features("a", 0, features=[3, 1], stream=True),
-        Features("a", 5, [5, 3], "prompt", layer=-1, site="mlp_in", name="b"),
+        Features("a", 5, [3, 5], "prompt", layer=-1, site="mlp_in", name="b"),
     ],
 )
 def test_the_json_form_is_read_as_the_same(asked: Features) -> None:

@@ -67,7 +67,7 @@ def test_a_request_of_features_is_read_from_its_json_form(
     request = SweepRequest.parse({**others, "source": source, "sae": "s", "features": [9, 4]})
     again = SweepRequest.parse(json.loads(json.dumps(request.to_dict())))
     assert again == request
-    assert again.features == (4, 9)
+    assert again.features == (9, 4)
     assert set(again.left) == {"layers", "sites"} - set(fields)
 
 

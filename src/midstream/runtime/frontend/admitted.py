@@ -40,7 +40,7 @@ class AdmittedRequest:
         """Return the attention heads that outputs show of the taps of some captures.
 
         Taps whose rows are not of heads are left out, and so are sketches of the codec `rp8`. A tap
-        of several captures has the heads of any of them.
+        of several captures has the heads of any of them, in the order in which they are listed.
 
         Args:
             captures: indices of the plan's captures.
@@ -59,5 +59,5 @@ class AdmittedRequest:
                     if mine is None or before is None:
                         found[tap] = Heads(count)
                     else:
-                        found[tap] = Heads(count, tuple(sorted({*mine, *before})))
+                        found[tap] = Heads(count, tuple(dict.fromkeys((*before, *mine))))
         return found

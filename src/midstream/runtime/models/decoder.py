@@ -11,7 +11,7 @@ from midstream.errors import UnsupportedError
 from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
 from midstream.runtime.models.registry import LAYER_LISTS, LayerConvention, Refusal, lookup
 from midstream.runtime.models.trunk_ends import NoEnd, find_end
-from midstream.sites import ENDS, INNER, OUTER, Tap
+from midstream.sites import ENDS, INNER, NAMES, OUTER, Tap
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,23 @@ def find_decoder(
                     ends[site] = end
         layers.append(DecoderLayer(index, module, convention, inner, ends))
     return Decoder(len(module_list), tuple(layers), lacking)
+
+
+def all_lacks(
+    model: nn.Module,
+    tensor_parallel_size: int,
+    float16: bool,
+    max_width: int | None = None,
+    embeds_given: bool = False,
+) -> dict[Tap, str]:
+    """Return the taps of any site that the layers of this rank do not have, and why; see
+    `find_decoder`. It is for messages: of a model that cannot be read there are none.
+    """
+    given = tensor_parallel_size, float16, NAMES, max_width, embeds_given
+    try:
+        return find_decoder(model, *given).lacking
+    except Exception:  # noqa: BLE001 - sites that nobody asked for must not keep a model from starting
+        return {}
 
 
 def find_root(model: nn.Module) -> nn.Module:

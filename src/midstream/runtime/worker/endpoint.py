@@ -11,7 +11,7 @@ import torch
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
 from midstream.ops.sae.reference import SaeBuffers
-from midstream.runtime.models.decoder import Decoder, find_decoder
+from midstream.runtime.models.decoder import Decoder, all_lacks, find_decoder
 from midstream.runtime.protocol.codec import ProtocolMessage, encode, pack
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import (
@@ -107,14 +107,10 @@ class WorkerEndpoint:
         parallel = vllm_config.parallel_config
         self._stage, self._tensor_rank = _place(parallel, worker.rank)
         model = runner.get_model()
-        self._decoder = find_decoder(
-            model,
-            parallel.tensor_parallel_size,
-            vllm_config.model_config.dtype == torch.float16,
-            config.sites,
-            _max_width(runner.device),
-            embeds_given=_gets_embeddings(runner, vllm_config),
-        )
+        given = parallel.tensor_parallel_size, vllm_config.model_config.dtype == torch.float16
+        limits = _max_width(runner.device), _gets_embeddings(runner, vllm_config)
+        self._decoder = find_decoder(model, *given, config.sites, *limits)
+        self._lacking = {**all_lacks(model, *given, *limits), **self._decoder.lacking}
         self._taps = _choose_taps(self._decoder, config)
         self._weights = RankWeights(config.readout_bytes, runner.device)
         self._lens = RankLens(model, self._weights, vllm_config.model_config.dtype)
@@ -258,7 +254,7 @@ class WorkerEndpoint:
 
     def _describe(self) -> WorkerInfo:
         inner = self._decoder.inner
-        lacking = dict(self._decoder.lacking)
+        lacking = dict(self._lacking)
         lacking |= {(ATTENTION, layer): why for layer, why in self._attention.reasons.items()}
         last = self._decoder.num_layers - 1
         if any(layer.index == last for layer in self._decoder.layers):

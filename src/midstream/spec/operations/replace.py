@@ -44,7 +44,7 @@ class Replace(Operation):
 
     Attributes:
         rows: vectors of the model's hidden size, or names: one for all selected tokens, or one per
-            selected token, in order; or a reference to rows that a server has.
+            selected token, in the order of `positions`; or a reference to rows that a server has.
         alpha: 1 replaces, 0 changes nothing.
         norm: None or "keep".
         dims: the components that are replaced; empty: all.
@@ -80,7 +80,8 @@ class Replace(Operation):
                 CapturedRows: rows that the server cached for an earlier request.
             alpha: a number.
             layer, site, positions, phase, exclude, head: see Steer. n > 1 rows require n selected
-                positions; this is checked when the plan is resolved.
+                positions, which get them in the order in which they are listed; this is checked
+                when the plan is resolved.
             norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer; with
                 `dims`, these components to the norm that they had.
             dims: components of the vector, counted from 0: only these are replaced; rows have all

@@ -47,8 +47,8 @@ class Steer(Operation):
 
     With `norm="match"` the vector is first rescaled to the norm of h:
     h ← h + scale · (‖h‖/‖v‖) · v. With `norm="keep"` the sum is rescaled to the norm of h:
-    s = h + scale · v, h ← (‖h‖/‖s‖) · s. With `rows`, the k-th selected token gets the k-th row as
-    v: a schedule of one vector is `rows=torch.outer(scales, v)`.
+    s = h + scale · v, h ← (‖h‖/‖s‖) · s; an s of zero stays zero. With `rows`, the k-th listed
+    token gets the k-th row as v: a schedule of one vector is `rows=torch.outer(scales, v)`.
 
     Turner et al. 2023 (activation addition, arXiv:2308.10248), Rimsky et al. 2024 (contrastive
     activation addition, arXiv:2312.06681), Zou et al. 2023 (representation engineering,
@@ -63,7 +63,8 @@ class Steer(Operation):
     Attributes:
         vector: v, a vector of the model's hidden size; or a name, whose scale multiplies `scale`;
             or several vectors, one per layer; None with `rows` and with `token`.
-        rows: two or more vectors of that size, one per selected token, in order; else empty.
+        rows: two or more vectors of that size, one per selected token, in the order of
+            `positions`; else empty.
         scale: finite, within float32's range.
         norm: None, "match" or "keep".
         token: id or text of a token, whose direction is v; None: `vector` or `rows` is.
@@ -113,7 +114,8 @@ class Steer(Operation):
             norm: None, "match", or "keep".
             exclude: positions to exclude.
             rows: instead of `vector`: [n, width], n at most 4096, with n selected positions, which
-                is checked when the plan is resolved. A row may be zero. One row is one vector.
+                get them in the order in which they are listed; their number is checked when the
+                plan is resolved. A row may be zero. One row is one vector.
             head: an attention head, counted from 0, or several: only these are changed, each in the
                 same way, at a site whose vectors are of heads. Vectors then have the size of a
                 head. None: the whole vector.

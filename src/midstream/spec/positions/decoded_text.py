@@ -7,7 +7,6 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.spec.positions.text_map import TextMap
-from midstream.validation import show
 
 # Decoders write this for bytes that are not, or not yet, a character.
 _REPLACEMENT = "\ufffd"
@@ -15,7 +14,6 @@ _REPLACEMENT = "\ufffd"
 # Tokens that may wait for the rest of a character. A character has at most four bytes, but each
 # token may end one and begin the next; past this many the bytes are not text, and stay as decoded.
 _LONGEST_WAIT = 32
-_SHOWN_TOKENS = 8  # in a message
 
 
 def text_map(tokenizer: Any, token_ids: Sequence[int]) -> TextMap:
@@ -105,20 +103,6 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     else:
         found = tokenizer.decode(token_ids, skip_special_tokens=False)
     return str(found)
-
-
-def one_token(tokenizer: Any, text: str) -> int:
-    """Return the id of a text that is one token.
-
-    Raises:
-        SpecError: it is several; the message has their texts.
-    """
-    found = tokenizer.encode(text, add_special_tokens=False)
-    if len(found) != 1:
-        shown = ", ".join(show(decode(tokenizer, [token])) for token in found[:_SHOWN_TOKENS])
-        more = ", …" if len(found) > _SHOWN_TOKENS else ""
-        raise SpecError("", f"{show(text)} is {len(found)} tokens ({shown}{more}), expected one")
-    return int(found[0])
 
 
 def map_of_rendering(tokenizer: Any, text: str, token_ids: Sequence[int]) -> TextMap:

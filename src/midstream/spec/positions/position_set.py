@@ -47,6 +47,12 @@ class Where:
     last_from: int | None = None
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether all positions are known before tokens are generated."""
+        fixed = bool(self.ranges) and not self.matches and self.last_from is None
+        return fixed and self.ranges[-1][1] is not None
+
+    @property
     def num_ranges(self) -> int:
         """Number of ranges, including those of `matches`."""
         return len(self.ranges) + sum(len(match.ranges) for match in self.matches)

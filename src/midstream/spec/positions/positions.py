@@ -27,6 +27,13 @@ PHASES = ("all", "prompt", "generated")
 class Positions:
     """The union of the included items minus the union of the excluded ones, within one phase.
 
+    Rows that a request returns are in the order of their positions, whatever the order of the
+    items, and a position of several items has one row. Where each item is a single position (an
+    int, `"last_prompt"` or `"last"`), captures and probes therefore reject a list that does not
+    ascend, or that has a position twice. Rows that an edit is given, one for each position, go to
+    the positions in the order of the items, those of one item ascending; no position may then be in
+    two items.
+
     Attributes:
         include: at least one of
             `"all"`; `"prompt"`, 0 … P − 1; `"generated"`, P …; `"last_prompt"`, P − 1;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -11,11 +12,11 @@ from midstream.spec.positions.locate import MAX_RANGES, NEVER_FED, Locator
 from midstream.spec.positions.position_set import Match, Where
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
-from midstream.spec.positions.range_set import intersect, subtract
+from midstream.spec.positions.range_set import intersect, least, subtract
 from midstream.spec.positions.ranges import Range, Ranges, merge
 from midstream.validation import at
 
-__all__ = ["MAX_RANGES", "select"]
+__all__ = ["MAX_RANGES", "in_listed_order", "select"]
 
 
 def select(positions: Positions, prompt: Prompt, max_tokens: int | None) -> Where:
@@ -38,6 +39,23 @@ def select(positions: Positions, prompt: Prompt, max_tokens: int | None) -> Wher
     return _Selector(positions, Locator(prompt, max_tokens, positions.phase)).select()
 
 
+def in_listed_order(
+    positions: Positions, prompt: Prompt, max_tokens: int | None, most: int
+) -> list[int]:
+    """Return the selected positions item by item, in the order of `include`; those of one item
+    ascend. A position that several items select is there once for each of them.
+
+    Args:
+        positions, prompt, max_tokens: see `select`, which must return bounded ranges alone.
+        most: positions to return at most.
+
+    Raises:
+        SpecError: see `select`.
+    """
+    selector = _Selector(positions, Locator(prompt, max_tokens, positions.phase))
+    return selector.in_listed_order(most)
+
+
 @dataclass(frozen=True, slots=True)
 class _Located:
     """The located items of `include` or `exclude`.
@@ -46,11 +64,13 @@ class _Located:
         ranges: ranges of all items except TokenIds; they may exceed the phase.
         prompt: ranges of the prompt's tokens that match TokenIds.
         ids: the ids of all TokenIds.
+        by_item: ranges of each item, in the order of the items; not merged.
     """
 
     ranges: Ranges
     prompt: Ranges
     ids: frozenset[int]
+    by_item: tuple[Ranges, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +79,30 @@ class _Selector:
     locator: Locator
 
     def select(self) -> Where:
+        return self._where(self._included())
+
+    def in_listed_order(self, most: int) -> list[int]:
+        included = self._included()
+        ranges = self._where(included).ranges
+        starts = [start for start, _ in ranges]
+        found: list[int] = []
+        for start, stop in (each for item in included.by_item for each in merge(item)):
+            for place in range(max(0, bisect_right(starts, start) - 1), len(ranges)):
+                first, end = ranges[place]
+                assert end is not None
+                if stop is not None and first >= stop:
+                    break
+                found += range(max(start, first), least(stop, end) or 0)[: most - len(found)]
+                if len(found) == most:
+                    return found
+        return found
+
+    def _included(self) -> _Located:
         positions = self.positions
-        included = self._locate(positions.include, positions.path, strict=True)
+        return self._locate(positions.include, positions.path, strict=True)
+
+    def _where(self, included: _Located) -> Where:
+        positions = self.positions
         excluded = self._locate(positions.exclude, positions.exclude_path, strict=False)
         prompt_part = self._prompt_part(included, excluded)
         generated_part, matches = self._generated_part(included, excluded)
@@ -87,6 +129,7 @@ class _Selector:
         """
         found: list[Range] = []
         by_id: list[Range] = []
+        by_item: list[Ranges] = []
         ids: set[int] = set()
         for index, item in enumerate(items):
             if item == "last":
@@ -95,13 +138,15 @@ class _Selector:
                 if isinstance(item, TokenIds):
                     ids.update(item.ids)
                     if self.positions.phase != "generated":
-                        by_id.extend(self.locator.token_ranges(item.ids))
+                        by_item.append(tuple(self.locator.token_ranges(item.ids)))
+                        by_id.extend(by_item[-1])
                     continue
                 here = self.locator.find(item, MAX_RANGES - len(found))
                 if strict and not here.ranges and here.nothing:
                     raise NothingSelectedError("", here.nothing)
                 found.extend(here.ranges)
-        return _Located(merge(found), merge(by_id), frozenset(ids))
+                by_item.append(here.ranges)
+        return _Located(merge(found), merge(by_id), frozenset(ids), tuple(by_item))
 
     def _prompt_part(self, included: _Located, excluded: _Located) -> Ranges:
         if self.positions.phase == "generated":

@@ -65,7 +65,8 @@ def resolve_attention(
     layers = _layers(attention.layers, shape, "layers")
     with at("reduce"):
         reduced = _reduction(attention.reduce, where, prompt, max_tokens)
-    pattern = _pattern(layers, attention.heads or (), reduced, shape, "layers", "heads")
+    heads = tuple(sorted(attention.heads or ()))
+    pattern = _pattern(layers, heads, reduced, shape, "layers", "heads")
     site = f"{ATTENTION}.{attention.name}" if attention.name else ATTENTION
     return ResolvedCapture(tuple((site, layer) for layer in layers), where, source, pattern)
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from midstream.errors import SpecError
 from midstream.sites import Tap
+from midstream.spec.capture import REDUCING
 from midstream.spec.positions.position_set import Where
-from midstream.spec.resolve.resolved import REDUCING, Pattern, ResolvedCapture, ResolvedPlan
+from midstream.spec.resolve.resolved import Pattern, ResolvedCapture, ResolvedPlan
 from midstream.spec.shape import ModelShape
 
 # Vectors of sums that a kind needs, and numbers that it returns, of each component.

@@ -24,6 +24,7 @@ from midstream.spec.plan import Plan, ServerWide
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
+from midstream.spec.positions.row_order import check_row_order
 from midstream.spec.positions.select import MAX_RANGES, select
 from midstream.spec.probe import Probe
 from midstream.spec.resolve.attention import (
@@ -55,6 +56,7 @@ from midstream.spec.resolve.resolved import (
     Steps,
     limited,
 )
+from midstream.spec.resolve.row_placement import RowPlacement
 from midstream.spec.resolve.tap_lookup import check_tapped, find_taps
 from midstream.spec.shape import ModelShape, VectorSize
 from midstream.validation import at
@@ -126,6 +128,7 @@ class _Resolver:
         self._recall = recall
         self._free_ranges = MAX_RANGES
         self._selected: dict[Positions, Where] = {}
+        self._rows = RowPlacement(prompt, max_tokens)
         self._probes: list[ResolvedProbe] = []
         self._biases: list[ResolvedBias] = []
         self._functions: list[ResolvedFunction] = []
@@ -149,6 +152,7 @@ class _Resolver:
                 captures += self._resolve_capture(capture, index)
         for index, probe in enumerate(plan.probes):
             with at(f"probes[{index}]"):
+                check_row_order(probe.positions, self._prompt.length)
                 self._add_probe(probe, index)
         edits: list[ResolvedEdit] = []
         for index, edit in enumerate(before):
@@ -188,6 +192,9 @@ class _Resolver:
         return where
 
     def _resolve_capture(self, capture: Capture, source: int) -> list[ResolvedCapture]:
+        if source >= 0 and capture.returns_each:
+            with queries_named() if isinstance(capture, Attention) else nullcontext():
+                check_row_order(capture.positions, self._prompt.length)
         if isinstance(capture, Attention):
             with queries_named():
                 where = self._select(capture.positions)
@@ -259,7 +266,7 @@ class _Resolver:
                 self._biases.append(ResolvedBias(*map(tuple, zip(*bias.tokens, strict=True))))
             _check_reach(self._shape, edit, instructions)
             with at("edit") if isinstance(edit, Gate) else nullcontext():
-                parts = _place_rows(instructions, where)
+                parts = self._rows.place(instructions, edit.positions, where)
             if isinstance(edit, Gate) and edit.memory:
                 check_order(taps, read)
             elif read is not None and not placed:
@@ -419,45 +426,3 @@ def _reads_elsewhere(
         check_tapped((site, layer), shape, "site", "layer")
     steps = Steps((step,))
     return [ResolvedEdit(site, layer, steps, where, source) for _, layer in taps]
-
-
-def _with_rows(step: Instruction, chosen: slice, first: int) -> Instruction:
-    """Return an instruction with some of its rows, the first of them for position `first`."""
-    if len(step.write) <= 1:
-        return step
-    flags = step.flags | Flags.ROW_BY_POSITION
-    return replace(step, write=step.write[chosen], first=first, flags=flags)
-
-
-def _place_rows(
-    steps: tuple[Instruction, ...], where: Where
-) -> list[tuple[tuple[Instruction, ...], Where]]:
-    """Return one (instructions, positions) pair, or one per run of positions.
-
-    One per run if the edit has several rows, where the k-th position gets the k-th row.
-    """
-    several = [len(step.write) for step in steps if len(step.write) > 1]
-    if not several:
-        return [(steps, where)]
-    rows = several[0]
-    if where.matches or where.ranges[-1][1] is None:
-        raise SpecError(
-            "positions",
-            f"with {rows} rows, one per position, the positions must be fixed and "
-            "bounded; give a single row, or positions like slice(3, 9)",
-        )
-    runs = [(start, stop) for start, stop in where.ranges if stop is not None]
-    count = sum(stop - start for start, stop in runs)
-    if count != rows:
-        raise SpecError(
-            "rows",
-            f"got {rows} rows for {count} positions; give one row, or one per position",
-        )
-    parts = []
-    used = 0
-    for start, stop in runs:
-        chosen = slice(used, used + stop - start)
-        used += stop - start
-        placed = tuple(_with_rows(step, chosen, start) for step in steps)
-        parts.append((placed, Where(((start, stop),))))
-    return parts

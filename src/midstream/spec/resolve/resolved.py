@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from midstream.ops.layout import Op
 from midstream.sites import BY_NAME, Tap
 from midstream.spec.act import Act
+from midstream.spec.capture import REDUCING
 from midstream.spec.instructions import Instruction
 from midstream.spec.operations.gate_memory import ScanStart
 from midstream.spec.positions.position_set import Where
@@ -84,8 +85,6 @@ PatternKind = Literal[
     "top", "mass", "entropy", "full", "scores", "logits_top", "logits_of", "logits_all", "lens",
     "features", "norm", "mean", "max", "moments",
 ]  # fmt: skip
-# Kinds whose row is made of several captured rows.
-REDUCING = ("mean", "max", "moments")
 
 
 class LensMap(NamedTuple):

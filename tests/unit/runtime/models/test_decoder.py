@@ -6,8 +6,9 @@ import pytest
 from torch import nn
 
 from midstream.errors import UnsupportedError
+from midstream.runtime.models import decoder as decoder_module
 from midstream.runtime.models.convention import Lack, Output, pair, single
-from midstream.runtime.models.decoder import find_decoder
+from midstream.runtime.models.decoder import all_lacks, find_decoder
 from midstream.runtime.models.registry import (
     CONVENTIONS,
     LAYER_LISTS,
@@ -16,6 +17,7 @@ from midstream.runtime.models.registry import (
     Refusal,
     Returns,
 )
+from midstream.runtime.models.trunk_ends import NoEnd
 from midstream.sites import OUTER
 
 KNOWN = single("norm")
@@ -67,6 +69,33 @@ def test_layers_are_found_wherever_models_keep_them(known, path):
     assert [layer.index for layer in decoder.layers] == [0, 1, 2]
     assert all(layer.convention is KNOWN for layer in decoder.layers)
     assert decoder.lacking == {}
+
+
+def test_what_a_model_lacks_is_known_of_every_site_and_stops_no_model_that_cannot_be_read(
+    known, monkeypatch
+):
+    asked = []
+
+    def lacks(layer):
+        asked.append(layer)
+        return {"router": Lack("it has no router")}
+
+    model = holding("model.layers", [known()() for _ in range(2)])
+    monkeypatch.setattr(decoder_module, "find_inner_sites", lacks)
+    monkeypatch.setattr(decoder_module, "find_end", lambda *_: NoEnd("it is not known"))
+    assert all_lacks(model, 1, False) == {
+        ("router", 0): "it has no router", ("router", 1): "it has no router",
+        ("embed", 0): "it is not known", ("final_norm", 1): "it is not known",
+        ("logits", 1): "it is not known",
+    }  # fmt: skip
+    assert len(asked) == 2
+    assert find(model).lacking == {}, "sites inside are looked for only where one is asked for"
+
+    def breaks(layer):
+        raise KeyError("source")
+
+    monkeypatch.setattr(decoder_module, "find_inner_sites", breaks)
+    assert all_lacks(model, 1, False) == {}
 
 
 def test_the_layers_are_those_of_the_language_model_where_there_are_several(known):

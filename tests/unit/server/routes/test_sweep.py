@@ -88,7 +88,7 @@ async def test_features_of_an_sae_are_a_dimension():
         error = await refused(client.post(PATH, json={**body, "features": [8]}), 400)
     (_, start), *cells, _, _ = events_of(answer.content)
     assert start["dims"] == ["site", "layer", "position", "feature"]
-    assert start["coords"]["feature"] == [2, 5]
+    assert start["coords"]["feature"] == [5, 2]
     assert len(cells) == start["cells"] == 16
     for _, value in cells:
         _, row, place, _ = value["index"]

@@ -23,6 +23,7 @@ from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.resolve.reduced import is_reduced
 from midstream.spec.resolve.resolved import Pattern, ResolvedCapture
+from midstream.spec.selection import Layers
 
 _WORDS = {"top": "top_keys"}
 
@@ -63,7 +64,7 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
             continue
         if isinstance(asked, Lens):
             if capture.taps[0] in rows.counts():
-                lenses[asked.name] = _lens_of(rows, capture, asked.top)
+                lenses[asked.name] = _lens_of(rows, capture, asked)
             continue
         if isinstance(asked, Features):
             if capture.taps[0] in rows.counts():
@@ -99,11 +100,13 @@ def _logits_of(rows: Activations, capture: ResolvedCapture, asked: Logits) -> Lo
     return LogitRows(values, chosen.expand(len(values), -1), total, positions)
 
 
-def _lens_of(rows: Activations, capture: ResolvedCapture, top: int) -> LensRows:
-    """Return the rows of a lens, in memory of their own."""
+def _lens_of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRows:
+    """Return the rows of a lens, in memory of their own, with the layers as they are listed."""
     assert capture.pattern is not None
-    tokens = tuple(token for token, _ in capture.pattern.keys)
-    every = torch.stack([rows[tap].as_subclass(torch.Tensor) for tap in capture.taps], 1)
+    tokens, top = tuple(token for token, _ in capture.pattern.keys), asked.top
+    taps = {tap[1]: tap for tap in capture.taps}
+    layers = _as_listed(sorted(taps), asked.layers)
+    every = torch.stack([rows[taps[layer]].as_subclass(torch.Tensor) for layer in layers], 1)
     ids, values, chosen, ranks, total = every.split([top, top, len(tokens), len(tokens), 1], -1)
     return LensRows(
         values.clone(),
@@ -113,8 +116,23 @@ def _lens_of(rows: Activations, capture: ResolvedCapture, top: int) -> LensRows:
         ranks.contiguous().view(torch.int32).long(),
         total[..., 0].clone(),
         rows.positions_of(*capture.taps[0]).clone(),
-        tuple(layer for _, layer in capture.taps),
+        layers,
     )
+
+
+def _as_listed(found: list[int], asked: Layers) -> tuple[int, ...]:
+    """Return layers in the order in which a request lists them.
+
+    Args:
+        found: the layers, from 0, ascending.
+        asked: the same as listed; a negative layer is counted from the last.
+    """
+    if asked.indices == "all":
+        return tuple(found)
+    from_end = sorted(layer for layer in asked.indices if layer < 0)
+    rest = [layer for layer in found if layer not in asked.indices]
+    named = dict(zip(from_end, rest, strict=True))
+    return tuple(named.get(layer, layer) for layer in asked.indices)
 
 
 def _features_of(rows: Activations, capture: ResolvedCapture, top: int) -> FeatureRows:
@@ -167,8 +185,10 @@ def _rows_of(
     """
     values = rows[tap].as_subclass(torch.Tensor).unflatten(1, (count, pattern.size))
     heads = tuple(range(count)) if asked is None else asked
-    if asked is not None and not pattern.heads:
-        values = values[:, list(asked)]
+    if asked is not None:
+        # A row has the heads of the pattern, ascending, or all of them.
+        computed = pattern.heads or range(count)
+        values = values[:, [computed.index(head) for head in asked]]
     positions = rows.positions_of(*tap).clone()
     keys = None
     match pattern.kind:

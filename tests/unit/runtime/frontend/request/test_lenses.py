@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.stored import worker_info
+from support.tokenizers import metaspace
 
 from midstream import Lens, Logits, Plan, SpecError
 from midstream.runtime.frontend.request.lenses import with_token_ids
@@ -16,15 +17,13 @@ from midstream.spec.resolve.resolve import resolve
 
 TAPS = tuple(("resid_post", layer) for layer in range(4))
 SHAPE = ModelShape(4, 8, TAPS)
-WORDS = {" Paris": [7], " Rome": [8], " Timbuktu": [1, 2]}
+TOKENIZER = metaspace("first")
+CAT, THE = TOKENIZER.convert_tokens_to_ids(["▁cat", "▁the"])
 
 
 class Engine:
     def get_tokenizer(self) -> Any:
-        return SimpleNamespace(
-            encode=lambda text, add_special_tokens: WORDS[text],
-            decode=lambda ids, skip_special_tokens: f"<{ids[0]}>",
-        )
+        return TOKENIZER
 
 
 class Without(Engine):
@@ -45,21 +44,21 @@ def test_texts_of_tokens_become_ids() -> None:
     plain = Plan.make(capture=Lens(0, tokens=[3]))
     assert with_token_ids(plain, Without()) is plain
     assert with_token_ids(None, Without()) is None
-    plan = Plan.make(capture=[Lens(0), Lens(0, tokens=[" Rome", 3, " Paris"], name="a")])
+    plan = Plan.make(capture=[Lens(0), Lens(0, tokens=[" the", 3, " cat"], name="a")])
     found = with_token_ids(plan, Engine())
     assert found is not None
-    assert [one.tokens for one in found.captures] == [(), (8, 3, 7)]
+    assert [one.tokens for one in found.captures] == [(), (THE, 3, CAT)]
     with pytest.raises(SpecError, match="needs a tokenizer") as caught:
         with_token_ids(plan, Without())
     assert caught.value.path == "capture[1].tokens[0]"
-    for capture in (Lens(0, tokens=" Timbuktu"), Logits(tokens=" Timbuktu")):
+    for capture in (Lens(0, tokens=" he"), Logits(tokens=" he")):
         with pytest.raises(
-            SpecError, match=r"' Timbuktu' is 2 tokens \('<1>', '<2>'\), expected one"
+            SpecError, match="' he' is 3 tokens, '' 'h' 'e'; give a text that is one"
         ):
             with_token_ids(Plan.make(capture=capture), Engine())
-    logits = with_token_ids(Plan.make(capture=Logits(tokens=[" Rome", 3])), Engine())
+    logits = with_token_ids(Plan.make(capture=Logits(tokens=[" the", 3])), Engine())
     assert logits is not None
-    assert logits.captures == (Logits(tokens=[8, 3]),)
+    assert logits.captures == (Logits(tokens=[THE, 3]),)
 
 
 @pytest.mark.parametrize(

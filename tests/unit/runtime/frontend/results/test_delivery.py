@@ -293,7 +293,7 @@ def of_heads(*captures, routes=None):
     [
         ([None], None),
         ([1], (1,)),
-        ([1, 0], (0, 1)),
+        ([1, 0], (1, 0)),
         ([0, 0], (0,)),
         ([1, None], None),
         ([None, 1], None),

@@ -134,7 +134,7 @@ class _Finder:
         role = str(self._messages[index].get("role", ""))
         try:
             parts = _parts(self._messages[index].get("content"))
-            if not any(part.strip() for part in parts):
+            if not any(parts):
                 return Message(role, index)
             start, stop = self._tokens.tokens(*self._characters(index, parts))
         except SpecError as error:
@@ -195,19 +195,29 @@ def _parts(content: Any) -> list[str]:
 def _within(region: str, parts: list[str]) -> tuple[int, int]:
     """Return [start, stop) of the parts in the text that the template wrote for them.
 
-    A template may drop some of a content, as outer whitespace or reasoning: then all of the region
-    is content.
+    A template may drop the outer whitespace of a content: then all of the region is content.
 
     Args:
         region: the text that the template wrote.
         parts: texts of the content.
 
     Raises:
-        SpecError: a part is missing, or occurs more than once.
+        SpecError: a part is missing, also of a text, such as reasoning; or one occurs more than
+            once.
     """
-    if len(parts) == 1 and region.strip() and region in parts[0]:
+    whole = "".join(parts)
+    if region in whole and not (region.strip() or whole.strip()):
         return 0, len(region)
-    found = [part for part in (each.strip() for each in parts) if part]
+    if len(parts) == 1 and region.strip() and region in parts[0]:
+        left_out = [piece.strip() for piece in parts[0].split(region, 1) if piece.strip()]
+        if left_out:
+            raise SpecError(
+                "",
+                f"the chat template leaves out {show(left_out[0])} of its content; give the "
+                "content without it, or select what is left by a Text",
+            )
+        return 0, len(region)
+    found = [part for part in (each.strip() for each in parts) if part] or [whole]
     start, reached = None, 0
     for part in found:
         place = region.find(part, reached)

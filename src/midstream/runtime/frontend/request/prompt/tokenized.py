@@ -8,7 +8,8 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.prompt.inputs import named_refusals
 from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
-from midstream.spec.positions.decoded_text import decode, one_token, text_map
+from midstream.spec.positions.decoded_text import decode, text_map
+from midstream.spec.positions.following_text import one_token_id
 from midstream.spec.positions.prompt import Prompt
 from midstream.validation import at, is_int, kind, read_int
 
@@ -74,12 +75,12 @@ def texts_of(engine: Any, ids: Sequence[int]) -> list[str]:
 
 
 def token_id(engine: Any, text: str) -> int:
-    """Return the id of a text that is one token.
+    """Return the id of a text that is one token; see `one_token_id`.
 
     Raises:
         SpecError: it is several, or the engine has no tokenizer.
     """
-    return one_token(_tokenizer(engine, "a token's text"), text)
+    return one_token_id(_tokenizer(engine, "a token's text"), text)
 
 
 def _of_dict(prompt: Mapping[str, Any]) -> Any:

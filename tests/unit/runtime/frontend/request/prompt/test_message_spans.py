@@ -75,29 +75,52 @@ def test_the_tokens_of_a_message_are_all_that_have_a_character_of_its_content(to
         text += f"{message['content']}<|im_end|>\n"
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     found = message_spans(tokenizer, messages, encoded["input_ids"])
-    for message, span, (start, stop) in zip(messages, found, places, strict=True):
+    for span, (start, stop) in zip(found, places, strict=True):
         assert span.problem is None
         expected = {
             nth
             for nth, (first, end) in enumerate(encoded["offset_mapping"])
             if first < stop and end > start
         }
-        # Whitespace alone says nothing.
-        if message["content"].strip():
-            assert set(range(span.start, span.stop)) == expected
-        else:
-            assert span.start == span.stop
+        assert set(range(span.start, span.stop)) == expected
 
 
-def test_what_a_template_strips_is_not_part_of_a_message():
-    messages = _chat(
-        " Be kind.\n", "  hi ", "<think>hm, hi</think>\n\nhi there", "so", roles=(
-            "system", "user", "assistant", "user")
-    )  # fmt: skip
+def test_outer_whitespace_that_a_template_strips_is_not_part_of_a_message():
+    messages = _chat(" Be kind.\n", "  hi ", "\n", "so")
+    assert _found(BYTE_LEVEL, messages, chat_template=STRIPS) == ["Be kind.", "hi", "", "so"]
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", "\n \n", "\t"])
+def test_a_message_of_whitespace_has_the_tokens_that_the_template_wrote_for_it(blank):
+    messages = _chat("he", blank, "he", blank)
+    plain = "{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}"
+    assert _found(BYTE_LEVEL, messages, chat_template=plain) == ["he", blank, "he", blank]
+    parts = [{"role": "user", "content": [{"type": "text", "text": blank}] * 2}]
+    template = (
+        "{% for m in messages %}<u>{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    assert _found(BYTE_LEVEL, parts, chat_template=template) == [blank * 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "left_out"),
+    [
+        ("<think>hm, hi</think>\n\nhi there", "'<think>hm, hi</think>'"),
+        ("hm</think>hi there", "'hm</think>'"),
+        ("<think>" + "so " * 90 + "</think>he", "'<think>so so"),
+    ],
+)
+def test_a_message_whose_thinking_a_template_drops_is_not_taken_for_the_rest(content, left_out):
+    """As the templates of DeepSeek-R1 and GLM do with all answers but the last."""
+    messages = _chat("a", "b", content, "c")
     found = _found(BYTE_LEVEL, messages, chat_template=STRIPS)
-    assert found == ["Be kind.", "hi", "hi there", "so"]
-    last = _found(BYTE_LEVEL, messages[:3], chat_template=STRIPS)
-    assert last == ["Be kind.", "hi", "<think>hm, hi</think>\n\nhi there"]
+    assert (found[0], found[1], found[3]) == ("a", "b", "c")
+    assert found[2].startswith(f"the chat template leaves out {left_out}")
+    assert found[2].endswith("give the content without it, or select what is left by a Text")
+    assert len(found[2]) < 300
+    assert _found(BYTE_LEVEL, messages[:3], chat_template=STRIPS)[2] == content
+    answer = content.split("</think>")[-1].strip()
+    assert _found(BYTE_LEVEL, _chat("a", "b", answer, "c"), chat_template=STRIPS)[2] == answer
 
 
 def test_a_message_whose_text_a_template_leaves_out_is_a_problem_of_that_message_only():
