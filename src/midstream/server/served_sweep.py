@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.types import Scope
 
+from midstream.deadlines import end_tasks
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import Event
 from midstream.runtime.frontend.request.prompt.tokenized import is_chat
@@ -114,8 +115,7 @@ class ServedSweep:
             status = "ok"
             yield [event_of("result", self._result(self.sweep))]
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            await end_tasks((work,))
             self.server.metrics.count_sweep(status, self.cells)
             seconds = round(time.monotonic() - began, 3)
             audit_log.log_event(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from midstream.api.sweep_calls import Traffic
+from midstream.deadlines import within
 from midstream.errors import HttpError
 
 # vLLM's scheduler computes requests with a larger number later; ordinary requests have 0, or what
@@ -74,10 +75,8 @@ class SweepPace:
         async with self._first:
             while not self._is_free(traffic(), by_priority):
                 self._ended.clear()
-                try:
-                    await asyncio.wait_for(self._ended.wait(), _LOOK_SECONDS)
-                except asyncio.TimeoutError:
-                    continue
+                with suppress(asyncio.TimeoutError):
+                    await within(_LOOK_SECONDS, self._ended.wait())
             self.running += 1
         try:
             yield

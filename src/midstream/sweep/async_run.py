@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
+from midstream.deadlines import all_of
 from midstream.sweep.cells import SweepCell
 from midstream.sweep.job import SweepJob, SweepRun
 from midstream.sweep.result import Sweep
@@ -46,7 +46,7 @@ async def run_job(
         async with turn():
             return await output_of(run)
 
-    job.begin(await _all(output(run) for run in job.first_runs()))
+    job.begin(await all_of(output(run) for run in job.first_runs()))
     if on_start is not None:
         on_start(job)
     runs = iter(job.runs())
@@ -57,17 +57,5 @@ async def run_job(
             if on_cell is not None and run.cell is not None:
                 on_cell(run.cell, value)
 
-    await _all(work() for _ in range(at_once))
+    await all_of(work() for _ in range(at_once))
     return job.result()
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results of coroutines; if one fails, or the caller is cancelled, all end."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
