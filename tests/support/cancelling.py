@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class Awaits:
                 self._cancel(held[0], awaited, self.cancels.late)
             try:
                 yield awaited
-            except BaseException as raised:
+            except BaseException as raised:  # noqa: BLE001 - the coroutine gets it
                 error = raised
 
     def _cancel(self, task: asyncio.Task[Any], awaited: Any, late: bool) -> None:
@@ -103,7 +103,9 @@ class Run:
 Scenario = Callable[[], Coroutine[Any, Any, Any]]
 
 
-def run(scenario: Scenario, cancels: Await | None, patience: float = PATIENCE) -> tuple[Run, Awaits]:
+def run(
+    scenario: Scenario, cancels: Await | None, patience: float = PATIENCE
+) -> tuple[Run, Awaits]:
     """Run a scenario, which is task 0, and cancel one await.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -165,10 +166,8 @@ def test_a_task_that_does_not_end_is_left_and_named_in_the_log(monkeypatch, capl
 
     async def deaf():
         while not is_over:
-            try:
+            with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.01)
-            except asyncio.CancelledError:
-                pass
 
     async def main():
         task = asyncio.create_task(deaf(), name="the deaf one")

@@ -9,7 +9,7 @@ from midstream.config.sinks import QUEUE_BYTES, SinkSettings
 from midstream.errors import SpecError
 from midstream.sinks.base import Origin, Sink
 from midstream.sinks.kept_rows import KEPT, KeptRows
-from midstream.sinks.queue import SinkQueue
+from midstream.sinks.queue import QueueTimes, SinkQueue
 from midstream.sinks.registry import make_sink
 from midstream.spec import Capture, Plan
 from midstream.spec.attention import Attention
@@ -52,7 +52,7 @@ class SinkSet:
             for one, sink in made:
                 sink.open(origin)
                 self._sinks[one.name] = sink
-                self._queues[one.name] = SinkQueue(one.name, sink, one.queue_bytes)
+                self._queues[one.name] = SinkQueue(one.name, sink, one.queue_bytes, _times_of(one))
         except BaseException:
             self.close()
             raise
@@ -150,3 +150,7 @@ class SinkSet:
         """Write and flush all pending deliveries and close the sinks. Blocks until done."""
         for queue in list(self._queues.values()):
             queue.close()
+
+
+def _times_of(settings: SinkSettings) -> QueueTimes:
+    return QueueTimes(call=settings.call_seconds, close=settings.close_seconds)

@@ -1,0 +1,41 @@
+"""Work on several threads that do not keep a process alive if they hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_threads(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
+    """Return `work(item)` for each item, in order.
+
+    The interpreter joins the threads of a `ThreadPoolExecutor` when it exits, so that one which
+    waits for a file system that does not answer keeps the process from exiting. These are daemons.
+
+    Args:
+        work: is called on several threads.
+        items: the items.
+        threads: most threads.
+
+    Raises:
+        Exception: that of the first item whose work failed.
+    """
+    results: list[Future[R]] = [Future() for _ in items]
+    numbers = count()
+
+    def run() -> None:
+        while (number := next(numbers)) < len(items):
+            try:
+                results[number].set_result(work(items[number]))
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
+                results[number].set_exception(error)
+
+    for _ in range(min(threads, len(items))):
+        threading.Thread(target=run, name="midstream files", daemon=True).start()
+    return [one.result() for one in results]
