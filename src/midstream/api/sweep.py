@@ -159,11 +159,12 @@ async def run_async(
     """
     job = sweep.job
 
-    async def output_of(run: SweepRun) -> Any:
+    async def output_of(run: SweepRun, more: Mapping[str, Any]) -> Any:
         call = AsyncEngineCall(llm, only_front(front), _NOTHING)
         params = with_plan(sweep.params, CallPlan(run.plan, most_bytes=most_bytes))
         prompt = {"prompt_token_ids": list(run.token_ids)}
-        outputs = call.outputs(prompt, params, f"{RUN_ID}{uuid.uuid4().hex}", vllm_args)
+        args = {**vllm_args, **more}
+        outputs = call.outputs(prompt, params, f"{RUN_ID}{uuid.uuid4().hex}", args)
         return [output async for output in outputs][-1]
 
     if at_once is None:
