@@ -116,8 +116,14 @@ def run_offline(
         vllm_args: arguments of `vllm.LLM.generate`.
 
     Raises:
+        BusyError: another thread uses the engine, or it has requests that were queued before.
         ReceiptError: results differ from their plan.
     """
+    with front.use.whole_call():
+        return _run(llm, front, sweep, vllm_args)
+
+
+def _run(llm: VllmLLM, front: Any, sweep: PreparedSweep, vllm_args: Mapping[str, Any]) -> Sweep:
     job = sweep.job
     job.begin(_generate(llm, front, sweep, job.first_runs(), {**vllm_args, "use_tqdm": False}))
     runs = iter(job.runs())

@@ -125,6 +125,13 @@ class BaseFrontEnd:
         """Return whether a running request reads registered weights, (kind, name)."""
         return any(weights in need.weights for need in self._needs.values())
 
+    def claim(self) -> None:
+        """Check that the calling thread may add a request to the engine now.
+
+        Raises:
+            BusyError: another thread uses the engine, and only one may.
+        """
+
     def check_id(self, request_id: str) -> None:
         """Check that a request without a plan does not have the id of a running one with a plan.
 

@@ -16,6 +16,7 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd
 from midstream.runtime.frontend.conversations import first_of_conversation
 from midstream.runtime.frontend.engine_info import describe
+from midstream.runtime.frontend.engine_use import EngineUse
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.results.delivery import (
@@ -104,7 +105,11 @@ class _Fetch:
 
 
 class FrontEnd(BaseFrontEnd):
-    """The front end of an `LLMEngine`, for as long as the engine exists."""
+    """The front end of an `LLMEngine`, for as long as the engine exists.
+
+    Attributes:
+        use: which thread uses the engine.
+    """
 
     def __init__(self, engine: Any) -> None:
         """Create the front end.
@@ -115,6 +120,7 @@ class FrontEnd(BaseFrontEnd):
         self._rpc: Callable[..., list[object]] = engine.collective_rpc
         self._is_sleeping: Callable[[], bool] = engine.is_sleeping
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
+        self.use = EngineUse(self._has_unfinished)
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
         self.weights.write = self.changes.send = self._call
         self.directions.carry_out = lambda exchange: carry_out(exchange, self._call)
@@ -128,6 +134,9 @@ class FrontEnd(BaseFrontEnd):
         self._fetch: _Fetch | None = None
         self._streamer = StepRowStreamer(self.sinks, self._admission.release_rows, self._fetch_rows)
         self._controllers = StepControllers(self.changes, self._workers[0], self._call)
+
+    def claim(self) -> None:
+        self.use.claim()
 
     def check_id(self, request_id: str) -> None:
         if request_id in self._running:
@@ -348,11 +357,13 @@ class FrontEnd(BaseFrontEnd):
 
     def parameter(self, name: str) -> Tensor:
         """Return a parameter of the model; see `read_parameter` and `check_awake`."""
-        check_awake(self._is_sleeping())
-        return carry_out(read_parameter(name), self._call)
+        with self.use.call():
+            check_awake(self._is_sleeping())
+            return carry_out(read_parameter(name), self._call)
 
     def _call(self, request: RpcRequest[A]) -> list[A]:
-        return read_answers(request, self._rpc(RPC, args=arguments_of(request)))
+        with self.use.call():
+            return read_answers(request, self._rpc(RPC, args=arguments_of(request)))
 
 
 def _taken(request_id: str) -> SpecError:
