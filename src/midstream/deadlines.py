@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,6 +51,24 @@ async def within(
     if not done and (not task.done() or task.cancelled()):
         raise asyncio.TimeoutError
     return task.result()
+
+
+@asynccontextmanager
+async def locked(lock: asyncio.Lock, seconds: float) -> AsyncIterator[None]:
+    """Hold a lock while the context is open.
+
+    Args:
+        lock: the lock.
+        seconds: longest time to wait for it.
+
+    Raises:
+        asyncio.TimeoutError: it was not free in that time.
+    """
+    await within(seconds, lock.acquire(), lambda _: lock.release())
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _undo(undo: Callable[[T], object], task: asyncio.Future[T]) -> None:

@@ -55,6 +55,8 @@ def _command_line_enables() -> bool:
 def _file_enables(path: str) -> bool:
     """Return whether a YAML file of vLLM's options names midstream in those that can enable it."""
     try:
+        if not os.path.isfile(path):
+            return False  # vLLM alone may read a pipe
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
     except (OSError, ValueError):

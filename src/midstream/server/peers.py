@@ -19,6 +19,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from midstream.deadlines import locked
 from midstream.errors import HttpError
 from midstream.runtime.frontend.engine_info import FrontEnds
 from midstream.server.http_errors import send_error
@@ -180,8 +181,8 @@ class Peers:
         async def hold(message: Message) -> None:
             answer.append(message)
 
-        async with self._changing:
-            try:
+        try:
+            async with locked(self._changing, _SECONDS * len(self._others)):
                 self._check_all()
                 await app(scope, receive, hold)
                 if answer[0]["status"] < 300:
@@ -189,9 +190,9 @@ class Peers:
                         found = await self._ask(number, scope, scope["method"], "", body)
                         if found is None or found.status_code >= 300:
                             raise _gone()
-            except HttpError as error:
-                await send_error(error, send)
-                return
+        except (HttpError, asyncio.TimeoutError) as error:
+            await send_error(error if isinstance(error, HttpError) else _gone(), send)
+            return
         for message in answer:
             await send(message)
 

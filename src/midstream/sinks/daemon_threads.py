@@ -4,12 +4,41 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from itertools import count
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class ThreadCall(Generic[R]):
+    """A call that is made in a thread of its own, which may never return."""
+
+    def __init__(self, call: Callable[[], R]) -> None:
+        """Begin a call."""
+        self._call = call
+        self._result: Future[R] = Future()
+        threading.Thread(target=self._run, name="midstream call", daemon=True).start()
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether it has returned, or raised."""
+        return self._result.done()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it has returned or raised, for at most so long; return whether it has."""
+        return bool(wait((self._result,), seconds).done)
+
+    def result(self) -> R:
+        """Return what it returned, or raise what it raised; call it after `wait`."""
+        return self._result.result(0)
+
+    def _run(self) -> None:
+        try:
+            self._result.set_result(self._call())
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            self._result.set_exception(error)
 
 
 def in_threads(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:

@@ -139,6 +139,11 @@ class SinkQueue:
         self._append(_Entry(delivery, 0, self._times.patience))
 
     @property
+    def stalled(self) -> str:
+        """Why the sink takes nothing now; empty: it does."""
+        return self._stalled
+
+    @property
     def unwritten(self) -> int:
         """Bytes of deliveries whose result is pending."""
         return self._bound.used

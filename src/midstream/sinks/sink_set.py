@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from midstream.config.sinks import QUEUE_BYTES, SinkSettings
-from midstream.errors import SpecError
+from midstream.errors import BusyError, SpecError
 from midstream.sinks.base import Origin, Sink
+from midstream.sinks.daemon_threads import ThreadCall
 from midstream.sinks.kept_rows import KEPT, KeptRows
 from midstream.sinks.queue import QueueTimes, SinkQueue
 from midstream.sinks.registry import make_sink
@@ -15,6 +17,9 @@ from midstream.spec import Capture, Plan
 from midstream.spec.attention import Attention
 from midstream.spec.sink_target import MEMORY
 from midstream.validation import at, hint, listed, show
+
+CHECK_SECONDS = 5.0  # longest time of a sink's `check`
+_RETRY_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class SinkSet:
         self.captures: tuple[Capture, ...] = tuple(
             capture for one in settings for capture in one.captures
         )
+        self._hanging: dict[str, ThreadCall[None]] = {}  # are in `check`, by sink
         self._kept: KeptRows | None = None
         self._origin = origin
         made = [(one, make_sink(one)) for one in settings if one.name != MEMORY]
@@ -67,6 +73,7 @@ class SinkSet:
 
         Raises:
             SpecError: a sink is unknown, or cannot store rows under the capture's tag or id.
+            BusyError: a sink does not return from a call.
         """
         for index, (sink, tag, request_id) in enumerate(one.place for one in plan.captures):
             if sink == MEMORY:
@@ -94,7 +101,29 @@ class SinkSet:
                         "`output.attention`",
                     )
                 self.check_metadata(plan.captures[index])
-                found.check(tag, request_id)
+                self._check_answers(sink)
+                if type(found).check is not Sink.check:
+                    self._check_place(sink, partial(found.check, tag, request_id))
+
+    def _check_answers(self, name: str) -> None:
+        """Check that no call of a sink hangs.
+
+        Raises:
+            BusyError: one does.
+        """
+        why, hanging = self._queues[name].stalled, self._hanging.get(name)
+        if hanging is not None and not hanging.has_returned:
+            why = "check has not returned"
+        if why:
+            raise BusyError(f"the sink {show(name)} stores nothing now: {why}", _RETRY_SECONDS)
+
+    def _check_place(self, name: str, check: Callable[[], None]) -> None:
+        """Call a sink's `check`, in a thread of its own: its file system may not answer."""
+        call = ThreadCall(check)
+        if not call.wait(CHECK_SECONDS):
+            self._hanging[name] = call
+            self._check_answers(name)
+        call.result()
 
     def check_metadata(self, capture: Capture) -> None:
         """Check that the metadata of a capture have no key that its sink reserves.
