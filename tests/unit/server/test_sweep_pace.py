@@ -11,7 +11,7 @@ from unit.server.routes import test_fit
 from unit.server.routes.test_sweep import BODY, PATH
 
 from midstream.api.sweep_calls import Traffic
-from midstream.deadlines import end_tasks
+from midstream.deadlines import end_tasks, within
 from midstream.server import sweep_pace
 
 pytestmark = pytest.mark.anyio
@@ -131,10 +131,10 @@ async def test_traffic_that_never_ends_leaves_one_run_at_a_time_to_sweeps_and_fi
 
         engine.pause = pause
         if kind == "sweep":
-            answer = await client.post(PATH, json={**BODY, "layers": [1]})
+            answer = await within(30, client.post(PATH, json={**BODY, "layers": [1]}))
         else:
             engine.script = test_fit.script
-            answer = await client.post(test_fit.PATH, json=test_fit.BODY)
+            answer = await within(30, client.post(test_fit.PATH, json=test_fit.BODY))
         assert answer.status_code == 200
         assert most == 1
         # As an ordinary request: behind all others it would never be computed.

@@ -162,7 +162,7 @@ def test_a_thread_that_hangs_in_a_sink_does_not_keep_the_process_from_exiting(wr
         [sys.executable, "-c", HANGING.format(write=write)],
         capture_output=True,
         text=True,
-        timeout=10 * FOREVER,
+        timeout=2 * FOREVER,
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )
