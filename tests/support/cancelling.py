@@ -100,6 +100,25 @@ class Run:
     left: tuple[str, ...]
 
 
+def bounded(work: Coroutine[Any, Any, Any], patience: float = PATIENCE) -> Any:
+    """Run a coroutine that must end; return its result.
+
+    Not `asyncio.run`, which waits without limit for the tasks that it cancels at the end.
+    """
+
+    async def main() -> Any:
+        task = asyncio.ensure_future(work)
+        done, _ = await asyncio.wait((task,), timeout=patience)
+        assert done, "it never ended"
+        return task.result()
+
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(main())
+    finally:
+        loop.close()
+
+
 Scenario = Callable[[], Coroutine[Any, Any, Any]]
 
 

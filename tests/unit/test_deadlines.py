@@ -9,23 +9,11 @@ from contextlib import suppress
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from support.cancelling import every_run
+from support.cancelling import bounded, every_run
 
 from midstream.deadlines import all_of, end_tasks, within
 
 FOREVER = 30.0  # a test that takes so long has failed
-
-
-def bounded(work):
-    """Run a coroutine, which must end."""
-
-    async def main():
-        task = asyncio.ensure_future(work)
-        done, _ = await asyncio.wait((task,), timeout=FOREVER)
-        assert done, "it never ended"
-        return task.result()
-
-    return asyncio.run(main())
 
 
 async def turns(count):
@@ -112,7 +100,7 @@ def test_a_cancellation_is_never_lost_in_whatever_turn_of_the_loop_it_comes(
         assert task.cancelled()
         assert undone in ([], [5])
 
-    asyncio.run(main())
+    bounded(main(), 2 * FOREVER)
 
 
 def test_whoever_is_cancelled_at_any_await_ends_as_cancelled_and_leaves_no_lock_held():

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.cancelling import bounded
 from support.sinking import ORIGIN, Noting
 
 from midstream import Sweep, plugin
 from midstream.config.sinks import plain_sinks, read_sinks
-from midstream.deadlines import within
 from midstream.errors import BusyError, HttpError, MidstreamError, StoreError
 from midstream.fit import Directions
 from midstream.jobs import directory_lock
@@ -196,11 +196,11 @@ def test_a_peer_process_that_is_stopped_is_503_for_every_request_that_needs_it(m
             sent = []
             mine = peers.Peers(Path(folder), FrontEnds(2, 0))
             with pytest.raises(HttpError, match="does not answer"):
-                asyncio.run(within(FOREVER, each()))
-            asyncio.run(within(FOREVER, mine.refresh_metrics(scope)))
+                bounded(each())
+            bounded(mine.refresh_metrics(scope))
             with pytest.raises(HttpError, match="does not answer"):
                 ended(lambda: mine.read_rows(scope, "x"))
-            asyncio.run(within(FOREVER, change()))
+            bounded(change())
             assert sent[0]["status"] == 503
 
             async def one_after_the_other():
@@ -209,7 +209,7 @@ def test_a_peer_process_that_is_stopped_is_503_for_every_request_that_needs_it(m
                     await change()
 
             sent.clear()
-            asyncio.run(within(FOREVER, one_after_the_other()))
+            bounded(one_after_the_other())
             assert sent[0]["status"] == 503
 
 
@@ -241,7 +241,7 @@ def test_an_engine_that_answers_nothing_is_an_error_after_the_limit(monkeypatch)
     monkeypatch.setattr(replicas, "_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(replicas, "ANSWER_SECONDS", 0.05)
     with pytest.raises(BusyError, match="has not answered for 0.05 seconds"):
-        asyncio.run(within(FOREVER, replicas.call(SilentClient(), 0, ReadUsage())))
+        bounded(replicas.call(SilentClient(), 0, ReadUsage()))
 
 
 def test_whoever_waits_for_an_engine_that_answers_nothing_can_be_cancelled():
@@ -252,4 +252,4 @@ def test_whoever_waits_for_an_engine_that_answers_nothing_can_be_cancelled():
         await asyncio.wait((task,), timeout=FOREVER)
         assert task.cancelled()
 
-    asyncio.run(main())
+    bounded(main())
