@@ -79,7 +79,7 @@ DEADLINES: tuple[Fault, ...] = (
         "A thread that hangs in a sink keeps the process from exiting",
         "sinks/daemon_threads.py",
         'threading.Thread(target=run, name="midstream files", daemon=True)',
-        'threading.Thread(target=run, name="midstream files")',
+        'threading.Thread(target=run, name="midstream files", daemon=False)',
         _STALLED + "test_a_thread_that_hangs_in_a_sink_does_not_keep_the_process_from_exiting",
     ),
     Fault(
@@ -164,8 +164,8 @@ DEADLINES: tuple[Fault, ...] = (
     Fault(
         "A second thread adds a request to the engine that another one steps",
         "runtime/install.py",
-        "    front.claim()  # before vLLM knows the request\n",
-        "",
+        "        front.use.claim()  # before vLLM knows the request\n",
+        "        pass\n",
         "tests/engine/test_threads.py"
         "::test_while_a_call_runs_every_other_way_to_the_engine_is_refused_in_another_thread",
     ),

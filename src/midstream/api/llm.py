@@ -160,7 +160,8 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
                 quantised.
             BusyError: the engine sleeps.
         """
-        return cast(Tensor, self._front_end.parameter(name))
+        with self._front_end.use.call():
+            return cast(Tensor, self._front_end.parameter(name))
 
     def generate(
         self,
@@ -204,8 +205,7 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
             SpecError: an argument is malformed, or the plan cannot be carried out. Prompts of the
                 call that were queued already are aborted.
             ReceiptError: results differ from their plan; it has the call's `outputs`.
-            BusyError: another thread uses this LLM, which has one call at a time; or requests that
-                `enqueue` queued have not ended.
+            BusyError: another thread uses this LLM, or requests that were queued have not ended.
         """
         check_names("generate", vllm_args, VllmLLM.generate)
         arguments = CallArguments(capture, steer, edits, probes, controller)

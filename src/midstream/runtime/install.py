@@ -302,7 +302,8 @@ def _process(
         if is_enabled(processor.vllm_config.additional_config):
             plan_of(params)  # another key may ask for something
         return original(processor, request_id, prompt, params, *args, **kwargs)
-    front.claim()  # before vLLM knows the request
+    if front.use is not None:
+        front.use.claim()  # before vLLM knows the request
     plan = plan_of(params)
     if plan is None and not front.concerns(params):
         front.check_id(request_id)

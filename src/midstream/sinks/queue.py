@@ -13,9 +13,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from midstream.config.sinks import CALL_SECONDS, CLOSE_SECONDS
@@ -115,7 +116,7 @@ class SinkQueue:
         try:
             grant.result()
         except BaseException:
-            self._withdraw(grant, size)
+            self._bound.withdraw(grant, size)
             raise
         return self._append(_Entry(delivery, size, self._times.patience))
 
@@ -129,7 +130,7 @@ class SinkQueue:
         try:
             await asyncio.wrap_future(grant)
         except BaseException:
-            self._withdraw(grant, size)
+            self._bound.withdraw(grant, size)
             raise
         patience = self._sink.group_seconds if delivery.is_last else self._times.patience
         return self._append(_Entry(delivery, size, patience))
@@ -171,20 +172,16 @@ class SinkQueue:
             self._changed.notify()
         thread = self._thread
         assert thread is not None
-        assert self._watch is not None
         # The garbage collector may call this in any thread.
-        if threading.current_thread() in (thread, self._watch.thread):
+        if threading.current_thread() in (thread, self._watch and self._watch.thread):
             return
         until = time.monotonic() + self._times.close
         # The thread does not end while a call of the sink does not return.
         while thread.is_alive() and not self._stalled and time.monotonic() < until:
             thread.join(min(_LOOK_SECONDS, self._times.close))
         if thread.is_alive():
-            self._fail_all(
-                self._stalled
-                or "the sink was closed, and had not stored this after "
-                f"{self._times.close:g} s (its `close_seconds`)"
-            )
+            limit = f"{self._times.close:g} s (the sink's `close_seconds`)"
+            self._fail_all(self._stalled or f"it was closed, and not stored within {limit}")
 
     def _acquire(self, size: int) -> Future[None]:
         grant = self._bound.take(size)
@@ -192,11 +189,6 @@ class SinkQueue:
             with self._changed:
                 self._changed.notify()  # flushing the written deliveries frees capacity
         return grant
-
-    def _withdraw(self, grant: Future[None], size: int) -> None:
-        """Cancel or release a grant whose caller was interrupted."""
-        if not grant.cancel():
-            self._bound.give(size)
 
     def _append(self, entry: _Entry) -> Future[CaptureResult]:
         entry.done.set_running_or_notify_cancel()  # from now on it cannot be cancelled
@@ -223,10 +215,8 @@ class SinkQueue:
 
     def _stall(self, call: str) -> None:
         """Fail all deliveries, as a call of the sink takes too long."""
-        seconds = self._times.call
-        self._fail_all(
-            f"{call} has not returned for {seconds:g} s (the sink's `call_seconds`)", call
-        )
+        limit = f"{self._times.call:g} s (the sink's `call_seconds`)"
+        self._fail_all(f"{call} has not returned for {limit}", call)
 
     def _fail_all(self, why: str, call: str = "") -> None:
         """End all deliveries with an error.
@@ -243,10 +233,8 @@ class SinkQueue:
             lost = [*self._written, *([current] if current else ()), *queued]
             lost = [entry for entry in lost if not entry.is_reported]
         if lost or call:
-            size = sum(entry.size for entry in lost)
-            what = f"{len(lost)} deliveries of {size} bytes are not stored, or in part"
             more = "; until it returns no others are stored" if call else ""
-            _LOGGER.error("the sink %s: %s; %s%s", self.name, why, what, more)
+            _LOGGER.error("the sink %s: %s; %s%s", self.name, why, _amount(lost), more)
         for entry in lost:
             self._report(entry, CaptureResult("error", why))
 
@@ -314,7 +302,7 @@ class SinkQueue:
         self._unflushed += entry.size
 
     def _flush(self) -> None:
-        results, problem = self._call("flush", self._flushed)
+        results, problem = self._call("flush", partial(_flushed, self._sink))
         written, self._written = self._written, []
         self._unflushed = 0
         if results is not None and len(results) != len(written):
@@ -326,23 +314,6 @@ class SinkQueue:
                 entry.result = results[nth]
             self._report(entry, entry.result)
 
-    def _flushed(self) -> list[CaptureResult] | None:
-        """Flush the sink, and return what it returned.
-
-        Raises:
-            TypeError: that is something else than results.
-        """
-        given: Any = self._sink.flush()
-        if given is None:
-            return None
-        if isinstance(given, str) or not isinstance(given, Iterable):
-            raise TypeError(f"flush returned {kind(given)}; expected CaptureResults or None")
-        found = list(given)
-        for one in found:
-            if not isinstance(one, CaptureResult):
-                raise TypeError(f"flush returned a list with {kind(one)}; expected CaptureResults")
-        return found
-
     def _report(self, entry: _Entry, result: CaptureResult) -> None:
         with self._changed:
             if entry.is_reported:
@@ -350,6 +321,29 @@ class SinkQueue:
             entry.is_reported = True
         self._bound.give(entry.size)
         entry.done.set_result(result)
+
+
+def _amount(lost: Sequence[_Entry]) -> str:
+    size = sum(entry.size for entry in lost)
+    return f"{len(lost)} deliveries of {size} bytes are not stored, or in part"
+
+
+def _flushed(sink: Sink) -> list[CaptureResult] | None:
+    """Flush a sink, and return what it returned.
+
+    Raises:
+        TypeError: that is something else than results.
+    """
+    given: Any = sink.flush()
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"flush returned {kind(given)}; expected CaptureResults or None")
+    found = list(given)
+    for one in found:
+        if not isinstance(one, CaptureResult):
+            raise TypeError(f"flush returned a list with {kind(one)}; expected CaptureResults")
+    return found
 
 
 def _guarded(call: Callable[[], T]) -> tuple[T | None, str]:

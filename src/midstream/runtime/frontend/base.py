@@ -20,6 +20,7 @@ from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.conversations import Conversations
 from midstream.runtime.frontend.engine_info import EngineInfo
+from midstream.runtime.frontend.engine_use import EngineUse
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import (
@@ -54,6 +55,8 @@ from midstream.steering.tiers import Steering
 
 class BaseFrontEnd:
     """Validates the requests of one engine, and submits them when there is capacity."""
+
+    use: EngineUse | None = None  # by which thread; None: it does not matter
 
     def __init__(
         self,
@@ -124,13 +127,6 @@ class BaseFrontEnd:
     def _is_used(self, weights: tuple[str, str]) -> bool:
         """Return whether a running request reads registered weights, (kind, name)."""
         return any(weights in need.weights for need in self._needs.values())
-
-    def claim(self) -> None:
-        """Check that the calling thread may add a request to the engine now.
-
-        Raises:
-            BusyError: another thread uses the engine, and only one may.
-        """
 
     def check_id(self, request_id: str) -> None:
         """Check that a request without a plan does not have the id of a running one with a plan.

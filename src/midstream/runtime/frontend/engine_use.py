@@ -14,7 +14,7 @@ _RETRY_SECONDS = 1
 class EngineUse:
     """Lets one thread use an engine: the one that is in a call, or whose requests have not ended.
 
-    vLLM's offline engine has one loop, which returns what ends, whoever asked for it; with two
+    vLLM's offline engine has one loop, which returns what ends to the caller that runs it. With two
     threads, each gets outputs of the other, or waits for requests that the other took.
     """
 

@@ -105,11 +105,7 @@ class _Fetch:
 
 
 class FrontEnd(BaseFrontEnd):
-    """The front end of an `LLMEngine`, for as long as the engine exists.
-
-    Attributes:
-        use: which thread uses the engine.
-    """
+    """The front end of an `LLMEngine`, for as long as the engine exists. `use`: by which thread."""
 
     def __init__(self, engine: Any) -> None:
         """Create the front end.
@@ -118,25 +114,20 @@ class FrontEnd(BaseFrontEnd):
             engine: vLLM's LLMEngine.
         """
         self._rpc: Callable[..., list[object]] = engine.collective_rpc
-        self._is_sleeping: Callable[[], bool] = engine.is_sleeping
-        self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
-        self.use = EngineUse(self._has_unfinished)
+        self._has_unfinished, self._is_sleeping = engine.has_unfinished_requests, engine.is_sleeping
+        self.use: EngineUse = EngineUse(self._has_unfinished)
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
         self.weights.write = self.changes.send = self._call
         self.directions.carry_out = lambda exchange: carry_out(exchange, self._call)
         for message in from_settings((self.lenses, self.saes), engine.vllm_config):
             self._call(message)
         self._reporter, self._reports = ReceiptReporter(self._config), True
-        self._outputs = engine.output_processor
         self._running: dict[str, AdmittedRequest] = {}
         self._finished: list[_FinishedRequest] = []
-        self._start = start_rpc(engine)
+        self._outputs, self._start = engine.output_processor, start_rpc(engine)
         self._fetch: _Fetch | None = None
         self._streamer = StepRowStreamer(self.sinks, self._admission.release_rows, self._fetch_rows)
         self._controllers = StepControllers(self.changes, self._workers[0], self._call)
-
-    def claim(self) -> None:
-        self.use.claim()
 
     def check_id(self, request_id: str) -> None:
         if request_id in self._running:
@@ -357,9 +348,8 @@ class FrontEnd(BaseFrontEnd):
 
     def parameter(self, name: str) -> Tensor:
         """Return a parameter of the model; see `read_parameter` and `check_awake`."""
-        with self.use.call():
-            check_awake(self._is_sleeping())
-            return carry_out(read_parameter(name), self._call)
+        check_awake(self._is_sleeping())
+        return carry_out(read_parameter(name), self._call)
 
     def _call(self, request: RpcRequest[A]) -> list[A]:
         with self.use.call():
