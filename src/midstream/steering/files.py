@@ -146,6 +146,8 @@ def _check_kind(suffix: str) -> None:
 def _check_size(name: str) -> None:
     try:
         found = check_regular(name)
+    except IsADirectoryError:
+        raise SpecError("", "not a regular file") from None
     except ValueError as error:
         raise SpecError("", f"invalid file name: {error}") from None
     most = MAX_MATRIX_BYTES if name.lower().endswith(".safetensors") else MAX_FILE_BYTES
