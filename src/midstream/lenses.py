@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.validation import at, kind, read_int, read_json, show
+from midstream.validation import at, check_regular, kind, read_int, read_json, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,7 +184,7 @@ def load_lens(path: str | Path) -> LinearLens:
 
 def _read_config(path: Path) -> tuple[int, int]:
     """Return the number of layers, and the width."""
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
+    if check_regular(path).st_size > _MAX_CONFIG_BYTES:
         raise SpecError("", f"more than {_MAX_CONFIG_BYTES} bytes")
     found = read_json(path.read_bytes())
     if not isinstance(found, dict):
@@ -201,6 +201,7 @@ def _read_config(path: Path) -> tuple[int, int]:
 
 def _load(path: Path) -> dict[Any, Any]:
     """Return the content of a file of tensors."""
+    check_regular(path)
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file

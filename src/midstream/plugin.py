@@ -55,7 +55,9 @@ def _command_line_enables() -> bool:
 def _file_enables(path: str) -> bool:
     """Return whether a YAML file of vLLM's options names midstream in those that can enable it."""
     try:
-        with open(path, encoding="utf-8-sig") as file:  # it may begin with a byte order mark
+        if not os.path.isfile(path):
+            return False  # vLLM alone may read a pipe
+        with open(path, encoding="utf-8-sig") as file:  # may have a byte order mark
             lines = file.read().splitlines()
     except (OSError, ValueError):
         return False  # vLLM says what is wrong with it

@@ -8,10 +8,13 @@ what the caller wrote.
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import math
 import numbers
+import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard, TypeVar
@@ -33,6 +36,22 @@ _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 
 T = TypeVar("T")
 D = TypeVar("D")
+
+
+def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
+    """Return what is known of a file that is about to be read, after checking that it is one.
+
+    To open a named pipe waits for a writer, and a device may have no end.
+
+    Raises:
+        OSError: it does not exist, or is a folder, a pipe, a socket or a device.
+    """
+    found = os.stat(path)
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return found
 
 
 @contextmanager

@@ -284,36 +284,6 @@ CORE: tuple[Fault, ...] = (
         SYSTEM + "test_alongside_async.py::test_rows_past_a_stop_string_are_not_there",
     ),
     Fault(
-        "Rows are reported as stored before they are",
-        "sinks/queue.py",
-        "        self._written.append(entry)\n",
-        "        self._report(entry, entry.result)\n",
-        "tests/unit/sinks/test_queue.py::test_nothing_is_told_before_the_flush",
-    ),
-    Fault(
-        "A full sink loses rows",
-        "sinks/byte_budget.py",
-        "            if self._used and self._used + size > self._most and not grant.cancelled():\n",
-        "            if False:\n",
-        "tests/unit/sinks/test_queue.py"
-        "::test_a_slow_sink_makes_whoever_brings_more_wait_and_loses_nothing",
-    ),
-    Fault(
-        "A sink gets rows of captures with another destination",
-        "runtime/frontend/results/delivery.py",
-        "np.flatnonzero(np.isin(there.numpy(), selected))",
-        "np.arange(len(there))",
-        "tests/unit/runtime/frontend/results/test_delivery.py"
-        "::test_each_place_gets_the_rows_of_its_own_captures_and_no_others",
-    ),
-    Fault(
-        "A failing sink is not reported",
-        "runtime/frontend/results/delivery.py",
-        '            if result.status != "ok":\n',
-        "            if False:\n",
-        "tests/unit/runtime/frontend/results/test_delivery.py::test_two_sinks_at_once_each_say_what_became_of_theirs",
-    ),
-    Fault(
         "A row that was delivered during its request is delivered again at the end",
         "runtime/worker/collection.py",
         "            request.blocks = _since(request.streamed, blocks[request.serial])\n",
@@ -388,14 +358,6 @@ CORE: tuple[Fault, ...] = (
         "            request.data_parallel_rank = call.replica.number\n",
         "            pass\n",
         SYSTEM + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
-    ),
-    Fault(
-        "A link below a sink's root redirects a request's files",
-        "sinks/safe_paths.py",
-        "FOLDER | os.O_NOFOLLOW",
-        "FOLDER",
-        "tests/unit/sinks/test_files.py"
-        "::test_a_tag_that_is_a_link_is_refused_at_the_door_and_when_it_is_written",
     ),
     Fault(
         "A plan that was resolved for one prompt is used for a prompt of another length",

@@ -59,8 +59,8 @@ SWEEPS: tuple[Fault, ...] = (
     Fault(
         "Runs of sweeps start while an ordinary request waits for its first token",
         "server/sweep_pace.py",
-        "if now.starting or now.requests",
-        "if now.requests",
+        "return not now.starting and self.running",
+        "return self.running",
         "tests/unit/server/test_sweep_pace.py"
         "::test_an_ordinary_request_has_its_first_token_before_any_further_run_starts",
     ),

@@ -84,7 +84,8 @@ class FakeSweeps:
         self.vllm_args = vllm_args
         del given["most_bytes"]
 
-        async def output_of(run: SweepRun) -> Any:
+        async def output_of(run: SweepRun, more: Mapping[str, Any]) -> Any:
+            self.vllm_args = {**vllm_args, **more}
             name = f"{RUN_ID}{uuid.uuid4().hex}"
             params = FakeParams({"midstream": run.plan})
             # As the engine does it: past the `generate` that a server replaces.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -23,6 +22,7 @@ from midstream.api.last_token import (
     check_prompts,
     requests_of,
 )
+from midstream.deadlines import all_of
 from midstream.errors import MidstreamError, SpecError
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 from midstream.runtime.frontend.input_session import InputSession, with_call_plan
@@ -212,7 +212,7 @@ class AsyncEngineCall:
         wanted = requests_of(self._default, output, prompt, params, layers, length, generated)
         if wanted:
             ids = [f"{output.request_id}-last-{nth}" for nth in range(len(wanted))]
-            found = await asyncio.gather(*map(self._compute, wanted, ids))
+            found = await all_of(map(self._compute, wanted, ids))
             check_epoch(epoch, self._front)
             for one, last in zip(wanted, found, strict=True):
                 one.add(last)

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from midstream.deadlines import within
 from midstream.errors import ControllerError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controller_run import ControllerRun, check_beside
@@ -68,7 +69,7 @@ class ControlledRequest:
         """Wait for the answer of a call, and do what it asks for."""
         seconds = self._controlled.controller.seconds
         try:
-            answer = await asyncio.wait_for(asyncio.wrap_future(call), seconds)
+            answer = await within(seconds, asyncio.wrap_future(call))
             await self._change(self._controlled.asked(answer))
         except Exception as error:  # noqa: BLE001 - whatever it is, the policy decides
             if not self._controlled.is_over:

@@ -17,6 +17,8 @@ from midstream.spec.forms import PhaseLike, PositionsLike
 class Evaluations:
     """Methods of `LLM` that run several batches."""
 
+    _front_end: Any
+
     def score(
         self, texts: Any, prompts: Any = None, *, edits: Any = None, **vllm_args: Any
     ) -> list[TextScore]:
@@ -44,7 +46,8 @@ class Evaluations:
         for name in vllm_args:
             raise SpecError(name, "unknown argument; known: texts, prompts, edits")
         tokenizer: Callable[[], Any] = self.get_tokenizer  # type: ignore[attr-defined]
-        return run_steps(self, score_steps(tokenizer, texts, prompts, edits))
+        with self._front_end.use.whole_call():
+            return run_steps(self, score_steps(tokenizer, texts, prompts, edits))
 
     def tune(
         self,
@@ -90,7 +93,8 @@ class Evaluations:
             self, directions, prompts, layers, scales, guard, read_layer, effect, sampling_params,
             {"positions": positions, "phase": phase},
         )  # fmt: skip
-        return run_steps(self, tune_steps(request))
+        with self._front_end.use.whole_call():
+            return run_steps(self, tune_steps(request))
 
 
 class AsyncEvaluations:

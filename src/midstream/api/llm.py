@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -159,7 +160,8 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
                 quantised.
             BusyError: the engine sleeps.
         """
-        return cast(Tensor, self._front_end.parameter(name))
+        with self._front_end.use.call():
+            return cast(Tensor, self._front_end.parameter(name))
 
     def generate(
         self,
@@ -203,6 +205,7 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
             SpecError: an argument is malformed, or the plan cannot be carried out. Prompts of the
                 call that were queued already are aborted.
             ReceiptError: results differ from their plan; it has the call's `outputs`.
+            BusyError: another thread uses this LLM, or requests that were queued have not ended.
         """
         check_names("generate", vllm_args, VllmLLM.generate)
         arguments = CallArguments(capture, steer, edits, probes, controller)
@@ -262,7 +265,8 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
                 "select positions or phases would apply at other tokens; use llm.steering.clear(), "
                 "or edits of all positions"
             )
-        return super().beam_search(*args, **vllm_args)
+        with self._front_end.use.whole_call():
+            return super().beam_search(*args, **vllm_args)
 
     def enqueue(self, *args: Any, **vllm_args: Any) -> Any:
         """Queue prompts; see `vllm.LLM.enqueue`. Unsupported with `layers`."""
@@ -290,6 +294,25 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
 
     def _call(self, arguments: CallArguments, prompts: Sequence[Any]) -> OfflineCall:
         return OfflineCall(self, self._front_end, self._default_capture, arguments, prompts)
+
+
+def _of_one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of vLLM's that calls the engine, refused while another thread uses it."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **vllm_args: Any) -> Any:
+        with self._front_end.use.call():
+            return method(self, *args, **vllm_args)
+
+    return run
+
+
+# Those that add requests or step the engine are refused there.
+for _name in (
+    "collective_rpc", "apply_model", "sleep", "wake_up", "reset_prefix_cache", "reset_mm_cache",
+    "start_profile", "stop_profile",
+):  # fmt: skip
+    setattr(LLM, _name, _of_one_thread(getattr(VllmLLM, _name)))
 
 
 def _plans_of_chats(

@@ -107,7 +107,17 @@ class OfflineCall:
         Args:
             work: calls vLLM.
             params: what `with_plans` returned.
+
+        Raises:
+            BusyError: another thread uses the engine, or it has requests that were queued before.
         """
+        # Outside of the rest: the ids counted there are of this call alone.
+        with self._front_end.use.whole_call():
+            return self._run(work, params)
+
+    def _run(
+        self, work: Callable[[], list[RequestOutput]], params: Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
         llm, front = self._llm, self._front_end
         before = llm.request_counter.counter
         try:

@@ -116,8 +116,14 @@ def run_offline(
         vllm_args: arguments of `vllm.LLM.generate`.
 
     Raises:
+        BusyError: another thread uses the engine, or it has requests that were queued before.
         ReceiptError: results differ from their plan.
     """
+    with front.use.whole_call():
+        return _run(llm, front, sweep, vllm_args)
+
+
+def _run(llm: VllmLLM, front: Any, sweep: PreparedSweep, vllm_args: Mapping[str, Any]) -> Sweep:
     job = sweep.job
     job.begin(_generate(llm, front, sweep, job.first_runs(), {**vllm_args, "use_tqdm": False}))
     runs = iter(job.runs())
@@ -159,11 +165,12 @@ async def run_async(
     """
     job = sweep.job
 
-    async def output_of(run: SweepRun) -> Any:
+    async def output_of(run: SweepRun, more: Mapping[str, Any]) -> Any:
         call = AsyncEngineCall(llm, only_front(front), _NOTHING)
         params = with_plan(sweep.params, CallPlan(run.plan, most_bytes=most_bytes))
         prompt = {"prompt_token_ids": list(run.token_ids)}
-        outputs = call.outputs(prompt, params, f"{RUN_ID}{uuid.uuid4().hex}", vllm_args)
+        args = {**vllm_args, **more}
+        outputs = call.outputs(prompt, params, f"{RUN_ID}{uuid.uuid4().hex}", args)
         return [output async for output in outputs][-1]
 
     if at_once is None:

@@ -26,9 +26,10 @@ class Updates:
             edits, scale: see `AsyncLLM.update`.
 
         Raises:
-            SpecError, BusyError: see `AsyncLLM.update`.
+            SpecError, BusyError: see `AsyncLLM.update`. BusyError: another thread uses the engine.
         """
-        found: PlanUpdate = self._front_end.changes.update(request_id, edits, scale)
+        with self._front_end.use.call():
+            found: PlanUpdate = self._front_end.changes.update(request_id, edits, scale)
         return found
 
 

@@ -36,6 +36,8 @@ class HttpSettings:
             sweep, waits for a client that reads nothing of it; then the request ends.
         sweep_cells: maximum number of cells of a sweep.
         running_sweeps: maximum number of sweeps and fits at the same time.
+        sweep_wait_seconds: longest time in seconds that a run of a sweep or fit waits for ordinary
+            requests, if no other run is under way.
         fit_prompts: maximum number of prompts of a fit, of both classes together.
         parameters: names of the model's parameters that clients may read, such as
             `lm_head.weight`. Embeddings, norms and the head are possible, the decoder layers are
@@ -60,6 +62,7 @@ class HttpSettings:
     stall_seconds: int = 30
     sweep_cells: int = 1 << 16
     running_sweeps: int = 4
+    sweep_wait_seconds: int = 1
     fit_prompts: int = 4096
     parameters: tuple[str, ...] = ()
     log: str = "text"

@@ -5,8 +5,9 @@
 - `{"mine": "package.module:Class"}` or `{"mine": {"class": "package.module:Class", …}}` for a sink
   class by its path, and `{"mine": MySink(…)}` or `{"mine": {"instance": MySink(…), …}}` for a sink
   of the caller's process;
-- besides the sink's own settings, `capture`, a capture or list of captures for every request, and
-  `queue_bytes`, the limit of bytes that wait for the sink.
+- besides the sink's own settings, `capture`, a capture or list of captures for every request,
+  `queue_bytes`, the limit of bytes that wait for the sink, `call_seconds`, the longest time of a
+  write or flush, and `close_seconds`, that of writing what is queued when the engine is closed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from typing import Any
 from midstream.config.reader import check_mapping, read_count
 from midstream.errors import ConfigError, SpecError
 from midstream.spec.capture import Capture
+from midstream.spec.controller import read_seconds
 from midstream.spec.sink_target import MEMORY, read_name
 
 # Half of it is flushed at once, which makes one shard of about the default size.
 QUEUE_BYTES = 480 << 20
+CALL_SECONDS = 120.0
+CLOSE_SECONDS = 300.0
 
 _PATH = "midstream.sinks"
 # A comma separates settings only if another `name=` follows.
@@ -42,6 +46,8 @@ class SinkSettings:
         own: keyword arguments of its constructor.
         captures: captures of every request for this sink.
         queue_bytes: limit for rows that wait to be written or flushed, in bytes.
+        call_seconds: longest time of one call of the sink: a write, a flush, or its close.
+        close_seconds: longest time in which what is queued is written when the engine is closed.
         class_path: `package.module:Class`; empty: the class is found by the name.
         instance: the sink itself; None: it is made from its class.
     """
@@ -50,6 +56,8 @@ class SinkSettings:
     own: Mapping[str, Any]
     captures: tuple[Capture, ...]
     queue_bytes: int = QUEUE_BYTES
+    call_seconds: float = CALL_SECONDS
+    close_seconds: float = CLOSE_SECONDS
     class_path: str = ""
     instance: object = None
 
@@ -158,6 +166,8 @@ def _read(name: str, settings: Mapping[str, Any]) -> SinkSettings:
     given = own.pop("capture", None)
     queue_bytes = own.pop("queue_bytes", QUEUE_BYTES)
     read_count(f"{_PATH}.{name}.queue_bytes", queue_bytes)
+    call_seconds = _pop_seconds(name, own, "call_seconds", CALL_SECONDS)
+    close_seconds = _pop_seconds(name, own, "close_seconds", CLOSE_SECONDS)
     parts = [] if given is None else given if isinstance(given, list) else [given]
     captures = []
     for nth, part in enumerate(parts):
@@ -181,7 +191,24 @@ def _read(name: str, settings: Mapping[str, Any]) -> SinkSettings:
             f"{_PATH}.{name}.instance: expected a sink that was made in this process, got {token!r}"
         )
     instance = _INSTANCES.get(token)
-    return SinkSettings(name, own, tuple(captures), queue_bytes, class_path, instance)
+    return SinkSettings(
+        name,
+        own,
+        tuple(captures),
+        queue_bytes,
+        call_seconds,
+        close_seconds,
+        class_path,
+        instance,
+    )
+
+
+def _pop_seconds(name: str, own: dict[str, Any], setting: str, default: float) -> float:
+    """Take a time limit out of a sink's settings."""
+    try:
+        return read_seconds(own.pop(setting, default))
+    except SpecError as error:
+        raise ConfigError(f"{_PATH}.{name}.{error.under(setting)}") from None
 
 
 def _read_capture(name: str, place: str, value: object) -> Capture:

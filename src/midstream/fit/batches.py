@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
+from midstream.deadlines import all_of
 from midstream.errors import SpecError
 from midstream.fit.prompts import (
     CapturedClass,
@@ -73,16 +73,10 @@ async def run_steps_async(llm: Any, steps: Steps[Result]) -> Result:
             columns = [
                 _each(name, getattr(batch, name), count) for name in ("capture", "edits", "probes")
             ]
-            tasks = [
-                asyncio.ensure_future(_last(llm, ids, params, *row))
+            outputs = await all_of(
+                _last(llm, ids, params, *row)
                 for ids, params, *row in zip(batch.prompts, batch.params, *columns, strict=True)
-            ]
-            try:
-                outputs = list(await asyncio.gather(*tasks))
-            finally:
-                # After an error, so that no request of the batch stays.
-                for task in tasks:
-                    task.cancel()
+            )
             batch = steps.send(outputs)
     except StopIteration as end:
         found: Result = end.value

@@ -114,10 +114,8 @@ def join_writers(job: Job, marker: str) -> None:
             f"{job.out}: on {os.uname().nodename} this path is not the job's directory; use a "
             "directory that all machines share, or s3://…"
         )
-    try:
-        fcntl.lockf(file, fcntl.LOCK_SH)
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}") from None
+    if not _lock_within(file, fcntl.LOCK_SH):
+        raise StoreError(f"{path}: another process has held its lock for {PATIENCE:g} seconds")
 
 
 def _wait_for_writers(root: str) -> None:
@@ -133,21 +131,27 @@ def _wait_for_writers(root: str) -> None:
         return
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}") from None
-    give_up = time.monotonic() + PATIENCE
     try:
-        while True:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
-                if time.monotonic() > give_up:
-                    raise StoreError(
-                        f"{root}: processes of a job that has ended still write into it; end them "
-                        "first"
-                    ) from None
-            time.sleep(_POLL_SECONDS)
+        if not _lock_within(file, fcntl.LOCK_EX):
+            raise StoreError(
+                f"{root}: processes of a job that has ended still write into it; end them first"
+            )
     finally:
         os.close(file)
+
+
+def _lock_within(file: int, how: int) -> bool:
+    """Lock a file; return False if others have held its lock for `PATIENCE` seconds."""
+    give_up = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.lockf(file, how | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > give_up:
+                return False
+        else:
+            return True
+        time.sleep(_POLL_SECONDS)
 
 
 @contextmanager

@@ -17,9 +17,12 @@ from midstream.jobs.request_ids import LINE, TERMS
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Origin
 from midstream.sinks.delivery import DeliverySource
-from midstream.sinks.queue import SinkQueue
+from midstream.sinks.queue import QueueTimes, SinkQueue
 from midstream.sinks.store_sink import StoreSink
 from midstream.sites import Tap
+
+# A job writes whole shards, and has no other purpose than that they are stored.
+_CALL_SECONDS, _CLOSE_SECONDS = 600.0, 3600.0
 
 
 class StoreWriter:
@@ -41,7 +44,9 @@ class StoreWriter:
         """
         sink = StoreSink(job.out, prompts=job.keep_prompts)
         sink.open(origin)
-        self._queue = SinkQueue("store", sink, QUEUE_BYTES, job.flush_seconds)
+        self._queue = SinkQueue(
+            "store", sink, QUEUE_BYTES, QueueTimes(job.flush_seconds, _CALL_SECONDS, _CLOSE_SECONDS)
+        )
         self._pending: deque[Future[CaptureResult]] = deque()
         self._tag, self._plan, self._terms = job.tag, job.plan, job.terms
         self._origin, self._codec = origin, parse_codec(job.codec)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from midstream.errors import SpecError
-from midstream.validation import BYTE_ORDER_MARK, kind, read_fields, read_json
+from midstream.validation import BYTE_ORDER_MARK, check_regular, kind, read_fields, read_json
 
 LEAST_PAIRS = 2
 MOST_BYTES = 64 << 20
@@ -103,7 +103,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 def _all_lines(path: Path) -> Sequence[str]:
     """Return the lines of a file of UTF-8; only a line feed ends one."""
     try:
-        size = path.stat().st_size
+        size = check_regular(path).st_size
         if size > MOST_BYTES:
             raise SpecError(str(path), f"{size} bytes, and at most {MOST_BYTES} are read")
         data = path.read_bytes()

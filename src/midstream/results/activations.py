@@ -32,7 +32,7 @@ from midstream.results.rows_file import (
     widths_of,
 )
 from midstream.sites import Tap
-from midstream.validation import as_number, hint, is_int
+from midstream.validation import as_number, check_regular, hint, is_int
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -260,6 +260,7 @@ class Activations:
             SpecError: it is not such a file.
             OSError: it cannot be read.
         """
+        check_regular(path)
         return Activations(*read_rows_file(Path(path).read_bytes()))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -215,18 +215,22 @@ def _engine_init(
 
 
 def _engine_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    outputs = original(engine, *args, **kwargs)
     front = front_end(engine)
-    return outputs if front is None else front.after_step(outputs)
+    if front is None:
+        return original(engine, *args, **kwargs)
+    with front.use.call():
+        return front.after_step(original(engine, *args, **kwargs))
 
 
 def _engine_abort(
     original: Callable[..., Any], engine: Any, request_ids: Any, *args: Any, **kwargs: Any
 ) -> Any:
     asked = list(request_ids)
-    out = original(engine, asked, *args, **kwargs)
     front = front_end(engine)
-    if front is not None:
+    if front is None:
+        return original(engine, asked, *args, **kwargs)
+    with front.use.call():
+        out = original(engine, asked, *args, **kwargs)
         front.after_abort(asked, engine.output_processor.external_req_ids)
     return out
 
@@ -298,6 +302,8 @@ def _process(
         if is_enabled(processor.vllm_config.additional_config):
             plan_of(params)  # another key may ask for something
         return original(processor, request_id, prompt, params, *args, **kwargs)
+    if front.use is not None:
+        front.use.claim()  # before vLLM knows the request
     plan = plan_of(params)
     if plan is None and not front.concerns(params):
         front.check_id(request_id)

@@ -19,7 +19,7 @@ from midstream.sae.saelens import (
     read_weights,
 )
 from midstream.sae.tensors import Arrays, check_names, has_threshold, reduced
-from midstream.validation import at, kind, listed, read_float32, show
+from midstream.validation import at, check_regular, kind, listed, read_float32, show
 
 # The file of Gemma Scope.
 _PARAMS = "params.npz"
@@ -155,6 +155,7 @@ def _gemma_scope(path: Path, subtract: bool | None, scale: float | None) -> dict
 
     with at(str(path)):
         try:
+            check_regular(path)
             with np.load(path, allow_pickle=False) as file:
                 check_names(list(file.files), "jumprelu")
                 tensors = {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
 from midstream.sae.tensors import ARCHITECTURES, Arrays, check_names, check_shapes
-from midstream.validation import at, kind, listed, read_int, read_json, show
+from midstream.validation import at, check_regular, kind, listed, read_int, read_json, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,7 @@ def read_config(path: Path) -> SaeConfig:
             the field's.
         OSError: the file cannot be read.
     """
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
+    if check_regular(path).st_size > _MAX_CONFIG_BYTES:
         raise SpecError("", f"not a SAELens configuration: more than {_MAX_CONFIG_BYTES} bytes")
     return config_of(read_json(path.read_bytes()))
 
@@ -168,6 +168,7 @@ def read_weights(path: Path, config: SaeConfig | None) -> dict[str, Tensor]:
     """
     from safetensors import SafetensorError, safe_open
 
+    check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             check_names(list(file.keys()), None if config is None else config.architecture)

@@ -19,6 +19,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from midstream.deadlines import locked
 from midstream.errors import HttpError
 from midstream.runtime.frontend.engine_info import FrontEnds
 from midstream.server.http_errors import send_error
@@ -188,8 +189,8 @@ class Peers:
         async def hold(message: Message) -> None:
             answer.append(message)
 
-        async with self._changing:
-            try:
+        try:
+            async with locked(self._changing, _SECONDS * len(self._others)):
                 self._check_all()
                 await app(scope, receive, hold)
                 if answer[0]["status"] < 300:
@@ -197,9 +198,13 @@ class Peers:
                         found = await self._ask(number, scope, scope["method"], "", body)
                         if found is not None and found.status_code >= 300:
                             raise rejection(found, "; other processes have the change: repeat it")
-            except HttpError as error:
-                await send_error(error, send)
-                return
+        except HttpError as error:
+            await send_error(error, send)
+            return
+        except asyncio.TimeoutError:
+            why = "changes of other clients have not ended in time; try again later"
+            await send_error(HttpError(503, why, retry_after=_RETRY_SECONDS), send)
+            return
         for message in answer:
             await send(message)
 

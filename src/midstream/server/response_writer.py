@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Send
 
 from midstream.config.config import KEY
+from midstream.deadlines import within
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import DONE, Event, Events
 from midstream.server.base64_text import dump
@@ -184,7 +185,7 @@ class ResponseWriter:
             if start is not None:
                 await self._send(start)
             message = {"type": "http.response.body", "body": body, "more_body": more}
-            await asyncio.wait_for(self._send(message), seconds)
+            await within(seconds, self._send(message))
         except asyncio.TimeoutError:
             self._is_done = self.is_stalled = True
             raise

@@ -15,7 +15,6 @@ from midstream.runtime.frontend.request.prompt.tokenized import tokenize
 from midstream.server import audit_log
 from midstream.server.fit_body import FitBody
 from midstream.server.server import Server
-from midstream.server.sweep_pace import PRIORITY
 from midstream.spec.capture import Capture
 from midstream.sweep.async_run import RUN_ID
 from midstream.validation import at, is_int
@@ -66,7 +65,7 @@ class _YieldingEngine:
     ) -> AsyncGenerator[Any, None]:
         """Yield the outputs of `AsyncLLM.generate`, once it is this request's turn."""
         llm = self._server.llm
-        async with self._server.sweeps.turn(llm.traffic, self._by_priority):
+        async with self._server.sweeps.turn(llm.traffic, self._by_priority) as more:
             outputs = llm.generate(
                 prompt,
                 params,
@@ -75,7 +74,7 @@ class _YieldingEngine:
                 edits=edits,
                 probes=probes,
                 lora_request=self._lora_request,
-                priority=PRIORITY if self._by_priority else 0,
+                **more,
             )
             async for output in outputs:
                 yield output

@@ -13,13 +13,14 @@ from typing import Any
 
 from starlette.types import Scope
 
+from midstream.deadlines import end_tasks
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import Event
 from midstream.runtime.frontend.request.prompt.tokenized import is_chat
 from midstream.server import audit_log
 from midstream.server.server import Server, rows_for
 from midstream.server.sweep_body import SweepBody
-from midstream.server.sweep_pace import PRIORITY, runs_at_once
+from midstream.server.sweep_pace import runs_at_once
 from midstream.sweep import Sweep
 from midstream.sweep.cells import SweepCell
 from midstream.sweep.job import SweepJob
@@ -114,8 +115,7 @@ class ServedSweep:
             status = "ok"
             yield [event_of("result", self._result(self.sweep))]
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            await end_tasks((work,))
             self.server.metrics.count_sweep(status, self.cells)
             seconds = round(time.monotonic() - began, 3)
             audit_log.log_event(
@@ -145,7 +145,7 @@ class ServedSweep:
 
         found: Sweep = await llm.run_sweep(
             self.prepared,
-            {"lora_request": self.lora_request, "priority": PRIORITY if by_priority else 0},
+            {"lora_request": self.lora_request},
             on_start=on_start,
             on_cell=on_cell,
             turn=partial(server.sweeps.turn, llm.traffic, by_priority),

@@ -93,7 +93,7 @@ class Server:
         self._template: dict[str, Any] = {}
         self.open_requests = OpenRequests()
         self.running = RunningRequests()
-        self.sweeps = SweepPace(settings.running_sweeps)
+        self.sweeps = SweepPace(settings.running_sweeps, settings.sweep_wait_seconds)
 
     async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
         """Connect the engine.

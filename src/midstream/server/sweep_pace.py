@@ -1,12 +1,20 @@
-"""When the runs of sweeps may start: ordinary requests go first."""
+"""When the runs of sweeps and fits may start: ordinary requests go first, for a limited time.
+
+A run waits for ordinary requests for at most the setting `http.sweep_wait_seconds`. Then it starts
+like an ordinary request, if no other run is under way: however many requests others send, one seat
+of the engine is left for sweeps from time to time.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
 
 from midstream.api.sweep_calls import Traffic
+from midstream.deadlines import within
 from midstream.errors import HttpError
 
 # vLLM's scheduler computes requests with a larger number later; ordinary requests have 0, or what
@@ -24,15 +32,18 @@ class SweepPace:
     Attributes:
         sweeps: number of sweeps and fits that have begun and not ended.
         running: number of runs that have had their turn and not ended.
+        wait_seconds: how long the run that has the next turn waits for ordinary requests.
     """
 
-    def __init__(self, most_sweeps: int) -> None:
+    def __init__(self, most_sweeps: int, wait_seconds: float) -> None:
         """Create it.
 
         Args:
             most_sweeps: most sweeps at the same time.
+            wait_seconds: how long a run waits for ordinary requests.
         """
         self._most = most_sweeps
+        self.wait_seconds = wait_seconds
         self.sweeps = 0
         self.running = 0
         self._first = asyncio.Lock()  # held by the run that has the next turn; others queue
@@ -59,40 +70,45 @@ class SweepPace:
             self.sweeps -= 1
 
     @asynccontextmanager
-    async def turn(self, traffic: Callable[[], Traffic], by_priority: bool) -> AsyncIterator[None]:
+    async def turn(
+        self, traffic: Callable[[], Traffic], by_priority: bool
+    ) -> AsyncIterator[Mapping[str, Any]]:
         """Wait until a run may start, and count it within the context.
 
-        If the scheduler goes by priorities, a run starts if the engine has a seat for it, as the
-        scheduler takes care of the rest. Otherwise sweeps have a quarter of the seats, and no run
-        starts while an ordinary request has no token yet, or while ordinary requests would take all
-        seats. In either case none starts while requests wait for capacity for their plans.
+        No run starts while requests wait for capacity for their plans, or while ordinary requests
+        would take all seats. If the scheduler goes by priorities, it takes care of the rest.
+        Otherwise sweeps have a quarter of the seats, and no run starts while an ordinary request
+        has no token yet. All this holds for `wait_seconds`: then the run starts once no other is
+        under way.
 
         Args:
             traffic: returns what the engine does.
             by_priority: whether the scheduler goes by the priorities of requests.
+
+        Yields:
+            Arguments of vLLM's `generate` for the run: its priority.
         """
         async with self._first:
-            while not self._is_free(traffic(), by_priority):
+            until = time.monotonic() + self.wait_seconds
+            while not (is_free := self._is_free(traffic(), by_priority)):
+                if not self.running and time.monotonic() >= until:
+                    break
                 self._ended.clear()
-                try:
-                    await asyncio.wait_for(self._ended.wait(), _LOOK_SECONDS)
-                except asyncio.TimeoutError:
-                    continue
+                with suppress(asyncio.TimeoutError):
+                    await within(_LOOK_SECONDS, self._ended.wait())
             self.running += 1
         try:
-            yield
+            yield {"priority": PRIORITY if by_priority and is_free else 0}
         finally:
             self.running -= 1
             self._ended.set()
 
     def _is_free(self, now: Traffic, by_priority: bool) -> bool:
-        if now.waiting:
+        if now.waiting or now.requests + self.running >= now.seats:
             return False
         if by_priority:
-            return self.running < now.seats
-        if now.starting or now.requests + self.running >= now.seats:
-            return False
-        return self.running < max(1, now.seats // _SEATS)
+            return True
+        return not now.starting and self.running < max(1, now.seats // _SEATS)
 
 
 def runs_at_once(seats: int, step_tokens: int, length: int, by_priority: bool) -> int:

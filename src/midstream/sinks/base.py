@@ -156,7 +156,8 @@ class Sink(ABC):
     def check(self, tag: str, request_id: str) -> None:
         """Check whether rows can be stored under a caller's tag and id; both may be empty.
 
-        Called during request validation, on the thread that steps the engine: it must be quick.
+        Called during request validation, in a thread of its own, for at most a few seconds: it must
+        be quick.
 
         Raises:
             SpecError: they cannot; the path is "tag" or "request_id".

@@ -43,6 +43,11 @@ class ByteBudget:
             self._used -= size
             self._admit()
 
+    def withdraw(self, grant: Future[None], size: int) -> None:
+        """Cancel or release a grant whose caller was interrupted."""
+        if not grant.cancel():
+            self.give(size)
+
     def _admit(self) -> None:
         while self._waiting:
             size, grant = self._waiting[0]

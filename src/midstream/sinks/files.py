@@ -18,7 +18,6 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +27,7 @@ import numpy as np
 from midstream.errors import ExistsError, SpecError
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Origin, Sink
+from midstream.sinks.daemon_threads import in_threads
 from midstream.sinks.manifest import VERSION, manifest_of
 from midstream.sinks.name_claims import NameClaims
 from midstream.sinks.npz_arrays import Arrays, arrays_of, arrays_of_attention, described, forms
@@ -289,9 +289,8 @@ class FileSink(Sink):
             return ""
 
         distinct = list(dict.fromkeys(files))
-        with ThreadPoolExecutor(_SYNC_THREADS) as pool:
-            results = zip(distinct, pool.map(sync, distinct), strict=True)
-            return {folders: problem for (folders, _), problem in results if problem}
+        results = zip(distinct, in_threads(sync, distinct, _SYNC_THREADS), strict=True)
+        return {folders: problem for (folders, _), problem in results if problem}
 
     def _move(self, folder: _Folder) -> str:
         """Rename a folder to its final name; return the error message, or an empty string."""

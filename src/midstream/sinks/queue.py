@@ -1,4 +1,9 @@
-"""Delivery queue of one sink, with a thread that writes, flushes and reports results."""
+"""Delivery queue of one sink, with a thread that writes, flushes and reports results.
+
+A sink is code of others on a file system of others, so that any call of it may never return. Each
+has a time limit: after it, all that the sink was given ends with an error, and so does what comes
+until the call returns.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,17 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+from midstream.config.sinks import CALL_SECONDS, CLOSE_SECONDS
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Sink
 from midstream.sinks.byte_budget import ByteBudget
+from midstream.sinks.call_watch import CallWatch
 from midstream.validation import kind
 
 _LOGGER = logging.getLogger(__name__)
@@ -25,6 +33,7 @@ PATIENCE = 2.0
 
 T = TypeVar("T")
 _FOREVER = float("inf")
+_LOOK_SECONDS = 0.1  # interval of looks at a sink that is being closed
 
 
 @dataclass(slots=True)
@@ -37,6 +46,7 @@ class _Entry:
         patience: seconds after the write by which it must be flushed.
         done: future of the result.
         result: result of the write.
+        is_reported: whether the result was reported.
     """
 
     delivery: Delivery | None
@@ -44,6 +54,22 @@ class _Entry:
     patience: float
     done: Future[CaptureResult] = field(default_factory=Future)
     result: CaptureResult = field(default_factory=CaptureResult)
+    is_reported: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueueTimes:
+    """Times of one sink's queue, in seconds.
+
+    Attributes:
+        patience: maximum wait of a delivery for its flush.
+        call: maximum time of one call of the sink: a write, a flush, or its close.
+        close: maximum time in which what is queued is written when the queue is closed.
+    """
+
+    patience: float = PATIENCE
+    call: float = CALL_SECONDS
+    close: float = CLOSE_SECONDS
 
 
 class SinkQueue:
@@ -53,17 +79,19 @@ class SinkQueue:
     or when the queue is drained.
     """
 
-    def __init__(self, name: str, sink: Sink, most_bytes: int, patience: float = PATIENCE) -> None:
+    def __init__(
+        self, name: str, sink: Sink, most_bytes: int, times: QueueTimes | None = None
+    ) -> None:
         """Args:
         name: name of the sink.
         sink: the sink, opened.
         most_bytes: limit for deliveries whose result is pending, in bytes.
-        patience: maximum wait of a delivery for its flush, in seconds.
+        times: its times; None: the defaults.
         """
         self.name = name
         self._sink = sink
         self._most = most_bytes
-        self._patience = patience
+        self._times = times or QueueTimes()
         self._bound = ByteBudget(most_bytes)
         self._queue: deque[_Entry] = deque()
         self._written: list[_Entry] = []
@@ -71,6 +99,9 @@ class SinkQueue:
         self._due = 0.0  # monotonic time at which they must be flushed
         self._draining = False
         self._closing = False
+        self._current: _Entry | None = None  # is being written
+        self._stalled = ""  # why the sink takes nothing: a call of it that has not returned
+        self._watch: CallWatch | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -85,9 +116,9 @@ class SinkQueue:
         try:
             grant.result()
         except BaseException:
-            self._withdraw(grant, size)
+            self._bound.withdraw(grant, size)
             raise
-        return self._append(_Entry(delivery, size, self._patience))
+        return self._append(_Entry(delivery, size, self._times.patience))
 
     async def put_soon(self, delivery: Delivery, size: int) -> Future[CaptureResult]:
         """Queue a delivery as `put` does, for an event loop.
@@ -99,14 +130,19 @@ class SinkQueue:
         try:
             await asyncio.wrap_future(grant)
         except BaseException:
-            self._withdraw(grant, size)
+            self._bound.withdraw(grant, size)
             raise
-        patience = self._sink.group_seconds if delivery.is_last else self._patience
+        patience = self._sink.group_seconds if delivery.is_last else self._times.patience
         return self._append(_Entry(delivery, size, patience))
 
     def put_empty(self, delivery: Delivery) -> None:
         """Queue a delivery without rows, which uses no capacity and whose result is discarded."""
-        self._append(_Entry(delivery, 0, self._patience))
+        self._append(_Entry(delivery, 0, self._times.patience))
+
+    @property
+    def stalled(self) -> str:
+        """Why the sink takes nothing now; empty: it does."""
+        return self._stalled
 
     @property
     def unwritten(self) -> int:
@@ -120,7 +156,8 @@ class SinkQueue:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write and flush all queued deliveries and close the sink. Blocks until done.
+        """Write and flush all queued deliveries and close the sink. Blocks until done, or for the
+        time that the queue has for it: what is left then fails, and the log says how much.
 
         Does nothing in a forked process, because the queue belongs to its parent.
         """
@@ -134,9 +171,17 @@ class SinkQueue:
                 self._start()
             self._changed.notify()
         thread = self._thread
+        assert thread is not None
         # The garbage collector may call this in any thread.
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        if threading.current_thread() in (thread, self._watch and self._watch.thread):
+            return
+        until = time.monotonic() + self._times.close
+        # The thread does not end while a call of the sink does not return.
+        while thread.is_alive() and not self._stalled and time.monotonic() < until:
+            thread.join(min(_LOOK_SECONDS, self._times.close))
+        if thread.is_alive():
+            limit = f"{self._times.close:g} s (the sink's `close_seconds`)"
+            self._fail_all(self._stalled or f"it was closed, and not stored within {limit}")
 
     def _acquire(self, size: int) -> Future[None]:
         grant = self._bound.take(size)
@@ -145,17 +190,13 @@ class SinkQueue:
                 self._changed.notify()  # flushing the written deliveries frees capacity
         return grant
 
-    def _withdraw(self, grant: Future[None], size: int) -> None:
-        """Cancel or release a grant whose caller was interrupted."""
-        if not grant.cancel():
-            self._bound.give(size)
-
     def _append(self, entry: _Entry) -> Future[CaptureResult]:
         entry.done.set_running_or_notify_cancel()  # from now on it cannot be cancelled
         with self._changed:
-            if self._closing:
+            why = self._stalled or ("the sink is closed" if self._closing else "")
+            if why:
                 self._bound.give(entry.size)
-                entry.done.set_result(CaptureResult("error", "the sink is closed"))
+                entry.done.set_result(CaptureResult("error", why))
                 return entry.done
             names, delivery = self._sink.names, entry.delivery
             if names is not None and delivery is not None:
@@ -170,12 +211,50 @@ class SinkQueue:
 
     def _start(self) -> None:
         # A daemon thread does not keep the process alive; the queue's owner closes the queue.
+        name = f"midstream sink {self.name}"
+        self._watch = CallWatch(f"{name}: time limit", self._times.call, self._stall)
         self._thread = threading.Thread(
-            target=self._run, name=f"midstream sink {self.name}", daemon=True
+            target=self._run, args=(self._watch,), name=name, daemon=True
         )
         self._thread.start()
 
-    def _run(self) -> None:
+    def _stall(self, call: str) -> None:
+        """Fail all deliveries, as a call of the sink takes too long."""
+        limit = f"{self._times.call:g} s (the sink's `call_seconds`)"
+        self._fail_all(f"{call} has not returned for {limit}", call)
+
+    def _fail_all(self, why: str, call: str = "") -> None:
+        """End all deliveries with an error.
+
+        Args:
+            why: the error.
+            call: the call of the sink that does not return; empty: the queue is closed.
+        """
+        with self._changed:
+            self._stalled = why
+            queued, current = tuple(self._queue), self._current
+            self._queue.clear()
+            # The sink will return results of the written ones as well, so these stay in their list.
+            lost = [*self._written, *([current] if current else ()), *queued]
+            lost = [entry for entry in lost if not entry.is_reported]
+        if lost or call:
+            more = "; until it returns no others are stored" if call else ""
+            _LOGGER.error("the sink %s: %s; %s%s", self.name, why, _amount(lost), more)
+        for entry in lost:
+            self._report(entry, CaptureResult("error", why))
+
+    def _call(self, name: str, call: Callable[[], T]) -> tuple[T | None, str]:
+        """Call a method of the sink within its time limit; see `_guarded`."""
+        assert self._watch is not None
+        with self._watch.limited(name):
+            found = _guarded(call)
+        if self._stalled:
+            with self._changed:
+                self._stalled = ""
+            _LOGGER.warning("the sink %s: %s has returned", self.name, name)
+        return found
+
+    def _run(self, watch: CallWatch) -> None:
         while True:
             entry = self._next()
             if entry is not None:
@@ -184,7 +263,8 @@ class SinkQueue:
                 self._flush()
             else:
                 break
-        _, problem = _guarded(self._sink.close)
+        _, problem = self._call("close", self._sink.close)
+        watch.close()
         if problem:
             _LOGGER.error("closing the sink %s failed: %s", self.name, problem)
 
@@ -199,7 +279,8 @@ class SinkQueue:
                 if self._written and (is_large or time.monotonic() >= self._due):
                     return None
                 if self._queue:
-                    return self._queue.popleft()
+                    self._current = self._queue.popleft()
+                    return self._current
                 if self._written and (self._draining or self._bound.is_wanted):
                     return None
                 if self._closing:
@@ -211,7 +292,8 @@ class SinkQueue:
     def _write(self, entry: _Entry) -> None:
         delivery, entry.delivery = entry.delivery, None
         assert delivery is not None
-        result, problem = _guarded(lambda: self._sink.write(delivery))
+        result, problem = self._call("write", lambda: self._sink.write(delivery))
+        self._current = None
         if result is not None and not isinstance(result, CaptureResult):
             problem = f"write returned {kind(result)}; expected a CaptureResult or None"
         if problem:
@@ -225,7 +307,7 @@ class SinkQueue:
         self._unflushed += entry.size
 
     def _flush(self) -> None:
-        results, problem = _guarded(self._flushed)
+        results, problem = self._call("flush", partial(_flushed, self._sink))
         written, self._written = self._written, []
         self._unflushed = 0
         if results is not None and len(results) != len(written):
@@ -237,26 +319,36 @@ class SinkQueue:
                 entry.result = results[nth]
             self._report(entry, entry.result)
 
-    def _flushed(self) -> list[CaptureResult] | None:
-        """Flush the sink, and return what it returned.
-
-        Raises:
-            TypeError: that is something else than results.
-        """
-        given: Any = self._sink.flush()
-        if given is None:
-            return None
-        if isinstance(given, str) or not isinstance(given, Iterable):
-            raise TypeError(f"flush returned {kind(given)}; expected CaptureResults or None")
-        found = list(given)
-        for one in found:
-            if not isinstance(one, CaptureResult):
-                raise TypeError(f"flush returned a list with {kind(one)}; expected CaptureResults")
-        return found
-
     def _report(self, entry: _Entry, result: CaptureResult) -> None:
+        with self._changed:
+            if entry.is_reported:
+                return
+            entry.is_reported = True
         self._bound.give(entry.size)
         entry.done.set_result(result)
+
+
+def _amount(lost: Sequence[_Entry]) -> str:
+    size = sum(entry.size for entry in lost)
+    return f"{len(lost)} deliveries of {size} bytes are not stored, or in part"
+
+
+def _flushed(sink: Sink) -> list[CaptureResult] | None:
+    """Flush a sink, and return what it returned.
+
+    Raises:
+        TypeError: that is something else than results.
+    """
+    given: Any = sink.flush()
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"flush returned {kind(given)}; expected CaptureResults or None")
+    found = list(given)
+    for one in found:
+        if not isinstance(one, CaptureResult):
+            raise TypeError(f"flush returned a list with {kind(one)}; expected CaptureResults")
+    return found
 
 
 def _guarded(call: Callable[[], T]) -> tuple[T | None, str]:

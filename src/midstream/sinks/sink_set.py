@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from midstream.config.sinks import QUEUE_BYTES, SinkSettings
-from midstream.errors import SpecError
+from midstream.errors import BusyError, SpecError
 from midstream.sinks.base import Origin, Sink
+from midstream.sinks.daemon_threads import ThreadCall
 from midstream.sinks.kept_rows import KEPT, KeptRows
 from midstream.sinks.name_claims import NamedCapture, RequestNames
-from midstream.sinks.queue import SinkQueue
+from midstream.sinks.queue import QueueTimes, SinkQueue
 from midstream.sinks.registry import make_sink
 from midstream.spec import Capture, Plan
 from midstream.spec.attention import Attention
 from midstream.spec.sink_target import MEMORY
 from midstream.validation import at, hint, listed, show
+
+CHECK_SECONDS = 5.0  # longest time of a sink's `check`
+_RETRY_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class SinkSet:
         self.captures: tuple[Capture, ...] = tuple(
             capture for one in settings for capture in one.captures
         )
+        self._hanging: dict[str, ThreadCall[None]] = {}  # are in `check`, by sink
         self._kept: KeptRows | None = None
         self._origin = origin
         made = [(one, make_sink(one)) for one in settings if one.name != MEMORY]
@@ -54,7 +59,7 @@ class SinkSet:
             for one, sink in made:
                 sink.open(origin)
                 self._sinks[one.name] = sink
-                self._queues[one.name] = SinkQueue(one.name, sink, one.queue_bytes)
+                self._queues[one.name] = SinkQueue(one.name, sink, one.queue_bytes, _times_of(one))
         except BaseException:
             self.close()
             raise
@@ -69,6 +74,7 @@ class SinkSet:
 
         Raises:
             SpecError: a sink is unknown, or cannot store rows under the capture's tag or id.
+            BusyError: a sink does not return from a call.
         """
         for index, (sink, tag, request_id) in enumerate(one.place for one in plan.captures):
             if sink == MEMORY:
@@ -96,8 +102,11 @@ class SinkSet:
                         "`output.attention`",
                     )
                 self.check_metadata(plan.captures[index])
-                # `RequestNames` compares the id with those that the sink has.
-                found.check(tag, "" if found.names is not None else request_id)
+                self._check_answers(sink)
+                if type(found).check is not Sink.check:
+                    # `RequestNames` compares the id with those that the sink has.
+                    own_id = "" if found.names is not None else request_id
+                    self._check_place(sink, partial(found.check, tag, own_id))
 
     def names_of(self, plan: Plan | None) -> RequestNames | None:
         """Return the names that a caller gives the rows of a request, to be taken before it is
@@ -115,7 +124,7 @@ class SinkSet:
             name = found.name_of(tag, request_id)
             first = named.get((sink, name))
             if first is None:
-                check = partial(found.check, tag, request_id)
+                check = partial(self._check_place, sink, partial(found.check, tag, request_id))
                 named[sink, name] = NamedCapture(index, found.names, name, request_id, check)
             elif places[first.index] != places[index]:
                 raise SpecError(
@@ -124,6 +133,26 @@ class SinkSet:
                     f"sink {sink} stores rows of one request under an id",
                 )
         return RequestNames([*named.values()]) if named else None
+
+    def _check_answers(self, name: str) -> None:
+        """Check that no call of a sink hangs.
+
+        Raises:
+            BusyError: one does.
+        """
+        why, hanging = self._queues[name].stalled, self._hanging.get(name)
+        if hanging is not None and not hanging.has_returned:
+            why = "check has not returned"
+        if why:
+            raise BusyError(f"the sink {show(name)} stores nothing now: {why}", _RETRY_SECONDS)
+
+    def _check_place(self, name: str, check: Callable[[], None]) -> None:
+        """Call a sink's `check`, in a thread of its own: its file system may not answer."""
+        call = ThreadCall(check)
+        if not call.wait(CHECK_SECONDS):
+            self._hanging[name] = call
+            self._check_answers(name)
+        call.result()
 
     def check_metadata(self, capture: Capture) -> None:
         """Check that the metadata of a capture have no key that its sink reserves.
@@ -179,3 +208,7 @@ class SinkSet:
         """Write and flush all pending deliveries and close the sinks. Blocks until done."""
         for queue in list(self._queues.values()):
             queue.close()
+
+
+def _times_of(settings: SinkSettings) -> QueueTimes:
+    return QueueTimes(call=settings.call_seconds, close=settings.close_seconds)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import stat
 import uuid
 import zipfile
 import zlib
@@ -28,7 +27,7 @@ from midstream.errors import SpecError
 from midstream.spec.matrix import check_square, matrix_of
 from midstream.spec.vector import MAX_SIZE, Vector
 from midstream.steering.parse import Placed, check_distinct, read_key
-from midstream.validation import MAX_ITEMS, kind, read_json, show
+from midstream.validation import MAX_ITEMS, check_regular, kind, read_json, show
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -146,11 +145,11 @@ def _check_kind(suffix: str) -> None:
 
 def _check_size(name: str) -> None:
     try:
-        found = os.stat(name)
+        found = check_regular(name)
+    except IsADirectoryError:
+        raise SpecError("", "not a regular file") from None
     except ValueError as error:
         raise SpecError("", f"invalid file name: {error}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise SpecError("", "not a regular file")
     most = MAX_MATRIX_BYTES if name.lower().endswith(".safetensors") else MAX_FILE_BYTES
     if found.st_size > most:
         raise SpecError("", f"file of {found.st_size} bytes; expected at most {most}")

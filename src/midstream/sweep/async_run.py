@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
+from midstream.deadlines import all_of
 from midstream.sweep.cells import SweepCell
 from midstream.sweep.job import SweepJob, SweepRun
 from midstream.sweep.result import Sweep
@@ -18,13 +18,14 @@ RUN_ID = "sweep-"
 OnCell = Callable[[SweepCell, float], object]
 # Called once, with the sweep's job, when its unpatched runs are known.
 OnStart = Callable[[SweepJob], object]
-# Returns a context that is entered before each run, which may wait there, and left after it.
-Turn = Callable[[], AbstractAsyncContextManager[object]]
+# Returns a context that is entered before each run, which may wait there, and left after it. Its
+# value is arguments of vLLM's `generate` for that run; None: there are none.
+Turn = Callable[[], AbstractAsyncContextManager[Mapping[str, Any] | None]]
 
 
 async def run_job(
     job: SweepJob,
-    output_of: Callable[[SweepRun], Awaitable[Any]],
+    output_of: Callable[[SweepRun, Mapping[str, Any]], Awaitable[Any]],
     at_once: int,
     *,
     on_start: OnStart | None = None,
@@ -35,7 +36,8 @@ async def run_job(
 
     Args:
         job: the sweep.
-        output_of: returns the output of a run.
+        output_of: returns the output of a run, given arguments of vLLM's `generate` besides those
+            of all runs.
         at_once: number of runs at the same time.
         on_start: called with the job when its unpatched runs are known.
         on_cell: called with each cell and its value.
@@ -43,10 +45,10 @@ async def run_job(
     """
 
     async def output(run: SweepRun) -> Any:
-        async with turn():
-            return await output_of(run)
+        async with turn() as more:
+            return await output_of(run, more or {})
 
-    job.begin(await _all(output(run) for run in job.first_runs()))
+    job.begin(await all_of(output(run) for run in job.first_runs()))
     if on_start is not None:
         on_start(job)
     runs = iter(job.runs())
@@ -57,17 +59,5 @@ async def run_job(
             if on_cell is not None and run.cell is not None:
                 on_cell(run.cell, value)
 
-    await _all(work() for _ in range(at_once))
+    await all_of(work() for _ in range(at_once))
     return job.result()
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results of coroutines; if one fails, or the caller is cancelled, all end."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

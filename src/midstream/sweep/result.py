@@ -17,7 +17,7 @@ from midstream.errors import MissingExtraError, SpecError
 from midstream.sweep.charts import Panel, picture_of, plot
 from midstream.sweep.metrics import Metric, Recovered, read_metric
 from midstream.sweep.receipts import SweepReceipts
-from midstream.validation import at, read_fields, read_json
+from midstream.validation import at, check_regular, read_fields, read_json
 from midstream.viz.picture import Picture
 
 if TYPE_CHECKING:
@@ -195,6 +195,7 @@ class Sweep:
             SpecError: it is not such a file.
             OSError: it cannot be read.
         """
+        check_regular(path)
         return Sweep.from_json(read_json(Path(path).read_bytes()))
 
     def panels(self) -> list[Panel]:

@@ -7,11 +7,17 @@ import asyncio
 import pytest
 from support.serving_fake import serving
 from support.sweep_fake import RUN_ID
+from unit.server.routes import test_fit
 from unit.server.routes.test_sweep import BODY, PATH
 
+from midstream.api.sweep_calls import Traffic
+from midstream.deadlines import end_tasks, within
 from midstream.server import sweep_pace
 
 pytestmark = pytest.mark.anyio
+FOREVER = 3600.0
+# As many ordinary requests as there are seats, of which some have no token, and others wait.
+BUSY = Traffic(requests=8, starting=3, waiting=5, seats=8)
 
 
 def cells(engine):
@@ -45,6 +51,7 @@ async def test_an_ordinary_request_has_its_first_token_before_any_further_run_st
     body = {**BODY, "prompt": "a" * 60, "source": "b" * 60, "layers": [0, 1]}
     async with serving() as (site, client):
         site.engine.limit_seats(8)
+        site.server.sweeps.wait_seconds = FOREVER
         started, outputs = await before_first_token(client, site, body)
         assert started == 0
         assert site.engine.log[-1][1].startswith(RUN_ID)  # the sweep went on afterwards
@@ -63,6 +70,7 @@ async def test_runs_take_a_part_of_the_seats_and_none_while_requests_take_all_or
     async with serving() as (site, client):
         engine = site.engine
         engine.limit_seats(8)
+        site.server.sweeps.wait_seconds = FOREVER
         most = 0
 
         async def pause():
@@ -90,6 +98,7 @@ async def test_a_scheduler_with_priorities_gets_more_runs_behind_all_others():
         engine = site.engine
         engine.limit_seats(8)
         engine.vllm_config.scheduler_config.policy = "priority"
+        site.server.sweeps.wait_seconds = FOREVER
         engine.states["cmpl-1"] = False
         most = 0
 
@@ -100,8 +109,53 @@ async def test_a_scheduler_with_priorities_gets_more_runs_behind_all_others():
 
         engine.pause = pause
         assert (await client.post(PATH, json=BODY)).status_code == 200
-        assert most == 8
+        assert most == 7  # and the ordinary request
         assert engine.vllm_args["priority"] == sweep_pace.PRIORITY > 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("kind", ["sweep", "fit"])
+async def test_traffic_that_never_ends_leaves_one_run_at_a_time_to_sweeps_and_fits(kind, policy):
+    async with serving() as (site, client):
+        engine = site.engine
+        engine.traffic = lambda: BUSY
+        engine.vllm_config.scheduler_config.policy = policy
+        site.server.sweeps.wait_seconds = 0.01
+        most, priorities = 0, set()
+
+        async def pause():
+            nonlocal most
+            most = max(most, len(cells(engine)))
+            priorities.add(engine.vllm_args["priority"])
+            await asyncio.sleep(0.001)
+
+        engine.pause = pause
+        if kind == "sweep":
+            answer = await within(30, client.post(PATH, json={**BODY, "layers": [1]}))
+        else:
+            engine.script = test_fit.script
+            answer = await within(30, client.post(test_fit.PATH, json=test_fit.BODY))
+        assert answer.status_code == 200
+        assert most == 1
+        # As an ordinary request: behind all others it would never be computed.
+        assert priorities == {0}
+
+
+async def test_a_run_waits_its_time_for_ordinary_requests_before_it_takes_a_seat():
+    pace = sweep_pace.SweepPace(4, FOREVER)
+    taken = []
+
+    async def run():
+        async with pace.turn(lambda: BUSY, False):
+            taken.append(True)
+
+    waiting = asyncio.ensure_future(run())
+    await asyncio.sleep(0.1)
+    assert not taken
+    await end_tasks((waiting,))
+    pace.wait_seconds = 0.01
+    await run()
+    assert taken
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from support.sinking import Noting, delivery
 
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.byte_budget import ByteBudget
-from midstream.sinks.queue import SinkQueue
+from midstream.sinks.queue import QueueTimes, SinkQueue
 
 
 async def told_soon(queue, given, size):
@@ -31,7 +31,7 @@ def sink():
 
 @pytest.fixture
 def queue(sink):
-    made = SinkQueue("noting", sink, 100, patience=3600)
+    made = SinkQueue("noting", sink, 100, QueueTimes(patience=3600))
     yield made
     sink.go.set()
     made.close()
@@ -80,7 +80,7 @@ def test_what_is_written_is_flushed_before_it_takes_more_than_half_of_the_room(s
 
 
 def test_nobody_is_left_without_an_answer_for_long_though_nothing_drains_the_queue(sink):
-    queue = SinkQueue("noting", sink, 100, patience=0.05)
+    queue = SinkQueue("noting", sink, 100, QueueTimes(patience=0.05))
     assert queue.put(delivery(), 1).result(10).status == "ok"
     queue.close()
 

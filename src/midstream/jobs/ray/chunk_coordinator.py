@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 
+from midstream.deadlines import within
 from midstream.jobs.ray.chunks import ChunkAttempt, Lines
 
 # The first attempt in which lines are run one at a time.
@@ -56,16 +59,15 @@ class ChunkCoordinator:
         self._first: list[str] | None = None
         # Error of the last engine that broke, if it could report one.
         self._reason = ""
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
 
     # ------------------------------------------------------------ called by the job
 
     async def put(self, lines: Lines) -> None:
         """Add a chunk; chunks are numbered in order from 0."""
-        async with self._changed:
-            self._chunks[self._next] = _Chunk(lines)
-            self._next += 1
-            self._changed.notify_all()
+        self._chunks[self._next] = _Chunk(lines)
+        self._next += 1
+        self._change()
 
     async def end(self, halt: bool = False) -> None:
         """Declare that no more chunks follow.
@@ -73,10 +75,9 @@ class ChunkCoordinator:
         Args:
             halt: also return unfinished chunks at once.
         """
-        async with self._changed:
-            self._ended = True
-            self._halted |= halt
-            self._changed.notify_all()
+        self._ended = True
+        self._halted |= halt
+        self._change()
 
     async def done(self, number: int, captured: int) -> None:
         """Forget a finished chunk.
@@ -102,8 +103,8 @@ class ChunkCoordinator:
 
     async def offers(self, number: int) -> bool:
         """Wait for a chunk; return False if there will be none with this number."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: number < self._next or self._ended)
+        while number >= self._next and not self._ended:
+            await self._changed.wait()
         return number < self._next and not self._halted
 
     async def join(self) -> str:
@@ -118,10 +119,9 @@ class ChunkCoordinator:
 
     async def report(self, error: list[str]) -> None:
         """Report the start of an engine: a packed error, empty if it succeeded."""
-        async with self._changed:
-            if self._first is None:
-                self._first = error
-            self._changed.notify_all()
+        if self._first is None:
+            self._first = error
+        self._change()
 
     async def begin(self, number: int) -> ChunkAttempt | None:
         """Begin an attempt at a chunk; return None if it is finished or the job was halted."""
@@ -156,16 +156,18 @@ class ChunkCoordinator:
         """Wait up to `seconds` for the job to be halted; return whether it is."""
         return await self._wait(lambda: self._halted, seconds)
 
-    async def _wait(self, condition: object, seconds: float) -> bool:
-        assert callable(condition)
+    async def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait up to `seconds` for a condition; return whether it holds."""
         until = time.monotonic() + seconds
-        async with self._changed:
-            while not condition():
-                remaining = until - time.monotonic()
-                if remaining <= 0:
-                    return False
-                try:
-                    await asyncio.wait_for(self._changed.wait(), remaining)
-                except asyncio.TimeoutError:
-                    return bool(condition())
+        while not condition():
+            remaining = until - time.monotonic()
+            if remaining <= 0:
+                return False
+            with suppress(asyncio.TimeoutError):
+                await within(remaining, self._changed.wait())
         return True
+
+    def _change(self) -> None:
+        """Wake all that wait for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()

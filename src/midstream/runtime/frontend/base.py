@@ -20,6 +20,7 @@ from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.conversations import Conversations
 from midstream.runtime.frontend.engine_info import EngineInfo
+from midstream.runtime.frontend.engine_use import EngineUse
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import (
@@ -55,6 +56,8 @@ from midstream.steering.tiers import Steering
 
 class BaseFrontEnd:
     """Validates the requests of one engine, and submits them when there is capacity."""
+
+    use: EngineUse | None = None  # by which thread; None: it does not matter
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd
 from midstream.runtime.frontend.conversations import first_of_conversation
 from midstream.runtime.frontend.engine_info import describe
+from midstream.runtime.frontend.engine_use import EngineUse
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.results.delivery import (
@@ -104,7 +105,7 @@ class _Fetch:
 
 
 class FrontEnd(BaseFrontEnd):
-    """The front end of an `LLMEngine`, for as long as the engine exists."""
+    """The front end of an `LLMEngine`, for as long as the engine exists. `use`: by which thread."""
 
     def __init__(self, engine: Any) -> None:
         """Create the front end.
@@ -113,18 +114,17 @@ class FrontEnd(BaseFrontEnd):
             engine: vLLM's LLMEngine.
         """
         self._rpc: Callable[..., list[object]] = engine.collective_rpc
-        self._is_sleeping: Callable[[], bool] = engine.is_sleeping
-        self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
+        self._has_unfinished, self._is_sleeping = engine.has_unfinished_requests, engine.is_sleeping
+        self.use: EngineUse = EngineUse(self._has_unfinished)
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
         self.weights.write = self.changes.send = self._call
         self.directions.carry_out = lambda exchange: carry_out(exchange, self._call)
         for message in from_settings((self.lenses, self.saes), engine.vllm_config):
             self._call(message)
         self._reporter, self._reports = ReceiptReporter(self._config), True
-        self._outputs = engine.output_processor
         self._running: dict[str, AdmittedRequest] = {}
         self._finished: list[_FinishedRequest] = []
-        self._start = start_rpc(engine)
+        self._outputs, self._start = engine.output_processor, start_rpc(engine)
         self._fetch: _Fetch | None = None
         self._streamer = StepRowStreamer(self.sinks, self._admission.release_rows, self._fetch_rows)
         self._controllers = StepControllers(self.changes, self._workers[0], self._call)
@@ -352,7 +352,8 @@ class FrontEnd(BaseFrontEnd):
         return carry_out(read_parameter(name), self._call)
 
     def _call(self, request: RpcRequest[A]) -> list[A]:
-        return read_answers(request, self._rpc(RPC, args=arguments_of(request)))
+        with self.use.call():
+            return read_answers(request, self._rpc(RPC, args=arguments_of(request)))
 
 
 def _taken(request_id: str) -> SpecError:

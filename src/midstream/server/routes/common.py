@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
 from starlette.types import Message, Receive, Send
 
+from midstream.deadlines import within
 from midstream.errors import HttpError, MidstreamError
 from midstream.server.routes.request_body import StrictRequest
 from midstream.server.server import Server
@@ -125,7 +126,7 @@ async def send_within(
     """
 
     async def timed(message: Message) -> None:
-        await asyncio.wait_for(send(message), seconds)
+        await within(seconds, send(message))
 
     with suppress(asyncio.TimeoutError):  # uvicorn closes the connection
         await respond(timed)
@@ -150,12 +151,6 @@ async def client_gone(receive: Receive) -> None:
     """Wait until the client of a request, whose body was read, disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def end_task(task: asyncio.Future[Any]) -> None:
-    """Cancel a task, and wait until it has ended."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 def server_of(request: Request) -> Server:

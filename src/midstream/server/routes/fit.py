@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from midstream.deadlines import end_tasks
 from midstream.errors import HttpError
 from midstream.server.fit_body import read_fit
 from midstream.server.routes.common import (
@@ -16,7 +17,6 @@ from midstream.server.routes.common import (
     adapter_of,
     admin,
     client_gone,
-    end_task,
     error_responses,
     ok_response,
 )
@@ -115,10 +115,8 @@ async def fit(request: Request, server: ServerDep) -> Any:
         try:
             await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await end_task(gone)
-            if not work.done():
-                await end_task(work)
-        if work.cancelled():
+            await end_tasks((gone, work))
+        if not work.done() or work.cancelled():
             return Response(status_code=499)  # nobody reads it
         found = work.result()
     size = 8 * found.vectors.nbytes // 3  # vectors and midpoints in base64

@@ -11,8 +11,11 @@ from fastapi import APIRouter, Path, Response
 from safetensors.torch import save
 from starlette.types import Receive, Scope, Send
 
+from midstream.deadlines import within
 from midstream.errors import HttpError
 from midstream.server.routes.common import MidstreamRoute, ServerDep, error_responses, send_within
+
+_RETRY_SECONDS = 5
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: parameters"])
 Name = Annotated[
@@ -46,7 +49,16 @@ async def parameter(name: Name, server: ServerDep) -> Response:
             "name",
         )
     # An embedding may take gigabytes: only one is in memory at a time.
-    await server.parameter_lock.acquire()
+    lock, seconds = server.parameter_lock, server.settings.wait_seconds
+    try:
+        await within(seconds, lock.acquire(), lambda _: lock.release())
+    except asyncio.TimeoutError:
+        raise HttpError(
+            503,
+            f"others have read parameters for {seconds} seconds (http.wait_seconds); try again "
+            "later",
+            retry_after=_RETRY_SECONDS,
+        ) from None
     try:
         value = await server.llm.parameter(name)
         data = await asyncio.to_thread(save, {name: value})

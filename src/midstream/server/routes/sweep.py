@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from midstream.deadlines import end_tasks, within
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import DONE, Event
 from midstream.server.http_errors import send_error
@@ -21,7 +22,6 @@ from midstream.server.routes.common import (
     ServerDep,
     adapter_of,
     client_gone,
-    end_task,
     error_responses,
 )
 from midstream.server.routes.request_body import json_of
@@ -154,13 +154,12 @@ class _SweepResponse(Response):
             await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             # A disconnected client does not cancel: the server is being stopped.
-            await end_task(work)
+            await end_tasks((work,))
             await self._refuse(send, HttpError(503, "the server shuts down; try again later"))
             raise
         finally:
-            await end_task(gone)
-            await end_task(work)
-        if not work.cancelled():
+            await end_tasks((gone, work))
+        if work.done() and not work.cancelled():
             work.result()
 
     async def _answer(self, scope: Scope, send: Send) -> None:
@@ -223,7 +222,7 @@ class _SweepResponse(Response):
         Raises:
             TimeoutError: it took longer.
         """
-        await asyncio.wait_for(send(message), self._run.server.settings.stall_seconds)
+        await within(self._run.server.settings.stall_seconds, send(message))
 
 
 def _part(events: list[Event], is_last: bool) -> Message:

@@ -170,6 +170,7 @@ async def test_a_name_needs_what_changes_of_vectors_need_and_a_fit_alone_does_no
 async def test_ordinary_requests_go_first(fitting):
     site, client = fitting
     site.engine.limit_seats(8)  # of which a fit has two
+    site.server.sweeps.wait_seconds = 3600
     most = 0
 
     async def pause():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load
 from support.serving_fake import refused, scope_of, serving
+
+from midstream.deadlines import within
 
 pytestmark = pytest.mark.anyio
 HEAD = "lm_head.weight"
@@ -71,6 +74,15 @@ async def test_a_request_that_is_cancelled_during_the_read_does_not_block_the_ne
             await first
         site.engine.pause = lambda: asyncio.sleep(0)
         assert (await asyncio.wait_for(client.get(PATH), 20)).status_code == 200
+
+
+async def test_a_client_that_waits_too_long_for_others_is_503():
+    async with serving(parameters=[HEAD]) as (site, client):
+        site.engine.parameters[HEAD] = torch.randn(7, 3)
+        site.server.settings = replace(site.server.settings, wait_seconds=0.05)
+        async with site.server.parameter_lock:
+            await refused(within(30, client.get(PATH)), 503, "http.wait_seconds")
+        assert (await client.get(PATH)).status_code == 200
 
 
 async def _nothing():

@@ -7,6 +7,7 @@ engine is called separately.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +15,16 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from midstream.deadlines import end_tasks
+from midstream.errors import BusyError
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.rpc.rpc_batcher import RpcBatcher
 from midstream.runtime.protocol.rpc import RPC, A, RpcRequest, arguments_of, read_answers
 
 _CHECK_SECONDS = 0.5  # interval of checks whether the engine is alive
+# An engine answers between two steps. Longer than any step, also one of a slow machine.
+ANSWER_SECONDS = 600.0
+_RETRY_SECONDS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ async def call(
     Raises:
         EngineDeadError: an engine of the client has ended, and no answer will arrive.
         RuntimeError: the engine was used on another event loop before.
+        BusyError: it has not answered for `ANSWER_SECONDS`.
     """
     check_loop(client)
 
@@ -73,14 +80,21 @@ async def call(
         return await client._call_utility_async(*arguments, engine=engine)  # noqa: SLF001
 
     answer = asyncio.ensure_future(send())
+    until = time.monotonic() + ANSWER_SECONDS
     try:
         while not (await asyncio.wait([answer], timeout=_CHECK_SECONDS))[0]:
             # vLLM raises this for callers that wait for outputs, but not for those that wait here.
             if client.resources.engine_dead:
                 raise EngineDeadError
+            if time.monotonic() >= until:
+                raise BusyError(
+                    f"the engine has not answered for {ANSWER_SECONDS:g} seconds, though its "
+                    "process has not ended",
+                    _RETRY_SECONDS,
+                )
         return read_answers(request, answer.result())
     finally:
-        answer.cancel()
+        await end_tasks((answer,))
 
 
 async def call_all(client: Any, request: RpcRequest[A]) -> list[list[A]]:

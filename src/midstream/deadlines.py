@@ -1,0 +1,112 @@
+"""Waits on an event loop that end, and that lose no cancellation on any Python.
+
+`asyncio.wait_for` of Python 3.10 and 3.11 returns a result that is ready in the turn of the loop in
+which its caller is cancelled, and drops the cancellation. Scopes that cancel the waiting task, as
+anyio's do, cannot tell the two cancellations of one turn apart on Python 3.10. `asyncio.wait` has
+neither fault: it cancels nothing, and a cancellation of its caller always leaves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+_LOGGER = logging.getLogger(__name__)
+
+END_SECONDS = 10.0
+# A task that still runs is cancelled again: a library that it calls may have lost the first one.
+_AGAIN_SECONDS = 2.0
+
+T = TypeVar("T")
+
+
+async def within(
+    seconds: float, work: Awaitable[T], undo: Callable[[T], object] | None = None
+) -> T:
+    """Return what an awaitable returns. It runs as a task of its own, and is cancelled if it takes
+    longer, or if the caller is cancelled.
+
+    Args:
+        seconds: longest time.
+        work: what to wait for.
+        undo: is called with a result that the caller does not get, because it was cancelled.
+
+    Raises:
+        asyncio.TimeoutError: it took longer.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait((task,), timeout=seconds)
+        await end_tasks((task,))
+    except asyncio.CancelledError:
+        if undo is not None:
+            task.add_done_callback(partial(_undo, undo))
+        await end_tasks((task,))
+        raise
+    if not done and (not task.done() or task.cancelled()):
+        raise asyncio.TimeoutError
+    return task.result()
+
+
+@asynccontextmanager
+async def locked(lock: asyncio.Lock, seconds: float) -> AsyncIterator[None]:
+    """Hold a lock while the context is open.
+
+    Args:
+        lock: the lock.
+        seconds: longest time to wait for it.
+
+    Raises:
+        asyncio.TimeoutError: it was not free in that time.
+    """
+    await within(seconds, lock.acquire(), lambda _: lock.release())
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _undo(undo: Callable[[T], object], task: asyncio.Future[T]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        undo(task.result())
+
+
+async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results of awaitables, which run at the same time. If one fails, or the caller is
+    cancelled, the others are cancelled, and have ended when the error is raised.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await end_tasks(tasks)
+
+
+async def end_tasks(tasks: Iterable[asyncio.Future[Any]], seconds: float = END_SECONDS) -> None:
+    """Cancel the tasks that have not ended, and wait until they have. What they raise is dropped;
+    a task that runs on nevertheless is logged and left.
+
+    Args:
+        tasks: the tasks; one that has ended costs nothing.
+        seconds: longest time to wait.
+    """
+    tasks = tuple(tasks)
+    left = {task for task in tasks if not task.done()}
+    until = time.monotonic() + seconds
+    while left:
+        for task in left:
+            task.cancel()
+        rest = max(0.0, until - time.monotonic())
+        _, left = await asyncio.wait(left, timeout=min(rest, _AGAIN_SECONDS))
+        if left and rest <= _AGAIN_SECONDS:
+            names = ", ".join(sorted(map(repr, left)))
+            _LOGGER.error("did not end within %g s of being cancelled: %s", seconds, names)
+            break
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # otherwise the loop logs that nobody looked at it

@@ -1,0 +1,84 @@
+"""Which thread uses an engine that its caller steps: one at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from midstream.errors import BusyError
+
+_RETRY_SECONDS = 1
+
+
+class EngineUse:
+    """Lets one thread use an engine: the one that is in a call, or whose requests have not ended.
+
+    vLLM's offline engine has one loop, which returns what ends to the caller that runs it. With two
+    threads, each gets outputs of the other, or waits for requests that the other took.
+    """
+
+    def __init__(self, has_unfinished: Callable[[], bool]) -> None:
+        """Create it.
+
+        Args:
+            has_unfinished: returns whether the engine has requests that have not ended.
+        """
+        self._has_unfinished = has_unfinished
+        self._lock = threading.Lock()  # never held while anything is waited for
+        self._owner: threading.Thread | None = None
+        self._depth = 0  # calls of the owner within one another
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Use the engine in this thread for as long as the context is open.
+
+        Raises:
+            BusyError: another thread uses it.
+        """
+        with self._lock:
+            self._take()
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+
+    @contextmanager
+    def whole_call(self) -> Iterator[None]:
+        """As `call`, for a call that returns whatever the engine has until it is idle.
+
+        Raises:
+            BusyError: also if requests are under way that are not of this call.
+        """
+        with self.call():
+            if self._depth == 1 and self._has_unfinished():
+                raise BusyError(
+                    "requests that were queued before have not ended, and this call would return "
+                    "their outputs as well; call wait_for_completion() first",
+                    _RETRY_SECONDS,
+                )
+            yield
+
+    def claim(self) -> None:
+        """Check that this thread may use the engine, to which it is about to add a request.
+
+        Raises:
+            BusyError: another thread uses it.
+        """
+        with self._lock:
+            self._take()
+
+    def _take(self) -> None:
+        me, owner = threading.current_thread(), self._owner
+        if owner is not None and owner is not me:
+            is_under_way = self._depth or (owner.is_alive() and self._has_unfinished())
+            if is_under_way:
+                raise BusyError(
+                    f"this LLM is in use by the thread {owner.name!r}, and has one call at a time; "
+                    "give it all prompts in one call, call it from one thread or behind a lock of "
+                    "your own, or use AsyncLLM, which runs concurrent calls together",
+                    _RETRY_SECONDS,
+                )
+        self._owner = me

@@ -1,0 +1,70 @@
+"""Work on several threads that do not keep a process alive if they hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from itertools import count
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class ThreadCall(Generic[R]):
+    """A call that is made in a thread of its own, which may never return."""
+
+    def __init__(self, call: Callable[[], R]) -> None:
+        """Begin a call."""
+        self._call = call
+        self._result: Future[R] = Future()
+        threading.Thread(target=self._run, name="midstream call", daemon=True).start()
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether it has returned, or raised."""
+        return self._result.done()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it has returned or raised, for at most so long; return whether it has."""
+        return bool(wait((self._result,), seconds).done)
+
+    def result(self) -> R:
+        """Return what it returned, or raise what it raised; call it after `wait`."""
+        return self._result.result(0)
+
+    def _run(self) -> None:
+        try:
+            self._result.set_result(self._call())
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            self._result.set_exception(error)
+
+
+def in_threads(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
+    """Return `work(item)` for each item, in order.
+
+    The interpreter joins the threads of a `ThreadPoolExecutor` when it exits, so that one which
+    waits for a file system that does not answer keeps the process from exiting. These are daemons.
+
+    Args:
+        work: is called on several threads.
+        items: the items.
+        threads: most threads.
+
+    Raises:
+        Exception: that of the first item whose work failed.
+    """
+    results: list[Future[R]] = [Future() for _ in items]
+    numbers = count()
+
+    def run() -> None:
+        while (number := next(numbers)) < len(items):
+            try:
+                results[number].set_result(work(items[number]))
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
+                results[number].set_exception(error)
+
+    for _ in range(min(threads, len(items))):
+        threading.Thread(target=run, name="midstream files", daemon=True).start()
+    return [one.result() for one in results]

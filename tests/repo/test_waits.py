@@ -1,0 +1,153 @@
+"""Waits of the package: each has a limit, or is named in docs/security.md with what ends it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "midstream"
+PAGE = ROOT / "docs" / "security.md"
+
+# Calls that wait without a limit, by file and function, each with its row of the page's table.
+# "" is no wait: what is asked for its result has ended, or is no future.
+UNLIMITED = {
+    "api/sweep.py: _run": "",
+    "attribution/check.py: measure": "",
+    "cli/studio.py: studio": "`midstream studio`: its server",
+    "deadlines.py: within": "",
+    "deadlines.py: _undo": "",
+    "jobs/ray/actor.py: chunk_numbers": "capture jobs on Ray: the cluster",
+    "jobs/ray/engine_thread.py: EngineThread.__init__": "capture jobs on Ray: the cluster",
+    "jobs/ray/engine_thread.py: EngineThread._receive": "a thread that waits for work",
+    "jobs/ray/executor.py: RayExecutor._get": "capture jobs on Ray: the cluster",
+    "jobs/ray/executor.py: RayExecutor._wait_for_start": "",
+    "jobs/ray/actor.py: EngineActor.__init__": "capture jobs on Ray: the cluster",
+    "jobs/ray/worker.py: Worker.wait": "capture jobs on Ray: the cluster",
+    "jobs/ray/worker.py: Worker._receive": "a thread that waits for work",
+    "jobs/store_writer.py: StoreWriter.check": "",
+    "runtime/core/controller_calls.py: _CallThread._run": "a thread that waits for work",
+    "runtime/frontend/results/delivery.py: PendingDelivery.set_results": "a sink's write or flush",
+    "runtime/frontend/rpc/replicas.py: call": "",
+    "runtime/frontend/rpc/rpc_client.py: carry_out_whole": "`LLM`: the engine's answer",
+    "runtime/frontend/step_controllers.py: StepControllers._finish_call": "",
+    "runtime/frontend/sync_frontend.py: FrontEnd._receive": "`LLM`: the engine's answer",
+    "server/results_json.py: ResultEncoder._discard": "",
+    "server/routes/activations.py: _open.end": "",
+    "server/routes/fit.py: fit": "",
+    "server/routes/sweep.py: _SweepResponse.__call__": "",
+    "server/served_sweep.py: ServedSweep.events": "",
+    "server/served_sweep.py: ServedSweep._start": "",
+    "sinks/daemon_threads.py: in_threads": "a sink's write or flush",
+    "sinks/queue.py: SinkQueue.put": "a sink's write or flush",
+    "sinks/sink_set.py: SinkSet._check_place": "",
+    "store/format/checksums.py: Summing.finish": "",
+    "store/format/checksums.py: Summing._start": "",
+    "sweep/async_run.py: run_job": "",
+    "transport/arena.py: Arena._make": "",
+}
+# The interpreter joins their threads when it exits, so they may only compute.
+EXECUTORS = {"store/format/checksums.py", "transport/arena.py"}
+# A wait of one of these names has no limit if it is called without arguments.
+WITHOUT_ARGUMENTS = {"wait", "join", "acquire", "result", "get"}
+LOCKS = {"flock", "lockf"}
+PROCESSES = {"subprocess.run", "urllib.request.urlopen"}
+# What CUDA and the worker's ring wait for is the device, which has no deadline.
+DEVICE = ("shipment", "arrival")
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {one.relative_to(PACKAGE).as_posix(): ast.parse(one.read_text()) for one in files}
+
+
+def calls(node: ast.AST, names: tuple[str, ...] = (), awaited: bool = False) -> Iterator[tuple]:
+    """Each call below a node, the functions that it is in, and whether it is awaited."""
+    for child in ast.iter_child_nodes(node):
+        inner = names
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = (*names, child.name)
+        if isinstance(child, ast.Call):
+            yield child, names, awaited
+        # What `within` is given is a coroutine, which it awaits.
+        is_within = isinstance(child, ast.Call) and ast.unparse(child.func) == "within"
+        yield from calls(child, inner, isinstance(child, ast.Await) or is_within)
+
+
+def has_no_limit(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    last = name.rpartition(".")[2]
+    if last in LOCKS:
+        return not any(flag in ast.unparse(call) for flag in ("LOCK_NB", "LOCK_UN", "how |"))
+    if name in PROCESSES:
+        return not any(one.arg == "timeout" for one in call.keywords)
+    if name in ("ray.get", "self._ray.get", "wait_for"):
+        return True
+    if last not in WITHOUT_ARGUMENTS or "." not in name or call.args or call.keywords:
+        return False
+    value = call.func.value
+    is_text = isinstance(value, ast.Constant | ast.JoinedStr)
+    return not is_text and name.split(".")[-2] not in (*DEVICE, "_ADDED", "CURRENT")
+
+
+def unlimited() -> set[str]:
+    return {
+        f"{file}: {'.'.join(names)}"
+        for file, tree in trees().items()
+        for call, names, awaited in calls(tree)
+        if not awaited and has_no_limit(call)
+    }
+
+
+def rows() -> set[str]:
+    """The first column of the table of deadlines."""
+    text = PAGE.read_text().partition("## Deadlines\n")[2].partition("\n## ")[0]
+    return {line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if "|" in line}
+
+
+def test_no_coroutine_waits_by_a_function_that_loses_cancellations():
+    """`asyncio.wait_for` of Python 3.10 and 3.11 does; `asyncio.timeout` is of 3.11 and later."""
+    found = []
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                names = {f"{ast.unparse(node.value)}.{node.attr}"}
+            elif isinstance(node, ast.ImportFrom) and node.module == "asyncio":
+                names = {f"asyncio.{one.name}" for one in node.names}
+            else:
+                continue
+            wrong = names & {"asyncio.wait_for", "asyncio.timeout", "asyncio.timeout_at"}
+            found += [f"{file}: {name}; use midstream.deadlines.within" for name in wrong]
+    assert found == []
+
+
+def test_every_wait_without_a_limit_is_known():
+    assert unlimited() == set(UNLIMITED)
+
+
+@pytest.mark.parametrize("row", sorted(set(UNLIMITED.values()) - {""}))
+def test_what_ends_a_wait_without_a_limit_is_in_the_table(row):
+    assert row in rows()
+
+
+def test_only_what_computes_runs_on_threads_that_the_exit_waits_for():
+    found = {file for file, tree in trees().items() if "PoolExecutor" in ast.unparse(tree)}
+    assert found - {"sinks/daemon_threads.py"} == EXECUTORS
+
+
+def test_every_thread_is_a_daemon():
+    found = [
+        f"{file}: {ast.unparse(call)[:60]}"
+        for file, tree in trees().items()
+        for call, _, _ in calls(tree)
+        if ast.unparse(call.func) in ("threading.Thread", "Thread")
+        and not any(
+            one.arg == "daemon" and ast.unparse(one.value) == "True" for one in call.keywords
+        )
+    ]
+    assert found == []
