@@ -11,7 +11,7 @@ from midstream.errors import SpecError
 from midstream.sites import Tap
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
-from midstream.spec.positions.select import select
+from midstream.spec.positions.select import PromptSelections
 from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.selection import Sites
 from midstream.spec.shape import ModelShape
@@ -143,14 +143,15 @@ def _is_given(
 
 def _places(request: SweepRequest, prompt: Prompt) -> tuple[list[int | str], list[tuple[int, ...]]]:
     """Return the labels of the dimension "position", and the positions of each."""
+    selections = PromptSelections(prompt, 1)
     if not request.groups:
-        found = _positions_of(request.positions, prompt)
+        found = _positions_of(request.positions, selections)
         return list(found), [(one,) for one in found]
     labels: list[int | str] = []
     places = []
     for name, positions in request.groups:
         try:
-            found = _positions_of(positions, prompt)
+            found = _positions_of(positions, selections)
         except SpecError as error:
             rest = error.path.removeprefix("positions")
             raise type(error)(f"groups.{name}{rest}", error.problem) from None
@@ -159,11 +160,9 @@ def _places(request: SweepRequest, prompt: Prompt) -> tuple[list[int | str], lis
     return labels, places
 
 
-def _positions_of(positions: Positions, prompt: Prompt) -> tuple[int, ...]:
-    where = select(positions, prompt, 1)
-    return tuple(
-        one for start, stop in where.final(prompt.length, ()) for one in range(start, stop)
-    )
+def _positions_of(positions: Positions, selections: PromptSelections) -> tuple[int, ...]:
+    where, length = selections.select(positions), selections.prompt.length
+    return tuple(one for start, stop in where.final(length, ()) for one in range(start, stop))
 
 
 def _heads(

@@ -13,18 +13,25 @@ from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.range_set import intersect, subtract
 from midstream.spec.positions.ranges import Range, Ranges, merge
+from midstream.spec.positions.work import WorkBudget
 from midstream.validation import at
 
-__all__ = ["MAX_RANGES", "select"]
+__all__ = ["MAX_RANGES", "PromptSelections", "select"]
 
 
-def select(positions: Positions, prompt: Prompt, max_tokens: int | None) -> Where:
+def select(
+    positions: Positions,
+    prompt: Prompt,
+    max_tokens: int | None,
+    budget: WorkBudget | None = None,
+) -> Where:
     """Return the positions selected in a prompt: (include − exclude) within the phase.
 
     Args:
         positions: the selection.
         prompt: the prompt; its length is enough unless `positions.needs_prompt`.
         max_tokens: maximum number of generated tokens, at least 1; None: unknown.
+        budget: of all selections of one plan; None: this is the only one.
 
     Returns:
         The selected positions. The result does not depend on `max_tokens`, except that ranges
@@ -32,10 +39,35 @@ def select(positions: Positions, prompt: Prompt, max_tokens: int | None) -> Wher
 
     Raises:
         SpecError: an item of `include` selects nothing (words and token ids may), the selection
-            is empty or has too many ranges, or the prompt lacks the information to locate an
-            item. The path is relative to the value with the field `positions`.
+            is empty or has too many ranges, the prompt lacks the information to locate an item, or
+            the budget is exceeded. The path is relative to the value with the field `positions`.
     """
-    return _Selector(positions, Locator(prompt, max_tokens, positions.phase)).select()
+    locator = Locator(prompt, max_tokens, positions.phase, budget or WorkBudget())
+    return _Selector(positions, locator).select()
+
+
+class PromptSelections:
+    """The selections of one plan in one prompt: equal ones are located once, and all of them have
+    one budget.
+
+    Attributes:
+        prompt, max_tokens: see `select`.
+    """
+
+    def __init__(self, prompt: Prompt, max_tokens: int | None) -> None:
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self._budget = WorkBudget()
+        self._known: dict[Positions, Where] = {}
+
+    def select(self, positions: Positions) -> Where:
+        """Return the positions selected in the prompt; see `select`."""
+        where = self._known.get(positions)
+        if where is None:
+            # Edits at many layers usually select the same tokens.
+            where = select(positions, self.prompt, self.max_tokens, self._budget)
+            self._known[positions] = where
+        return where
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +118,26 @@ class _Selector:
             strict: whether an item that selects nothing is an error.
         """
         found: list[Range] = []
-        by_id: list[Range] = []
         ids: set[int] = set()
+        in_prompt = self.positions.phase != "generated"
         for index, item in enumerate(items):
             if item == "last":
                 continue
             with at(path(index)):
                 if isinstance(item, TokenIds):
                     ids.update(item.ids)
-                    if self.positions.phase != "generated":
-                        by_id.extend(self.locator.token_ranges(item.ids))
+                    if in_prompt:
+                        self.locator.check_ids()
                     continue
                 here = self.locator.find(item, MAX_RANGES - len(found))
                 if strict and not here.ranges and here.nothing:
                     raise NothingSelectedError("", here.nothing)
                 found.extend(here.ranges)
-        return _Located(merge(found), merge(by_id), frozenset(ids))
+        by_id: Ranges = ()
+        if ids and in_prompt:
+            with at(path(0).partition("[")[0]):
+                by_id = self.locator.token_ranges(ids)
+        return _Located(merge(found), by_id, frozenset(ids))
 
     def _prompt_part(self, included: _Located, excluded: _Located) -> Ranges:
         if self.positions.phase == "generated":

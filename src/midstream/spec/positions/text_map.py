@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from midstream.spec.positions.prompt_index import TextIndex
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TextMap:
     """A text and, for each token, its half-open span of characters.
 
@@ -44,28 +49,12 @@ class TextMap:
         first = bisect_right(self.stops, start)
         return (first, first if start >= stop else max(first, bisect_left(self.starts, stop)))
 
-    def find(self, wanted: str) -> list[tuple[int, int]]:
-        """Return the token ranges of the occurrences that start and end at token boundaries.
+    @cached_property
+    def index(self) -> TextIndex:
+        """Finds texts in this one, apart from whitespace at the edges of tokens."""
+        from midstream.spec.positions.prompt_index import TextIndex  # imports numpy
 
-        Whitespace between a token boundary and the occurrence is ignored. Occurrences are ordered
-        by their start and may overlap.
-
-        Args:
-            wanted: at least one character.
-
-        Returns:
-            The half-open token range of each occurrence.
-        """
-        found = []
-        text = self.text
-        # Occurrences start at token boundaries only, so one pass over the text is enough.
-        for start, stop in dict.fromkeys(zip(self.starts, self.stops, strict=True)):
-            for begin in range(start, stop):
-                if text.startswith(wanted, begin) and self._ends(begin + len(wanted)):
-                    found.append(self.tokens(begin, begin + len(wanted)))
-                if not text[begin].isspace():
-                    break
-        return found
+        return TextIndex(self.text, self.starts, self.stops)
 
     def around(self, wanted: str) -> list[str] | None:
         """Return the texts of the tokens at the first occurrence, plus one token on each side.
@@ -79,8 +68,3 @@ class TextMap:
         shown = slice(max(0, first - 1), stop + 1)
         spans = dict.fromkeys(zip(self.starts[shown], self.stops[shown], strict=True))
         return [self.text[start:end] for start, end in spans]
-
-    def _ends(self, end: int) -> bool:
-        """Return whether the token of character `end` − 1 has only whitespace from `end` on."""
-        rest = self.text[end : self.stops[bisect_left(self.starts, end) - 1]]
-        return not rest or rest.isspace()

@@ -62,6 +62,12 @@ def find_taps(
     return tuple(sorted(taps, key=order))
 
 
+def num_taps(layers: Layers, sites: Sites, num_layers: int) -> int:
+    """Return the number of taps that layers and sites select at most, without looking them up."""
+    indices = layers.indices
+    return len(sites) * (num_layers if indices == "all" else min(num_layers, len(indices)))
+
+
 def find_layer(index: int, shape: ModelShape) -> int:
     """Return a layer's index counted from 0.
 

@@ -126,12 +126,17 @@ def need_of(
     Raises:
         SpecError: the plan exceeds a limit on its own.
     """
-    pieces = cut(plan, taps, WHOLE)
+    # Segments with the same content need the same.
+    pieces = {
+        (id(piece.edits), id(piece.taps), id(piece.patterns)): piece
+        for piece in cut(plan, taps, WHOLE)
+    }
+    order = list(taps)
     kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
-    for piece in pieces:
-        _check_sites(piece, list(taps), edits_per_site)
-        _check_maps(piece, list(taps), hidden_size)
-        _check_codes(piece, list(taps))
+    for piece in pieces.values():
+        _check_sites(piece, order, edits_per_site)
+        _check_maps(piece, order, hidden_size)
+        _check_codes(piece, order)
         if piece.edits:
             kinds["programs"][piece.edits] = 1
             length = sum(len(edit.steps) for edit in piece.edits)
@@ -382,12 +387,15 @@ def max_row_bytes(
     sizes = row_sizes(plan, shape)
     first = RankShare(0, ranks)
     nbytes = 0
+    known: dict[tuple[int, ...], int] = {}  # bytes of a token's rows, by the captures that apply
     for start, stop, indices in overlay([each.returned for each in plan.captures]):
-        taps = tuple({tap for nth in indices for tap in plan.captures[nth].taps})
-        positions = max(0, (length if stop is None else min(stop, length)) - start)
-        whole = first.of(tuple(tap for tap in taps if tap not in parts), plan.sharded)
-        split = sum(sizes[tap] // parts[tap] for tap in taps if tap in parts)
-        nbytes += (sum(sizes[tap] for tap in whole) + split) * positions
+        size = known.get(indices)
+        if size is None:
+            taps = tuple({tap for nth in indices for tap in plan.captures[nth].taps})
+            whole = first.of(tuple(tap for tap in taps if tap not in parts), plan.sharded)
+            split = sum(sizes[tap] // parts[tap] for tap in taps if tap in parts)
+            size = known[indices] = sum(sizes[tap] for tap in whole) + split
+        nbytes += size * max(0, (length if stop is None else min(stop, length)) - start)
     return nbytes
 
 
