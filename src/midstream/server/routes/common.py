@@ -14,7 +14,8 @@ from pydantic import BaseModel, Field
 from starlette.types import Message, Receive, Send
 
 from midstream.errors import HttpError, MidstreamError, SpecError
-from midstream.server.body_values import LONG, check_values
+from midstream.runtime.frontend.request.heavy_work import in_thread
+from midstream.server.body_values import check_values, is_long
 from midstream.server.server import Server
 from midstream.validation import read_json
 
@@ -150,8 +151,8 @@ async def json_of(request: Request) -> Any:
         raise HttpError(415, "expected content type application/json")
     data = await request.body()
     check_values(data)
-    if len(data) > LONG:
-        return await asyncio.to_thread(read_json, data)
+    if is_long(data):
+        return await in_thread(read_json, data)
     return read_json(data)
 
 
