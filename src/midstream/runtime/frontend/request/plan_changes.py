@@ -145,7 +145,7 @@ class PlanChanges(RunningPlans):
         """
         await self._fetch([name for name in names if not self._has_ended(name)], edits)
         running = [name for name in names if not self._has_ended(name)]
-        changes = await self._begin_later(running, edits, scale)
+        changes = await self._begin_later(running, edits, scale, "update")
         found = dict(zip(running, await self._send(changes), strict=True))
         of_name = dict(zip(running, changes, strict=True))
         return [
@@ -154,10 +154,8 @@ class PlanChanges(RunningPlans):
 
     async def _fetch(self, names: Sequence[str | CallPlan], edits: object) -> None:
         """Fetch what edits towards tokens are computed from."""
-        directions = self._resolver.registries.directions
-        if directions is not None:
-            given = [edits] if edits is not None else [self.find(one)[1].edits for one in names]
-            await _fetch(directions, given)
+        given = [edits] if edits is not None else [self.find(one)[1].edits for one in names]
+        await _fetch(self._resolver.registries.directions, given)
 
     async def _send(self, changes: Sequence[PendingChange]) -> list[Sequence[UpdatedPlan]]:
         """Send changes to the engine cores, and return their answers."""
@@ -238,18 +236,14 @@ class PlanChanges(RunningPlans):
         return [self._take(one, source) for one in found]
 
     async def _begin_later(
-        self,
-        names: Sequence[str | CallPlan],
-        edits: object,
-        scale: object,
-        source: str = "update",
+        self, names: Sequence[str | CallPlan], edits: object, scale: object, source: str
     ) -> list[PendingChange]:
-        """Begin a change, see `begin`, which a thread validates: the edits may be many."""
+        """Begin a change, see `begin`, that a thread validates."""
         found = [await in_thread(self._check, name, edits, scale) for name in names]
         for one in found:
             if not self._admission.is_running(one.uid):
                 raise ended(one.history.name)
-        if edits is None and any(one.given != one.history.given for one in found):
+        if any(edits is None and one.given != one.history.given for one in found):
             found = []  # another change came between
         return self.begin(names, edits, scale, source, found)
 
@@ -337,8 +331,10 @@ class PlanChanges(RunningPlans):
         )
 
 
-async def _fetch(directions: DirectionCache, given: Sequence[object]) -> None:
+async def _fetch(directions: DirectionCache | None, given: Sequence[object]) -> None:
     """Fetch what edits towards tokens are computed from."""
+    if directions is None:
+        return
     for edits in given:
         keys = directions.needed(await in_thread(Plan.make, edits=edits))
         if keys:
