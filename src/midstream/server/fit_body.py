@@ -11,6 +11,7 @@ from midstream.fit.prompts import naming_fields, read_capture, read_prompts
 from midstream.server.body_values import check_fields
 from midstream.spec.capture import Capture
 from midstream.spec.named_vector import read_name
+from midstream.spec.positions.work import check_called
 from midstream.spec.selection import read_site
 from midstream.validation import at, kind
 
@@ -79,6 +80,10 @@ def read_fit(value: object, most: int) -> FitBody:
         capture = read_capture(
             options["layers"], options["site"], options["positions"], options["reduce"]
         )
+    with at("positions"):
+        positions = capture.positions
+        items = len(positions.include) + len(positions.exclude)
+        check_called(len(positive) + len(negative), items)
     name, model = value.get("name"), value.get("model")
     if name is not None:
         with at("name"):

@@ -33,9 +33,12 @@ from midstream.server.sweep_pace import SweepPace
 from midstream.spec import Plan
 from midstream.spec.captured_rows import OpenRows
 from midstream.spec.operations import has_captured
+from midstream.spec.positions.work import check_called
+from midstream.spec.resolve.tap_lookup import size_of
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import SteeringState
+from midstream.validation import at, is_int
 from midstream.version import __version__
 
 # vLLM's endpoints whose responses can include results.
@@ -201,10 +204,15 @@ class Server:
 
         Raises:
             HttpError: 503, the engine is not ready; 429 or 507, the capture cache is full.
+            SpecError: the prompts and the plan together are above the budget of a call.
         """
-        _ = self.llm  # raises 503 until the engine is ready
+        layers = self.llm.info.shape.num_layers  # raises 503 until the engine is ready
         client = self.client_of(scope)
         plan = request_field.plan
+        if plan is not None:
+            with at("prompt"):
+                parts = (*plan.captures, *plan.edits, *plan.probes)
+                check_called(_num_prompts(body), size_of(parts, layers))
         if plan is not None and plan.captures and request_field.activations == "handle":
             self.captures.check(client)
         context = RequestContext(request_field, client)
@@ -309,6 +317,14 @@ def _join(llm: Any, shared: str | None) -> tuple[Peers | None, SharedFolder | No
         peers, shared = Peers(own, llm.info.front_ends), shared or str(own / "state")
         llm.conversations.share(own / "conversations")
     return peers, None if shared is None else SharedFolder(shared, llm.vectors, llm.steering)
+
+
+def _num_prompts(body: Mapping[str, Any]) -> int:
+    """Return the number of prompts in a body: a list of token ids is one."""
+    prompt = body.get("prompt")
+    if not isinstance(prompt, list) or not prompt or is_int(prompt[0]):
+        return 1
+    return len(prompt)
 
 
 def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:

@@ -20,6 +20,8 @@ from midstream.validation import at
 
 # Far above practical use: a sweep of all heads of a large model at each token of a paragraph.
 MAX_CELLS = 1 << 20
+# Positions of all groups of a sweep.
+MAX_GROUPED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,13 @@ def plan_grid(
             f"the grid has {count} cells, more than the limit of {most}; choose layers, positions, "
             "heads or features",
         )
+    patched = count // max(1, len(places)) * sum(map(len, places))
+    if patched > MAX_CELLS:
+        raise SpecError(
+            "groups",
+            f"the cells patch {patched} positions, and the budget is {MAX_CELLS}; choose fewer "
+            "groups, or fewer positions in them",
+        )
     columns: Sequence[int | None] = (None,) if within is None else within
     cells = []
     for (nth, site), (row, layer), (column, positions), (depth, part) in product(
@@ -149,6 +158,7 @@ def _places(request: SweepRequest, prompt: Prompt) -> tuple[list[int | str], lis
         return list(found), [(one,) for one in found]
     labels: list[int | str] = []
     places = []
+    count = 0
     for name, positions in request.groups:
         try:
             found = _positions_of(positions, selections)
@@ -157,6 +167,13 @@ def _places(request: SweepRequest, prompt: Prompt) -> tuple[list[int | str], lis
             raise type(error)(f"groups.{name}{rest}", error.problem) from None
         labels.append(name)
         places.append(found)
+        count += len(found)
+        if count > MAX_GROUPED:
+            raise SpecError(
+                f"groups.{name}",
+                f"with it the groups have {count} positions, and the budget is {MAX_GROUPED}; "
+                "choose fewer groups, or fewer positions in them",
+            )
     return labels, places
 
 

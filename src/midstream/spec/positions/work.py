@@ -22,6 +22,8 @@ MAX_TAPS = 1 << 17
 MAX_SEGMENTS = 1 << 20
 # The same, for segments in which other parts apply than in any segment before.
 MAX_COMBINED = 1 << 17
+# Prompts of one call, times the taps and positions of the plan that each of them gets.
+MAX_CALLED = 1 << 20
 # Messages that are rendered to locate those of one chat, counted in every rendering.
 MAX_RENDERED = 1 << 16
 
@@ -60,6 +62,24 @@ def check_taps(count: int) -> None:
             f"the plan has {count} taps (layers times sites of each capture, edit and probe, in "
             f"each version that it may change to), and the budget is {MAX_TAPS}; name fewer layers "
             "or sites, or combine parts",
+        )
+
+
+def check_called(prompts: int, size: int) -> None:
+    """Check the work for all prompts of a call that have one plan.
+
+    Args:
+        prompts: number of prompts.
+        size: taps and items of positions of the plan.
+
+    Raises:
+        SpecError: it is above the budget.
+    """
+    if prompts > 1 and prompts * size > MAX_CALLED:
+        raise SpecError(
+            "",
+            f"{prompts} prompts times {size} taps and positions of the plan is above the budget of "
+            f"{MAX_CALLED}; send fewer prompts at a time, or name fewer layers, sites or positions",
         )
 
 

@@ -19,7 +19,7 @@ from midstream.spec import Capture, Plan
 from midstream.spec.control_laws import MOST_SCALES
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.plan import ServerWide
-from midstream.spec.resolve.tap_lookup import num_taps
+from midstream.spec.resolve.tap_lookup import size_of
 
 # Taps, parts, positions and tokens of a plan that is resolved in some 20 ms.
 _LONG = 1024
@@ -139,12 +139,10 @@ class RequestPlans:
             return False
         plan = Plan() if call_plan.plan is None else call_plan.plan
         parts: tuple[Any, ...] = (*plan.captures, *plan.edits, *plan.probes, *before, *also)
-        taps = sum(num_taps(part.layers, part.sites, self._num_layers) for part in parts)
-        items = sum(len(one.positions.include) + len(one.positions.exclude) for one in parts)
         versions = 1 + len(plan.switches) + (0 if plan.controller is None else MOST_SCALES)
         is_read = plan.needs_prompt or read_prompts(before, also)
         tokens = len(request.prompt_token_ids) if is_read else 0
-        return versions * (taps + len(parts)) + items + tokens > _LONG
+        return versions * size_of(parts, self._num_layers) + tokens > _LONG
 
 
 def _request_of(prompt: Any, params: Any, max_length: int) -> Any:

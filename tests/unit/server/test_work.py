@@ -1,0 +1,220 @@
+"""The work for each list that a client can send grows at most as the list does."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.long_lists import (
+    BODIES,
+    BODY,
+    FORMS,
+    KNOWN,
+    READ,
+    SINGLE,
+    SINGLE_OF_BODIES,
+    edits,
+    field_of,
+    fields,
+    list_of,
+    sets,
+    steps,
+    texts,
+    whole,
+)
+from support.resolving_engine import TEMPLATE, front_end
+from support.tokenizers import byte_level
+
+from midstream.errors import HttpError, MidstreamError, SpecError
+from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.server.request_field import read_field
+from midstream.spec.positions import work
+from midstream.steering.edit_forms import TIERS
+
+SIZES = (8, 80, 800)
+# Work may grow by half more than the list: a logarithm, and dictionaries.
+MOST = 1.5
+TOKENIZER = byte_level()
+FRONT = front_end(TOKENIZER)
+WORDS = "".join(f"w{nth} " for nth in range(20))
+
+
+def resolve(field: dict[str, Any], prompt: Any = WORDS) -> None:
+    """Read a field and resolve its plan for a prompt, in a new front end's way."""
+    messages = prompt if isinstance(prompt, list) and isinstance(prompt[0], dict) else None
+    if messages is not None:
+        prompt = TOKENIZER.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False)
+    if isinstance(prompt, str):
+        prompt = TOKENIZER(prompt, add_special_tokens=False)["input_ids"]
+    found = read_field(field)
+    request = SimpleNamespace(
+        prompt_token_ids=prompt,
+        prompt_is_token_ids=None,
+        sampling_params=SimpleNamespace(max_tokens=4, n=1),
+    )
+    FRONT._resolver._prompts.__init__()  # noqa: SLF001 - nothing is known of the prompt
+    FRONT.plans.resolve(request, CallPlan(found.plan, messages), (), ())
+
+
+def curve(make: Any) -> list[tuple[int, int, Exception | None]]:
+    """Bytes of the body, steps of the work and its refusal, for a list of each size."""
+    found = []
+    for size in SIZES:
+        given = make(size)
+        count, error = steps(lambda given=given: given())
+        assert error is None or isinstance(error, (MidstreamError, HttpError)), repr(error)
+        found.append((given.size, count, error))
+    return found
+
+
+class Given:
+    """Work on a body, with the body's length."""
+
+    def __init__(self, body: Any, run: Any, prompt: Any = "") -> None:
+        self.size = len(json.dumps([body, prompt]))
+        self._run = run
+
+    def __call__(self) -> None:
+        self._run()
+
+
+def check(name: str, make: Any) -> None:
+    """Check that the work grows at most as the body, and show it."""
+    points = curve(make)
+    for size, count, error in points:
+        shown = "" if error is None else f"  refused: {str(error)[:90]}"
+        print(f"{name:28s} {size:8d} bytes {count:9d} steps{shown}")
+    (_, _, _), (size, count, _), (longer, more, _) = points
+    allowed = MOST * count * max(1.0, longer / size)
+    assert more <= allowed, f"{name}: {count} steps for {size} bytes, {more} for {longer}"
+
+
+def test_every_field_has_a_list_or_takes_none():
+    lost = [
+        f"{cls.__name__}.{name}"
+        for cls, name in fields()
+        if list_of(cls, name) is None and name not in SINGLE
+    ]
+    for route, known in KNOWN.items():
+        cases = {*BODIES[route], *SINGLE_OF_BODIES[route]}
+        lost += [f"{route}.{name}" for name in known if name not in cases]
+    assert lost == [], "write a case in tests/support/long_lists.py"
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [(cls, name) for cls, name in fields() if list_of(cls, name) is None],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
+def test_a_list_where_none_is_expected_is_refused(cls, name):
+    name = name.rstrip("_")
+    for given in (["a", "b", "c"], [1, 2, 3]):
+        with pytest.raises(SpecError):
+            read_field(field_of(cls, {**FORMS[cls], name: given}))
+
+
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [(route, name) for route, names in SINGLE_OF_BODIES.items() for name in sorted(names)],
+)
+def test_a_list_where_a_body_has_none_is_refused(route, name):
+    for given in (["a", "b", "c"], [1, 2, 3]):
+        with pytest.raises(SpecError):
+            READ[route]({**BODY[route], name: given})
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [(cls, name) for cls, name in fields() if list_of(cls, name) is not None],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
+def test_a_field_costs_at_most_as_much_more_as_it_is_longer(cls, name):
+    lists = list_of(cls, name)
+
+    def make(size):
+        body = field_of(cls, {**FORMS[cls], name: lists(size)})
+        return Given(body, lambda: resolve(body))
+
+    check(f"{cls.__name__}.{name}", make)
+
+
+@pytest.mark.parametrize(
+    ("route", "name"), [(route, name) for route, names in BODIES.items() for name in names]
+)
+def test_a_list_of_a_body_costs_at_most_as_much_more_as_it_is_longer(route, name):
+    def make(size):
+        body = {**BODY[route], name: BODIES[route][name](size)}
+        return Given(body, lambda: READ[route](body))
+
+    check(f"{route}.{name}", make)
+
+
+def _captures(count, **more):
+    return [{"layers": [1], "positions": [nth % 60], **more} for nth in range(count)]
+
+
+def _probes(count, **more):
+    v = [1.0, 2.0, 2.0]
+    return [{"direction": v, "layer": 1, "name": f"p{nth}", **more} for nth in range(count)]
+
+
+def _messages(count):
+    return [{"role": "user", "content": f"word {nth % 7}"} for nth in range(count)]
+
+
+def _root(size):
+    return max(2, int(size**0.5))
+
+
+_SWITCH = {"switch": {"above": 0.5, "edits": [{"op": "scale", "factor": 2.0, "layer": 1}]}}
+# Fields and prompts in which several lengths grow: of each a product could be the cost.
+TOGETHER: dict[str, Any] = {
+    "captures": lambda n: ({"capture": _captures(n, exclude=["last_prompt"])}, WORDS),
+    "edits": lambda n: ({"edits": edits(n)}, WORDS),
+    "steer": lambda n: ({"steer": [{"vector": [1, 2, 2], "layer": 1}] * n}, WORDS),
+    "probes": lambda n: ({"probes": _probes(n)}, WORDS),
+    "captures by sink": lambda n: (
+        {"capture": {f"s{nth}": {"layers": [1]} for nth in range(n)}}, WORDS),
+    "texts, prompt": lambda n: (
+        {"capture": {"layers": [1], "exclude": texts(n)}}, "the cat " * n),
+    "texts of all lengths, prompt": lambda n: (
+        {"capture": {"layers": [1], "exclude": [{"text": "a" * (k + 1)} for k in range(_root(n))]}},
+        "a" * n),
+    "texts within texts, prompt": lambda n: (
+        {"capture": {"layers": [1], "positions": [{"text": "b" * n + "a"}]}}, "b" * (4 * n)),
+    "token ids, prompt": lambda n: (
+        {"capture": {"layers": [1], "positions": [{"tokens": [k]} for k in range(n)]}},
+        [nth % 7 + 20 for nth in range(n)]),
+    "captures with texts, prompt": lambda n: (
+        {"capture": [{"layers": [1], "exclude": [{"text": f"w{k}"}, {"text": f"x{nth}"}]}
+                     for nth in range(_root(n)) for k in range(2)]}, "the cat " * n),
+    "captures with ids, prompt": lambda n: (
+        {"capture": [{"layers": [1], "positions": [{"tokens": [5, 99 + nth]}]}
+                     for nth in range(n)]}, [5, 6] * n),
+    "captures with steps": lambda n: (
+        {"capture": [{"layers": [1], "exclude": [nth],
+                      "positions": [{"slice": [0, 8 * n, 2]}, {"slice": [1, 8 * n, 2]}]}
+                     for nth in range(n)]}, [5] * 8 * n),
+    "roles, messages": lambda n: (
+        {"capture": {"layers": [1], "positions": [{"role": "user", "message": k}
+                                                  for k in range(n)]}}, _messages(n)),
+    "captures of all layers": lambda n: ({"capture": _captures(n, layers="all")}, WORDS),
+    "overlapping edits": lambda n: (
+        {"edits": [{"op": "scale", "factor": 2.0, "layer": 1,
+                    "positions": [{"slice": [k, 2 * n - k]}]} for k in range(n)]}, [5] * 3 * n),
+    "probes that switch": lambda n: (
+        {"edits": [], "probes": _probes(n, act=_SWITCH), "capture": _captures(n)}, WORDS),
+    "sets of a controller": lambda n: (
+        {"edits": edits(2), "probes": _probes(1), "controller": sets(n)}, WORDS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_lists_that_grow_together_cost_at_most_as_much_more_or_are_above_a_budget(name):
+    def make(size):
+        body, prompt = TOGETHER[name](size)
+        return Given(body, lambda: resolve(body, prompt), prompt)
+
+    check(name, make)
