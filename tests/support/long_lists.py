@@ -89,9 +89,7 @@ def tokens(count: int) -> dict[str, float]:
 
 
 def edits(count: int) -> list[Any]:
-    return [
-        {"op": "scale", "factor": 2.0, "layer": 1, "positions": [nth % 60]} for nth in range(count)
-    ]
+    return [{"op": "scale", "factor": 2.0, "layer": 1, "positions": [nth]} for nth in range(count)]
 
 
 def mlp(count: int) -> dict[str, Any]:
@@ -111,7 +109,9 @@ LISTS: dict[str, Callable[[int], Any]] = {
     "Mass.positions": texts, "Positions.include": whole, "TokenIds.ids": whole,
     "positions": whole, "queries": whole, "exclude": texts, "layer": whole, "layers": whole,
     "site": lambda count: ["resid_post"] * count, "sites": lambda count: ["resid_post"] * count,
-    "head": whole, "heads": whole, "dims": whole, "index": whole, "features": whole,
+    "head": lambda count: [nth % 3 for nth in range(count)],
+    "heads": lambda count: [nth % 3 for nth in range(count)],
+    "dims": whole, "index": whole, "features": whole,
     "vector": numbers, "direction": numbers, "encoder": numbers, "decoder": numbers,
     "decoder_bias": numbers, "directions": rows, "subspace": rows, "rows": rows, "read": rows,
     "write": rows, "rotation": rows, "weight": rows, "matrix": rows, "Affine.bias": numbers,
@@ -129,9 +129,38 @@ LISTS: dict[str, Callable[[int], Any]] = {
 }  # fmt: skip
 # Fields that take no list: a list there is refused. `bias` and `scale` of other classes, too.
 SINGLE = frozenset(
-    "phase norm scale lens low high mode threshold sae error alpha bias name codec sink tag "
-    "request_id stream layout max_rows reuse reduce top kind sharpness hold smooth release k "
-    "return_".split()
+    [
+        "phase",
+        "norm",
+        "scale",
+        "lens",
+        "low",
+        "high",
+        "mode",
+        "threshold",
+        "sae",
+        "error",
+        "alpha",
+        "bias",
+        "name",
+        "codec",
+        "sink",
+        "tag",
+        "request_id",
+        "stream",
+        "layout",
+        "max_rows",
+        "reuse",
+        "reduce",
+        "top",
+        "kind",
+        "sharpness",
+        "hold",
+        "smooth",
+        "release",
+        "k",
+        "return_",
+    ]
 )
 
 
@@ -173,12 +202,20 @@ BODIES: dict[str, dict[str, Callable[[int], Any]]] = {
 }  # fmt: skip
 SINGLE_OF_BODIES = {
     "sweep": frozenset(
-        "alpha repeats sae model stream add_generation_prompt continue_final_message "
-        "chat_template_kwargs".split()
+        [
+            "alpha",
+            "repeats",
+            "sae",
+            "model",
+            "stream",
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template_kwargs",
+        ]
     ),
-    "fit": frozenset("method site reduce folds seed name model".split()),
+    "fit": frozenset(["method", "site", "reduce", "folds", "seed", "name", "model"]),
 }
-KNOWN = {"sweep": sweep_body._KNOWN, "fit": fit_body._KNOWN}  # noqa: SLF001
+KNOWN = {"sweep": sweep_body._KNOWN, "fit": fit_body._KNOWN}
 BODY = {
     "sweep": {"prompt": "abc", "source": 0, "metric": "kl"},
     "fit": {"positive": ["a", "b"], "negative": ["c", "d"]},

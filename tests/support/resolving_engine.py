@@ -15,7 +15,8 @@ from support.serving_fake import WIDTH, FakeEngine, Params
 from support.stored import worker_info
 from support.tokenizers import byte_level
 
-SITES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+SITES = ("resid_pre", "resid_mid", "resid_post", "rot_q", "z", "mlp_out")
+HEADS = {"rot_q": 3, "z": 3}
 LAYERS = 32
 MAX_LENGTH = 1 << 15
 TEMPLATE = (
@@ -30,10 +31,12 @@ def front_end(tokenizer: Any) -> AsyncFrontEnd:
         tokenizer: with transformers' methods.
     """
     taps = tuple((site, layer) for layer in range(LAYERS) for site in SITES)
+    taps += (("final_norm", LAYERS - 1),)
     worker = worker_info(
         num_layers=LAYERS,
         hidden_size=WIDTH,
         taps=taps,
+        heads=tuple(HEADS.get(site, 0) for site, _ in taps),
         capture_limit=1 << 20,
         room=Room(1 << 16, 1 << 16, 1 << 20, 1 << 16, 1 << 12),
         edits_per_site=1 << 12,
@@ -52,7 +55,8 @@ def front_end(tokenizer: Any) -> AsyncFrontEnd:
         parallel_config=SimpleNamespace(
             _api_process_count=1, _api_process_rank=0, tensor_parallel_size=1
         ),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
+        speculative_config=None,
     )
     engine = SimpleNamespace(vllm_config=config, get_tokenizer=lambda: tokenizer)
     engine.renderer = SimpleNamespace(render_messages=_render(tokenizer))
@@ -88,7 +92,8 @@ class ResolvingEngine(FakeEngine):
 
     async def resolve(self, prompt: Any, plan: CallPlan, request_id: str) -> None:
         """Resolve a plan for a prompt, as AsyncLLM does, and release what it takes."""
-        if isinstance(prompt, list):
+        if plan.messages is not None:
+            prompt = list(plan.messages)
             _, rendered = self.front._engine.renderer.render_messages(prompt, None)
             prompt = rendered["prompt"]
         if isinstance(prompt, str):

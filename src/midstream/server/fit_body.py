@@ -13,7 +13,7 @@ from midstream.spec.capture import Capture
 from midstream.spec.named_vector import read_name
 from midstream.spec.positions.work import check_called
 from midstream.spec.selection import read_site
-from midstream.validation import at, kind
+from midstream.validation import at, is_int, kind
 
 _REQUIRED = ("positive", "negative")
 _OPTIONS: Mapping[str, Any] = {
@@ -75,6 +75,9 @@ def read_fit(value: object, most: int) -> FitBody:
             raise SpecError(word, f"expected `str`, got {kind(options[word])}")
     with at("site"):
         options["site"] = read_site(options["site"])
+    for number in ("folds", "seed"):
+        if not is_int(options[number]):
+            raise SpecError(number, f"expected `int`, got {kind(options[number])}")
     options["groups"] = _groups(options["groups"])
     with naming_fields():
         capture = read_capture(

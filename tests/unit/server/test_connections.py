@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -27,9 +28,11 @@ V = [1.0, 2.0, 2.0]
 class Listening:
     """A server in a thread."""
 
-    def __init__(self, **http: int) -> None:
-        self.site: Site = asyncio.run(make(**http))
-        config = uvicorn.Config(self.site.app, port=0, log_level="critical", lifespan="off")
+    def __init__(self, *, loop: str = "auto", **settings: Any) -> None:
+        self.site: Site = asyncio.run(make(**settings))
+        config = uvicorn.Config(
+            self.site.app, port=0, log_level="critical", lifespan="off", loop=loop
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run)
 

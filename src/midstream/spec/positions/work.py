@@ -15,13 +15,13 @@ from midstream.spec.positions.range_set import overlay
 from midstream.spec.positions.ranges import Ranges
 
 # Tokens and ranges that all selections of a plan match, before overlaps are merged.
-MAX_MATCHES = 1 << 20
+MAX_MATCHES = 1 << 18
 # Taps of all captures, edits and probes of a plan, and of the versions that it may change to.
 MAX_TAPS = 1 << 17
 # Parts of a plan that apply in each segment of positions between their bounds, in all versions.
 MAX_SEGMENTS = 1 << 20
 # The same, for segments in which other parts apply than in any segment before.
-MAX_COMBINED = 1 << 17
+MAX_COMBINED = 1 << 16
 # Prompts of one call, times the taps and positions of the plan that each of them gets.
 MAX_CALLED = 1 << 20
 # Messages that are rendered to locate those of one chat, counted in every rendering.

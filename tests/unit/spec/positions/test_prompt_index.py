@@ -12,7 +12,7 @@ from midstream.spec.positions import prompt_index
 from midstream.spec.positions.prompt_index import TokenIndex, merged
 from midstream.spec.positions.ranges import merge
 from midstream.spec.positions.text_map import TextMap
-from midstream.spec.positions.work import WorkBudget
+from midstream.spec.positions.work import MAX_MATCHES, WorkBudget
 
 ANY_SPACE = " \n\t\u00a0\u3000\x1c"
 
@@ -79,12 +79,12 @@ def test_occurrences_are_counted_before_they_are_listed(monkeypatch):
         prompt_index.np, "sort", lambda given: (listed.append(given), real(given))[1]
     )
     budget = WorkBudget()
-    budget.match((1 << 20) - 150)
+    budget.match(MAX_MATCHES - 150)
     known.index.find("a", budget)
     assert len(listed) == 1
-    with pytest.raises(SpecError, match="match 1048625 tokens .* the budget is 1048576"):
+    with pytest.raises(SpecError, match="match 262193 tokens .* the budget is 262144"):
         known.index.find("aa", budget)
     assert len(listed) == 1
     # What was found before counts again: it is merged again.
-    with pytest.raises(SpecError, match="the budget is 1048576"):
+    with pytest.raises(SpecError, match="the budget is 262144"):
         known.index.find("a", budget)
