@@ -24,6 +24,7 @@ from support.faults_studio import STUDIO
 from support.faults_sweep import SWEEPS
 from support.faults_tools import TOOLS
 from support.faults_viz import VIZ
+from support.faults_work import WORK
 
 ENGINE = "tests/engine/"
 SYSTEM = "tests/system/"
@@ -489,6 +490,7 @@ FAULTS: tuple[Fault, ...] = (
     *FIT,
     *SAES,
     *VIZ,
+    *WORK,
     *SERVERS,
     *SHARED,
     *STUDIO,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +25,19 @@ from support.long_lists import (
     sets,
     steps,
     texts,
+    whole,
 )
-from support.resolving_engine import TEMPLATE, front_end
+from support.resolving_engine import TEMPLATE, ResolvingEngine, front_end
+from support.serving_fake import serving
 from support.tokenizers import byte_level
 
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.server import fit_body, server
 from midstream.server.request_field import read_field
+from midstream.spec import Steer
+
+pytestmark = pytest.mark.anyio
 
 SIZES = (6, 60, 360)
 # Work may grow by twice as much as the list: a logarithm, and what is short in a short list.
@@ -223,3 +230,74 @@ def test_lists_that_grow_together_cost_at_most_as_much_more_or_are_above_a_budge
         return Given(body, lambda: resolve(body, prompt), prompt)
 
     check(name, make)
+
+
+async def test_prompts_times_a_plan_have_a_budget():
+    field = {"capture": {"layers": "all", "sites": "resid_post", "exclude": texts(3000)}}
+    async with serving() as (site, client):
+        body = {"prompt": ["a"] * 400, "midstream": field}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        problem = answer.json()["error"]["message"]
+        assert "prompt: 400 prompts times 3005 taps and positions" in problem
+        assert "above the budget of 1048576; send fewer prompts" in problem
+        assert site.engine.calls == []
+        assert server._num_prompts({"prompt": [5] * 400}) == 1, "token ids are one prompt"
+        one = {"prompt": "a", "midstream": field}
+        assert (await client.post("/v1/completions", json=one)).status_code == 200
+
+
+def test_prompts_of_a_fit_times_its_positions_have_a_budget():
+    prompts = ["a"] * 2000
+    body = {"positive": prompts, "negative": prompts, "positions": whole(300)}
+    with pytest.raises(SpecError, match="4000 prompts times 300 taps and positions") as caught:
+        fit_body.read_fit(body, 4096)
+    assert caught.value.path == "positions"
+    fit_body.read_fit({**body, "positions": whole(200)}, 4096)
+
+
+async def test_a_large_plan_is_resolved_once_and_in_a_thread(monkeypatch):
+    engine, threads = ResolvingEngine(), []
+    resolve = engine.front._resolver.resolve
+
+    def noting(*given):
+        threads.append(threading.get_ident())
+        return resolve(*given)
+
+    monkeypatch.setattr(engine.front._resolver, "resolve", noting)
+    here = threading.get_ident()
+    for field, is_here in (
+        ({"capture": {"layers": [1], "positions": "prompt"}}, True),
+        ({"edits": edits(600)}, False),
+        ({"capture": {"layers": [1], "exclude": texts(2000)}}, False),
+    ):
+        threads.clear()
+        await engine.resolve([5] * 700, CallPlan(read_field(field).plan), "r")
+        assert [one == here for one in threads] == [is_here]
+    # Steering that changed meanwhile is not passed over.
+    plan = CallPlan(read_field({"edits": edits(600)}).plan)
+    rendered = {"type": "token", "prompt_token_ids": [5] * 700}
+    params = SimpleNamespace(n=1, max_tokens=4)
+    await engine.front.plans.resolve_ahead(plan, rendered, params, (), ())
+    request = SimpleNamespace(
+        prompt_token_ids=[5] * 700, prompt_is_token_ids=None, sampling_params=params
+    )
+    steering = (Steer([1.0, 2.0, 2.0], 0),)
+    _, prepared = engine.front.plans.resolve(request, plan, steering, ())
+    assert len(prepared.plan.edits) == 601
+
+
+def test_combinations_of_parts_have_a_budget_in_all_versions_of_a_plan():
+    def nested(count):
+        return [
+            {"op": "scale", "factor": 2.0, "layer": 1, "positions": [{"slice": [k, 1000 - k]}]}
+            for k in range(count)
+        ]
+
+    problem = "in 80200 combinations .*, and the budget is 65536"
+    resolve({"edits": nested(200)}, [5] * 600)
+    with pytest.raises(SpecError, match=problem):
+        resolve({"edits": nested(400)}, [5] * 1000)
+    # Each version of the plan counts.
+    with pytest.raises(SpecError, match="and in each version of the plan"):
+        resolve({"edits": nested(60), "probes": _probes(30, act=_SWITCH)}, [5] * 600)

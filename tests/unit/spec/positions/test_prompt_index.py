@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.long_lists import steps
 from support.nightly import rounds
 from support.slow_positions import find_text
 from unit.spec.position_strategies import found_texts, prompt_of, prompts
@@ -88,3 +89,16 @@ def test_occurrences_are_counted_before_they_are_listed(monkeypatch):
     # What was found before counts again: it is merged again.
     with pytest.raises(SpecError, match="the budget is 262144"):
         known.index.find("a", budget)
+
+
+def test_a_text_costs_about_as_much_in_a_long_prompt_as_in_a_short_one():
+    found = []
+    for length in (100, 10_000):
+        index = prompt_of([nth % 3 for nth in range(length)]).text_map.index
+        index.find("ab" * 20, WorkBudget())  # sorts the suffixes
+        texts = ["a" * 3 + "b" * nth for nth in range(1, 30)]
+        count, _ = steps(lambda texts=texts, index=index: [
+            index.find(one, WorkBudget()) for one in texts
+        ])  # fmt: skip
+        found.append(count)
+    assert found[1] < 3 * found[0]
