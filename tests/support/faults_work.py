@@ -21,7 +21,7 @@ WORK: tuple[Fault, ...] = (
         "spec/positions/prompt_index.py",
         "        numbers = np.sort(numbers[self._is_end[self._places[numbers] + size]])\n",
         "        numbers = np.sort(numbers)\n",
-        INDEX + "::test_texts_of_any_prompt_are_found_as_by_trying_each_place",
+        POSITIONS + "test_text_map.py::test_texts_are_found_by_whole_tokens_but_for_whitespace",
     ),
     Fault(
         "A text that is longer than those before it is searched for by its beginning alone",

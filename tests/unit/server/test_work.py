@@ -233,7 +233,7 @@ def test_lists_that_grow_together_cost_at_most_as_much_more_or_are_above_a_budge
 
 
 async def test_prompts_times_a_plan_have_a_budget():
-    field = {"capture": {"layers": "all", "sites": "resid_post", "exclude": texts(3000)}}
+    field = {"capture": {"layers": [0, 1, 2, 3], "exclude": texts(3000)}}
     async with serving() as (site, client):
         body = {"prompt": ["a"] * 400, "midstream": field}
         answer = await client.post("/v1/completions", json=body)

@@ -21,7 +21,7 @@ ANY_SPACE = " \n\t\u00a0\u3000\x1c"
 @st.composite
 def maps(draw: st.DrawFn) -> TextMap:
     """Tokens in any order that a TextMap allows: that share characters, overlap, or leave gaps."""
-    text = draw(st.text("ab" + ANY_SPACE + "😀\ud800", max_size=14))
+    text = draw(st.text("ab" + ANY_SPACE + "😀", max_size=14))
     spots = st.integers(0, len(text))
     starts = sorted(draw(st.lists(spots, min_size=1, max_size=8)))
     stops = sorted(draw(st.lists(spots, min_size=len(starts), max_size=len(starts))))
@@ -30,7 +30,7 @@ def maps(draw: st.DrawFn) -> TextMap:
     return TextMap(text, tuple(starts), tuple(stops))
 
 
-@given(maps(), st.lists(st.text("ab" + ANY_SPACE + "😀\ud800", min_size=1, max_size=6), max_size=6))
+@given(maps(), st.lists(st.text("ab" + ANY_SPACE + "😀", min_size=1, max_size=6), max_size=6))
 @settings(max_examples=rounds(suite=400, nightly=4000))
 def test_texts_of_any_prompt_are_found_as_by_trying_each_place(known, texts):
     for wanted in [*texts, known.text[2:6] or "a", known.text or "a"]:
