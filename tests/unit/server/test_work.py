@@ -34,6 +34,7 @@ from support.tokenizers import byte_level
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import fit_body, server
+from midstream.server.body_values import is_long
 from midstream.server.request_field import read_field
 from midstream.spec import Steer
 
@@ -301,3 +302,16 @@ def test_combinations_of_parts_have_a_budget_in_all_versions_of_a_plan():
     # Each version of the plan counts.
     with pytest.raises(SpecError, match="and in each version of the plan"):
         resolve({"edits": nested(60), "probes": _probes(30, act=_SWITCH)}, [5] * 600)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_in_thread"),
+    [
+        (b'{"prompt": "abc"}', False),
+        (b"[" + b"1," * 2000 + b"1]", True),
+        (b" " * (1 << 19), True),
+        (b'{"apply_steering_vectors": {"compression": "zstd"}}', True),
+    ],
+)
+def test_bodies_that_are_long_or_become_long_are_parsed_in_a_thread(body, is_in_thread):
+    assert is_long(body) == is_in_thread
