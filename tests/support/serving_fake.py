@@ -279,11 +279,7 @@ class Site:
 
 
 async def make(
-    *,
-    host: str | None = "127.0.0.1",
-    has_key: bool = False,
-    engine: FakeEngine | None = None,
-    **http: Any,
+    *, host: str | None = "127.0.0.1", has_key: bool = False, engine: Any = None, **http: Any
 ) -> Site:
     """An app whose engine is there.
 

@@ -210,9 +210,8 @@ class Server:
         client = self.client_of(scope)
         plan = request_field.plan
         if plan is not None:
-            with at("prompt"):
-                parts = (*plan.captures, *plan.edits, *plan.probes)
-                check_called(_num_prompts(body), size_of(parts, layers))
+            parts = (*plan.captures, *plan.edits, *plan.probes)
+            _check_prompts(body, size_of(parts, layers))
         if plan is not None and plan.captures and request_field.activations == "handle":
             self.captures.check(client)
         context = RequestContext(request_field, client)
@@ -325,6 +324,12 @@ def _num_prompts(body: Mapping[str, Any]) -> int:
     if not isinstance(prompt, list) or not prompt or is_int(prompt[0]):
         return 1
     return len(prompt)
+
+
+def _check_prompts(body: Mapping[str, Any], size: int) -> None:
+    """Check the work for all prompts of a body, of a plan of this size."""
+    with at("prompt"):
+        check_called(_num_prompts(body), size)
 
 
 def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:

@@ -295,7 +295,7 @@ def test_combinations_of_parts_have_a_budget_in_all_versions_of_a_plan():
             for k in range(count)
         ]
 
-    problem = "in 80200 combinations .*, and the budget is 65536"
+    problem = "in 80200 combinations .*, and the budget is 32768"
     resolve({"edits": nested(200)}, [5] * 600)
     with pytest.raises(SpecError, match=problem):
         resolve({"edits": nested(400)}, [5] * 1000)

@@ -21,7 +21,7 @@ MAX_TAPS = 1 << 17
 # Parts of a plan that apply in each segment of positions between their bounds, in all versions.
 MAX_SEGMENTS = 1 << 20
 # The same, for segments in which other parts apply than in any segment before.
-MAX_COMBINED = 1 << 16
+MAX_COMBINED = 1 << 15
 # Prompts of one call, times the taps and positions of the plan that each of them gets.
 MAX_CALLED = 1 << 20
 # Messages that are rendered to locate those of one chat, counted in every rendering.
