@@ -362,8 +362,8 @@ CORE: tuple[Fault, ...] = (
     Fault(
         "A plan that was resolved for one prompt is used for a prompt of another length",
         "runtime/frontend/request/plan_resolver.py",
-        "        key = (id(own), _prompt_len(request), max_tokens)\n",
-        "        key = (id(own), 0, max_tokens)\n",
+        "    return id(own), _prompt_len(request), request.sampling_params.max_tokens\n",
+        "    return id(own), 0, request.sampling_params.max_tokens\n",
         "tests/unit/runtime/frontend/request/test_plan_resolver.py"
         "::test_a_prompt_of_another_length_has_positions_of_its_own",
     ),

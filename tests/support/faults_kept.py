@@ -286,7 +286,7 @@ KEPT: tuple[Fault, ...] = (
     Fault(
         "A matrix is applied to what an earlier edit of its site left out",
         "runtime/frontend/request/budget.py",
-        "        _check_maps(piece, list(taps), hidden_size)\n",
+        "        _check_maps(piece, order, hidden_size)\n",
         "",
         "tests/unit/runtime/frontend/request/test_budget.py"
         "::test_a_matrix_without_room_or_of_what_was_edited_before_is_refused",

@@ -16,8 +16,8 @@ RANKS: tuple[Fault, ...] = (
     Fault(
         "A rank of a tensor-parallel group runs vLLM's own model beside ranks that capture",
         "runtime/protocol/segments.py",
-        "scored, reads, bool(here)))",
-        "scored, reads, bool(edits or mine or reads)))",
+        "scored, reads, bool(here))",
+        "scored, reads, bool(edits or mine or reads))",
         "tests/unit/runtime/protocol/test_segments.py"
         "::test_all_ranks_run_the_tapped_model_at_the_same_positions",
     ),

@@ -266,17 +266,23 @@ class Site:
 
 
 async def make(
-    *, host: str | None = "127.0.0.1", has_key: bool = False, origins: Any = ("*",), **http: Any
+    *,
+    host: str | None = "127.0.0.1",
+    has_key: bool = False,
+    origins: Any = ("*",),
+    engine: Any = None,
+    **http: Any,
 ) -> Site:
     """An app whose engine is there.
 
     Args:
+        engine: behind it; None: a new one.
         host: what the server is bound to.
         has_key: whether vLLM asks for a key, which it does in front of this app.
         origins: vLLM's argument `--allowed-origins`.
         **http: midstream's settings `http`.
     """
-    app, engine = FastAPI(), FakeEngine()
+    app, engine = FastAPI(), FakeEngine() if engine is None else engine
     app.state.args = Namespace(
         api_key=None,
         host=host,

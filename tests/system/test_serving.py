@@ -34,7 +34,7 @@ from support.serving_offline import (
 )
 from support.spans import Spans, collecting
 
-from midstream import Capture, Client, Probe, Steer, extra_body
+from midstream import Capture, Client, Probe, Steer, Text, extra_body
 from midstream.client import ServerError
 from midstream.store import open_store
 
@@ -208,6 +208,19 @@ def test_each_choice_of_several_prompts_has_its_own_rows_and_receipt(client):
     first, second, third, _ = (one.activations["resid_post", 1] for one in found.outputs)
     torch.testing.assert_close(first[:4], second[:4], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(first[:2], third[:2], rtol=1e-2, atol=1e-2)
+
+
+def test_a_large_plan_which_a_thread_resolves_gives_the_same_rows(client):
+    excluded = [Text(f"nowhere {nth}") for nth in range(2000)]
+    large, plain = (
+        client.complete(
+            "One two three", capture=Capture([1], positions="prompt", exclude=out), **ASKED
+        )
+        for out in (excluded, None)
+    )
+    assert large.receipt.status == "ok"
+    tap = "resid_post", 1
+    assert torch.equal(large.activations[tap], plain.activations[tap])
 
 
 def test_a_stream_of_several_prompts_has_each_ones_scores_at_its_choice(client):

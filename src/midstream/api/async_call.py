@@ -108,7 +108,10 @@ class AsyncEngineCall:
             keys = front.directions.needed(call.plan)
             if keys:
                 await front.directions.fetch(keys)
-            if call.session is not None:
+            if call.session is None:
+                others = (front.steering.plan_edits(), front.captures.current)
+                await front.plans.resolve_ahead(call.call_plan, prompt, params, *others)
+            else:
                 prompt = with_call_plan(prompt, call.call_plan, params)
             stream = VllmAsyncLLM.generate(self._llm, prompt, params, request_id, **vllm_args)
             async for output in stream:
@@ -141,6 +144,7 @@ class AsyncEngineCall:
                     front.plain.leave(request_id)
                 if call is not None:
                     call.release_names()
+                    front.plans.forget(call.call_plan)
                     front.leave(call)
 
     def _plan(self, prompt: Any, sampling_params: SamplingParams) -> Plan | CallPlan | None:

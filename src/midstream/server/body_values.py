@@ -8,13 +8,20 @@ from typing import Any
 from midstream.errors import HttpError, SpecError
 from midstream.validation import hint, listed
 
-# Bodies that are longer are parsed in a thread.
+# Bodies that are longer, or have more values, are parsed in a thread.
 LONG = 1 << 18
+_MANY_VALUES = 1 << 10
 # Values in a body with a plan. The event loop waits while a list of numbers is parsed, also if that
-# is done in a thread; `{"f32": base64}` takes no such time.
-MAX_VALUES = 1 << 20
-
+# is done in a thread: some 30 ms for so many. `{"f32": base64}` takes no such time.
+MAX_VALUES = 1 << 18
 _PART = 1 << 20  # bytes of a body that are searched at once
+
+
+def is_long(body: bytes) -> bool:
+    """Return whether parsing a body may take more than some 20 ms, so that a thread has to."""
+    if len(body) > LONG or b'"zstd"' in body:  # compressed arrays are long, however short here
+        return True
+    return len(body) > _MANY_VALUES and body.count(b",") > _MANY_VALUES
 
 
 def check_values(body: bytes, param: str | None = None) -> None:

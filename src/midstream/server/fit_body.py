@@ -11,8 +11,9 @@ from midstream.fit.prompts import naming_fields, read_capture, read_prompts
 from midstream.server.body_values import check_fields
 from midstream.spec.capture import Capture
 from midstream.spec.named_vector import read_name
+from midstream.spec.positions.work import check_called
 from midstream.spec.selection import read_site
-from midstream.validation import at, kind
+from midstream.validation import at, is_int, kind
 
 _REQUIRED = ("positive", "negative")
 _OPTIONS: Mapping[str, Any] = {
@@ -74,11 +75,18 @@ def read_fit(value: object, most: int) -> FitBody:
             raise SpecError(word, f"expected `str`, got {kind(options[word])}")
     with at("site"):
         options["site"] = read_site(options["site"])
+    for number in ("folds", "seed"):
+        if not is_int(options[number]):
+            raise SpecError(number, f"expected `int`, got {kind(options[number])}")
     options["groups"] = _groups(options["groups"])
     with naming_fields():
         capture = read_capture(
             options["layers"], options["site"], options["positions"], options["reduce"]
         )
+    with at("positions"):
+        positions = capture.positions
+        items = len(positions.include) + len(positions.exclude)
+        check_called(len(positive) + len(negative), items)
     name, model = value.get("name"), value.get("model")
     if name is not None:
         with at("name"):

@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from midstream.compat.foreign_fields import check_body, names_in
 from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError, SpecError
-from midstream.server.body_values import LONG, check_values
+from midstream.runtime.frontend.request.heavy_work import in_thread
+from midstream.server.body_values import check_values, is_long
 from midstream.server.http_errors import send_error
 from midstream.server.http_request import RequestContext
 from midstream.server.open_requests import carry_id
@@ -199,8 +200,8 @@ class Middleware:
     async def _open(self, scope: Scope, path: str, body: bytes) -> _Opened | None:
         """Return a request with the field `midstream`; None: the field is absent."""
         fields = self._fields_of(scope, path)
-        if len(body) > LONG:
-            parsed = await asyncio.to_thread(_parse, path, fields, body)
+        if is_long(body):
+            parsed = await in_thread(_parse, path, fields, body)
         else:
             parsed = _parse(path, fields, body)
         if parsed is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.fit import Directions
 from midstream.fit.prompts import is_chat
+from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.prompt.tokenized import tokenize
 from midstream.server import audit_log
 from midstream.server.fit_body import FitBody
@@ -36,7 +36,7 @@ async def run_fit(server: Server, body: FitBody, lora_request: Any, client: str)
             take more than the setting `http.client_bytes`.
     """
     began = time.monotonic()
-    prompts = await asyncio.to_thread(_tokenized, server, body)
+    prompts = await in_thread(_tokenized, server, body)
     _check_bytes(server, body.capture, [one for each in prompts for one in each])
     engine = _YieldingEngine(server, lora_request)
     found = await Directions.fit_async(engine, *prompts, **body.options)

@@ -16,6 +16,7 @@ from starlette.types import Scope
 from midstream.deadlines import end_tasks
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import Event
+from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.prompt.tokenized import is_chat
 from midstream.server import audit_log
 from midstream.server.server import Server, rows_for
@@ -86,7 +87,7 @@ class ServedSweep:
                     most_cells=limits.sweep_cells,
                 )
 
-        found = await asyncio.to_thread(prepared)
+        found = await in_thread(prepared)
         return ServedSweep(server, found, lora_request, server.client_of(scope))
 
     async def events(self) -> AsyncGenerator[list[Event], None]:
@@ -113,7 +114,7 @@ class ServedSweep:
             status = "error"
             self.sweep = work.result()
             status = "ok"
-            yield [event_of("result", self._result(self.sweep))]
+            yield [event_of("result", await in_thread(self._result, self.sweep))]
         finally:
             await end_tasks((work,))
             self.server.metrics.count_sweep(status, self.cells)

@@ -35,9 +35,12 @@ from midstream.server.sweep_pace import SweepPace
 from midstream.spec import Plan
 from midstream.spec.captured_rows import OpenRows
 from midstream.spec.operations import has_captured
+from midstream.spec.positions.work import check_called
+from midstream.spec.resolve.tap_lookup import size_of
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import SteeringState
+from midstream.validation import at, is_int
 from midstream.version import __version__
 
 # vLLM's endpoints whose responses can include results.
@@ -207,10 +210,14 @@ class Server:
 
         Raises:
             HttpError: 503, the engine is not ready; 429 or 507, the capture cache is full.
+            SpecError: the prompts and the plan together are above the budget of a call.
         """
-        _ = self.llm  # raises 503 until the engine is ready
+        layers = self.llm.info.shape.num_layers  # raises 503 until the engine is ready
         client = self.client_of(scope)
         plan = request_field.plan
+        if plan is not None:
+            parts = (*plan.captures, *plan.edits, *plan.probes)
+            _check_prompts(body, size_of(parts, layers))
         context = RequestContext(request_field, client)
         if plan is not None and plan.captures and request_field.activations == "handle":
             context.reservation = self.captures.reserve(client, completions_of(body))
@@ -328,6 +335,20 @@ def _join(llm: Any, shared: str | None) -> tuple[Peers | None, SharedFolder | No
         peers, shared = Peers(own, llm.info.front_ends), shared or str(own / "state")
         llm.conversations.share(own / "conversations")
     return peers, None if shared is None else SharedFolder(shared, llm.vectors, llm.steering)
+
+
+def _num_prompts(body: Mapping[str, Any]) -> int:
+    """Return the number of prompts in a body: a list of token ids is one."""
+    prompt = body.get("prompt")
+    if not isinstance(prompt, list) or not prompt or is_int(prompt[0]):
+        return 1
+    return len(prompt)
+
+
+def _check_prompts(body: Mapping[str, Any], size: int) -> None:
+    """Check the work for all prompts of a body, of a plan of this size."""
+    with at("prompt"):
+        check_called(_num_prompts(body), size)
 
 
 def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:

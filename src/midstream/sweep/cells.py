@@ -11,7 +11,7 @@ from midstream.errors import SpecError
 from midstream.sites import Tap
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
-from midstream.spec.positions.select import in_listed_order, select
+from midstream.spec.positions.select import PromptSelections, in_listed_order
 from midstream.spec.resolve.tap_lookup import find_layer, find_taps
 from midstream.spec.selection import Sites
 from midstream.spec.shape import ModelShape
@@ -20,6 +20,8 @@ from midstream.validation import at
 
 # Far above practical use: a sweep of all heads of a large model at each token of a paragraph.
 MAX_CELLS = 1 << 20
+# Positions of all groups of a sweep.
+MAX_GROUPED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,13 @@ def plan_grid(
             f"the grid has {count} cells, more than the limit of {most}; choose layers, positions, "
             "heads or features",
         )
+    patched = count // max(1, len(places)) * sum(map(len, places))
+    if patched > MAX_CELLS:
+        raise SpecError(
+            "groups",
+            f"the cells patch {patched} positions, and the budget is {MAX_CELLS}; choose fewer "
+            "groups, or fewer positions in them",
+        )
     columns: Sequence[int | None] = (None,) if within is None else within
     cells = []
     for (nth, site), (row, layer), (column, positions), (depth, part) in product(
@@ -150,8 +159,9 @@ def _is_given(
 
 def _places(request: SweepRequest, prompt: Prompt) -> tuple[list[int | str], list[tuple[int, ...]]]:
     """Return the labels of the dimension "position", and the positions of each."""
+    selections = PromptSelections(prompt, 1)
     if not request.groups:
-        found = _positions_of(request.positions, prompt)
+        found = _positions_of(request.positions, selections)
         if len(request.positions.include) > 1:
             # As they are listed; what several items select is there once.
             listed = in_listed_order(request.positions, prompt, 1, MAX_CELLS)
@@ -159,23 +169,28 @@ def _places(request: SweepRequest, prompt: Prompt) -> tuple[list[int | str], lis
         return list(found), [(one,) for one in found]
     labels: list[int | str] = []
     places = []
+    count = 0
     for name, positions in request.groups:
         try:
-            found = _positions_of(positions, prompt)
+            found = _positions_of(positions, selections)
         except SpecError as error:
             rest = error.path.removeprefix("positions")
             raise type(error)(f"groups.{name}{rest}", error.problem) from None
         labels.append(name)
         places.append(found)
+        count += len(found)
+        if count > MAX_GROUPED:
+            raise SpecError(
+                f"groups.{name}",
+                f"with it the groups have {count} positions, and the budget is {MAX_GROUPED}; "
+                "choose fewer groups, or fewer positions in them",
+            )
     return labels, places
 
 
-def _positions_of(positions: Positions, prompt: Prompt) -> tuple[int, ...]:
-    """Return the selected positions of a prompt, ascending."""
-    where = select(positions, prompt, 1)
-    return tuple(
-        one for start, stop in where.final(prompt.length, ()) for one in range(start, stop)
-    )
+def _positions_of(positions: Positions, selections: PromptSelections) -> tuple[int, ...]:
+    where, length = selections.select(positions), selections.prompt.length
+    return tuple(one for start, stop in where.final(length, ()) for one in range(start, stop))
 
 
 def _heads(

@@ -216,10 +216,7 @@ class SweepJob:
     def result(self) -> Sweep:
         """Return the sweep."""
         metric = self._shown
-        base = self._scaled(self._corrupt)
-        away = [abs(one - base) for one in self._unpatched]
-        for one in self._unpatched:
-            away += [abs(one - other) for other in self._unpatched]
+        unpatched = [self._scaled(self._corrupt), *self._unpatched]
         texts = self._prompt.texts
         return Sweep(
             self._values,
@@ -228,7 +225,7 @@ class SweepJob:
             metric if isinstance(metric, Metric) else name_of(metric),
             self._corrupt,
             self._clean,
-            max(away) if away else math.nan,
+            max(unpatched) - min(unpatched) if self._unpatched else math.nan,
             tuple("".join(texts[one] for one in places) for places in self.grid.places),
             SweepReceipts(
                 tuple(self._seen.receipts), self._seen.prompt_tokens, self._seen.cached_tokens

@@ -25,7 +25,8 @@ class Front:
 
         self.concerned = concerned
         self.events: list[Any] = []
-        self.steering = SimpleNamespace(epoch=0)
+        self.steering = SimpleNamespace(epoch=0, plan_edits=lambda: ())
+        self.captures = SimpleNamespace(current=())
         self.directions = SimpleNamespace(needed=lambda plan: {})
         self.sinks = SinkSet((), ORIGIN)
         self.plain = SimpleNamespace(
@@ -40,7 +41,13 @@ class Front:
         async def close_session(call: Any) -> None:
             return None
 
+        async def resolve_ahead(*given: Any) -> None:
+            self.events.append("resolve ahead")
+
         self.completion = SimpleNamespace(complete=complete, close_session=close_session)
+        self.plans = SimpleNamespace(
+            resolve_ahead=resolve_ahead, forget=lambda plan: self.events.append("forget")
+        )
 
     def concerns(self, params: Any) -> bool:
         return self.concerned
@@ -120,7 +127,7 @@ def test_a_call_to_which_something_applies_is_begun(given, arguments, extra_args
     outputs(front, params(extra_args=extra_args), arguments)
     ((_, passed, _),) = given
     assert "midstream" in passed.extra_args
-    assert front.events == ["begin", "leave"]
+    assert front.events == ["begin", "resolve ahead", "forget", "leave"]
 
 
 def test_extra_args_that_would_be_ignored_are_refused(given):

@@ -11,6 +11,7 @@ from midstream.spec.positions.items import Item, Role, Span, Text, TokenIds, Win
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Message, Prompt
 from midstream.spec.positions.text_map import TextMap
+from midstream.spec.positions.work import WorkBudget
 
 PHASES = ("all", "prompt", "generated")
 CAPTURE_WORDS = ("all", "prompt", "generated", "last_prompt", "last")
@@ -118,6 +119,14 @@ def prompts(draw: st.DrawFn, longest: int = 8) -> Prompt:
         Message(draw(st.sampled_from(ROLES)), index, *pair) for index, pair in enumerate(pairs)
     ]
     return prompt_of(ids, messages)
+
+
+def found_texts(known: TextMap, wanted: str) -> list[tuple[int, int]]:
+    """The token range of each occurrence of a text, as its index has them."""
+    numbers = known.index.find(wanted, WorkBudget())
+    return [
+        tokens for number in numbers for tokens in known.index.ranges(number[None], len(wanted))
+    ]
 
 
 def occurrences(prompt: Prompt, wanted: str) -> list[set[int]]:

@@ -113,3 +113,20 @@ def test_what_the_model_or_the_prompt_lacks_is_refused(more: dict[str, Any], pat
     with pytest.raises(SpecError) as error:
         grid(**more)
     assert error.value.path == path
+
+
+def test_positions_of_groups_have_a_budget() -> None:
+    length, groups = 1000, {f"g{nth}": "prompt" for nth in range(66)}
+    problem = "with it the groups have 66000 positions, and the budget is 65536"
+    with pytest.raises(SpecError, match=problem) as caught:
+        grid(length, layers=0, groups=groups)
+    assert caught.value.path == "groups.g65"
+    del groups["g65"]
+    assert len(grid(length, layers=0, groups=groups).cells) == 65
+    everywhere = {"layers": "all", "sites": ["resid_pre", "mlp_out"], "groups": groups}
+    assert len(grid(length, **everywhere).cells) == 520
+    # 65,000 positions at each of so many taps are above the budget of all cells.
+    taps = [("resid_pre", layer) for layer in range(17)]
+    request = SweepRequest("a", KL(), groups=groups)
+    with pytest.raises(SpecError, match="the cells patch 1105000 positions, and the budget"):
+        plan_grid(request, ModelShape(17, 8, taps), Prompt(length, tuple(range(length))), None)

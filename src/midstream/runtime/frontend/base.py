@@ -35,6 +35,7 @@ from midstream.runtime.frontend.request.plan_changes import PlanChanges
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.readouts import Registries
+from midstream.runtime.frontend.request.request_plans import RequestPlans
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.frontend.request.sink_routes import routes_of
 from midstream.runtime.frontend.request.token_directions import DirectionCache
@@ -111,6 +112,8 @@ class BaseFrontEnd:
         make = partial(SentVectors, None, matrices, number, share)
         sent = self._sent_vectors = [make() for _ in self._workers]
         lookup, layers = self.vectors.lookup, info.shape.num_layers
+        length = engine.vllm_config.model_config.max_model_len
+        self.plans = RequestPlans(self._resolver, self.conversations, lookup, layers, length)
         self.changes = PlanChanges(self._resolver, self._admission, sent, lookup, layers)
 
     def concerns(self, params: Any) -> bool:
@@ -157,9 +160,8 @@ class BaseFrontEnd:
         own = call_plan.plan
         if own is not None:
             self.sinks.check(own)
-        find, before, also = self.vectors.lookup, self.steering.plan_edits(), self.captures.current
-        recalled = self.conversations.of(request, own, call_plan.owner)
-        prepared = self._resolver.resolve(call_plan, before, also, find, request, recalled)
+        before, also = self.steering.plan_edits(), self.captures.current
+        recalled, prepared = self.plans.resolve(request, call_plan, before, also)
         if getattr(request, "resumable", False) and not prepared.is_empty:
             raise SpecError(
                 "",

@@ -246,15 +246,20 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[Plan
     """
     parts = _parts(plan, taps, share)
     pieces = []
+    known: dict[tuple[int, ...], PlanSegment] = {}
     for start, stop, indices in overlay([part.ranges for part in parts]):
-        here = [parts[nth] for nth in indices]
-        edits = tuple(part.edit for part in here if part.edit is not None)
-        places = tuple(sorted({tap for part in here for tap in part.taps}))
-        scored = any(part.scored for part in here)
         end = FOREVER if stop is None else stop
-        mine = share.of_indices(places, plan.sharded)
-        reads = tuple(read for part in here for read in part.patterns)
-        pieces.append(PlanSegment(start, end, edits, mine, scored, reads, bool(here)))
+        piece = known.get(indices)
+        if piece is None:
+            here = [parts[nth] for nth in indices]
+            edits = tuple(part.edit for part in here if part.edit is not None)
+            places = tuple(sorted({tap for part in here for tap in part.taps}))
+            scored = any(part.scored for part in here)
+            mine = share.of_indices(places, plan.sharded)
+            reads = tuple(read for part in here for read in part.patterns)
+            piece = PlanSegment(start, end, edits, mine, scored, reads, bool(here))
+            known[indices] = piece
+        pieces.append(piece._replace(start=start, stop=end))
     return pieces
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import HTTPException, Request
 
 from midstream.errors import HttpError, SpecError
-from midstream.server.body_values import LONG, check_values
+from midstream.runtime.frontend.request.heavy_work import in_thread
+from midstream.server.body_values import check_values, is_long
 from midstream.server.server import Server
 from midstream.validation import read_json
 
@@ -39,8 +39,8 @@ class StrictRequest(Request):
         """
         data = await self.body()
         try:
-            if len(data) > LONG:
-                return await asyncio.to_thread(_read, data)
+            if is_long(data):
+                return await in_thread(_read, data)
             return _read(data)
         except (HttpError, SpecError) as error:
             raise _refused(HttpError.of(error)) from None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path
-from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.types import Scope
 
 from midstream.errors import HttpError
+from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.server import audit_log
 from midstream.server.routes.common import (
     ErrorBody,
@@ -94,7 +94,7 @@ async def update(
     edits = given.edits
     if edits is not None and edits != []:
         # Parsing megabytes of numbers would block the event loop.
-        edits = await run_in_threadpool(_read, edits, request.scope, server)
+        edits = await in_thread(_read, edits, request.scope, server)
     plans = [call.call_plan for call in calls]
     found = await server.llm.update_all(plans, edits=edits, scale=given.scale)
     choices = [

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from midstream.deadlines import end_tasks, within
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import DONE, Event
+from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.server.http_errors import send_error
 from midstream.server.routes.common import (
     ERRORS,
@@ -197,7 +198,8 @@ class _SweepResponse(Response):
         async for _ in events:
             pass
         assert self._run.sweep is not None
-        content = json.dumps(whole(self._run.sweep), allow_nan=False).encode()
+        value = await in_thread(whole, self._run.sweep)
+        content = (await in_thread(json.dumps, value, allow_nan=False)).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(content)).encode()),

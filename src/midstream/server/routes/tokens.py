@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from midstream.errors import SpecError
+from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.prompt.tokenized import texts_of
 from midstream.server.routes.common import MidstreamRoute, ServerDep, error_responses
 
@@ -46,4 +46,4 @@ async def tokens(given: TokensBody, server: ServerDep) -> TokensAnswer:
     for nth, one in enumerate(given.ids):
         if one >= size:
             raise SpecError(f"ids[{nth}]", f"expected 0 to {size - 1}, got {one}")
-    return TokensAnswer(texts=await asyncio.to_thread(texts_of, server.llm, given.ids))
+    return TokensAnswer(texts=await in_thread(texts_of, server.llm, given.ids))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
 from midstream.errors import SpecError
 from midstream.spec.positions.items import Item, Role, Span, Text, Window
 from midstream.spec.positions.prompt import Message, Prompt
 from midstream.spec.positions.range_set import least
-from midstream.spec.positions.ranges import Range
+from midstream.spec.positions.ranges import Range, Ranges
+from midstream.spec.positions.work import WorkBudget
 from midstream.validation import show
 
 # Maximum number of ranges in one plan. A span with a step takes one range per position.
@@ -41,11 +43,13 @@ class Locator:
         prompt: the prompt.
         max_tokens: maximum number of generated tokens; None: unknown.
         phase: the phase to which spans with a step are restricted.
+        budget: counts what is matched, before it is listed.
     """
 
     prompt: Prompt
     max_tokens: int | None
     phase: str
+    budget: WorkBudget = field(default_factory=WorkBudget)
 
     @property
     def rows(self) -> int | None:
@@ -72,8 +76,8 @@ class Locator:
             max_ranges: maximum number of ranges to return.
 
         Raises:
-            SpecError: a span or window with a step has too many positions or no end, or this
-                prompt lacks the information to locate the item.
+            SpecError: a span or window with a step has too many positions or no end, this prompt
+                lacks the information to locate the item, or the budget is exceeded.
         """
         if isinstance(item, str):
             return Found((self._word(item),))
@@ -86,21 +90,27 @@ class Locator:
         assert isinstance(item, Role)
         return self._role(item)
 
-    def token_ranges(self, ids: Iterable[int]) -> list[Range]:
-        """Return the ranges of the prompt's tokens with one of these ids.
+    def check_ids(self) -> None:
+        """Check that the prompt's tokens can be selected by their ids.
 
         Raises:
             SpecError: the prompt has no token ids.
         """
-        known = self.prompt.token_ids
-        if known is None:
+        if self.prompt.token_ids is None:
             raise SpecError(
                 "",
                 "this prompt has no token ids, because it was not given as tokens; use "
                 'phase="generated", or integer positions',
             )
-        wanted = frozenset(ids)
-        return [(place, place + 1) for place, token in enumerate(known) if token in wanted]
+
+    def token_ranges(self, ids: Iterable[int]) -> Ranges:
+        """Return the positions of the prompt's tokens with one of these ids.
+
+        Raises:
+            SpecError: the budget is exceeded.
+        """
+        index = self.prompt.token_index
+        return () if index is None else index.find(ids, self.budget)
 
     def _word(self, word: str) -> Range:
         end = self.prompt.length
@@ -140,6 +150,7 @@ class Locator:
                 f"{shown} selects {len(chosen)} separate positions, more than the limit of "
                 f"{MAX_RANGES} ranges per plan; use a step of 1, or a smaller stop",
             )
+        self.budget.match(len(chosen))
         return Found(tuple((position, position + 1) for position in chosen))
 
     def _steps(self, shown: str, start: int, end: int | None, step: int) -> range:
@@ -161,8 +172,9 @@ class Locator:
             raise SpecError(
                 "", "this prompt has no text to search; use token ids or integer positions"
             )
-        found = known.find(item.text)
-        if not found:
+        numbers = known.index.find(item.text, self.budget)
+        count = len(numbers)
+        if not count:
             around = known.around(item.text)
             if around is None:
                 return Found((), f"the prompt does not contain {show(item.text)}")
@@ -171,33 +183,32 @@ class Locator:
                 f"{show(item.text)} is in the prompt, but not at token boundaries; the tokens "
                 f"there: {_show_tokens(around)}",
             )
-        if item.occurrence == "all":
-            return Found(tuple(found))
-        count = len(found)
-        if not -count <= item.occurrence < count:
-            return Found(
-                (),
-                f"occurrence {item.occurrence} is out of range: the prompt has {count} of "
-                f"{show(item.text)}, expected 0 to {count - 1} (or −{count} to −1)",
-            )
-        return Found((found[item.occurrence],))
+        if item.occurrence != "all":
+            if not -count <= item.occurrence < count:
+                return Found(
+                    (),
+                    f"occurrence {item.occurrence} is out of range: the prompt has {count} of "
+                    f"{show(item.text)}, expected 0 to {count - 1} (or −{count} to −1)",
+                )
+            numbers = numbers[[item.occurrence]]
+        return Found(known.index.ranges(numbers, len(item.text)))
 
     def _role(self, item: Role) -> Found:
-        known = self.prompt.chat
+        known = self.prompt.roles
         if known is None:
             raise SpecError(
                 "",
                 "Role requires a prompt made from chat messages; use chat() instead of "
                 "generate(), or select by text or integer positions",
             )
-        of_role = [message for message in known if message.role == item.role]
+        of_role = known.get(item.role)
         if not of_role:
-            roles = list(dict.fromkeys(show(message.role) for message in known))
-            more = ", …" if len(roles) > _SHOWN_ROLES else ""
+            roles = [show(role) for role in islice(known, _SHOWN_ROLES)]
+            more = ", …" if len(known) > _SHOWN_ROLES else ""
             return Found(
                 (),
                 f"the chat has no message of role {show(item.role)}; its roles: "
-                f"{', '.join(roles[:_SHOWN_ROLES])}{more}",
+                f"{', '.join(roles)}{more}",
             )
         count = len(of_role)
         if item.message != "all":
@@ -208,6 +219,7 @@ class Locator:
                     f"{show(item.role)}, expected 0 to {count - 1} (or −{count} to −1)",
                 )
             of_role = [of_role[item.message]]
+        self.budget.match(len(of_role))
         ranges = tuple(content for message in of_role for content in _content(message))
         return Found(ranges, "" if ranges else f"{item}: the message has no content in the prompt")
 

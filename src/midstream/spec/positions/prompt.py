@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from midstream.errors import SpecError
 from midstream.spec.positions.text_map import TextMap
+
+if TYPE_CHECKING:
+    from midstream.spec.positions.prompt_index import TokenIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +84,24 @@ class Prompt:
             SpecError: raised by the function.
         """
         return self.messages() if callable(self.messages) else self.messages
+
+    @cached_property
+    def roles(self) -> Mapping[str, list[Message]] | None:
+        """The messages of `chat` by role, in the order of the chat.
+
+        Raises:
+            SpecError: raised by the function `messages`.
+        """
+        if self.chat is None:
+            return None
+        found: dict[str, list[Message]] = {}
+        for message in self.chat:
+            found.setdefault(message.role, []).append(message)
+        return found
+
+    @cached_property
+    def token_index(self) -> TokenIndex | None:
+        """Finds tokens by their ids; None: `token_ids` are unknown."""
+        from midstream.spec.positions.prompt_index import TokenIndex  # imports numpy
+
+        return None if self.token_ids is None else TokenIndex(self.token_ids)

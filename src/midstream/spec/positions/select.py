@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from midstream.errors import NothingSelectedError, SpecError
@@ -14,18 +14,25 @@ from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.range_set import intersect, least, subtract
 from midstream.spec.positions.ranges import Range, Ranges, merge
+from midstream.spec.positions.work import WorkBudget
 from midstream.validation import at
 
-__all__ = ["MAX_RANGES", "in_listed_order", "select"]
+__all__ = ["MAX_RANGES", "PromptSelections", "in_listed_order", "select"]
 
 
-def select(positions: Positions, prompt: Prompt, max_tokens: int | None) -> Where:
+def select(
+    positions: Positions,
+    prompt: Prompt,
+    max_tokens: int | None,
+    budget: WorkBudget | None = None,
+) -> Where:
     """Return the positions selected in a prompt: (include − exclude) within the phase.
 
     Args:
         positions: the selection.
         prompt: the prompt; its length is enough unless `positions.needs_prompt`.
         max_tokens: maximum number of generated tokens, at least 1; None: unknown.
+        budget: of all selections of one plan; None: this is the only one.
 
     Returns:
         The selected positions. The result does not depend on `max_tokens`, except that ranges
@@ -33,10 +40,35 @@ def select(positions: Positions, prompt: Prompt, max_tokens: int | None) -> Wher
 
     Raises:
         SpecError: an item of `include` selects nothing (words and token ids may), the selection
-            is empty or has too many ranges, or the prompt lacks the information to locate an
-            item. The path is relative to the value with the field `positions`.
+            is empty or has too many ranges, the prompt lacks the information to locate an item, or
+            the budget is exceeded. The path is relative to the value with the field `positions`.
     """
-    return _Selector(positions, Locator(prompt, max_tokens, positions.phase)).select()
+    locator = Locator(prompt, max_tokens, positions.phase, budget or WorkBudget())
+    return _Selector(positions, locator).select()
+
+
+class PromptSelections:
+    """The selections of one plan in one prompt: equal ones are located once, and all of them have
+    one budget.
+
+    Attributes:
+        prompt, max_tokens: see `select`.
+    """
+
+    def __init__(self, prompt: Prompt, max_tokens: int | None) -> None:
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self._budget = WorkBudget()
+        self._known: dict[Positions, Where] = {}
+
+    def select(self, positions: Positions) -> Where:
+        """Return the positions selected in the prompt; see `select`."""
+        where = self._known.get(positions)
+        if where is None:
+            # Edits at many layers usually select the same tokens.
+            where = select(positions, self.prompt, self.max_tokens, self._budget)
+            self._known[positions] = where
+        return where
 
 
 def in_listed_order(
@@ -64,13 +96,11 @@ class _Located:
         ranges: ranges of all items except TokenIds; they may exceed the phase.
         prompt: ranges of the prompt's tokens that match TokenIds.
         ids: the ids of all TokenIds.
-        by_item: ranges of each item, in the order of the items; not merged.
     """
 
     ranges: Ranges
     prompt: Ranges
     ids: frozenset[int]
-    by_item: tuple[Ranges, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +112,10 @@ class _Selector:
         return self._where(self._included())
 
     def in_listed_order(self, most: int) -> list[int]:
-        included = self._included()
-        ranges = self._where(included).ranges
+        ranges = self._where(self._included()).ranges
         starts = [start for start, _ in ranges]
         found: list[int] = []
-        for start, stop in (each for item in included.by_item for each in merge(item)):
+        for start, stop in self._by_item():
             for place in range(max(0, bisect_right(starts, start) - 1), len(ranges)):
                 first, end = ranges[place]
                 assert end is not None
@@ -96,6 +125,15 @@ class _Selector:
                 if len(found) == most:
                     return found
         return found
+
+    def _by_item(self) -> Iterator[Range]:
+        """Yield the ranges of each item in turn; those of one ascend. All can be located."""
+        for item in self.positions.include:
+            if isinstance(item, TokenIds):
+                if self.positions.phase != "generated":
+                    yield from merge(self.locator.token_ranges(item.ids))
+            elif item != "last":
+                yield from merge(self.locator.find(item, MAX_RANGES).ranges)
 
     def _included(self) -> _Located:
         positions = self.positions
@@ -128,25 +166,26 @@ class _Selector:
             strict: whether an item that selects nothing is an error.
         """
         found: list[Range] = []
-        by_id: list[Range] = []
-        by_item: list[Ranges] = []
         ids: set[int] = set()
+        in_prompt = self.positions.phase != "generated"
         for index, item in enumerate(items):
             if item == "last":
                 continue
             with at(path(index)):
                 if isinstance(item, TokenIds):
                     ids.update(item.ids)
-                    if self.positions.phase != "generated":
-                        by_item.append(tuple(self.locator.token_ranges(item.ids)))
-                        by_id.extend(by_item[-1])
+                    if in_prompt:
+                        self.locator.check_ids()
                     continue
                 here = self.locator.find(item, MAX_RANGES - len(found))
                 if strict and not here.ranges and here.nothing:
                     raise NothingSelectedError("", here.nothing)
                 found.extend(here.ranges)
-                by_item.append(here.ranges)
-        return _Located(merge(found), merge(by_id), frozenset(ids), tuple(by_item))
+        by_id: Ranges = ()
+        if ids and in_prompt:
+            with at(path(0).partition("[")[0]):
+                by_id = self.locator.token_ranges(ids)
+        return _Located(merge(found), by_id, frozenset(ids))
 
     def _prompt_part(self, included: _Located, excluded: _Located) -> Ranges:
         if self.positions.phase == "generated":

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from midstream.spec.positions.prompt_index import TextIndex
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TextMap:
     """A text and, for each token, its half-open span of characters.
 
@@ -44,35 +49,12 @@ class TextMap:
         first = bisect_right(self.stops, start)
         return (first, first if start >= stop else max(first, bisect_left(self.starts, stop)))
 
-    def find(self, wanted: str) -> list[tuple[int, int]]:
-        """Return the token ranges of the occurrences that start and end at token boundaries.
+    @cached_property
+    def index(self) -> TextIndex:
+        """Finds texts in this one, apart from whitespace at the edges of tokens."""
+        from midstream.spec.positions.prompt_index import TextIndex  # imports numpy
 
-        Whitespace between a token boundary and the occurrence is ignored, on either side of the
-        boundary: a token that has only whitespace of the occurrence, and goes on beyond it, is no
-        part of it. Occurrences are ordered by their start and may overlap.
-
-        Args:
-            wanted: at least one character.
-
-        Returns:
-            The half-open token range of each occurrence.
-        """
-        found = []
-        text = self.text
-        is_blank = wanted.isspace()
-        # Occurrences start at token boundaries only, so one pass over the text is enough.
-        for start, stop in dict.fromkeys(zip(self.starts, self.stops, strict=True)):
-            piece = text[start:stop]
-            solid = min(stop - len(piece.lstrip()) + 1, stop)
-            tail = stop if is_blank else max(solid, start + len(piece.rstrip()))
-            for begin in (*range(start, solid), *range(tail, stop)):
-                if text.startswith(wanted, begin):
-                    end = self._end(begin + len(wanted), is_blank)
-                    # Of whitespace at the end of this token the next one is the first.
-                    first = begin if begin < solid else stop
-                    if end is not None and first < end:
-                        found.append(self.tokens(first, end))
-        return found
+        return TextIndex(self.text, self.starts, self.stops)
 
     def around(self, wanted: str) -> list[str] | None:
         """Return the texts of the tokens at the first occurrence, plus one token on each side.
@@ -86,14 +68,3 @@ class TextMap:
         shown = slice(max(0, first - 1), stop + 1)
         spans = dict.fromkeys(zip(self.starts[shown], self.stops[shown], strict=True))
         return [self.text[start:end] for start, end in spans]
-
-    def _end(self, end: int, is_blank: bool) -> int | None:
-        """Return where an occurrence up to `end` ends: there, if the token of character `end` − 1
-        has only whitespace from there on; where that token starts, if it has only whitespace up to
-        there, and the occurrence has more than that; None: within a token.
-        """
-        token = bisect_left(self.starts, end) - 1
-        if not self.text[end : self.stops[token]].strip():
-            return end
-        start = self.starts[token]
-        return None if is_blank or self.text[start:end].strip() else start

@@ -16,9 +16,8 @@ from midstream.spec.attention import (
 )
 from midstream.spec.heads import head_size
 from midstream.spec.positions.position_set import Where
-from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.ranges import Ranges
-from midstream.spec.positions.select import select
+from midstream.spec.positions.select import PromptSelections
 from midstream.spec.probe import Probe
 from midstream.spec.resolve.resolved import (
     Pattern,
@@ -45,8 +44,7 @@ def resolve_attention(
     source: int,
     where: Where,
     shape: ModelShape,
-    prompt: Prompt,
-    max_tokens: int | None,
+    selections: PromptSelections,
 ) -> ResolvedCapture:
     """Resolve an `Attention`.
 
@@ -55,8 +53,7 @@ def resolve_attention(
         source: its index in the plan.
         where: the positions of its queries.
         shape: the model.
-        prompt: the prompt.
-        max_tokens: maximum number of generated tokens; None: unknown.
+        selections: those of the plan in its prompt.
 
     Raises:
         SpecError: a layer's attention cannot be read, a head does not exist, or the positions of a
@@ -64,7 +61,7 @@ def resolve_attention(
     """
     layers = _layers(attention.layers, shape, "layers")
     with at("reduce"):
-        reduced = _reduction(attention.reduce, where, prompt, max_tokens)
+        reduced = _reduction(attention.reduce, where, selections)
     heads = tuple(sorted(attention.heads or ()))
     pattern = _pattern(layers, heads, reduced, shape, "layers", "heads")
     site = f"{ATTENTION}.{attention.name}" if attention.name else ATTENTION
@@ -76,8 +73,7 @@ def resolve_attention_probe(
     slot: int,
     where: Where,
     shape: ModelShape,
-    prompt: Prompt,
-    max_tokens: int | None,
+    selections: PromptSelections,
 ) -> ResolvedProbe:
     """Resolve a probe of attention.
 
@@ -85,7 +81,7 @@ def resolve_attention_probe(
         probe: what to read.
         slot: column of its scores.
         where: the positions of its queries.
-        shape, prompt, max_tokens: see `resolve_attention`.
+        shape, selections: see `resolve_attention`.
 
     Raises:
         SpecError: see `resolve_attention`.
@@ -93,7 +89,7 @@ def resolve_attention_probe(
     assert probe.attention is not None
     layers = _layers(probe.layers, shape, "layer")
     with at("attention"):
-        reduced = _reduction(probe.attention, where, prompt, max_tokens)
+        reduced = _reduction(probe.attention, where, selections)
     pattern = _pattern(layers, probe.heads, reduced, shape, "layer", "head")
     found = SlottedPattern(slot, pattern, shape.num_heads(pattern.reads[0]))
     return ResolvedProbe(probe.name, ATTENTION, layers[0], Steps(()), where, found)
@@ -183,7 +179,7 @@ NO_QUERIES = (
 
 
 def _reduction(
-    reduction: Reduction, where: Where, prompt: Prompt, max_tokens: int | None
+    reduction: Reduction, where: Where, selections: PromptSelections
 ) -> tuple[PatternKind, int, Ranges]:
     """Return the kind of a reduction, its numbers for a head, and the keys of a mass."""
     match reduction:
@@ -192,7 +188,7 @@ def _reduction(
         case Entropy():
             return "entropy", 1, ()
         case Mass(positions=positions):
-            keys = select(positions, prompt, max_tokens)
+            keys = selections.select(positions)
             if keys.matches or keys.last_from is not None:
                 raise SpecError(
                     "positions",
@@ -202,20 +198,19 @@ def _reduction(
                 )
             return "mass", 1, keys.ranges
         case _:
-            return reduction, _full_keys(reduction, where, prompt, max_tokens), ()
+            return reduction, _full_keys(reduction, where, selections), ()
 
 
-def _full_keys(word: str, where: Where, prompt: Prompt, max_tokens: int | None) -> int:
+def _full_keys(word: str, where: Where, selections: PromptSelections) -> int:
     """Return the number of keys that a query at the last of some positions may see, rounded up.
 
     Args:
         word: the reduction, for messages.
         where: the positions.
-        prompt: the prompt.
-        max_tokens: maximum number of generated tokens; None: unknown.
+        selections: those of the plan in its prompt.
     """
-    last = where.possible[-1][1]
-    length = None if max_tokens is None else prompt.length + max_tokens - 1
+    last, max_tokens = where.possible[-1][1], selections.max_tokens
+    length = None if max_tokens is None else selections.prompt.length + max_tokens - 1
     if last is None or (length is not None and length < last):
         last = length
     if last is None or last > MAX_FULL_KEYS:

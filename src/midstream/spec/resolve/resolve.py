@@ -10,6 +10,7 @@ from typing import Any
 from midstream.errors import NothingSelectedError, SpecError
 from midstream.ops.layout import Flags, Op, limit_of
 from midstream.sites import Tap, order
+from midstream.spec.act import Switch
 from midstream.spec.attention import Attention, queries_named
 from midstream.spec.capture import Capture
 from midstream.spec.features import Features
@@ -24,8 +25,10 @@ from midstream.spec.plan import Plan, ServerWide
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
+from midstream.spec.positions.ranges import Ranges
 from midstream.spec.positions.row_order import check_row_order
-from midstream.spec.positions.select import MAX_RANGES, select
+from midstream.spec.positions.select import MAX_RANGES, PromptSelections
+from midstream.spec.positions.work import check_overlaps, check_taps
 from midstream.spec.probe import Probe
 from midstream.spec.resolve.attention import (
     check_attention,
@@ -57,7 +60,7 @@ from midstream.spec.resolve.resolved import (
     limited,
 )
 from midstream.spec.resolve.row_placement import RowPlacement
-from midstream.spec.resolve.tap_lookup import check_tapped, find_taps
+from midstream.spec.resolve.tap_lookup import check_tapped, find_taps, num_taps
 from midstream.spec.shape import ModelShape, VectorSize
 from midstream.validation import at
 
@@ -98,6 +101,7 @@ class Nothing:
     captures: tuple[Capture, ...] = ()
     edits: tuple[Edit, ...] = ()
     probes: tuple[Probe, ...] = ()
+    switches: tuple[Switch, ...] = ()
 
     def origin(self, index: int) -> int:
         """Return `index`; see `Plan.origin`."""
@@ -124,12 +128,12 @@ class _Resolver:
             raise SpecError("max_tokens", f"expected at least 1, got {max_tokens}")
         self._shape = shape
         self._prompt = prompt
-        self._max_tokens = max_tokens
         self._recall = recall
         self._free_ranges = MAX_RANGES
-        self._selected: dict[Positions, Where] = {}
+        self._selections = PromptSelections(prompt, max_tokens)
         self._rows = RowPlacement(prompt, max_tokens)
         self._probes: list[ResolvedProbe] = []
+        self._names: set[str] = set()  # of the plan's probes, and of server-wide ones
         self._biases: list[ResolvedBias] = []
         self._functions: list[ResolvedFunction] = []
         self._slots = 0
@@ -139,6 +143,7 @@ class _Resolver:
     def resolve(
         self, plan: Plan | Nothing, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
     ) -> ResolvedPlan:
+        check_taps(_num_taps(plan, (*before, *also), self._shape.num_layers))
         captures: list[ResolvedCapture] = []
         for index, capture in enumerate(plan.captures):
             with at(f"capture[{index}]"):
@@ -167,7 +172,7 @@ class _Resolver:
             origin = plan.origin(index)
             with at(f"edits[{origin}]"):
                 own[index] = self._resolve_edit(plan.edits[index], origin)
-        return ResolvedPlan(
+        found = ResolvedPlan(
             self._prompt.length,
             (*edits, *(one for index in sorted(own) for one in own[index])),
             tuple(captures),
@@ -175,13 +180,11 @@ class _Resolver:
             biases=tuple(self._biases),
             functions=tuple(self._functions),
         )
+        check_overlaps(weighed(found), 1 + len(plan.switches))
+        return found
 
     def _select(self, positions: Positions) -> Where:
-        where = self._selected.get(positions)
-        if where is None:
-            # Edits at many layers usually select the same tokens.
-            where = select(positions, self._prompt, self._max_tokens)
-            self._selected[positions] = where
+        where = self._selections.select(positions)
         if where.num_ranges > self._free_ranges:
             raise SpecError(
                 "positions",
@@ -198,8 +201,7 @@ class _Resolver:
         if isinstance(capture, Attention):
             with queries_named():
                 where = self._select(capture.positions)
-            given = (self._shape, self._prompt, self._max_tokens)
-            return [resolve_attention(capture, source, where, *given)]
+            return [resolve_attention(capture, source, where, self._shape, self._selections)]
         readout = _READOUTS.get(type(capture))
         if readout is not None:
             return [readout(capture, source, self._select(capture.positions), self._shape)]
@@ -215,18 +217,19 @@ class _Resolver:
         return [limited(ResolvedCapture(taps, where, source), capture.max_rows)]
 
     def _add_probe(self, probe: Probe, source: int) -> None:
-        if any(one.name == probe.name for one in self._probes):
+        if probe.name in self._names:
             raise SpecError("name", f"a probe of the request is named `{probe.name}` as well")
         *parts, found = self._resolve_probe(probe)
         self._probes += [replace(one, source=source, part_of=probe.name) for one in parts]
         self._probes.append(replace(found, name=probe.name, act=probe.act, source=source))
+        self._names.add(probe.name)
 
     def _resolve_probe(self, probe: Probe) -> list[ResolvedProbe]:
         """Return one probe without a name for each layer, in the order of a forward pass."""
         where = self._select(probe.positions)
         if probe.attention is not None:
-            given = (self._shape, self._prompt, self._max_tokens)
-            return [resolve_attention_probe(probe, self._new_slot(), where, *given)]
+            given = (where, self._shape, self._selections)
+            return [resolve_attention_probe(probe, self._new_slot(), *given)]
         taps = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
         slot = self._new_slot()
         found: list[ResolvedProbe] = []
@@ -364,6 +367,34 @@ class _Resolver:
     def _new_slot(self) -> int:
         self._slots += 1
         return self._slots - 1
+
+
+def _num_taps(plan: Plan | Nothing, others: Sequence[Any], num_layers: int) -> int:
+    """Return the number of taps of a plan, and of the versions that its probes switch to.
+
+    Args:
+        plan: the request's plan.
+        others: edits, probes and captures of every request.
+        num_layers: number of layers of the model.
+    """
+
+    def taps(parts: Sequence[Any]) -> int:
+        return sum(num_taps(part.layers, part.sites, num_layers) for part in parts)
+
+    shared = taps((*plan.captures, *plan.probes, *others))
+    versions = [plan.edits, *(switch.edits for switch in plan.switches)]
+    return sum(shared + taps(edits) for edits in versions)
+
+
+def weighed(plan: ResolvedPlan) -> list[tuple[Ranges, int]]:
+    """Return the positions of each part of a plan, and its weight; see `check_overlaps`."""
+    edits_and_probes: tuple[ResolvedEdit | ResolvedProbe, ...] = (*plan.edits, *plan.probes)
+    parts = [
+        (one.where.possible, 1 + sum(len(match.ids) for match in one.where.matches))
+        for one in edits_and_probes
+    ]
+    # A combination costs as much for one edit as for some 16 captured taps.
+    return parts + [(one.where.possible, 1 + len(one.taps) // 16) for one in plan.captures]
 
 
 def _memory_first(edits: Sequence[Edit]) -> list[int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from midstream.errors import SpecError
 from midstream.sites import ENDS, Tap, order, show_tap
 from midstream.spec.selection import Layers, Sites
@@ -60,6 +63,26 @@ def find_taps(
             check_tapped((site, layer), shape, _element(site_field, nth, len(names)), layer_path)
             taps.append((site, layer))
     return tuple(sorted(taps, key=order))
+
+
+def num_taps(layers: Layers, sites: Sites, num_layers: int) -> int:
+    """Return the number of taps that layers and sites select at most, without looking them up."""
+    indices = layers.indices
+    return len(sites) * (num_layers if indices == "all" else min(num_layers, len(indices)))
+
+
+def size_of(parts: Iterable[Any], num_layers: int) -> int:
+    """Return the number of taps and of items of positions of captures, edits and probes.
+
+    Args:
+        parts: the captures, edits and probes.
+        num_layers: number of layers of the model.
+    """
+    size = 0
+    for part in parts:
+        size += num_taps(part.layers, part.sites, num_layers)
+        size += len(part.positions.include) + len(part.positions.exclude)
+    return size
 
 
 def find_layer(index: int, shape: ModelShape) -> int:

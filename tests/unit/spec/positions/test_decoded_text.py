@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
 from support.tokenizers import byte_level, sentencepiece_like
+from unit.spec.position_strategies import found_texts
 
 from midstream.errors import SpecError
 from midstream.spec.positions.decoded_text import decode, map_of_rendering, text_map
@@ -109,7 +110,7 @@ def test_bytes_that_are_no_text_end_somewhere():
     # 0x80 alone is never a character.
     byte = _encode(BYTE_LEVEL, "😀")[-1]
     found = _check(BYTE_LEVEL, [byte] * 200 + _encode(BYTE_LEVEL, "he"))
-    assert found.find("he") == [(200, 201)]
+    assert found_texts(found, "he") == [(200, 201)]
 
 
 def test_decoding_takes_time_in_proportion_to_the_prompt():
@@ -163,5 +164,5 @@ def test_smollm2s_pieces_are_together_the_decoded_text(smollm2):
     found = _check(tokenizer, _encode(tokenizer, text))
     assert found.text == text
     assert "".join(_pieces(found)) == text
-    ((first, stop),) = found.find("😀😀👨‍👩‍👧")
+    ((first, stop),) = found_texts(found, "😀😀👨‍👩‍👧")
     assert decode(tokenizer, _encode(tokenizer, text)[first:stop]) == " 😀😀👨‍👩‍👧"

@@ -18,7 +18,7 @@ from midstream.spec.positions.position_set import Match, Where
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.ranges import clip, well_formed
-from midstream.spec.positions.select import MAX_RANGES, select
+from midstream.spec.positions.select import MAX_RANGES, PromptSelections, select
 
 LAST_SAMPLED = "the last sampled token is never fed back, so it has no activations"
 
@@ -291,3 +291,15 @@ def test_the_last_position_that_has_a_row_is_allowed():
     assert select(Positions(13), Prompt(10), 5) == Where(((13, 14),))
     assert select(Positions(9), Prompt(10), 1) == Where(((9, 10),))
     assert select(Positions(["prompt", "generated"]), Prompt(10), 1).final(10, ()) == ((0, 10),)
+
+
+def test_ranges_of_spans_with_a_step_are_counted_over_all_selections_of_a_plan():
+    selections = PromptSelections(Prompt(40_000), 1)
+    halves = [Span(0, 40_000, 2), Span(1, 40_000, 2)]
+    for nth in range(6):
+        assert selections.select(Positions(halves, "all", [nth])).num_ranges <= 2
+        selections.select(Positions(halves, "all", [nth]))  # located once
+    problem = "match 280000 tokens and ranges before overlaps are merged, and the budget is 262144"
+    with pytest.raises(SpecError, match=problem) as caught:
+        selections.select(Positions(halves, "all", [7]))
+    assert caught.value.path == "positions[1]"

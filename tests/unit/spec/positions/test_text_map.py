@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.spec.position_strategies import PIECES, occurrences, prompt_of, prompts
+from unit.spec.position_strategies import PIECES, found_texts, occurrences, prompt_of, prompts
 
 from midstream.spec.positions.text_map import TextMap
 
@@ -19,7 +19,7 @@ def _map(*pieces: str) -> TextMap:
 
 @given(prompts(), st.text("ab \n", min_size=1, max_size=4))
 def test_every_occurrence_on_the_edges_of_tokens_is_found_once(prompt, wanted):
-    found = [set(range(*each)) for each in prompt.text_map.find(wanted)]
+    found = [set(range(*each)) for each in found_texts(prompt.text_map, wanted)]
     assert found == occurrences(prompt, wanted)
 
 
@@ -66,14 +66,14 @@ def test_the_tokens_of_characters_are_those_that_have_one_of_them(prompt, start,
     ],
 )
 def test_texts_are_found_by_whole_tokens_but_for_whitespace(pieces, wanted, found):
-    assert _map(*pieces).find(wanted) == found
+    assert found_texts(_map(*pieces), wanted) == found
 
 
 def test_tokens_that_share_a_character_are_found_together():
     # " 😀" of three tokens, then "!".
     shared = TextMap("a 😀!", (0, 1, 1, 1, 3), (1, 3, 3, 3, 4))
-    assert shared.find("😀") == [(1, 4)]
-    assert shared.find("😀!") == [(1, 5)]
+    assert found_texts(shared, "😀") == [(1, 4)]
+    assert found_texts(shared, "😀!") == [(1, 5)]
     assert shared.tokens(2, 3) == (1, 4)
 
 

@@ -126,12 +126,13 @@ def need_of(
     Raises:
         SpecError: the plan exceeds a limit on its own.
     """
-    pieces = cut(plan, taps, WHOLE)
+    pieces, order = cut(plan, taps, WHOLE), list(taps)
     kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
-    for piece in pieces:
-        _check_sites(piece, list(taps), edits_per_site)
-        _check_maps(piece, list(taps), hidden_size)
-        _check_codes(piece, list(taps))
+    # Segments with the same content need the same.
+    for piece in {(id(one.edits), id(one.taps), id(one.patterns)): one for one in pieces}.values():
+        _check_sites(piece, order, edits_per_site)
+        _check_maps(piece, order, hidden_size)
+        _check_codes(piece, order)
         if piece.edits:
             kinds["programs"][piece.edits] = 1
             length = sum(len(edit.steps) for edit in piece.edits)
@@ -166,13 +167,11 @@ def check_tables(need: Need, room: Room) -> None:
         SpecError: it does not.
     """
     for kind, limit in _limits(room).items():
-        if need.total(kind) > limit:
+        count = need.total(kind)
+        if count > limit:
             setting = "programs" if kind == "groups" else kind
-            raise SpecError(
-                "",
-                f"the request needs {need.total(kind)} {_KINDS[kind]}, and there is room for "
-                f"{limit}; raise midstream's setting {setting}",
-            )
+            problem = f"the request needs {count} {_KINDS[kind]}, and there is room for {limit}"
+            raise SpecError("", f"{problem}; raise midstream's setting {setting}")
 
 
 class CapacityBudget:
@@ -381,13 +380,15 @@ def max_row_bytes(
         return 0
     sizes = row_sizes(plan, shape)
     first = RankShare(0, ranks)
-    nbytes = 0
+    positions: Counter[tuple[int, ...]] = Counter()  # by the captures that apply
     for start, stop, indices in overlay([each.returned for each in plan.captures]):
+        positions[indices] += max(0, (length if stop is None else min(stop, length)) - start)
+    nbytes = 0
+    for indices, count in positions.items():
         taps = tuple({tap for nth in indices for tap in plan.captures[nth].taps})
-        positions = max(0, (length if stop is None else min(stop, length)) - start)
         whole = first.of(tuple(tap for tap in taps if tap not in parts), plan.sharded)
         split = sum(sizes[tap] // parts[tap] for tap in taps if tap in parts)
-        nbytes += (sum(sizes[tap] for tap in whole) + split) * positions
+        nbytes += (sum(sizes[tap] for tap in whole) + split) * count
     return nbytes
 
 

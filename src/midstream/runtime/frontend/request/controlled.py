@@ -18,6 +18,8 @@ from midstream.spec import Plan
 from midstream.spec.control_laws import MOST_SCALES
 from midstream.spec.controller import Controller, EditSet
 from midstream.spec.operations.strength import with_strength
+from midstream.spec.positions.work import check_overlaps, check_taps
+from midstream.spec.resolve.resolve import weighed
 from midstream.validation import at, listed, read_float32, show
 
 
@@ -58,6 +60,10 @@ def with_controller(
                 f"it chooses from {len(scales)} scales of {len(sets)} sets of edits, and the limit "
                 f"is {MOST_SCALES} versions; use fewer, such as a larger `step`",
             )
+        of_plan = len(prepared.plan.edits) + len(prepared.plan.probes)
+        of_plan += sum(len(capture.taps) for capture in prepared.plan.captures)
+        check_taps(len(scales) * (len(sets) * of_plan + sum(len(one.edits) for one in sets)))
+        check_overlaps(weighed(prepared.plan), len(sets) * len(scales))
     bare = replace(plan, probes=tuple(one.replace(act=None) for one in plan.probes))
     bare = replace(bare, controller=None)
     choices: list[VersionChoice] = []

@@ -15,12 +15,14 @@ from midstream.results.plan_update import PlanUpdate
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import Need
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.running_plans import PlanHistory, RunningPlans, ended
 from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
+from midstream.runtime.frontend.request.token_directions import DirectionCache
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
 from midstream.runtime.protocol.rpc import StopRequests, UpdatedPlan, UpdatePlan
@@ -130,8 +132,8 @@ class PlanChanges(RunningPlans):
     ) -> PlanUpdate:
         """Change the edits of a running request of an asynchronous engine; see `update`."""
         if edits is not None or scale is not None:
-            await self._fetch_directions([name], edits)
-        (change,) = self.begin([name], edits, scale, source)
+            await self._fetch([name], edits)
+        (change,) = await self._begin_later([name], edits, scale, source)
         (answers,) = await self._send([change])
         return _end(change, answers)
 
@@ -141,25 +143,19 @@ class PlanChanges(RunningPlans):
         """Change the edits of several running requests of an asynchronous engine: of all, or of
         none if one of them is refused; see `AsyncLLM.update_all`.
         """
-        await self._fetch_directions([name for name in names if not self._has_ended(name)], edits)
+        await self._fetch([name for name in names if not self._has_ended(name)], edits)
         running = [name for name in names if not self._has_ended(name)]
-        changes = self.begin(running, edits, scale)
+        changes = await self._begin_later(running, edits, scale, "update")
         found = dict(zip(running, await self._send(changes), strict=True))
         of_name = dict(zip(running, changes, strict=True))
         return [
             _update_of(of_name[name], found[name]) if name in of_name else None for name in names
         ]
 
-    async def _fetch_directions(self, names: Sequence[str | CallPlan], edits: object) -> None:
-        """Fetch what the edits of a change towards tokens are computed from."""
-        directions = self._resolver.registries.directions
-        if directions is None:
-            return
+    async def _fetch(self, names: Sequence[str | CallPlan], edits: object) -> None:
+        """Fetch what edits towards tokens are computed from."""
         given = [edits] if edits is not None else [self.find(one)[1].edits for one in names]
-        for one in given:
-            keys = directions.needed(Plan.make(edits=one))
-            if keys:
-                await directions.fetch(keys)
+        await _fetch(self._resolver.registries.directions, given)
 
     async def _send(self, changes: Sequence[PendingChange]) -> list[Sequence[UpdatedPlan]]:
         """Send changes to the engine cores, and return their answers."""
@@ -218,6 +214,7 @@ class PlanChanges(RunningPlans):
         edits: object,
         scale: object,
         source: str = "update",
+        checked: Sequence[_ValidChange] = (),
     ) -> list[PendingChange]:
         """Validate a change of requests and take capacity for it, until they end.
 
@@ -227,15 +224,28 @@ class PlanChanges(RunningPlans):
             edits: the requests' edits from now on, in any form; None: those given last.
             scale: factor on their strength; None: 1.
             source: who changes them.
+            checked: what `_check` returned for each request; empty: it was not called.
 
         Raises:
             SpecError: a request is not running, or the edits are malformed or cannot be carried out
                 for it. Nothing is changed.
             BusyError: there is no capacity for them now; likewise.
         """
-        found = [self._check(name, edits, scale) for name in names]
+        found = checked or [self._check(name, edits, scale) for name in names]
         self._admission.extend({one.uid: one.need for one in found})
         return [self._take(one, source) for one in found]
+
+    async def _begin_later(
+        self, names: Sequence[str | CallPlan], edits: object, scale: object, source: str
+    ) -> list[PendingChange]:
+        """Begin a change, see `begin`, that a thread validates."""
+        found = [await in_thread(self._check, name, edits, scale) for name in names]
+        for one in found:
+            if not self._admission.is_running(one.uid):
+                raise ended(one.history.name)
+        if any(edits is None and one.given != one.history.given for one in found):
+            found = []  # another change came between
+        return self.begin(names, edits, scale, source, found)
 
     def _check(self, name: str | CallPlan, edits: object, scale: object) -> _ValidChange:
         if edits is None and scale is None:
@@ -258,7 +268,7 @@ class PlanChanges(RunningPlans):
             raise ended(history.name)
         with at("scale"):
             factor = 1.0 if scale is None else read_scalar(scale)
-        given = (history.edits, history.origins) if edits is None else self._read(edits)
+        given = history.given if edits is None else self._read(edits)
         if edits is None and not given[0]:
             raise SpecError("scale", "the request has no edits of its own; give `edits`")
         prepared = self._prepare(history, with_strength(given[0], factor), given[1])
@@ -311,19 +321,24 @@ class PlanChanges(RunningPlans):
     def _prepare(
         self, history: PlanHistory, edits: tuple[Edit, ...], origins: tuple[int, ...]
     ) -> PreparedPlan:
-        own = history.call_plan.plan
-        captures, probes = ((), ()) if own is None else (own.captures, own.probes)
-        plan = None
-        if captures or edits or probes:
-            plan = Plan(captures, edits, probes, origins if edits else ())
         return self._resolver.resolve(
-            replace(history.call_plan, plan=plan),
+            history.with_edits(edits, origins),
             history.before,
             history.also,
             self._lookup,
             history.prompt,
             history.recalled,
         )
+
+
+async def _fetch(directions: DirectionCache | None, given: Sequence[object]) -> None:
+    """Fetch what edits towards tokens are computed from."""
+    if directions is None:
+        return
+    for edits in given:
+        keys = directions.needed(await in_thread(Plan.make, edits=edits))
+        if keys:
+            await directions.fetch(keys)
 
 
 def _end(change: PendingChange, answers: Sequence[UpdatedPlan]) -> PlanUpdate:

@@ -20,6 +20,7 @@ from midstream.runtime.frontend.request.budget import (
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controlled import with_controller
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.prompt.known_prompts import KnownPrompts
 from midstream.runtime.frontend.request.readouts import (
     Registries,
     bound,
@@ -108,6 +109,7 @@ class PlanResolver:
         # By id of the plan, length of the prompt and max_tokens: a plan that is the very object
         # that was resolved before is not compared part by part, as for `_by_length`.
         self._recent: dict[tuple[int, int, int | None], _Recent] = {}
+        self._prompts = KnownPrompts()
         self._declared = controllers_of(engine.vllm_config)
         self.registries = Registries()
         self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
@@ -136,10 +138,9 @@ class PlanResolver:
         """
         own = call_plan.plan
         max_tokens = request.sampling_params.max_tokens
-        key = (id(own), _prompt_len(request), max_tokens)
-        recent = self._recent.get(key)
-        if recent is not None and recent.is_for(own, before, also):
-            return recent.prepared
+        known = self.known(own, before, also, request)
+        if known is not None:
+            return known
         plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
         is_read = read_prompts(before, also) or recalled is not None
         if is_read or (plan is not None and plan.needs_prompt):
@@ -152,8 +153,16 @@ class PlanResolver:
             # What a name stands for may change: a plan with names is bound for each request.
             if len(self._recent) >= _CACHED_PLANS:
                 self._recent.clear()
-            self._recent[key] = _Recent(own, before, also, prepared)
+            self._recent[_key_of(own, request)] = _Recent(own, before, also, prepared)
         return prepared
+
+    def known(self, own: Plan | None, *given: Any) -> PreparedPlan | None:
+        """Return what `resolve` knows already of a plan, with `before`, `also` and `request`; None:
+        nothing.
+        """
+        *others, request = given
+        recent = self._recent.get(_key_of(own, request))
+        return recent.prepared if recent is not None and recent.is_for(own, *others) else None
 
     def forget(self) -> None:
         """Forget what was prepared: names of lenses or SAEs have changed their meaning."""
@@ -310,12 +319,15 @@ class PlanResolver:
         def messages() -> Any:
             return call_plan.spans(self._engine, tokenizer(), tokens)
 
-        return Prompt(
-            len(tokens),
-            token_ids=tokens,
-            text=lambda: text_map(tokenizer(), tokens),
-            messages=None if call_plan.messages is None else messages,
-        )
+        def make() -> Prompt:
+            return Prompt(
+                len(tokens),
+                token_ids=tokens,
+                text=lambda: text_map(tokenizer(), tokens),
+                messages=None if call_plan.messages is None else messages,
+            )
+
+        return self._prompts.get((tokens, None if call_plan.messages is None else call_plan), make)
 
     def _tokenizer(self) -> Any:
         tokenizer = self._engine.get_tokenizer()
@@ -324,6 +336,10 @@ class PlanResolver:
                 "positions", "text and roles need a tokenizer, and this engine has none"
             )
         return tokenizer
+
+
+def _key_of(own: Plan | None, request: Any) -> tuple[int, int, int | None]:
+    return id(own), _prompt_len(request), request.sampling_params.max_tokens
 
 
 def _check_ring(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:

@@ -10,7 +10,7 @@ from midstream.errors import SpecError
 from midstream.runtime.frontend.conversations import Recollection
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.later_plan import LaterPlan
-from midstream.spec import Capture, ResolvedPlan
+from midstream.spec import Capture, Plan, ResolvedPlan
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
 from midstream.spec.plan import ServerWide
@@ -69,6 +69,19 @@ class PlanHistory:
     origins: tuple[int, ...] = ()
     later: dict[int, LaterPlan] = field(default_factory=dict)
     request_ids: list[str] = field(default_factory=list)
+
+    @property
+    def given(self) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
+        """The edits given last, and their origins."""
+        return self.edits, self.origins
+
+    def with_edits(self, edits: tuple[Edit, ...], origins: tuple[int, ...]) -> CallPlan:
+        """Return the plan with other edits, with names bound."""
+        own, plan = self.call_plan.plan, None
+        captures, probes = ((), ()) if own is None else (own.captures, own.probes)
+        if captures or edits or probes:
+            plan = Plan(captures, edits, probes, origins if edits else ())
+        return replace(self.call_plan, plan=plan)
 
 
 class RunningPlans:

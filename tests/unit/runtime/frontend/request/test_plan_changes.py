@@ -167,14 +167,18 @@ async def test_vectors_of_a_change_that_failed_or_came_too_late_are_brought_by_t
     with pytest.raises(OSError, match="gone"):
         await engine.changes.update_later(plan, None, 1)
     assert engine.sent_vectors.take("b", engine.vectors).added == (b"1234",)
-    engine.changes.send_later, engine.vectors = engine.send, (Vector(b"5678"),)
-    changing = asyncio.create_task(engine.changes.update_later(plan, None, 1))
-    await asyncio.sleep(0)
-    engine.admission.end(["a"])
-    engine.sent_vectors.release("a")
-    engine.ended.add("a")
+    engine.vectors = (Vector(b"5678"),)
+
+    def send(*given):
+        """Send a change of a request that ends at that moment."""
+        engine.admission.end(["a"])
+        engine.sent_vectors.release("a")
+        engine.ended.add("a")
+        return engine.send(*given)
+
+    engine.changes.send_later = send
     with pytest.raises(SpecError, match="not running"):
-        await changing
+        await engine.changes.update_later(plan, None, 1)
     assert engine.brought == [None]
     engine.sent_vectors.release("b")
     assert engine.sent_vectors.in_use == 0

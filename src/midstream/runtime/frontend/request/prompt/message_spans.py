@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from midstream.errors import SpecError
@@ -11,10 +14,16 @@ from midstream.runtime.vllm.seam_functions import TEMPLATE_ARGUMENTS
 from midstream.spec.positions.decoded_text import map_of_rendering
 from midstream.spec.positions.prompt import Message
 from midstream.spec.positions.text_map import TextMap
+from midstream.spec.positions.work import check_rendered
 from midstream.validation import show
 
 # Renders the messages of a chat to the text of the prompt.
 Render = Callable[[list[dict[str, Any]]], str]
+# [start, stop) of characters.
+Region = tuple[int, int]
+
+# Characters that a template may write between the parts of one content.
+_MOST_JOINED = 256
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -29,9 +38,9 @@ def message_spans(
 ) -> tuple[Message, ...]:
     """Return the tokens of each message's content.
 
-    A content is located by rendering the chat again with a marker in its place: the text before and
-    after the marker must be the text before and after the content. A token with characters of both
-    the content and the template belongs to the content.
+    Contents are located by rendering the chat again with markers in their places: the text before
+    and after a marker must be the text before and after the content. A token with characters of
+    both the content and the template belongs to the content.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -119,6 +128,13 @@ def _by_template(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Render:
 
 
 class _Finder:
+    """Locates messages in the text of their chat.
+
+    One rendering has a marker in place of every content. What the template writes between the
+    markers is between the contents in the text. A message whose place does not follow from that is
+    rendered with the only marker, which the budget limits.
+    """
+
     def __init__(
         self, messages: list[dict[str, Any]], render: Render, text: str, tokens: TextMap
     ) -> None:
@@ -126,30 +142,102 @@ class _Finder:
         self._render = render
         self._text = text
         self._tokens = tokens
+        self._mark = _unused_mark(text)
+        self._rendered = 0
+        # Of the messages that have text: the content's parts, or why it has none.
+        self._contents: dict[int, list[str] | SpecError] = {}
 
     def all(self) -> tuple[Message, ...]:
-        return tuple(self._message(index) for index in range(len(self._messages)))
+        for index, message in enumerate(self._messages):
+            try:
+                parts = _parts(message.get("content"))
+            except SpecError as error:
+                self._contents[index] = error
+                continue
+            if any(part.strip() for part in parts):
+                self._contents[index] = parts
+        regions = self._regions()
+        return tuple(self._message(index, regions) for index in range(len(self._messages)))
 
-    def _message(self, index: int) -> Message:
+    def _message(self, index: int, regions: dict[int, Region]) -> Message:
         role = str(self._messages[index].get("role", ""))
+        parts = self._contents.get(index)
         try:
-            parts = _parts(self._messages[index].get("content"))
-            if not any(parts):
+            if parts is None:
                 return Message(role, index)
-            start, stop = self._tokens.tokens(*self._characters(index, parts))
+            if isinstance(parts, SpecError):
+                raise parts
+            start, stop = regions[index] if index in regions else self._region_of(index)
+            first, end = _within(self._text[start:stop], parts)
+            first, end = self._tokens.tokens(start + first, start + end)
         except SpecError as error:
             return Message(role, index, problem=error.problem)
-        return Message(role, index, start, stop)
+        return Message(role, index, first, end)
 
-    def _characters(self, index: int, parts: list[str]) -> tuple[int, int]:
-        """Return [start, stop) of the content's characters in the rendered chat."""
-        mark = self._mark()
-        content: Any = mark
-        if not isinstance(self._messages[index]["content"], str):
-            content = [{"type": "text", "text": mark}]
-        marked = list(self._messages)
-        marked[index] = {**marked[index], "content": content}
-        pieces = self._render(marked).split(mark)
+    def _regions(self) -> dict[int, Region]:
+        """Return what the template wrote for each message, as far as it follows from one rendering
+        with all markers.
+        """
+        wanted = {index for index, parts in self._contents.items() if isinstance(parts, list)}
+        try:
+            pieces = re.split(f"{self._mark}([0-9]+)end", self._render(self._marked(wanted)))
+        except Exception:  # noqa: BLE001 - a template may reject a marker where it reads contents
+            return {}
+        gaps, order = pieces[::2], [int(one) for one in pieces[1::2]]
+        times = Counter(order)
+        text, found = self._text, dict[int, Region]()
+        stop: int | None
+        place = len(gaps[0]) if text.startswith(gaps[0]) else None
+        for nth, index in enumerate(order):
+            gap, parts = gaps[nth + 1], self._contents[index]
+            assert isinstance(parts, list)
+            is_last = nth + 1 == len(order)
+            if place is None or order.count(index) > 1:
+                return {}
+            if is_last:
+                stop = len(text) - len(gap) if text.endswith(gap) else -1
+            else:
+                stop = self._stop(place, parts, gap)
+            if stop is None:
+                try:
+                    start, stop = self._region_of(index)
+                except SpecError:
+                    return {}
+                place = place if start == place and text.startswith(gap, stop) else None
+            if place is None or stop < place:
+                return {}
+            if times[index] == 1:
+                found[index] = place, stop
+            place = stop + len(gap)
+        return found
+
+    def _stop(self, start: int, parts: list[str], gap: str) -> int | None:
+        """Return where a content ends that begins at `start` and has `gap` after it; None: there
+        are several such places, or none.
+        """
+        text, whole = self._text, "".join(parts)
+        stops = {
+            start + len(one)
+            for one in (whole, whole.strip())
+            if text.startswith(one, start) and text.startswith(gap, start + len(one))
+        }
+        if not stops and gap:
+            # The template drops a part of it, or joins its parts.
+            last = start + len(whole) + len(gap) + _MOST_JOINED
+            stop = text.find(gap, start, last)
+            if stop >= 0 and text.find(gap, stop + 1, last) < 0:
+                stops = {stop}
+        return stops.pop() if len(stops) == 1 else None
+
+    def _region_of(self, index: int) -> Region:
+        """Return [start, stop) of what the template wrote for a content, by a rendering of its own.
+
+        Raises:
+            SpecError: the template drops, repeats or rewrites it, or the budget is exceeded.
+        """
+        self._rendered += len(self._messages)
+        check_rendered(self._rendered)
+        pieces = re.split(f"{self._mark}{index}end", self._render(self._marked({index})))
         if len(pieces) != 2:
             how = "does not write it as it is" if len(pieces) == 1 else "writes it more than once"
             raise SpecError("", f"the chat template {how}")
@@ -158,15 +246,27 @@ class _Finder:
         end = len(text) - len(after)
         if not (text.startswith(before) and text.endswith(after) and len(before) <= end):
             raise SpecError("", "the chat template treats it differently from other contents")
-        start, stop = _within(text[len(before) : end], parts)
-        return len(before) + start, len(before) + stop
+        return len(before), end
 
-    def _mark(self) -> str:
-        """Return a word that is not in the chat, and that no template has a reason to change."""
-        number = 0
-        while (mark := f"midstreamcontent{number}mark") in self._text:
-            number += 1
-        return mark
+    def _marked(self, indices: Container[int]) -> list[dict[str, Any]]:
+        """Return the messages with a marker in place of some contents."""
+        marked = []
+        for index, message in enumerate(self._messages):
+            if index not in indices:
+                marked.append(message)
+                continue
+            content: Any = f"{self._mark}{index}end"
+            if not isinstance(message["content"], str):
+                content = [{"type": "text", "text": content}]
+            marked.append({**message, "content": content})
+        return marked
+
+
+def _unused_mark(text: str) -> str:
+    """Return a word that is not in the chat, and that no template has a reason to change."""
+    used = set(map(int, re.findall(r"midstreamcontent([0-9]{1,9})mark", text)))
+    number = next(number for number in count() if number not in used)
+    return f"midstreamcontent{number}mark"
 
 
 def _parts(content: Any) -> list[str]:

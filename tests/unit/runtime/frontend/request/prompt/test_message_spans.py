@@ -4,11 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
+from support.slow_positions import find_messages
 from support.tokenizers import byte_level, sentencepiece_like
 
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
-from midstream.spec.positions.decoded_text import decode
+from midstream.spec.positions.decoded_text import decode, map_of_rendering
+from midstream.spec.positions.work import MAX_RENDERED
 
 SENTENCEPIECE = sentencepiece_like()
 BYTE_LEVEL = byte_level()
@@ -269,6 +271,73 @@ def test_vllms_renderer_is_asked_for_the_text_with_the_calls_own_arguments():
     tokens_only = chat_renderer(Renderer(), chat_template=FORGETS)
     with pytest.raises(SpecError, match="made into tokens without a text"):
         tokens_only([{"role": "user", "content": "he"}])
+
+
+JOINED = "{% for m in messages %}{{ m.content }}{% endfor %}"
+FIRST_TWICE = "{{ messages[0].content }}{% for m in messages %}\n{{ m.content }}{% endfor %}"
+MARKED = (
+    "{% for m in messages %}{% if 'hi' in m.content %}!{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.content | length > 5 %} (long){% endif %}{% endfor %}."
+)
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
+SPACED = "{% for m in messages %}\n\n{{ m.content | trim }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [PLAIN, SPACED, STRIPS, REORDERS, FORGETS, JOINED, FIRST_TWICE, MARKED],
+)
+@given(contents=st.lists(st.text("hi \n</user>", max_size=9), min_size=1, max_size=5))
+@settings(max_examples=rounds(suite=60, nightly=1000))
+def test_messages_are_where_a_rendering_for_each_of_them_has_them(template, contents):
+    roles = ("system", "user", "assistant", "user", "assistant")
+    messages = _chat(*contents, roles=roles)
+
+    def render(chat):
+        return BYTE_LEVEL.apply_chat_template(chat, chat_template=template, tokenize=False)
+
+    text = render(messages)
+    ids = _ids(BYTE_LEVEL, messages, chat_template=template)
+    tokens = map_of_rendering(BYTE_LEVEL, text, ids)
+    found = message_spans(BYTE_LEVEL, messages, ids, render=render)
+    assert found == find_messages(messages, render, tokens)
+
+
+@pytest.mark.parametrize("count", [4, 40, 400])
+def test_a_chat_is_rendered_twice_however_many_messages_it_has(count):
+    rendered = []
+
+    def render(chat):
+        rendered.append(len(chat))
+        return "".join(f"<{m['role']}>{m['content']}</>" for m in chat)
+
+    messages = [{"role": "user", "content": f" word {nth % 7}\n"} for nth in range(count)]
+    ids = BYTE_LEVEL(render(messages), add_special_tokens=False)["input_ids"]
+    rendered.clear()
+    found = message_spans(BYTE_LEVEL, messages, ids, render=render)
+    assert rendered == [count, count]
+    assert all(one.stop > one.start for one in found)
+
+
+def test_renderings_for_single_messages_have_a_budget():
+    rendered = []
+
+    def render(chat):
+        rendered.append(len(chat))
+        text = "".join(m["content"] for m in chat)
+        return f"{len(text) % 7}{text}"  # depends on all contents
+
+    messages = [{"role": "user", "content": f"word {nth};"} for nth in range(400)]
+    ids = BYTE_LEVEL(render(messages), add_special_tokens=False)["input_ids"]
+    rendered.clear()
+    found = message_spans(BYTE_LEVEL, messages, ids, render=render)
+    assert sum(rendered) <= 2 * 400 + MAX_RENDERED
+    assert "and the budget is 65536; select by text or positions" in found[-1].problem
+
+
+def test_words_like_the_marker_are_passed_over_in_one_search():
+    contents = "".join(f"midstreamcontent{nth}mark" for nth in range(300))
+    assert _found(BYTE_LEVEL, _chat(contents, "he")) == [contents, "he"]
 
 
 @pytest.mark.model

@@ -1,0 +1,35 @@
+"""`KnownPrompts`: recent prompts, with what was computed to locate positions in them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+
+from midstream.spec.positions.prompt import Prompt
+
+# Tokens of all prompts that are kept; a token takes some 200 bytes.
+MAX_TOKENS = 1 << 17
+# The tokens of a prompt, and for one that was made from a chat also what identifies the chat.
+Key = tuple[tuple[int, ...], Hashable]
+
+
+class KnownPrompts:
+    """Recent prompts. All requests with the same tokens share one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._prompts: dict[Key, Prompt] = {}
+        self._num_tokens = 0
+
+    def get(self, key: Key, make: Callable[[], Prompt]) -> Prompt:
+        """Return the prompt of a key, made by `make` if it is not known."""
+        with self._lock:
+            found = self._prompts.pop(key, None)
+            if found is None:
+                found = make()
+                self._num_tokens += found.length
+            self._prompts[key] = found  # as the last one that was used
+            while self._num_tokens > MAX_TOKENS and len(self._prompts) > 1:
+                oldest = next(iter(self._prompts))
+                self._num_tokens -= self._prompts.pop(oldest).length
+        return found

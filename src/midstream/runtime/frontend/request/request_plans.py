@@ -1,0 +1,166 @@
+"""Plans of requests, resolved with them, or before that in a thread if it may take long.
+
+vLLM makes the request of a rendered prompt on the event loop, and has midstream validate it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from midstream.runtime.frontend.conversations import Conversations, Recollection
+from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.heavy_work import in_thread
+from midstream.runtime.frontend.request.plan_resolver import PlanResolver, read_prompts
+from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.spec import Capture, Plan
+from midstream.spec.control_laws import MOST_SCALES
+from midstream.spec.named_lookup import Lookup
+from midstream.spec.plan import ServerWide
+from midstream.spec.resolve.tap_lookup import size_of
+
+# Taps, parts, positions and tokens of a plan that is resolved in some 20 ms.
+_LONG = 1024
+
+# What the gates of a request recall of conversations, and its plan.
+Resolved = tuple[Recollection | None, PreparedPlan]
+Others = tuple[tuple[ServerWide, ...], tuple[Capture, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A plan that was resolved before its request exists.
+
+    Attributes:
+        tokens: token ids of the prompt.
+        max_tokens: maximum number of generated tokens.
+        others: server-wide edits and captures at that time.
+        resolved: the plan.
+    """
+
+    tokens: list[int]
+    max_tokens: int | None
+    others: Others
+    resolved: Resolved
+
+
+class RequestPlans:
+    """Resolves the plans of one engine's requests."""
+
+    def __init__(
+        self,
+        resolver: PlanResolver,
+        conversations: Conversations,
+        lookup: Lookup,
+        num_layers: int,
+        max_length: int,
+    ) -> None:
+        """Create it.
+
+        Args:
+            resolver: resolves plans.
+            conversations: what gates recall.
+            lookup: returns what is registered under a name.
+            num_layers: number of layers of the model.
+            max_length: the longest request, in tokens.
+        """
+        self._resolver = resolver
+        self._conversations = conversations
+        self._lookup = lookup
+        self._num_layers = num_layers
+        self._max_length = max_length
+        self._ahead: dict[CallPlan, _Ahead] = {}
+
+    def resolve(self, request: Any, call_plan: CallPlan, *others: Any) -> Resolved:
+        """Return what a request's gates recall of conversations, and its plan.
+
+        Args:
+            request: vLLM's EngineCoreRequest, or as much of it as `PlanResolver.resolve` reads.
+            call_plan: the request's own plan.
+            others: server-wide edits, and server-wide captures.
+
+        Raises:
+            SpecError: the plan cannot be carried out for this request.
+        """
+        ahead = self._ahead.pop(call_plan, None)
+        most = request.sampling_params.max_tokens
+        given = (request.prompt_token_ids, most, others)
+        if ahead is not None and (ahead.tokens, ahead.max_tokens, ahead.others) == given:
+            return ahead.resolved
+        return self._resolve(request, call_plan, *others)
+
+    async def resolve_ahead(
+        self, call_plan: CallPlan, prompt: Any, params: Any, *others: Any
+    ) -> None:
+        """Resolve the plan of a call in a thread, if that may take long, for `resolve` to find.
+
+        Args:
+            call_plan: the plan. Pair with `forget`.
+            prompt: the prompt, as vLLM's `generate` gets it.
+            params: its sampling parameters.
+            others: server-wide edits, and server-wide captures.
+
+        Raises:
+            SpecError: the plan cannot be carried out for this prompt.
+        """
+        request = _request_of(prompt, params, self._max_length)
+        if request is None or not self._is_long(request, call_plan, *others):
+            return
+        resolved = await in_thread(self._resolve, request, call_plan, *others)
+        given = (request.prompt_token_ids, request.sampling_params.max_tokens)
+        self._ahead[call_plan] = _Ahead(*given, others, resolved)
+
+    def forget(self, call_plan: CallPlan) -> None:
+        """Forget what was resolved for a call that has ended."""
+        self._ahead.pop(call_plan, None)
+
+    def _resolve(
+        self,
+        request: Any,
+        call_plan: CallPlan,
+        before: tuple[ServerWide, ...],
+        also: tuple[Capture, ...],
+    ) -> Resolved:
+        recalled = self._conversations.of(request, call_plan.plan, call_plan.owner)
+        given = (self._lookup, request, recalled)
+        return recalled, self._resolver.resolve(call_plan, before, also, *given)
+
+    def _is_long(
+        self,
+        request: Any,
+        call_plan: CallPlan,
+        before: tuple[ServerWide, ...],
+        also: tuple[Capture, ...],
+    ) -> bool:
+        """Return whether resolving may take more than some 20 ms."""
+        if self._resolver.known(call_plan.plan, before, also, request) is not None:
+            return False
+        plan = Plan() if call_plan.plan is None else call_plan.plan
+        parts: tuple[Any, ...] = (*plan.captures, *plan.edits, *plan.probes, *before, *also)
+        versions = 1 + len(plan.switches) + (0 if plan.controller is None else MOST_SCALES)
+        is_read = plan.needs_prompt or read_prompts(before, also)
+        tokens = len(request.prompt_token_ids) if is_read else 0
+        return versions * size_of(parts, self._num_layers) + tokens > _LONG
+
+
+def _request_of(prompt: Any, params: Any, max_length: int) -> Any:
+    """Return what resolving reads of the request that vLLM will make of a rendered prompt; None:
+    the prompt is not rendered, or not of tokens, or fills the model's context. vLLM makes requests
+    of prompts that are not rendered in a thread.
+    """
+    if not isinstance(prompt, Mapping) or prompt.get("type", "embeds") == "embeds":
+        return None
+    tokens = prompt.get("prompt_token_ids")
+    if not isinstance(tokens, list) or not 0 < len(tokens) < max_length:
+        return None
+    most = params.max_tokens
+    return SimpleNamespace(
+        prompt_token_ids=tokens,
+        prompt_is_token_ids=None,
+        cache_salt=prompt.get("cache_salt"),
+        sampling_params=SimpleNamespace(
+            max_tokens=max_length - len(tokens) if most is None else most, n=params.n
+        ),
+    )

@@ -1,0 +1,99 @@
+"""Faults of the budget for the work that a client asks for."""
+
+from __future__ import annotations
+
+from support.fault import Fault
+
+POSITIONS = "tests/unit/spec/positions/"
+TEST_WORK = "tests/unit/server/test_work.py"
+INDEX = POSITIONS + "test_prompt_index.py"
+
+WORK: tuple[Fault, ...] = (
+    Fault(
+        "Each text of a request takes a pass over the prompt",
+        "spec/positions/prompt_index.py",
+        "        low = bisect_left(self._sorted_places, wanted, key=part)\n",
+        "        low = sum(part(place) < wanted for place in self._sorted_places)\n",
+        INDEX + "::test_a_text_costs_about_as_much_in_a_long_prompt_as_in_a_short_one",
+    ),
+    Fault(
+        "A text is found where it ends within a token",
+        "spec/positions/prompt_index.py",
+        "        numbers = np.sort(numbers[self._is_end[self._places[numbers] + size]])\n",
+        "        numbers = np.sort(numbers)\n",
+        POSITIONS + "test_text_map.py::test_texts_are_found_by_whole_tokens_but_for_whitespace",
+    ),
+    Fault(
+        "A text that is longer than those before it is searched for by its beginning alone",
+        "spec/positions/prompt_index.py",
+        "        self._sort_by(size)\n",
+        "",
+        INDEX + "::test_texts_of_growing_length_are_found_in_one_prompt",
+    ),
+    Fault(
+        "The occurrences of texts are listed before they are counted",
+        "spec/positions/prompt_index.py",
+        "        budget.match(high - low)\n",
+        "",
+        INDEX + "::test_occurrences_are_counted_before_they_are_listed",
+    ),
+    Fault(
+        "A chat is rendered once for each of its messages",
+        "runtime/frontend/request/prompt/message_spans.py",
+        "        regions = self._regions()\n",
+        "        regions: dict[int, Region] = {}\n",
+        "tests/unit/runtime/frontend/request/prompt/test_message_spans.py"
+        "::test_a_chat_is_rendered_twice_however_many_messages_it_has",
+    ),
+    Fault(
+        "A chat whose messages must be rendered one by one is rendered without an end",
+        "runtime/frontend/request/prompt/message_spans.py",
+        "        check_rendered(self._rendered)\n",
+        "",
+        "tests/unit/runtime/frontend/request/prompt/test_message_spans.py"
+        "::test_renderings_for_single_messages_have_a_budget",
+    ),
+    Fault(
+        "Spans with a step cost nothing of a plan's budget",
+        "spec/positions/locate.py",
+        "        self.budget.match(len(chosen))\n",
+        "",
+        POSITIONS + "test_select.py"
+        "::test_ranges_of_spans_with_a_step_are_counted_over_all_selections_of_a_plan",
+    ),
+    Fault(
+        "The versions of a plan, and its overlapping parts, are resolved however many they are",
+        "spec/resolve/resolve.py",
+        "        check_overlaps(weighed(found), 1 + len(plan.switches))\n",
+        "",
+        TEST_WORK + "::test_combinations_of_parts_have_a_budget_in_all_versions_of_a_plan",
+    ),
+    Fault(
+        "A plan is resolved for any number of prompts of a call",
+        "server/server.py",
+        "        check_called(_num_prompts(body), size)\n",
+        "        check_called(1, size)\n",
+        TEST_WORK + "::test_prompts_times_a_plan_have_a_budget",
+    ),
+    Fault(
+        "A fit locates any number of positions in any number of prompts",
+        "server/fit_body.py",
+        "        check_called(len(positive) + len(negative), items)\n",
+        "",
+        TEST_WORK + "::test_prompts_of_a_fit_times_its_positions_have_a_budget",
+    ),
+    Fault(
+        "A sweep's groups of whole prompts are patched however many there are",
+        "sweep/cells.py",
+        "        if count > MAX_GROUPED:\n",
+        "        if count > 64 * MAX_GROUPED:\n",
+        "tests/unit/sweep/test_cells.py::test_positions_of_groups_have_a_budget",
+    ),
+    Fault(
+        "A large plan is resolved on the event loop",
+        "runtime/frontend/request/request_plans.py",
+        "        resolved = await in_thread(self._resolve, request, call_plan, *others)\n",
+        "        resolved = self._resolve(request, call_plan, *others)\n",
+        TEST_WORK + "::test_a_large_plan_is_resolved_once_and_in_a_thread",
+    ),
+)

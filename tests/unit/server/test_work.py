@@ -1,0 +1,317 @@
+"""The work for each list that a client can send grows at most as the list does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.long_lists import (
+    BODIES,
+    BODY,
+    FORMS,
+    KNOWN,
+    READ,
+    SINGLE,
+    SINGLE_OF_BODIES,
+    edits,
+    field_of,
+    fields,
+    list_of,
+    sets,
+    steps,
+    texts,
+    whole,
+)
+from support.resolving_engine import TEMPLATE, ResolvingEngine, front_end
+from support.serving_fake import serving
+from support.tokenizers import byte_level
+
+from midstream.errors import HttpError, MidstreamError, SpecError
+from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.server import fit_body, server
+from midstream.server.body_values import is_long
+from midstream.server.request_field import read_field
+from midstream.spec import Steer
+
+pytestmark = pytest.mark.anyio
+
+SIZES = (6, 60, 360)
+# Work may grow by twice as much as the list: a logarithm, and what is short in a short list.
+MOST = 2.0
+# Steps of work that ends above a budget, some 0.5 s.
+MOST_REFUSED = 20_000_000
+BUDGETS = ("budget is", "separate ranges of positions")
+TOKENIZER = byte_level()
+FRONT = front_end(TOKENIZER)
+WORDS = "".join(f"w{nth} " for nth in range(20))
+TOKENS = [5] * 500
+
+
+def resolve(field: dict[str, Any], prompt: Any = WORDS) -> None:
+    """Read a field and resolve its plan for a prompt, in a new front end's way."""
+    messages = prompt if isinstance(prompt, list) and isinstance(prompt[0], dict) else None
+    if messages is not None:
+        prompt = TOKENIZER.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False)
+    if isinstance(prompt, str):
+        prompt = TOKENIZER(prompt, add_special_tokens=False)["input_ids"]
+    found = read_field(field)
+    request = SimpleNamespace(
+        prompt_token_ids=prompt,
+        prompt_is_token_ids=None,
+        sampling_params=SimpleNamespace(max_tokens=4, n=1),
+    )
+    FRONT._resolver._prompts.__init__()
+    FRONT.plans.resolve(request, CallPlan(found.plan, messages), (), ())
+
+
+def curve(make: Any) -> list[tuple[int, int, Exception | None]]:
+    """Bytes of the body, steps of the work and its refusal, for a list of each size."""
+    found = []
+    for size in SIZES:
+        given = make(size)
+        count, error = steps(lambda given=given: given())
+        assert error is None or isinstance(error, (MidstreamError, HttpError)), repr(error)
+        found.append((given.size, count, error))
+    return found
+
+
+class Given:
+    """Work on a body, with the body's length."""
+
+    def __init__(self, body: Any, run: Any, prompt: Any = "") -> None:
+        self.size = len(json.dumps([body, prompt]))
+        self._run = run
+
+    def __call__(self) -> None:
+        self._run()
+
+
+def check(name: str, make: Any) -> None:
+    """Check that the work grows at most as the body, and show it."""
+    points = curve(make)
+    for size, count, error in points:
+        shown = "" if error is None else f"  refused: {str(error)[:90]}"
+        sys.stdout.write(f"{name:28s} {size:8d} bytes {count:9d} steps{shown}\n")
+    for (size, count, _), (longer, more, error) in itertools.pairwise(points[1:]):
+        is_over = error is not None and any(one in str(error) for one in BUDGETS)
+        allowed = MOST_REFUSED if is_over else MOST * count * max(1.0, longer / size)
+        assert more <= allowed, f"{name}: {count} steps for {size} bytes, {more} for {longer}"
+
+
+def test_every_field_has_a_list_or_takes_none():
+    lost = [
+        f"{cls.__name__}.{name}"
+        for cls, name in fields()
+        if list_of(cls, name) is None and name not in SINGLE
+    ]
+    for route, known in KNOWN.items():
+        cases = {*BODIES[route], *SINGLE_OF_BODIES[route]}
+        lost += [f"{route}.{name}" for name in known if name not in cases]
+    assert lost == [], "write a case in tests/support/long_lists.py"
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [(cls, name) for cls, name in fields() if list_of(cls, name) is None],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
+def test_a_list_where_none_is_expected_is_refused(cls, name):
+    name = name.rstrip("_")
+    for given in (["a", "b", "c"], [1, 2, 3]):
+        with pytest.raises(SpecError):
+            read_field(field_of(cls, {**FORMS[cls], name: given}))
+
+
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [(route, name) for route, names in SINGLE_OF_BODIES.items() for name in sorted(names)],
+)
+def test_a_list_where_a_body_has_none_is_refused(route, name):
+    for given in (["a", "b", "c"], [1, 2, 3]):
+        with pytest.raises(SpecError):
+            READ[route]({**BODY[route], name: given})
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [(cls, name) for cls, name in fields() if list_of(cls, name) is not None],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
+def test_a_field_costs_at_most_as_much_more_as_it_is_longer(cls, name):
+    lists = list_of(cls, name)
+
+    def make(size):
+        body = field_of(cls, {**FORMS[cls], name: lists(size)})
+        return Given(body, lambda: resolve(body, WORDS if lists is texts else TOKENS))
+
+    check(f"{cls.__name__}.{name}", make)
+
+
+@pytest.mark.parametrize(
+    ("route", "name"), [(route, name) for route, names in BODIES.items() for name in names]
+)
+def test_a_list_of_a_body_costs_at_most_as_much_more_as_it_is_longer(route, name):
+    def make(size):
+        body = {**BODY[route], name: BODIES[route][name](size)}
+        return Given(body, lambda: READ[route](body))
+
+    check(f"{route}.{name}", make)
+
+
+def _captures(count, **more):
+    return [{"layers": [1], "positions": [nth], **more} for nth in range(count)]
+
+
+def _probes(count, **more):
+    v = [1.0, 2.0, 2.0]
+    return [{"direction": v, "layer": 1, "name": f"p{nth}", **more} for nth in range(count)]
+
+
+def _messages(count):
+    return [{"role": "user", "content": f"word {nth % 7}"} for nth in range(count)]
+
+
+def _root(size):
+    return max(2, int(size**0.5))
+
+
+_SWITCH = {"switch": {"above": 0.5, "edits": [{"op": "scale", "factor": 2.0, "layer": 1}]}}
+# Fields and prompts in which several lengths grow: of each a product could be the cost.
+TOGETHER: dict[str, Any] = {
+    "captures": lambda n: ({"capture": _captures(n)}, TOKENS),
+    "edits": lambda n: ({"edits": edits(n)}, TOKENS),
+    "steer": lambda n: ({"steer": [{"vector": [1, 2, 2], "layer": 1}] * n}, TOKENS),
+    "probes": lambda n: ({"probes": _probes(n)}, TOKENS),
+    "captures by sink": lambda n: (
+        {"capture": {f"s{nth}": {"hooks": {"resid_post": [1]}, "positions": "all"}
+                     for nth in range(n)}}, TOKENS),
+    "texts, prompt": lambda n: (
+        {"capture": {"layers": [1], "exclude": texts(n)}}, "the cat " * n),
+    "texts of all lengths, prompt": lambda n: (
+        {"capture": {"layers": [1], "exclude": [{"text": "a" * (k + 1)} for k in range(_root(n))]}},
+        "a" * n),
+    "texts within texts, prompt": lambda n: (
+        {"capture": {"layers": [1], "exclude": [{"text": "b" * n + "a"}]}}, "b" * (4 * n)),
+    "token ids, prompt": lambda n: (
+        {"capture": {"layers": [1], "positions": [{"tokens": [k]} for k in range(n)]}},
+        [nth % 7 + 20 for nth in range(n)]),
+    "captures with texts, prompt": lambda n: (
+        {"capture": [{"layers": [1], "exclude": [{"text": f"w{k}"}, {"text": f"x{nth}"}]}
+                     for nth in range(_root(n)) for k in range(2)]}, "the cat " * n),
+    "captures with ids, prompt": lambda n: (
+        {"capture": [{"layers": [1], "positions": [{"tokens": [5, 99 + nth]}]}
+                     for nth in range(n)]}, [5, 6] * n),
+    "captures with steps": lambda n: (
+        {"capture": [{"layers": [1], "exclude": [nth],
+                      "positions": [{"slice": [0, 8 * n, 2]}, {"slice": [1, 8 * n, 2]}]}
+                     for nth in range(n)]}, [5] * 8 * n),
+    "roles, messages": lambda n: (
+        {"capture": {"layers": [1], "positions": [{"role": "user", "message": k}
+                                                  for k in range(n)]}}, _messages(n)),
+    "captures of all layers": lambda n: ({"capture": _captures(n, layers="all")}, TOKENS),
+    "overlapping edits": lambda n: (
+        {"edits": [{"op": "scale", "factor": 2.0, "layer": 1,
+                    "positions": [{"slice": [k, 2 * n - k]}]} for k in range(n)]}, [5] * 3 * n),
+    "probes that switch": lambda n: (
+        {"edits": [], "probes": _probes(n, act=_SWITCH), "capture": _captures(n)}, TOKENS),
+    "sets of a controller": lambda n: (
+        {"edits": edits(2), "probes": _probes(1), "controller": sets(n)}, WORDS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_lists_that_grow_together_cost_at_most_as_much_more_or_are_above_a_budget(name):
+    def make(size):
+        body, prompt = TOGETHER[name](size)
+        return Given(body, lambda: resolve(body, prompt), prompt)
+
+    check(name, make)
+
+
+async def test_prompts_times_a_plan_have_a_budget():
+    field = {"capture": {"layers": [0, 1, 2, 3], "exclude": texts(3000)}}
+    async with serving() as (site, client):
+        body = {"prompt": ["a"] * 400, "midstream": field}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        problem = answer.json()["error"]["message"]
+        assert "prompt: 400 prompts times 3005 taps and positions" in problem
+        assert "above the budget of 1048576; send fewer prompts" in problem
+        assert site.engine.calls == []
+        assert server._num_prompts({"prompt": [5] * 400}) == 1, "token ids are one prompt"
+        one = {"prompt": "a", "midstream": field}
+        assert (await client.post("/v1/completions", json=one)).status_code == 200
+
+
+def test_prompts_of_a_fit_times_its_positions_have_a_budget():
+    prompts = ["a"] * 2000
+    body = {"positive": prompts, "negative": prompts, "positions": whole(300)}
+    with pytest.raises(SpecError, match="4000 prompts times 300 taps and positions") as caught:
+        fit_body.read_fit(body, 4096)
+    assert caught.value.path == "positions"
+    fit_body.read_fit({**body, "positions": whole(200)}, 4096)
+
+
+async def test_a_large_plan_is_resolved_once_and_in_a_thread(monkeypatch):
+    engine, threads = ResolvingEngine(), []
+    resolve = engine.front._resolver.resolve
+
+    def noting(*given):
+        threads.append(threading.get_ident())
+        return resolve(*given)
+
+    monkeypatch.setattr(engine.front._resolver, "resolve", noting)
+    here = threading.get_ident()
+    for field, is_here in (
+        ({"capture": {"layers": [1], "positions": "prompt"}}, True),
+        ({"edits": edits(600)}, False),
+        ({"capture": {"layers": [1], "exclude": texts(2000)}}, False),
+    ):
+        threads.clear()
+        await engine.resolve([5] * 700, CallPlan(read_field(field).plan), "r")
+        assert [one == here for one in threads] == [is_here]
+    # Steering that changed meanwhile is not passed over.
+    plan = CallPlan(read_field({"edits": edits(600)}).plan)
+    rendered = {"type": "token", "prompt_token_ids": [5] * 700}
+    params = SimpleNamespace(n=1, max_tokens=4)
+    await engine.front.plans.resolve_ahead(plan, rendered, params, (), ())
+    request = SimpleNamespace(
+        prompt_token_ids=[5] * 700, prompt_is_token_ids=None, sampling_params=params
+    )
+    steering = (Steer([1.0, 2.0, 2.0], 0),)
+    _, prepared = engine.front.plans.resolve(request, plan, steering, ())
+    assert len(prepared.plan.edits) == 601
+
+
+def test_combinations_of_parts_have_a_budget_in_all_versions_of_a_plan():
+    def nested(count):
+        return [
+            {"op": "scale", "factor": 2.0, "layer": 1, "positions": [{"slice": [k, 1000 - k]}]}
+            for k in range(count)
+        ]
+
+    problem = "in 80200 combinations .*, and the budget is 32768"
+    resolve({"edits": nested(200)}, [5] * 600)
+    with pytest.raises(SpecError, match=problem):
+        resolve({"edits": nested(400)}, [5] * 1000)
+    # Each version of the plan counts.
+    with pytest.raises(SpecError, match="and in each version of the plan"):
+        resolve({"edits": nested(60), "probes": _probes(30, act=_SWITCH)}, [5] * 600)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_in_thread"),
+    [
+        (b'{"prompt": "abc"}', False),
+        (b"[" + b"1," * 2000 + b"1]", True),
+        (b" " * (1 << 19), True),
+        (b'{"apply_steering_vectors": {"compression": "zstd"}}', True),
+    ],
+)
+def test_bodies_that_are_long_or_become_long_are_parsed_in_a_thread(body, is_in_thread):
+    assert is_long(body) == is_in_thread
