@@ -258,7 +258,8 @@ def test_there_are_ops_and_no_module_beside_them_that_belongs_to_none():
     assert ops()
     others = {path.stem for path in (PACKAGE / "ops").glob("*.py")}
     known = {f"{op}{kind}" for op in ops() for kind in ("", "_ref", "_triton", "_kernel")}
-    assert others - known == {"__init__", "layout", "row_views"}
+    shared = {"__init__", "layout", "reference_state", "row_views"}
+    assert others - known == shared | {"map_kernel", "row_pairs", "row_pairs_kernel"}
 
 
 @pytest.mark.parametrize("op", ops())

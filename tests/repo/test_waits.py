@@ -51,7 +51,11 @@ UNLIMITED = {
     "transport/arena.py: Arena._make": "",
 }
 # The interpreter joins their threads when it exits, so they may only compute.
-EXECUTORS = {"store/format/checksums.py", "transport/arena.py"}
+EXECUTORS = {
+    "runtime/frontend/request/heavy_work.py",
+    "store/format/checksums.py",
+    "transport/arena.py",
+}
 # A wait of one of these names has no limit if it is called without arguments.
 WITHOUT_ARGUMENTS = {"wait", "join", "acquire", "result", "get"}
 LOCKS = {"flock", "lockf"}

@@ -319,8 +319,9 @@ KEPT: tuple[Fault, ...] = (
         "An edit of one head keeps the norm of the whole vector",
         "ops/site_ref.py",
         "        wanted = norm(self._seen(rows, words))\n"
-        "        reached = norm(self._masked(self._stream(rows), words))\n",
-        "        wanted = norm(self.base[rows])\n        reached = norm(self._stream(rows))\n",
+        "        reached = norm(self._masked(self.stream.now(rows), words))\n",
+        "        wanted = norm(self.stream.base[rows])\n"
+        "        reached = norm(self.stream.now(rows))\n",
         "tests/unit/ops/test_site.py::test_any_mix_of_programs_is_carried_out_as_defined",
     ),
     Fault(
@@ -347,7 +348,7 @@ KEPT: tuple[Fault, ...] = (
     ),
     Fault(
         "A logit that is raised is no larger than the largest",
-        "ops/reference_device.py",
+        "ops/reference_state.py",
         "largest + margin * largest.abs().clamp_min(1.0)",
         "largest + 0 * margin",
         "tests/unit/ops/test_site.py::test_any_mix_of_programs_is_carried_out_as_defined",
@@ -417,8 +418,7 @@ KEPT: tuple[Fault, ...] = (
         "The op multiplies by components of the vector that the edit began with",
         "ops/site_ref.py",
         "                vectors = vectors * base\n",
-        "                vectors = vectors * (base if self.entered is None else "
-        "self.entered[index(at)])\n",
+        "                vectors = vectors * self.stream.entered[index(at)]\n",
         "tests/unit/ops/test_site.py::test_a_later_edit_reads_what_the_edits_before_it_left",
     ),
     Fault(

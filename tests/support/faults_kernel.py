@@ -56,10 +56,10 @@ KERNELS: tuple[Fault, ...] = (
     ),
     Fault(
         "An edit of the stream leaves rounding noise where it asked for zero",
-        "ops/site_ref.py",
+        "ops/reference_state.py",
         "        self.delta[rows] = made if chosen is None else made.where(chosen, "
-        "self._stream(rows))\n",
-        "        made = made if chosen is None else made.where(chosen, self._stream(rows))\n"
+        "self.now(rows))\n",
+        "        made = made if chosen is None else made.where(chosen, self.now(rows))\n"
         "        if self.whole is None:\n"
         "            made = self.entered[rows] + (made - self.entered[rows]) * (1 - 2**-23)\n"
         "        self.delta[rows] = made\n",

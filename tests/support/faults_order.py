@@ -135,8 +135,8 @@ ORDER: tuple[Fault, ...] = (
     Fault(
         "A message of whitespace is left out of a selection of messages",
         _SPANS,
-        "            if not any(parts):\n",
-        "            if not any(part.strip() for part in parts):\n",
+        "            if any(parts):\n",
+        "            if any(part.strip() for part in parts):\n",
         _MESSAGES + "test_a_message_of_whitespace_has_the_tokens_that_the_template_wrote_for_it",
     ),
     Fault(

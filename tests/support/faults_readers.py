@@ -31,9 +31,9 @@ READERS: tuple[Fault, ...] = (
     ),
     Fault(
         "Text selects a token of which it has no more than a blank",
-        "spec/positions/text_map.py",
-        "        return None if is_blank or self.text[start:end].strip() else start\n",
-        "        return None if is_blank or self.text[start:end].strip() else end\n",
+        "spec/positions/prompt_index.py",
+        "np.where(solid[start] >= ends, start, -1)",
+        "np.where(solid[start] >= ends, ends, -1)",
         "tests/unit/spec/positions/test_text_map.py"
         "::test_texts_are_found_by_whole_tokens_but_for_whitespace",
     ),

@@ -19,7 +19,7 @@ WORK: tuple[Fault, ...] = (
     Fault(
         "A text is found where it ends within a token",
         "spec/positions/prompt_index.py",
-        "        numbers = np.sort(numbers[self._is_end[self._places[numbers] + size]])\n",
+        "        numbers = np.sort(numbers[is_found])\n",
         "        numbers = np.sort(numbers)\n",
         POSITIONS + "test_text_map.py::test_texts_are_found_by_whole_tokens_but_for_whitespace",
     ),

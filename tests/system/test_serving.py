@@ -50,8 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def offline(smollm2: Path, folder: Path) -> dict[str, Any]:
     out = folder / "offline.pt"
     python("-m", "support.serving_offline", smollm2, out, timeout=580)
-    found: dict[str, Any] = torch.load(out)
-    return found
+    return dict(torch.load(out))
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +66,8 @@ def server(smollm2: Path, folder: Path, spans: Spans) -> Iterator[Running]:
         serving.settings(gate_states=2, sinks={"store": {"root": str(folder / "store")}}),
         f"--otlp-traces-endpoint={spans.url}",
     )
-    command = serving.command(smollm2, *options)
     protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    command = serving.command(smollm2, *options)
     with serving.running(command, folder, **protocol, OTEL_BSP_SCHEDULE_DELAY="200") as found:
         yield found
 
@@ -211,16 +210,11 @@ def test_each_choice_of_several_prompts_has_its_own_rows_and_receipt(client):
 
 
 def test_a_large_plan_which_a_thread_resolves_gives_the_same_rows(client):
-    excluded = [Text(f"nowhere {nth}") for nth in range(2000)]
-    large, plain = (
-        client.complete(
-            "One two three", capture=Capture([1], positions="prompt", exclude=out), **ASKED
-        )
-        for out in (excluded, None)
-    )
+    excluded = [Text(f"nowhere {nth}") for nth in range(2000)], None
+    captures = [Capture([1], positions="prompt", exclude=texts) for texts in excluded]
+    large, small = (client.complete("One two", capture=each, **ASKED) for each in captures)
     assert large.receipt.status == "ok"
-    tap = "resid_post", 1
-    assert torch.equal(large.activations[tap], plain.activations[tap])
+    assert torch.equal(large.activations["resid_post", 1], small.activations["resid_post", 1])
 
 
 def test_a_stream_of_several_prompts_has_each_ones_scores_at_its_choice(client):
@@ -491,10 +485,10 @@ def test_vllms_spans_say_what_the_receipts_say(client, spans):
 
 
 def test_the_schema_has_every_endpoint_of_midstreams(server):
-    paths = server.get("/openapi.json")["paths"]
-    own = [path for path in paths if path.startswith("/v1/midstream")]
-    assert {"/v1/midstream/status", "/v1/midstream/sites", "/v1/midstream/steering"} <= set(own)
-    assert all(one.get("summary") for path in own for one in paths[path].values())
+    paths = server.get("/openapi.json")["paths"].items()
+    own = {path: methods for path, methods in paths if path.startswith("/v1/midstream")}
+    assert {f"/v1/midstream/{name}" for name in ("status", "sites", "steering")} <= set(own)
+    assert all(one.get("summary") for methods in own.values() for one in methods.values())
 
 
 def test_nothing_is_left_once_all_have_their_answers(client, server):

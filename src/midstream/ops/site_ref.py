@@ -14,12 +14,10 @@ from torch import Tensor
 from midstream.ops import layout
 from midstream.ops.activations.reference import activated, norm, sigmoid
 from midstream.ops.layout import Flags, Op
-from midstream.ops.reference_device import Device, Ints
+from midstream.ops.reference_state import Device, EditedRows, Ints, Rows
 from midstream.ops.row_pairs import Flagged, nonfinite, write_rows
 from midstream.ops.row_views import Index, by_unit, index, spaced
 from midstream.ops.sae.reference import SaeBuffers, reconstruct
-
-Rows = NDArray[np.int64]
 
 # Plain integers: IntFlag operations create objects, at ten times the cost.
 _FRESH, _GATED, _KEEP, _COUNTED = (
@@ -147,7 +145,7 @@ def _edit(
     for nth in range(int(counts.max())):
         here = (counts > nth).nonzero()[0]
         work.step(here, starts[here] + nth)
-    spoiled = write_rows(hidden, residual, where, work.delta, work.whole)
+    spoiled = write_rows(hidden, residual, where, work.stream.delta, work.stream.whole)
     return work.done, work.spoiled | spoiled
 
 
@@ -155,10 +153,7 @@ class _Work:
     """State of the rows that are being edited. Arguments `at` and `here` index them, ascending.
 
     Attributes:
-        delta: float32 [n, W], the sum of the contributions so far; where `whole`, the stream.
-        whole: bool [n, 1], whether an instruction made the stream anew; None: none did.
-        entered: float32 [n, W], the stream on entry; None if no program reads it.
-        base: float32 [n, W], h: the stream at the last FRESH.
+        stream: the rows.
         gate: float32 [n].
         units: float32 [n], the sum of UNITs that nothing has read yet.
         done: int32 [n], COUNTED instructions executed.
@@ -176,21 +171,16 @@ class _Work:
         reads: bool,
     ) -> None:
         self._device, self._rows, self._words = device, rows, words
-        self.delta = torch.zeros(rows.size, hidden.shape[1])
-        self.whole: Tensor | None = None
         self.gate = torch.ones(rows.size)
         self.units = torch.zeros(rows.size)
         self.done = np.zeros(rows.size, np.int32)
         self.spoiled: Flagged = False
-        self.entered: Tensor | None = None
-        self._moved = False
-        # Whether the stream has changed since h was read.
-        self._stale = np.zeros(rows.size, np.bool_)
+        entered: Tensor | None = None
         if reads:
-            self.entered = hidden[where].float()
+            entered = hidden[where].float()
             if residual is not None:
-                self.entered = self.entered + residual[where].float()
-            self.base = self.entered
+                entered = entered + residual[where].float()
+        self.stream = EditedRows(rows.size, hidden.shape[1], entered)
 
     def step(self, at: Rows, which: Ints) -> None:
         """Execute one instruction per row: row `at[k]` executes instruction `which[k]`."""
@@ -201,8 +191,7 @@ class _Work:
                 return
             at, which, words = at[applies], which[applies], words[applies]
         flags, ops = words[:, layout.FLAGS], words[:, layout.OP]
-        if self._moved and self.entered is not None:
-            self._refresh(self.entered, at[(flags & _FRESH) != 0])
+        self.stream.refresh(at[(flags & _FRESH) != 0])
         first = int(ops[0])
         if (ops == first).all():
             self._execute(Op(first), at, which, words)
@@ -211,38 +200,6 @@ class _Work:
                 mine = ops == op
                 self._execute(Op(op), at[mine], which[mine], words[mine])
         self.done[at] += (flags & _COUNTED) != 0
-
-    def _refresh(self, entered: Tensor, at: Rows) -> None:
-        """Update h of rows `at` to the current stream."""
-        if at.size == len(entered):
-            self.base = self._stream(slice(None))
-        elif at.size:
-            if self.base is entered:
-                self.base = entered.clone()
-            rows = index(at)
-            self.base[rows] = self._stream(rows)
-        self._stale[at] = False
-
-    def _stream(self, rows: Index) -> Tensor:
-        """Return the stream of some rows, float32 [n, W]."""
-        assert self.entered is not None, "a plain program does not read the stream"
-        stream = self.entered[rows] + self.delta[rows]
-        return stream if self.whole is None else self.delta[rows].where(self.whole[rows], stream)
-
-    def _make(self, at: Rows, words: Ints, made: Tensor) -> None:
-        """Make the stream of rows `at` anew, where the mask of their instruction is not zero.
-
-        Args:
-            made: float32 [n, W].
-        """
-        rows = index(at)
-        chosen = self._chosen(words)
-        self.delta[rows] = made if chosen is None else made.where(chosen, self._stream(rows))
-        if self.whole is None:
-            self.whole = torch.zeros(len(self.delta), 1, dtype=torch.bool)
-        self.whole[rows] = True
-        self._moved = True
-        self._stale[at] = True
 
     def _applies(self, at: Rows, which: Ints, words: Ints) -> NDArray[np.bool_] | None:
         """Return whether each row's instruction applies to its token id; None: all apply."""
@@ -283,20 +240,12 @@ class _Work:
 
     def _seen(self, rows: Index, words: Ints) -> Tensor:
         """Return h as the instructions of some rows see it, [n, W]: zero where their mask is."""
-        return self._masked(self.base[rows], words)
+        return self._masked(self.stream.base[rows], words)
 
     def _masked(self, values: Tensor, words: Ints) -> Tensor:
         """Return [n, W] or [1, W] values, with zero where the mask of the instruction is zero."""
-        chosen = self._chosen(words)
+        chosen = self._device.chosen(words)
         return values if chosen is None else torch.where(chosen, values, 0.0)
-
-    def _chosen(self, words: Ints) -> Tensor | None:
-        """Return where the masks of instructions are not zero, bool [n, W]; None: everywhere."""
-        masks = words[:, layout.MASK]
-        if not masks.any():
-            return None
-        chosen = self._device.vectors(np.maximum(masks - 1, 0)) != 0
-        return chosen | torch.from_numpy(masks == 0)[:, None]
 
     def _read(self, rows: Index, words: Ints) -> Tensor:
         """Return ⟨h, read⟩, [n]."""
@@ -316,7 +265,7 @@ class _Work:
         self._device.scores[place] = score
         infinite = ~np.isfinite(score.numpy())
         if infinite.any():
-            self.spoiled = np.isin(np.arange(len(self.delta)), at[infinite]) | self.spoiled
+            self.spoiled = np.isin(np.arange(len(self.done)), at[infinite]) | self.spoiled
 
     def _places(self, at: Rows, slots: Ints) -> tuple[Tensor, Tensor]:
         """Return the rows and columns of scores of rows `at` in slots, counted from 1."""
@@ -359,23 +308,13 @@ class _Work:
             self._add(at, words, factor)
             return
         made = self._replaced(op, at, which, words, (factor, gate))
-        if self._stale[at].any():
-            # Instructions of one edit read the same h, and each adds its change to the stream.
-            moved = made + (self._stream(index(at)) - self.base[index(at)])
-            made = moved.where(torch.from_numpy(self._stale[at])[:, None], made)
-        self._make(at, words, made)
+        self.stream.replace(at, made, self._device.chosen(words))
 
     def _add(self, at: Rows, words: Ints, factor: Tensor) -> None:
         """Add f · v."""
         vectors = self._masked(self._device.vectors(self._writes(at, words)), words)
         # The product is rounded separately, so that +v and −v cancel exactly.
-        change = factor[:, None] * vectors
-        if not self._moved and at.size == len(self.delta):
-            self.delta = change
-        else:
-            self.delta[index(at)] += change
-        self._moved = True
-        self._stale[at] = True
+        self.stream.add(at, factor[:, None] * vectors)
 
     def _writes(self, at: Rows, words: Ints) -> NDArray[np.integer]:
         """Return the unit of the bank at which the write vector of each row begins."""
@@ -393,7 +332,7 @@ class _Work:
         Args:
             share: f and the gate, each float32 [n].
         """
-        base, (factor, gate) = self.base[index(at)], share
+        base, (factor, gate) = self.stream.base[index(at)], share
         params = self._device.params[torch.from_numpy(which.astype(np.int64))]
         if op is Op.SCALE:
             return ((1 - gate) + gate * params[:, layout.A])[:, None] * base
@@ -419,7 +358,7 @@ class _Work:
         for start in np.unique(words[:, layout.READ]):
             mine = at[words[:, layout.READ] == start]
             described = self._device.numbers[int(start) * unit :]
-            made = reconstruct(self.base[index(mine)], described, sae.weights)
+            made = reconstruct(self.stream.base[index(mine)], described, sae.weights)
             sae.decoded[self._rows[mine]] = made
 
     @property
@@ -431,12 +370,13 @@ class _Work:
         """Rescale the stream of rows `at` to the norm of h, where their mask is not zero."""
         rows = index(at)
         wanted = norm(self._seen(rows, words))
-        reached = norm(self._masked(self._stream(rows), words))
+        reached = norm(self._masked(self.stream.now(rows), words))
         differs = ((reached != 0) & (reached != wanted)).numpy()
         if differs.any():
             at, words = at[differs], words[differs]
             ratio = (wanted / reached)[torch.from_numpy(differs)]
-            self._make(at, words, self._stream(index(at)) * ratio[:, None])
+            made = self.stream.now(index(at)) * ratio[:, None]
+            self.stream.make(at, made, self._device.chosen(words))
 
     def _set_gates(self, at: Rows, words: Ints, a: Tensor, b: Tensor, c: Tensor) -> None:
         slots = words[:, layout.SLOT]

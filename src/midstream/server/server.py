@@ -216,8 +216,7 @@ class Server:
         client = self.client_of(scope)
         plan = request_field.plan
         if plan is not None:
-            parts = (*plan.captures, *plan.edits, *plan.probes)
-            _check_prompts(body, size_of(parts, layers))
+            _check_prompts(body, plan, layers)
         context = RequestContext(request_field, client)
         if plan is not None and plan.captures and request_field.activations == "handle":
             context.reservation = self.captures.reserve(client, completions_of(body))
@@ -345,10 +344,11 @@ def _num_prompts(body: Mapping[str, Any]) -> int:
     return len(prompt)
 
 
-def _check_prompts(body: Mapping[str, Any], size: int) -> None:
-    """Check the work for all prompts of a body, of a plan of this size."""
+def _check_prompts(body: Mapping[str, Any], plan: Plan, layers: int) -> None:
+    """Check the work for all prompts of a body, on a model with so many layers."""
     with at("prompt"):
-        check_called(_num_prompts(body), size)
+        parts = (*plan.captures, *plan.edits, *plan.probes)
+        check_called(_num_prompts(body), size_of(parts, layers))
 
 
 def rows_for(server: Server, scope: Scope) -> AbstractContextManager[OpenRows]:

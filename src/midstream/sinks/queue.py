@@ -198,11 +198,7 @@ class SinkQueue:
                 self._bound.give(entry.size)
                 entry.done.set_result(CaptureResult("error", why))
                 return entry.done
-            names, delivery = self._sink.names, entry.delivery
-            if names is not None and delivery is not None:
-                # A name that a caller gave is taken until its rows are stored.
-                name = self._sink.name_of(delivery.tag, delivery.name)
-                names.keep_until(entry.done, name)
+            _keep_name(self._sink, entry)
             self._queue.append(entry)
             if self._thread is None:
                 self._start()
@@ -326,6 +322,13 @@ class SinkQueue:
             entry.is_reported = True
         self._bound.give(entry.size)
         entry.done.set_result(result)
+
+
+def _keep_name(sink: Sink, entry: _Entry) -> None:
+    """Keep the name that a caller gave a delivery until its rows are stored."""
+    if sink.names is not None and entry.delivery is not None:
+        name = sink.name_of(entry.delivery.tag, entry.delivery.name)
+        sink.names.keep_until(entry.done, name)
 
 
 def _amount(lost: Sequence[_Entry]) -> str:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
-from support.site_cases import Step, assert_same, case, expected, in_units, random_case, same_bits
+from support.site_cases import Step, assert_same, case, in_units, random_case, same_bits
+from support.site_oracle import expected
 
 import midstream.ops.site
 from midstream.ops import layout

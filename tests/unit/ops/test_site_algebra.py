@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from support.site_cases import Case, Step, assert_same, case, expected, matrix_row, same_bits
+from support.site_cases import Case, Step, assert_same, case, matrix_row, same_bits
 from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
+from support.site_oracle import expected
 
 import midstream.ops.site  # noqa: F401  (defines the op)
 from midstream.ops import layout

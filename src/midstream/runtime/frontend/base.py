@@ -79,11 +79,8 @@ class BaseFrontEnd:
         assert found is not None
         self._config = found
         self.info = info
-        replicas = 1 + max(worker.replica for worker in info.workers)
-        self._workers: list[list[RemoteWorker]] = [[] for _ in range(replicas)]  # of each replica
+        self._workers = _workers_of(info)
         number, share = info.front_ends.number, info.front_ends.count
-        for worker in info.workers:
-            self._workers[worker.replica].append(RemoteWorker(worker, number, share))
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)
         set_steering(engine.vllm_config, self.vectors, self.steering)
@@ -307,6 +304,17 @@ class BaseFrontEnd:
         for sent in self._sent_vectors:
             for uid in uids:
                 sent.release(uid)
+
+
+def _workers_of(info: EngineInfo) -> list[list[RemoteWorker]]:
+    """Return the workers of each replica."""
+    workers: list[list[RemoteWorker]] = [
+        [] for _ in range(1 + max(w.replica for w in info.workers))
+    ]
+    for worker in info.workers:
+        remote = RemoteWorker(worker, info.front_ends.number, info.front_ends.count)
+        workers[worker.replica].append(remote)
+    return workers
 
 
 def set_payload(request: Any, payload: RequestPayload | None) -> None:

@@ -154,7 +154,7 @@ class _Finder:
             except SpecError as error:
                 self._contents[index] = error
                 continue
-            if any(part.strip() for part in parts):
+            if any(parts):
                 self._contents[index] = parts
         regions = self._regions()
         return tuple(self._message(index, regions) for index in range(len(self._messages)))

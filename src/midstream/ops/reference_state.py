@@ -1,0 +1,170 @@
+"""What the reference of the `site` op reads and changes: buffers, and rows of the stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from midstream.ops import layout
+from midstream.ops.layout import Flags
+from midstream.ops.row_views import Index, index
+from midstream.ops.sae.reference import SaeBuffers
+
+Ints = NDArray[np.int32]
+Rows = NDArray[np.int64]
+
+# A plain integer: IntFlag operations create objects, at ten times the cost.
+_COUNTED = int(Flags.COUNTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The op's device buffers; integer buffers as NumPy arrays.
+
+    Attributes:
+        bank: float32 [starts, W], the vector that starts at each unit.
+        units: units of a vector.
+        numbers: float32 [V · U], the bank as one vector.
+        sae: what CODEs need; None: there is none.
+    """
+
+    instructions: Ints
+    params: Tensor
+    lists: Ints
+    bank: Tensor
+    scores: Tensor
+    ids: Ints
+    units: int
+    numbers: Tensor
+    sae: SaeBuffers | None
+
+    def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int]:
+        """Return the sum of plain instructions, which add the same to every row.
+
+        Returns:
+            float32 [W] and the number of COUNTED instructions.
+        """
+        words = self.instructions[start:stop].tolist()
+        scales = self.params[start:stop, layout.A].tolist()
+        delta = torch.zeros(self.bank.shape[1])
+        for word, scale in zip(words, scales, strict=True):
+            if scale:
+                # Two roundings: with a fused multiply-add, +v and −v would not cancel.
+                delta += self.bank[word[layout.WRITE]] * scale
+        return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words)
+
+    def vectors(self, rows: NDArray[np.integer]) -> Tensor:
+        """Return the vectors that start at units of the bank: [n, W], or [1, W] if all are the
+        same.
+        """
+        first = int(rows[0])
+        if (rows == first).all():
+            return self.bank[first : first + 1]
+        return self.bank[torch.from_numpy(rows.astype(np.int64))]
+
+    def matrix(self, start: int) -> Tensor:
+        """Return the matrix whose rows begin at a unit of the bank, [W, W]."""
+        width = self.bank.shape[1]
+        return self.bank[start : start + (width - 1) * self.units + 1 : self.units]
+
+    def above(self, base: Tensor, which: Ints) -> Tensor:
+        """Return what a RAISE makes of components where its vector is 0, [n, 1]."""
+        margin = self.params[torch.from_numpy(which.astype(np.int64)), layout.B]
+        largest = base.amax(1)
+        return (largest + margin * largest.abs().clamp_min(1.0))[:, None]
+
+    def mapped(self, base: Tensor, starts: Ints) -> Tensor:
+        """Return the products of each row with its matrix, [n, W]."""
+        products = torch.empty_like(base)
+        for start in np.unique(starts):
+            rows = torch.from_numpy(starts == start)
+            products[rows] = base[rows] @ self.matrix(int(start)).T
+        return products
+
+    def chosen(self, words: Ints) -> Tensor | None:
+        """Return where the masks of instructions are not zero, bool [n, W]; None: everywhere."""
+        masks = words[:, layout.MASK]
+        if not masks.any():
+            return None
+        chosen = self.vectors(np.maximum(masks - 1, 0)) != 0
+        return chosen | torch.from_numpy(masks == 0)[:, None]
+
+
+class EditedRows:
+    """Rows of the stream while instructions change them. Arguments `at` index them, ascending.
+
+    Attributes:
+        delta: float32 [n, W], the sum of the contributions so far; where `whole`, the stream.
+        whole: bool [n, 1], whether an instruction made the stream anew; None: none did.
+        entered: float32 [n, W], the stream on entry; None if no program reads it.
+        base: float32 [n, W], h: the stream at the last FRESH.
+        stale: bool [n], whether the stream has changed since h was read.
+        moved: whether any row has changed.
+    """
+
+    def __init__(self, count: int, width: int, entered: Tensor | None) -> None:
+        self.delta = torch.zeros(count, width)
+        self.whole: Tensor | None = None
+        self.entered = entered
+        self.stale = np.zeros(count, np.bool_)
+        self.moved = False
+        if entered is not None:
+            self.base = entered
+
+    def now(self, rows: Index) -> Tensor:
+        """Return the stream of some rows, float32 [n, W]."""
+        assert self.entered is not None, "a plain program does not read the stream"
+        stream = self.entered[rows] + self.delta[rows]
+        return stream if self.whole is None else self.delta[rows].where(self.whole[rows], stream)
+
+    def refresh(self, at: Rows) -> None:
+        """Read h of rows `at` again."""
+        if not self.moved or self.entered is None or not at.size:
+            return
+        if at.size == len(self.entered):
+            self.base = self.now(slice(None))
+        else:
+            if self.base is self.entered:
+                self.base = self.entered.clone()
+            rows = index(at)
+            self.base[rows] = self.now(rows)
+        self.stale[at] = False
+
+    def add(self, at: Rows, change: Tensor) -> None:
+        """Add to rows `at`, float32 [n, W]."""
+        if not self.moved and at.size == len(self.delta):
+            self.delta = change
+        else:
+            self.delta[index(at)] += change
+        self.moved = True
+        self.stale[at] = True
+
+    def make(self, at: Rows, made: Tensor, chosen: Tensor | None) -> None:
+        """Make rows `at` anew.
+
+        Args:
+            made: float32 [n, W], the rows.
+            chosen: bool [n, W], where; None: everywhere.
+        """
+        rows = index(at)
+        self.delta[rows] = made if chosen is None else made.where(chosen, self.now(rows))
+        if self.whole is None:
+            self.whole = torch.zeros(len(self.delta), 1, dtype=torch.bool)
+        self.whole[rows] = True
+        self.moved = True
+        self.stale[at] = True
+
+    def replace(self, at: Rows, made: Tensor, chosen: Tensor | None) -> None:
+        """Replace h of rows `at`; see `make`. Instructions of one edit read the same h, so what
+        others of them have changed since is added.
+        """
+        stale = self.stale[at]
+        if stale.any():
+            rows = index(at)
+            moved = made + (self.now(rows) - self.base[rows])
+            made = moved.where(torch.from_numpy(stale)[:, None], made)
+        self.make(at, made, chosen)
