@@ -94,8 +94,8 @@ DOORS: tuple[Fault, ...] = (
     Fault(
         "An id is free while the rows under it wait for their sink",
         "sinks/queue.py",
-        "                names.keep_until(entry.done, name)\n",
-        "                del names, name\n",
+        "        sink.names.keep_until(entry.done, name)\n",
+        "        del name\n",
         NAMES + "test_an_id_is_taken_until_its_rows_are_stored_and_then_the_sink_has_it",
     ),
     Fault(

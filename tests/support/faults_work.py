@@ -71,8 +71,8 @@ WORK: tuple[Fault, ...] = (
     Fault(
         "A plan is resolved for any number of prompts of a call",
         "server/server.py",
-        "        check_called(_num_prompts(body), size)\n",
-        "        check_called(1, size)\n",
+        "        check_called(_num_prompts(body), size_of(parts, layers))\n",
+        "        check_called(1, size_of(parts, layers))\n",
         TEST_WORK + "::test_prompts_times_a_plan_have_a_budget",
     ),
     Fault(
