@@ -37,6 +37,8 @@ wanted=" ${CHECKS:-$every} "
 runner() { # NAME USE_V2 DTYPE
   check "$1-$3" env VLLM_USE_V2_MODEL_RUNNER="$2" MIDSTREAM_GPU_DTYPE="$3" \
     "$python" -m pytest -q tests/gpu/test_smollm2.py
+  check "$1-$3-rows" env VLLM_USE_V2_MODEL_RUNNER="$2" \
+    "$python" -m pytest -q tests/engine/test_short_rows.py -k "$3"
   # The formulas are compared in float32, without rounding to bfloat16.
   [ "$3" = bfloat16 ] || check "$1-operations" env VLLM_USE_V2_MODEL_RUNNER="$2" \
     "$python" -m pytest -q tests/gpu/test_operations.py

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import ALL_SITES, engine, greedy, tokens
+from support.engines import ALL_SITES, HAS_GPU, engine, greedy, tokens
 from torch import Tensor
 
 from midstream import Capture, Replace, Scale, Steer
@@ -24,7 +24,7 @@ ROUNDING = {"bfloat16": 2.0**-8, "float32": 2.0**-20}
 def served(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[tuple[Any, str]]:
     """An engine and its dtype. Without a prefix cache, as rows depend on how much was cached."""
     settings = {"dtype": request.param, "midstream": {"sites": [*ALL_SITES, "attn_in"]}}
-    with engine(smollm2, enable_prefix_caching=False, **settings) as llm:
+    with engine(smollm2, enable_prefix_caching=False, enforce_eager=not HAS_GPU, **settings) as llm:
         yield llm, request.param
 
 
