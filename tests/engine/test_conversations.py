@@ -34,6 +34,11 @@ MEMORIES: dict[str, dict[str, Any]] = {
 }
 
 
+def remember(front: Any, conversations: Conversations) -> None:
+    """Let an engine's front end have these conversations."""
+    front.conversations = front.plans._conversations = conversations
+
+
 @pytest.fixture(scope="module")
 def oracle(tiny_llama: Path) -> EditOracle:
     return EditOracle(tiny_llama, PLACES["llama"])
@@ -43,9 +48,10 @@ def oracle(tiny_llama: Path) -> EditOracle:
 def talks(wide: Any) -> Iterator[Any]:
     """The engine, without conversations of other tests."""
     front = wide._front_end
-    before, front.conversations = front.conversations, Conversations()
+    before = front.conversations
+    remember(front, Conversations())
     yield wide
-    front.conversations = before
+    remember(front, before)
 
 
 @dataclass
@@ -225,7 +231,7 @@ def test_a_conversation_is_of_a_gate_that_reads_the_same_and_of_one_cache_salt(t
 
 
 def test_a_state_that_was_evicted_begins_anew_and_the_receipt_says_so(talks: Any) -> None:
-    talks._front_end.conversations = Conversations(most=2)
+    remember(talks._front_end, Conversations(most=2))
     gates = [
         replace(one, edit=one.edit.replace(layer=0))
         for one in map(open_gate, ["conversation:a", "conversation:b", "conversation:c"])
@@ -254,7 +260,7 @@ def test_of_turns_at_the_same_time_the_one_that_ends_last_is_gone_on_with(
     one = Turns(Oracle(tiny_llama, "model.layers", "post_attention_layernorm")).gate("a")
     stays, opens = list(FIRST), [*FIRST, OPENS]
     for longer, shorter in ((stays, opens), (opens, stays)):
-        talks._front_end.conversations = Conversations()
+        remember(talks._front_end, Conversations())
         run = Stepped(talks)
         run.add("longer", longer, greedy(6, detokenize=False), edits=[one])
         run.add("shorter", shorter, greedy(2, detokenize=False), edits=[one])

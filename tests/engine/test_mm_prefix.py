@@ -26,7 +26,10 @@ def test_a_payload_says_whether_image_tokens_attend_both_ways(
     monkeypatch.setattr(ModelConfig, "is_mm_prefix_lm", property(lambda self: is_mm_prefix))
     front = BaseFrontEnd(front_end(llm.llm_engine).info, llm.llm_engine, deltas=False)
     request = SimpleNamespace(
-        request_id="r", sampling_params=SamplingParams(max_tokens=2), prompt_token_ids=[1, 2, 3]
+        request_id="r",
+        sampling_params=SamplingParams(max_tokens=2),
+        prompt_token_ids=[1, 2, 3],
+        prompt_embeds=None,
     )
     front.admit(request, Plan.make(None, Steer([1.0] * tiny.HIDDEN, layer=1)))
     payload = payload_of(request.sampling_params)

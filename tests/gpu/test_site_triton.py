@@ -150,8 +150,10 @@ def test_a_kernel_that_is_launched_again_does_the_same_for_another_stream(
     for nth in range(3):
         for each in (made, found):
             generator = torch.Generator().manual_seed(nth)
-            stream = torch.randn(rows, width, generator=generator).to(dtype)
-            each.hidden = stream.to(each.hidden.device)
+            device = each.hidden.device
+            each.hidden = torch.randn(rows, width, generator=generator).to(device, dtype)
+            if residual:
+                each.residual = torch.randn(rows, width, generator=generator).to(device, dtype)
         torch.ops.midstream.site(found.hidden, found.residual, *tap)
         site_ref(*made.arguments())
         assert_same(found, made, exact=False)

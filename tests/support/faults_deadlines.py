@@ -115,7 +115,8 @@ DEADLINES: tuple[Fault, ...] = (
         "server/peers.py",
         "            async with locked(self._changing, _SECONDS * len(self._others)):\n",
         "            async with self._changing:\n",
-        _HANGING + "test_a_peer_process_that_is_stopped_is_503_for_every_request_that_needs_it",
+        _HANGING
+        + "test_a_peer_process_that_is_stopped_is_an_error_for_every_request_that_needs_it",
     ),
     Fault(
         "A client waits without limit for a parameter that others read",

@@ -47,6 +47,7 @@ def front_end(tokenizer: Any) -> AsyncFrontEnd:
         additional_config={"midstream": Config()},
         cache_config=SimpleNamespace(enable_prefix_caching=False, block_size=16),
         model_config=SimpleNamespace(
+            is_mm_prefix_lm=False,
             max_model_len=MAX_LENGTH,
             model="fake",
             revision=None,

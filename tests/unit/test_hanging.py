@@ -82,6 +82,8 @@ def test_a_named_pipe_in_place_of_a_file_is_an_error_and_no_wait(tmp_path, name,
             '{"d_in": 4, "d_sae": 8, "architecture": "standard", "hook_name": '
             '"blocks.1.hook_resid_post"}'
         )
+    elif name == "sae/cfg.json":
+        (path.parent / "sae_weights.safetensors").touch()
     os.mkfifo(path)
     with pytest.raises((MidstreamError, OSError), match=r"(?i)not a (regular file|directory)"):
         ended(lambda: read(path))
@@ -174,7 +176,7 @@ sys.stdin.read()
 """
 
 
-def test_a_peer_process_that_is_stopped_is_503_for_every_request_that_needs_it(monkeypatch):
+def test_a_peer_process_that_is_stopped_is_an_error_for_every_request_that_needs_it(monkeypatch):
     monkeypatch.setattr(peers, "_SECONDS", 0.2)
     scope = {"type": "http", "method": "GET", "path": "/v1/midstream/captures", "headers": []}
 
@@ -195,13 +197,13 @@ def test_a_peer_process_that_is_stopped_is_503_for_every_request_that_needs_it(m
         with stopped(_LISTENING, path):
             sent = []
             mine = peers.Peers(Path(folder), FrontEnds(2, 0))
-            with pytest.raises(HttpError, match="does not answer"):
+            with pytest.raises(HttpError, match="did not answer within"):
                 bounded(each())
             bounded(mine.refresh_metrics(scope))
-            with pytest.raises(HttpError, match="does not answer"):
+            with pytest.raises(HttpError, match="did not answer within"):
                 ended(lambda: mine.read_rows(scope, "x"))
             bounded(change())
-            assert sent[0]["status"] == 503
+            assert sent[0]["status"] == 504
 
             async def one_after_the_other():
                 """Changes wait for each other, and no longer than the first one may take."""

@@ -127,7 +127,7 @@ def test_features_of_an_sae_are_patched_where_it_was_trained(run, tmp_path):
     assert done.exit_code == 0, done.output
     found = Sweep.from_json(json.loads(done.stdout))
     assert found.coords == {
-        "site": ["resid_post"], "layer": [2], "position": [0, 1, 2, 3], "feature": [2, 5]
+        "site": ["resid_post"], "layer": [2], "position": [0, 1, 2, 3], "feature": [5, 2]
     }  # fmt: skip
     [settings], [asked] = StubLLM.made, StubLLM.asked
     assert settings["midstream"] == {

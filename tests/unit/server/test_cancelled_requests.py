@@ -147,6 +147,7 @@ def test_at_whatever_await_a_coroutine_is_cancelled_it_ends_and_leaves_nothing(r
 
     async def scenario():
         sites.append(await make())
+        sites[-1].server._expiry.cancel()  # the timer of cached rows, which is no request's
         await requests(Requests(sites[-1]))
 
     for run in every_run(scenario):

@@ -312,7 +312,8 @@ def test_a_gate_that_stays_closed_changes_nothing_and_counts_all_the_same():
     run(engine, (fake, 4))
     engine.buffers.params[0, layout.B] = 1e9
     before, after = engine.forward(4)
-    assert (after[POST] == before[POST][0]).all()
+    for old, new in zip(before[POST], after[POST], strict=True):
+        assert old is None or (new == old).all()
     request = engine.take("a")[0]
     assert request.done.tolist() == [APPLIED_0 + 1] * 4
     assert SMALL[1].size == before[POST][0].shape[1]
