@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from midstream import Gate
 from midstream.sites import Tap
 from support.formulas import apply, read_score
-from support.oracle_edits import PLACES, At, EditOracle, Places, Seen, rows_of
+from support.oracle_edits import PLACES, At, EditOracle, Places, Seen, listed_rows
 
 BY_HEAD = ("q", "k", "v", "rot_q", "rot_k", "z")
 QKV = ("q", "k", "v")
@@ -203,7 +203,7 @@ class InnerOracle(EditOracle):
             edit, score = self._opened(gate, tap, chosen, one.turn)
         elif gate is not None:
             score = self._read_gate(gate, tap, h)[chosen]
-        rows = rows_of(inner, chosen) if len(getattr(inner, "rows", ())) > 1 else None
+        rows = listed_rows(inner, chosen) if len(getattr(inner, "rows", ())) > 1 else None
         out = h.copy()
         size = self.head_dim if inner.heads else h.shape[1]
         for head in inner.heads or (0,):

@@ -173,7 +173,7 @@ class EditOracle:
         inner = edit.edit if isinstance(edit, Gate) else edit
         several = len(getattr(inner, "rows", ())) > 1
         out = h.copy()
-        out[chosen] = apply(edit, h[chosen], score, rows_of(edit, chosen) if several else None)
+        out[chosen] = apply(edit, h[chosen], score, listed_rows(edit, chosen) if several else None)
         return out
 
     def _opened(
@@ -207,7 +207,7 @@ class EditOracle:
         return read_score(probe, seen.values[tap].double().numpy())
 
 
-def rows_of(edit: Any, chosen: Sequence[int]) -> list[int]:
+def listed_rows(edit: Any, chosen: Sequence[int]) -> list[int]:
     """Which row each position gets: that of its place in the list, where positions are listed by
     number, else that of its place among them.
     """
