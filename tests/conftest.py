@@ -128,6 +128,16 @@ def _names_nightly(config: pytest.Config) -> bool:
     return named or "nightly" in (config.option.markexpr or "")
 
 
+@pytest.fixture(autouse=True)
+def _logger() -> Iterator[None]:
+    """Servers that log JSON lines keep the records of midstream's logger from what reads them."""
+    ours = logging.getLogger("midstream")
+    before = list(ours.handlers), ours.propagate, ours.level
+    yield
+    ours.handlers[:], ours.propagate = before[:2]
+    ours.setLevel(before[2])
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, made when absent (a download of 90 MB)."""

@@ -70,11 +70,15 @@ def computed_blocks(
             hit = find(block_hashes, whole, *args, **kwargs)
         return hit
 
+    own = vars(coordinator).get("find_longest_cache_hit")  # None: that of its class
     coordinator.find_longest_cache_hit = capped
     try:
         return original(manager, request, *args, **kwargs)
     finally:
-        del coordinator.find_longest_cache_hit
+        if own is None:
+            del coordinator.find_longest_cache_hit
+        else:
+            coordinator.find_longest_cache_hit = own
 
 
 def reset(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
