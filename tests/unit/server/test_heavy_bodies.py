@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.resolving_engine import ResolvingEngine
+from support.zygote import python_path
 from unit.server.test_connections import Listening
 
 # Processor time of one turn of the event loop, in seconds. On a quiet machine it is below 0.05.
@@ -42,7 +44,13 @@ def load(seconds: float, *names: str) -> tuple[dict[str, Any], float]:
         listening.site.app.add_api_route("/health", lambda: {}, methods=["GET"])
         command = [sys.executable, "-m", "support.heavy_load", listening.url, str(seconds), "8"]
         with longest_turn() as longest:
-            done = subprocess.run([*command, *names], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*command, *names],
+                env={**os.environ, "PYTHONPATH": python_path()},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         assert done.returncode == 0, done.stderr[-2000:]
         assert not listening.site.engine.front._needs
     return json.loads(done.stdout), longest[0]
