@@ -129,13 +129,12 @@ def _names_nightly(config: pytest.Config) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _logger() -> Iterator[None]:
-    """Servers that log JSON lines keep the records of midstream's logger from what reads them."""
+def _logger() -> None:
+    """Undo what a server that logs JSON lines does to midstream's logger."""
     ours = logging.getLogger("midstream")
-    before = list(ours.handlers), ours.propagate, ours.level
-    yield
-    ours.handlers[:], ours.propagate = before[:2]
-    ours.setLevel(before[2])
+    ours.handlers.clear()
+    ours.propagate = True
+    ours.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
