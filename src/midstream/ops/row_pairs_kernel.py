@@ -23,7 +23,7 @@ def made_row(delta, whole, value, other, has_residual: tl.constexpr):
         back = row - rest
         lost = added - back
         if other.dtype == tl.float32:
-            # Half precision is rounded by more than is missing here where `added` is the larger.
+            # What is missing where `added` is the larger. Half precision is rounded by more.
             lost += rest - (row - back)
     same = delta == 0.0
     if whole is not None:
@@ -57,9 +57,8 @@ def store_row(row, lost, same, value, other, half, rest, inside, has_residual: t
 @triton.jit
 def bounded_row(row, lost, same, value, other, limit: tl.constexpr, has_residual: tl.constexpr):
     """Return a row within the limit, or, in float16, no farther than it was on entry; what rounding
-    took off it; and where a changed value was beyond, or a value is not finite. What is as it was
-    is not looked at otherwise. There is no branch for the rare case, as it would keep all values of
-    a row in registers.
+    took off it; and where a changed value was beyond the limit, or any value is not finite. There
+    is no branch for the rare case, as it would keep all values of a row in registers.
     """
     if other.dtype == tl.float16:
         size = tl.abs(value.to(tl.float32))
