@@ -77,7 +77,7 @@ KERNELS: tuple[Fault, ...] = (
         "ops/row_pairs.py",
         "        lower = ((row - upper.float()) + lost).to(hidden.dtype)\n",
         "        lower = (row - upper.float()).to(hidden.dtype)\n",
-        _ROWS + "test_an_addition_is_no_less_exact_than_a_change_of_one_half_alone",
+        _ROWS + "test_an_addition_is_as_exact_as_both_halves_can_be_or_as_a_change_of_one_alone",
     ),
     Fault(
         "The kernel computes a short row as a difference to a long one",

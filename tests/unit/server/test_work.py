@@ -43,8 +43,8 @@ pytestmark = pytest.mark.anyio
 SIZES = (6, 60, 360)
 # Work may grow by twice as much as the list: a logarithm, and what is short in a short list.
 MOST = 2.0
-# Steps of work that ends above a budget, some 0.5 s.
-MOST_REFUSED = 20_000_000
+# Lines of work that ends above a budget, some 0.5 s.
+MOST_REFUSED = 5_000_000
 BUDGETS = ("budget is", "separate ranges of positions")
 TOKENIZER = byte_level()
 FRONT = front_end(TOKENIZER)
@@ -96,11 +96,11 @@ def check(name: str, make: Any) -> None:
     points = curve(make)
     for size, count, error in points:
         shown = "" if error is None else f"  refused: {str(error)[:90]}"
-        sys.stdout.write(f"{name:28s} {size:8d} bytes {count:9d} steps{shown}\n")
+        sys.stdout.write(f"{name:28s} {size:8d} bytes {count:9d} lines{shown}\n")
     for (size, count, _), (longer, more, error) in itertools.pairwise(points[1:]):
         is_over = error is not None and any(one in str(error) for one in BUDGETS)
         allowed = MOST_REFUSED if is_over else MOST * count * max(1.0, longer / size)
-        assert more <= allowed, f"{name}: {count} steps for {size} bytes, {more} for {longer}"
+        assert more <= allowed, f"{name}: {count} lines for {size} bytes, {more} for {longer}"
 
 
 def test_every_field_has_a_list_or_takes_none():
