@@ -21,7 +21,7 @@ SERVERS = [
     ("asyncio", "h11"), ("asyncio", "httptools"), ("uvloop", "h11"), ("uvloop", "httptools"),
     ("uvloop", "httptools", TASK),
 ]  # fmt: skip
-SEQUENCES = rounds(suite=400, nightly=2000)  # for each kind of server
+SEQUENCES = rounds(suite=100, nightly=2000)  # for each kind of server
 THREADS = 4
 
 
@@ -72,7 +72,7 @@ def test_a_request_that_comes_later_on_the_connection_runs_with_its_own_plan(
     engine = default.listening.site.engine
     engine.pause = lambda: asyncio.sleep(0.02)
     with Connection(default.listening.address) as connection:
-        for _ in range(5):
+        for _ in range(3):
             name, second = default.name(before), default.name(plain)
             connection.send(before.encoded(name))
             if when == "while it runs":

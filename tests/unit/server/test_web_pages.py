@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.nightly import NIGHTLY
 from support.serving_fake import refused, serving
 
 from midstream.config.http import ADMIN_HEADER
@@ -87,10 +88,12 @@ async def test_every_setting_key_address_and_page_is_answered_by_the_rule(
     if admin_key is not None:
         monkeypatch.setenv("MIDSTREAM_ADMIN_KEY", admin_key)
     http = {} if allowed is None else {"admin": allowed}
+    cases = itertools.product(HOSTS, ORIGINS, SENT)
     async with serving(host=bound, has_key=api_key, **http) as (site, client):
-        for asked in itertools.product(HOSTS, ORIGINS, SENT):
+        for number, asked in enumerate(cases):
             for kind, routes in ROUTES.items():
-                for route in routes:
+                # By day one route of a kind for each request, in turn.
+                for route in routes if NIGHTLY else [routes[number % len(routes)]]:
                     before = len(site.engine.calls), site.engine.steering.epoch
                     answer = await ask(client, route, asked)
                     case = (asked, route, answer.status_code, answer.text)

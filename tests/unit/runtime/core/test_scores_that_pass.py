@@ -24,7 +24,7 @@ from midstream.spec import Match, Where
 from midstream.spec.act import Condition
 
 KEYS = CacheKeys((0,), ("",), None)
-CASES = 200  # of one test
+CASES = rounds(suite=60, nightly=200)  # of each test
 SLOTS = 2
 PROMPT = 4
 USUAL = (-0.5, 0.0, 0.5)
