@@ -130,11 +130,16 @@ def _names_nightly(config: pytest.Config) -> bool:
 
 @pytest.fixture(autouse=True)
 def _logger() -> None:
-    """Undo what a server that logs JSON lines does to midstream's logger."""
-    ours = logging.getLogger("midstream")
-    ours.handlers.clear()
-    ours.propagate = True
-    ours.setLevel(logging.NOTSET)
+    """Undo what earlier tests did to loggers: servers that log JSON lines, and other libraries."""
+    logging.disable(logging.NOTSET)
+    logging.getLogger("midstream").handlers.clear()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("midstream") and isinstance(logger, logging.Logger):
+            logger.propagate, logger.disabled = True, False
+            if logger.level != logging.NOTSET:
+                logger.setLevel(logging.NOTSET)
+    if logging.root.level != logging.WARNING:
+        logging.root.setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")
