@@ -1,7 +1,4 @@
-"""Writes the layers and the list of files in CONTRIBUTING.md, from pyproject.toml and docstrings.
-
-scripts/tree.py [--check]
-"""
+"""Prints every file of the project with the first line of what it says of itself."""
 
 from __future__ import annotations
 
@@ -10,56 +7,19 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import markers
-
+ROOT = Path(__file__).resolve().parent.parent
 _DOCSTRING = re.compile(r'(#.*\n|\s)*r?""".*?"""', re.DOTALL)
 FOLDERS = ("src/midstream", "examples", "scripts", "benchmarks")
-
-
-def pages() -> dict[str, dict[str, str]]:
-    """Every block, by page."""
-    return {"CONTRIBUTING.md": {"layers": layers(), "tree": tree()}}
-
-
-def layers() -> str:
-    """Return the layers of the package and of `runtime`, the highest first, one per line."""
-    text = (markers.ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    lines = []
-    for layer in contract(text, "layers"):
-        lines.append(layer)
-        if "runtime" in layer.split():
-            lines += [f"    runtime: {inner}" for inner in contract(text, "processes")]
-    return "```text\n" + "\n".join(lines) + "\n```"
-
-
-def contract(text: str, name: str) -> list[str]:
-    """Return the layers of one contract of import-linter.
-
-    Args:
-        text: pyproject.toml.
-        name: name of the contract.
-
-    Raises:
-        ValueError: there is no such contract with layers.
-    """
-    pattern = rf'^name = "{name}"\ntype = "layers"\n(?:\w[^\n]*\n)*?layers = (\[[^]]*\])'
-    found = re.search(pattern, text, re.MULTILINE)
-    if found is None:
-        raise ValueError(f"pyproject.toml: expected a contract {name!r} with layers, found none")
-    names: list[str] = ast.literal_eval(found[1])  # an array of strings is a list in Python too
-    return names
 
 
 def tree() -> str:
     """One line per folder and file."""
     lines = []
     for folder in FOLDERS:
-        root = markers.ROOT / folder
+        root = ROOT / folder
         lines.append(_line(0, f"{folder}/", root))
         lines += _below(root, 1)
-    return "```text\n" + "\n".join(lines) + "\n```"
+    return "\n".join(lines)
 
 
 def _below(folder: Path, depth: int) -> list[str]:
@@ -94,4 +54,4 @@ def _says(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(markers.main(pages(), __doc__))
+    sys.stdout.write(tree() + "\n")
