@@ -143,11 +143,9 @@ def entered(stages: dict[str, Stage], choose: Callable[[str], bool]) -> frozense
 
 def main() -> None:
     stages: dict[str, Any] = {**front_end_stages(), **worker_stages()}
-    sys.stdout.write(
-        f"{'stage':46} {'files':>6} {'functions':>10} {'calls':>6} {'crossings':>10}\n"
-    )
+    sys.stdout.write(f"{'stage':46} {'files':>6} {'functions':>10} {'calls':>6} {'others':>7}\n")
     for name, stage in stages.items():
-        counts = f"{len(stage.files):6} {stage.functions:10} {stage.calls:6} {stage.crossings:10}"
+        counts = f"{len(stage.files):6} {stage.functions:10} {stage.calls:6} {stage.crossings:7}"
         sys.stdout.write(f"{name:46} {counts}\n")
     sys.stdout.write(f"{len(entered(stages, lambda _: True))} files in all\n")
 
