@@ -170,7 +170,6 @@ def test_every_relative_link_leads_somewhere(page: str) -> None:
         "scripts/models_table.py",
         "scripts/limits_table.py",
         "scripts/versions_table.py",
-        "scripts/scaling_table.py",
         "scripts/tree.py",
         "benchmarks/table.py",
     ],
