@@ -43,7 +43,6 @@ from midstream import (
     Threshold,
     TopKeys,
 )
-from midstream.runtime.protocol.segments import RankShare
 from midstream.sites import INNER, NAMES
 from midstream.testing import inspect
 
