@@ -24,7 +24,7 @@ from support.nightly import NIGHTLY, rounds
 from midstream import Capture, Positions, Role, SamplingParams, Text, open_store
 from midstream.jobs import Job, Summary, capture_dataset
 from midstream.jobs.engine import VllmEngine
-from midstream.jobs.estimate import estimate
+from midstream.jobs.estimate import estimate_job
 from midstream.store import verify
 
 LINES = 400
@@ -154,7 +154,7 @@ def test_conversations_are_written_out_by_the_models_template(llm, talking_llama
     what = Capture(**CAPTURE, positions=where)
     summary = run(llm, tmp_path, lines, capture=what, chat=True, keep_prompts=True)
     assert (summary.counts.stored, summary.counts.failed) == (13, 1)
-    guess = estimate(
+    guess = estimate_job(
         Job(
             model=str(talking_llama),
             data=str(tmp_path / "prompts.jsonl"),
@@ -223,7 +223,7 @@ def test_an_estimate_is_what_the_job_then_writes(
     }  # fmt: skip
     lines = [*TEXTS[:60], "", {"id": 3}]
     data, out = str(write_lines(tmp_path, lines)), tmp_path / "acts"
-    guess = estimate(Job(**fields, data=data, out=str(out)))
+    guess = estimate_job(Job(**fields, data=data, out=str(out)))
     assert not out.exists()
     summary = run(llm, tmp_path, lines, **fields)
     assert (guess.lines, guess.failed) == (62, summary.counts.failed)

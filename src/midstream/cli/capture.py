@@ -213,31 +213,34 @@ def _estimate(job: Job, write_rate: float | None, as_json: bool, verbose: bool) 
         as_json: whether to print JSON.
         verbose: whether to log the tracebacks of errors.
     """
-    from midstream.jobs.estimate import SAMPLE, estimate
+    from midstream.jobs.estimate import SAMPLE, estimate_job
     from midstream.jobs.rates import clock
 
     with failures(verbose):
-        found = estimate(job)
-    seconds = None if write_rate is None else found.stored_bytes / (write_rate * 1e9)
-    is_too_large = found.free_bytes is not None and found.stored_bytes > found.free_bytes
-    status = int(is_too_large or found.failed > 0)
+        guess = estimate_job(job)
+    seconds = None if write_rate is None else guess.stored_bytes / (write_rate * 1e9)
+    is_too_large = guess.free_bytes is not None and guess.stored_bytes > guess.free_bytes
+    status = int(is_too_large or guess.failed > 0)
     if as_json:
-        print_json({**asdict(found), "seconds": seconds, "status": status})
+        print_json({**asdict(guess), "seconds": seconds, "status": status})
         return status
-    by = f", by the first {SAMPLE:,}" if found.lines > SAMPLE else ""
+    by = f", by the first {SAMPLE:,}" if guess.lines > SAMPLE else ""
+    space = "" if guess.free_bytes is None else f", {_size(guess.free_bytes)} are free"
     lines = [
-        f"{found.lines - found.failed:,} of {found.lines:,} lines{by}: at most {found.rows:,} rows",
-        f"{found.token_bytes:,} bytes per token, {found.nbytes / 1e6:,.1f} MB in all",
-        f"{job.out}: about {found.stored_bytes / 1e6:,.1f} MB",
+        f"{guess.lines - guess.failed:,} of {guess.lines:,} lines{by}: at most {guess.rows:,} rows",
+        f"{guess.token_bytes:,} bytes per token, {_size(guess.nbytes)} in all",
+        f"{job.out}: about {_size(guess.stored_bytes)}{space}",
     ]
-    if found.free_bytes is not None:
-        lines[-1] += f", {found.free_bytes / 1e6:,.1f} MB are free"
     if seconds is not None:
         lines.append(f"at {write_rate:g} GB/s writing takes at least {clock(seconds)}")
-    if found.failed:
-        lines.append(f"{found.failed:,} will fail, the first one for: {found.problem}")
+    if guess.failed:
+        lines.append(f"{guess.failed:,} will fail, the first one for: {guess.problem}")
     typer.echo("\n".join(lines))
     return status
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:,.1f} GB"
 
 
 def _work(capturing: CaptureRun, as_json: bool, verbose: bool) -> int:

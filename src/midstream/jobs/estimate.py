@@ -34,7 +34,7 @@ DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class JobEstimate:
     """What a job writes, at most: a generated text may end early.
 
     Attributes:
@@ -55,7 +55,7 @@ class Estimate:
     free_bytes: int | None
 
 
-def estimate(job: Job) -> Estimate:
+def estimate_job(job: Job) -> JobEstimate:
     """Estimate a job by its first `SAMPLE` prompts. No engine is started and nothing is written.
 
     Raises:
@@ -81,7 +81,7 @@ def estimate(job: Job) -> Estimate:
     stored_bytes = nbytes + tokens * TOKEN_BYTES + (lines - failed) * LINE_BYTES
     problem = problems[0] if problems else ""
     rows, free = tokens * len(model.taps), _free_bytes(job.out)
-    return Estimate(lines, failed, problem, rows, model.token_bytes, nbytes, stored_bytes, free)
+    return JobEstimate(lines, failed, problem, rows, model.token_bytes, nbytes, stored_bytes, free)
 
 
 class _Model:

@@ -17,7 +17,7 @@ from unit.jobs.fakes import job, write_lines
 from midstream import SpecError
 from midstream.cli.app import app
 from midstream.jobs import estimate as module
-from midstream.jobs.estimate import Estimate, estimate
+from midstream.jobs.estimate import JobEstimate, estimate_job
 from midstream.spec import Capture
 
 # Every byte of these is a token.
@@ -40,10 +40,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def of(folder: Path, model: str, **fields: object) -> Estimate:
+def of(folder: Path, model: str, **fields: object) -> JobEstimate:
     if not (folder / "prompts.jsonl").exists():
         write_lines(folder, TEXTS)
-    return estimate(job(folder, model=model, **fields))
+    return estimate_job(job(folder, model=model, **fields))
 
 
 def test_rows_and_bytes_are_exact(model, tmp_path):
@@ -190,8 +190,9 @@ def test_it_imports_no_vllm(model, tmp_path):
     write_lines(tmp_path, TEXTS)
     code = (
         "import sys; from midstream.jobs import Job; from midstream.spec import Capture;"
-        "from midstream.jobs.estimate import estimate;"
-        "estimate(Job(model=sys.argv[1], data='prompts.jsonl', out='acts', capture=Capture(0)));"
+        "from midstream.jobs.estimate import estimate_job;"
+        "job = Job(model=sys.argv[1], data='prompts.jsonl', out='acts', capture=Capture(0));"
+        "estimate_job(job);"
         "print('vllm' in sys.modules)"
     )
     done = subprocess.run(
