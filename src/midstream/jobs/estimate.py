@@ -94,13 +94,17 @@ class _Model:
         sites, options = job.capture.sites, job.engine_args
         if inner := [name for name in sites.names if name in INNER]:
             raise SpecError("sites", f"only an engine knows the width of {listed(inner)}")
+        if changes := sorted({"hf_overrides", "hf_config_path"} & options.keys()):
+            raise SpecError(
+                f"engine_args.{changes[0]}", "an estimate reads the model's config.json"
+            )
         if job.dtype not in DTYPES:
             raise SpecError("dtype", f"expected {listed(DTYPES)}, got {job.dtype}")
-        code = {"trust_remote_code": options.get("trust_remote_code", False)}
+        trust = {"trust_remote_code": options.get("trust_remote_code", False)}
         revision, tokenizer = job.revision or None, options.get("tokenizer", job.model)
-        config = AutoConfig.from_pretrained(job.model, revision=revision, **code).get_text_config()
+        config = AutoConfig.from_pretrained(job.model, revision=revision, **trust).get_text_config()
         revision = options.get("tokenizer_revision", revision)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, revision=revision, **code)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, revision=revision, **trust)
         self._job, layers = job, range(config.num_hidden_layers)
         taps = [(site, layer) for site in OUTER for layer in layers]
         taps += [(site, layers[layer]) for site, layer in ENDS.items()]

@@ -121,6 +121,7 @@ def test_a_stream_longer_than_the_sample_needs_a_limit(model, tmp_path, monkeypa
         ({"model": "/nowhere"}, "model: there is no folder '/nowhere'"),
         ({"capture": Capture(3)}, "layers: layer 3 is out of range: the model has 3 layers"),
         ({"capture": Capture(0, ["resid_post", "z"])}, "sites: only an engine knows the width of"),
+        ({"engine_args": {"hf_overrides": {}}}, "engine_args.hf_overrides: an estimate reads the"),
         ({"dtype": "float8"}, "dtype: expected .*bfloat16.*, got float8"),
         ({"data": "nothing.jsonl"}, "data: there is no file 'nothing.jsonl'"),
     ],
