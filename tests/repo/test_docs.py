@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -120,6 +121,46 @@ def test_a_snippet_that_needs_no_engine_runs(page: str, line: int, text: str) ->
     exec(compile(text, f"{page}:{line}", "exec"), {"__name__": "__main__"})
 
 
+def test_the_arithmetic_of_scaling_prints_what_the_page_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ((_, text),) = snippets("docs/scaling.md")
+    exec(compile(text, "docs/scaling.md", "exec"), {})
+    shown = text_of("docs/scaling.md").partition(f"{text}```\n\n```text\n")[2].partition("```")[0]
+    assert capsys.readouterr().out == shown != ""
+
+
+def test_the_rates_of_scaling_are_those_of_the_results() -> None:
+    results, page = ROOT / "benchmarks" / "results", text_of("docs/scaling.md")
+
+    def read(name: str) -> Any:
+        return json.loads((results / f"2026-11-22-h200-{name}.json").read_text())
+
+    costs: dict[str, list[int]] = {}
+    for name, shape in (("capture-0.6b", "0.6b"), ("capture-8b", "8b")):
+        (work,) = (
+            work
+            for key, work in read(name)["shapes"][shape]["work"].items()
+            if key.startswith("prefill")
+        )
+        for codec in ("raw", "full8", "rp8:k=512,seed=0", "topk8:k=64"):
+            variant = work[f"every token, {codec}"]
+            rows = work["every token, raw"]["row_bytes"] // {"0.6b": 2048, "8b": 8192}[shape]
+            seconds = (variant["median_s"] - work["plain"]["median_s"]) / rows
+            costs.setdefault(codec, []).append(round(seconds * 1e9))
+    for codec, (narrow, wide) in costs.items():
+        assert re.search(rf"\| `{codec}` \| .* B, {narrow} ns \| .* B, {wide} ns \|", page)
+        assert f'"{codec}": {wide}e-9' in page
+    plain = read("capture-8b")["shapes"]["8b"]["work"]["prefill of 64 × 512 tokens"]["plain"]
+    # Of 6.98 B weights, and of attention to 256 tokens on average.
+    flops = 64 * 512 * (2 * 6.98e9 + 4 * 4096 * 256 * 32) / plain["median_s"]
+    assert f"{flops / 1e12:.0f}e12" in page
+    assert f"| {flops / 1e12:.0f} TFLOP/s |" in page
+    for value in (read("transport")["bus_gb_s"], read("writer-memory")["ways"]["store"]["gb_s"]):
+        assert f"{value:.3g}e9" in page
+        assert f"| {value:.3g} GB/s |" in page
+
+
 def test_the_readme_is_short_and_has_code_early() -> None:
     assert len(text_of("README.md").splitlines()) < 110
     assert len(text_of("README.md").split()) < 1100
@@ -170,7 +211,6 @@ def test_every_relative_link_leads_somewhere(page: str) -> None:
         "scripts/models_table.py",
         "scripts/limits_table.py",
         "scripts/versions_table.py",
-        "scripts/scaling_table.py",
         "benchmarks/table.py",
     ],
 )

@@ -96,10 +96,7 @@ def test_each_class_name_occurs_once_in_the_package():
 def test_no_module_is_named_by_a_gerund():
     names = {path.stem for path in SOURCES} | {path.parent.name for path in SOURCES}
     found = {name for name in names if re.search(r"ing(s)?$", name)}
-    assert {name for name in found if name.rpartition("_")[2] not in NOUNS} == {
-        "capturing",  # aliases of former places
-        "enabling",
-    }
+    assert {name for name in found if name.rpartition("_")[2] not in NOUNS} == set()
 
 
 def test_every_module_and_public_class_says_what_it_is():
@@ -133,29 +130,6 @@ def test_importing_the_package_loads_neither_torch_nor_vllm(script):
     code = f"import sys; {script}; print(sorted({{'torch', 'vllm'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-def test_former_import_paths_that_documents_named_still_work():
-    import midstream.compat.consumers
-    import midstream.jobs
-    import midstream.plugin
-    import midstream.results.serialization
-    from midstream.capturing import Job, capture_dataset
-    from midstream.capturing.engine import VllmEngine
-    from midstream.consumers import FilesystemCaptureRequest
-    from midstream.jobs.ray import Placement, RayCaptureRun
-    from midstream.packed import unpack
-    from midstream.ray import Spread, Spreading
-    from midstream.runtime.enabling import register
-    from midstream.worker import CaptureWorker
-
-    assert (Job, capture_dataset) == (midstream.jobs.Job, midstream.jobs.capture_dataset)
-    assert VllmEngine.__module__ == "midstream.jobs.engine"
-    assert FilesystemCaptureRequest is midstream.compat.consumers.FilesystemCaptureRequest
-    assert (Spread, Spreading) == (Placement, RayCaptureRun)
-    assert unpack is midstream.results.serialization.unpack
-    assert register is midstream.plugin.register
-    assert CaptureWorker.__module__ == "midstream.worker"
 
 
 # ---------------------------------------------------------------- what is public

@@ -444,14 +444,6 @@ KEPT: tuple[Fault, ...] = (
         "tests/unit/test_sites.py::test_a_layer_at_a_site_without_one_is_refused",
     ),
     Fault(
-        "A planned capture counts rows of heads and neurons as wide as the stream",
-        "tools/capacity/shape.py",
-        "        return self.inner.widths.get(tap, self.hidden_size)\n",
-        "        return self.hidden_size\n",
-        "tests/unit/tools/capacity/test_load.py"
-        "::test_rows_of_heads_and_neurons_are_counted_by_their_own_width",
-    ),
-    Fault(
         "The doctor expects an edit of a head at another one",
         "tools/doctor/formulas.py",
         "slice(head * size, (head + 1) * size) for head in edit.heads or (0,)",

@@ -83,7 +83,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S1.5": ("no token is left out", HERE),
     "S1.6": (
         "the cost depends on codec, layers and ranks",
-        _UNIT + "cli/test_plan.py::it_says_bytes_time_what_saturates_first_and_what_to_choose",
+        _UNIT + "jobs/test_estimate.py::positions_codecs_and_dtypes_count_as_in_a_job",
     ),
     "S1.7": ("sketches of 256 to 512 numbers", HERE),
     "S1.8": (

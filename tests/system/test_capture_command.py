@@ -24,6 +24,7 @@ from support.nightly import NIGHTLY, rounds
 from midstream import Capture, Positions, Role, SamplingParams, Text, open_store
 from midstream.jobs import Job, Summary, capture_dataset
 from midstream.jobs.engine import VllmEngine
+from midstream.jobs.estimate import estimate_job
 from midstream.store import verify
 
 LINES = 400
@@ -142,7 +143,7 @@ def test_lines_that_the_engine_refuses_are_named_and_the_others_captured(llm, tm
     assert_same(found[4], output)
 
 
-def test_conversations_are_written_out_by_the_models_template(llm, tmp_path):
+def test_conversations_are_written_out_by_the_models_template(llm, talking_llama, tmp_path):
     talks = [
         [{"role": "user", "content": text}, {"role": "assistant", "content": "no"},
          {"role": "user", "content": "why?"}]
@@ -153,6 +154,21 @@ def test_conversations_are_written_out_by_the_models_template(llm, tmp_path):
     what = Capture(**CAPTURE, positions=where)
     summary = run(llm, tmp_path, lines, capture=what, chat=True, keep_prompts=True)
     assert (summary.counts.stored, summary.counts.failed) == (13, 1)
+    guess = estimate_job(
+        Job(
+            model=str(talking_llama),
+            data=str(tmp_path / "prompts.jsonl"),
+            out=str(tmp_path / "acts"),
+            capture=what,
+            chat=True,
+            dtype="float32",
+        )
+    )
+    assert (guess.rows, guess.nbytes, guess.failed) == (
+        summary.counts.rows,
+        summary.counts.nbytes,
+        1,
+    )
     talks.append([{"role": "user", "content": "alone"}])
     outputs = llm.chat(
         talks, SamplingParams(temperature=0, max_tokens=1), capture=what, use_tqdm=False
@@ -186,6 +202,35 @@ def test_a_request_that_fails_on_a_worker_fails_its_line_alone(llm, tmp_path):
     assert line == 5
     again = run(llm, tmp_path, TEXTS[:12], resume=True)
     assert (again.status, again.counts.skipped, again.counts.stored) == (0, 11, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "positions", "codec", "max_tokens"),
+    [
+        ([0, 2], "prompt", "raw", 1),
+        ("all", "all", "full8", 4),
+        ([-1], Text("cat"), "topk8:k=8", 1),
+        ([0, 2], "last_prompt", "raw", 1),
+    ],
+)
+def test_an_estimate_is_what_the_job_then_writes(
+    llm, talking_llama, tmp_path, layers, positions, codec, max_tokens
+):
+    capture = Capture(layers, CAPTURE["sites"], positions, codec=codec)
+    fields = {
+        "model": str(talking_llama), "dtype": "float32", "capture": capture,
+        "max_tokens": max_tokens,
+    }  # fmt: skip
+    lines = [*TEXTS[:60], "", {"id": 3}]
+    data, out = str(write_lines(tmp_path, lines)), tmp_path / "acts"
+    guess = estimate_job(Job(**fields, data=data, out=str(out)))
+    assert not out.exists()
+    summary = run(llm, tmp_path, lines, **fields)
+    assert (guess.lines, guess.failed) == (62, summary.counts.failed)
+    assert (summary.counts.rows, summary.counts.nbytes) == (guess.rows, guess.nbytes)
+    written = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    assert written == pytest.approx(guess.stored_bytes, rel=0.05)
+    assert guess.nbytes < written < guess.free_bytes
 
 
 # ---------------------------------------------------------------- the command

@@ -43,11 +43,8 @@ from midstream import (
     Threshold,
     TopKeys,
 )
-from midstream.runtime.protocol.segments import RankShare
 from midstream.sites import INNER, NAMES
 from midstream.testing import inspect
-from midstream.tools.capacity import read_model
-from midstream.tools.capacity.job import ranks as ranks_transfer
 
 # Two heads of queries and one of keys and values, which two ranks both have.
 HEAD, HIDDEN, NEURONS = 32, 64, 96
@@ -315,17 +312,6 @@ def test_the_model_has_the_widths_and_heads_of_all_ranks(several):
     assert [shape.size(("z", 1)), shape.num_heads(("z", 1))] == [HIDDEN, 2]
     assert [shape.size(("k", 1)), shape.num_heads(("k", 1))] == [HEAD, 1]
     assert shape.size(("mlp_act", 2)) == NEURONS
-
-
-def test_a_planned_job_counts_what_each_rank_transfers(several, path):
-    size = read_model(str(path))
-    for way in ("gathered", "sharded"):
-        for worker in several.info.workers:
-            taps, ranks_of_tap = worker.taps, worker.tensor_ranks
-            planned = ranks_transfer(size, taps, ranks_of_tap, way)[worker.tensor_rank]
-            share = RankShare(worker.tensor_rank, ranks_of_tap, worker.parts)
-            mine = share.of_indices(tuple(range(len(taps))), way == "sharded")
-            assert sorted(planned) == sorted(worker.widths[tap] for tap in mine)
 
 
 @pytest.mark.parametrize(

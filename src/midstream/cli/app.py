@@ -19,7 +19,6 @@ COMMANDS = (
     "doctor",
     "serve",
     "studio",
-    "plan",
     "capture",
     "sweep",
     "inspect",

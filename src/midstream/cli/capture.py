@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from midstream.cli.output import REFUSED, print_json, read_json_option, read_positions, refusals
+from midstream.cli.output import (
+    REFUSED,
+    failures,
+    print_json,
+    read_json_option,
+    read_positions,
+    refusals,
+)
 from midstream.sites import ENDS
 
 if TYPE_CHECKING:
-    from midstream.jobs import CaptureRun
+    from midstream.jobs import CaptureRun, Job
 
 
 class CommandClass(TyperCommand):
@@ -116,6 +125,16 @@ def capture(
         float | None,
         typer.Option(min=0, help="GPUs per engine.", show_default="one per rank"),
     ] = None,
+    estimate: Annotated[
+        bool,
+        typer.Option("--estimate", help="Only print how many rows and bytes it will write."),
+    ] = False,
+    write_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S", help="With --estimate: rate of the store, for the least time."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only a summary as JSON.")] = False,
     verbose: Annotated[
         bool, typer.Option(help="Show vLLM's log and the tracebacks of errors.")
@@ -125,12 +144,15 @@ def capture(
 
     Exit status: 0 all lines are stored; 1 some lines failed, which are listed in DIR/errors.jsonl,
     or the job failed; 2 the job was rejected and did not start; 130 or 143 it was stopped by a
-    signal. Stored rows are kept; --resume continues from there.
+    signal. Stored rows are kept; --resume continues from there. With --estimate: 1 some lines would
+    fail, or the directory has too little space.
     """
     from midstream.console import WHEN_QUIET, defaults
 
     if not ray and (ray_engines, ray_cpus, ray_gpus) != (None, 1, None):
         raise typer.BadParameter("--ray-engines, --ray-cpus and --ray-gpus require --ray")
+    if write_rate is not None and not (estimate and 0 < write_rate < math.inf):
+        raise typer.BadParameter("--write-rate requires --estimate, and a number above 0")
     arguments = read_json_option("--engine-args", engine_args)
     if not isinstance(arguments, dict):
         raise typer.BadParameter(f"--engine-args: expected a JSON object, got {engine_args}")
@@ -164,6 +186,8 @@ def capture(
             errors=errors,
             flush_seconds=flush_seconds,
         )
+        if estimate:
+            raise typer.Exit(_estimate(job, write_rate, as_json, verbose))
         if ray:
             from midstream.jobs.ray import Placement, RayCaptureRun
 
@@ -178,6 +202,45 @@ def capture(
         with capturing:
             status = _work(capturing, as_json, verbose)
     raise typer.Exit(status)
+
+
+def _estimate(job: Job, write_rate: float | None, as_json: bool, verbose: bool) -> int:
+    """Print what a job will write, and return the exit status.
+
+    Args:
+        job: the job.
+        write_rate: rate of the store in GB/s; None: unknown.
+        as_json: whether to print JSON.
+        verbose: whether to log the tracebacks of errors.
+    """
+    from midstream.jobs.estimate import SAMPLE, estimate_job
+    from midstream.jobs.rates import clock
+
+    with failures(verbose):
+        guess = estimate_job(job)
+    seconds = None if write_rate is None else guess.stored_bytes / (write_rate * 1e9)
+    is_too_large = guess.free_bytes is not None and guess.stored_bytes > guess.free_bytes
+    status = int(is_too_large or guess.failed > 0)
+    if as_json:
+        print_json({**asdict(guess), "seconds": seconds, "status": status})
+        return status
+    by = f", by the first {SAMPLE:,}" if guess.lines > SAMPLE else ""
+    space = "" if guess.free_bytes is None else f", {_size(guess.free_bytes)} are free"
+    lines = [
+        f"{guess.lines - guess.failed:,} of {guess.lines:,} lines{by}: at most {guess.rows:,} rows",
+        f"{guess.token_bytes:,} bytes per token, {_size(guess.nbytes)} in all",
+        f"{job.out}: about {_size(guess.stored_bytes)}{space}",
+    ]
+    if seconds is not None:
+        lines.append(f"at {write_rate:g} GB/s writing takes at least {clock(seconds)}")
+    if guess.failed:
+        lines.append(f"{guess.failed:,} will fail, the first one for: {guess.problem}")
+    typer.echo("\n".join(lines))
+    return status
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:,.1f} GB"
 
 
 def _work(capturing: CaptureRun, as_json: bool, verbose: bool) -> int:

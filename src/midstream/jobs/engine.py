@@ -82,8 +82,7 @@ def start_vllm(job: Job) -> VllmEngine:
         SpecError: the model does not exist, or an engine argument is unknown.
         Exception: any other: the model lacks a requested tap, or vLLM cannot start.
     """
-    if job.model.startswith((".", "/")) and not os.path.exists(job.model):
-        raise SpecError("model", f"there is no folder {show(job.model)}")
+    check_model(job)
     from midstream import LLM, Config
 
     capture = job.capture
@@ -101,6 +100,12 @@ def start_vllm(job: Job) -> VllmEngine:
     with _unknown_arguments_rejected(job):
         llm = LLM(job.model, midstream=config, dtype=job.dtype, **settings)
     return VllmEngine(llm, job)
+
+
+def check_model(job: Job) -> None:
+    """Raise SpecError for a model's folder that does not exist."""
+    if job.model.startswith((".", "/")) and not os.path.exists(job.model):
+        raise SpecError("model", f"there is no folder {show(job.model)}")
 
 
 @contextmanager
