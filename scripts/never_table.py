@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import markers
 from support.faults import FAULTS
+from support.planting import Package
 
 # A part with so many faults has three examples.
 MANY = 10
@@ -26,15 +27,15 @@ def pages() -> dict[str, dict[str, str]]:
 
 def faults() -> str:
     """Return the number of faults of each part of the package, with the first ones."""
-    found: dict[str, list[str]] = defaultdict(list)
+    package = Package(Path(__file__).parents[1] / "src" / "midstream")
+    texts: dict[str, list[str]] = defaultdict(list)
     for fault in FAULTS:
-        parts = Path(fault.file).parts[:-1]
-        found["/".join(parts[: 2 if parts[:1] == ("runtime",) else 1]) or "midstream"].append(
-            fault.never
-        )
+        folders = package.place(fault).path.parts[:-1]
+        part = "/".join(folders[: 2 if folders[:1] == ("runtime",) else 1]) or "midstream"
+        texts[part].append(fault.never)
     rows = [
-        [f"`{part}`", str(len(each)), "; ".join(each[: 3 if len(each) >= MANY else 1])]
-        for part, each in sorted(found.items(), key=lambda one: -len(one[1]))
+        [f"`{part}`", str(len(never)), "; ".join(never[: 3 if len(never) >= MANY else 1])]
+        for part, never in sorted(texts.items(), key=lambda row: -len(row[1]))
     ]
     rows.append(["all", str(len(FAULTS)), ""])
     return markers.table(["part", "faults", "for example"], rows)

@@ -4,169 +4,171 @@ from __future__ import annotations
 
 from support.fault import Fault
 
-_DEADLINES = "deadlines.py"
 _WAITS = "tests/unit/test_deadlines.py::"
 _STALLED = "tests/unit/sinks/test_stalled_sinks.py::"
 _HANGING = "tests/unit/test_hanging.py::"
-_PACE = "server/sweep_pace.py"
 _TURNS = "tests/unit/server/test_sweep_pace.py::"
-_USE = "runtime/frontend/engine_use.py"
 _USES = "tests/unit/runtime/frontend/test_engine_use.py::"
 
 DEADLINES: tuple[Fault, ...] = (
     Fault(
         "A cancellation is lost that comes when what is awaited is done",
-        _DEADLINES,
-        "    except asyncio.CancelledError:\n        if undo",
-        "    except asyncio.CancelledError:\n        if task.done():\n"
-        "            return task.result()\n        if undo",
+        "within",
+        "if undo is not None:",
+        """
+        if task.done():
+            return task.result()
+        if undo is not None:
+        """,
         _WAITS + "test_a_cancellation_is_never_lost_in_whatever_turn_of_the_loop_it_comes",
     ),
     Fault(
         "A lock that a cancelled request was just given stays held",
-        _DEADLINES,
-        "            task.add_done_callback(partial(_undo, undo))\n",
-        "            pass\n",
+        "within",
+        "task.add_done_callback(partial(_undo, undo))",
+        "pass",
         "tests/unit/server/test_cancelled_requests.py"
         "::test_at_whatever_await_a_coroutine_is_cancelled_it_ends_and_leaves_nothing",
     ),
     Fault(
         "The end of a task that lost a cancellation is waited for without end",
-        _DEADLINES,
-        "timeout=min(rest, _AGAIN_SECONDS))",
-        "timeout=None)",
+        "end_tasks",
+        "min(rest, _AGAIN_SECONDS)",
+        "None",
         _WAITS + "test_a_task_that_loses_its_first_cancellation_ends_all_the_same",
     ),
     Fault(
         "Runs of a batch go on when one has failed",
-        _DEADLINES,
-        "        return list(await asyncio.gather(*tasks))\n    finally:\n"
-        "        await end_tasks(tasks)\n",
-        "        return list(await asyncio.gather(*tasks))\n    finally:\n        pass\n",
+        "all_of",
+        "await end_tasks(tasks)",
+        "pass",
         _WAITS + "test_when_one_fails_the_others_have_ended_before_its_error_is_raised",
     ),
     Fault(
         "A sink that does not return keeps its requests",
-        "sinks/call_watch.py",
-        "                if wait <= 0:\n",
-        "                if False:\n",
+        "CallWatch._watch",
+        "if wait <= 0:",
+        "if False:",
         _STALLED + "test_a_call_that_does_not_return_is_the_error_of_all_that_the_sink_was_given",
     ),
     Fault(
         "Deliveries have the results of others once a sink that hung has returned",
-        "sinks/queue.py",
-        "        self._written.append(entry)\n",
-        "        if not entry.is_reported:\n            self._written.append(entry)\n",
+        "SinkQueue._write",
+        "self._written.append(entry)",
+        """
+        if not entry.is_reported:
+            self._written.append(entry)
+        """,
         _STALLED
         + "test_a_sink_that_returns_after_all_takes_deliveries_again_with_results_of_their_own",
     ),
     Fault(
         "A sink that was stalled takes nothing any more when it has returned",
-        "sinks/queue.py",
-        '                self._stalled = ""\n            _LOGGER',
-        "                pass\n            _LOGGER",
+        "SinkQueue._call",
+        'self._stalled = ""',
+        "pass",
         _STALLED
         + "test_a_sink_that_returns_after_all_takes_deliveries_again_with_results_of_their_own",
     ),
     Fault(
         "The end of an engine waits for a sink without limit",
-        "sinks/queue.py",
-        "while thread.is_alive() and not self._stalled and time.monotonic() < until:",
-        "while thread.is_alive() and not self._stalled:",
+        "SinkQueue.close",
+        "thread.is_alive() and not self._stalled and time.monotonic() < until",
+        "thread.is_alive() and not self._stalled",
         _STALLED + "test_closing_ends_after_its_own_time_though_each_call_returns",
     ),
     Fault(
         "A thread that hangs in a sink keeps the process from exiting",
-        "sinks/daemon_threads.py",
+        "in_threads",
         'threading.Thread(target=run, name="midstream files", daemon=True)',
         'threading.Thread(target=run, name="midstream files", daemon=False)',
         _STALLED + "test_a_thread_that_hangs_in_a_sink_does_not_keep_the_process_from_exiting",
     ),
     Fault(
         "Requests for a sink that takes nothing are computed",
-        "sinks/sink_set.py",
-        "                self._check_answers(sink)\n",
-        "                pass\n",
+        "SinkSet.check",
+        "self._check_answers(sink)",
+        "pass",
         _HANGING + "test_a_sink_that_is_stalled_refuses_requests_before_they_are_computed",
     ),
     Fault(
         "Request validation waits without limit for a sink's file system",
-        "sinks/sink_set.py",
-        "        if not call.wait(CHECK_SECONDS):\n",
-        "        if not call.wait(1e6):\n",
+        "SinkSet._check_place",
+        "if not call.wait(CHECK_SECONDS):",
+        "if not call.wait(1000000.0):",
         _HANGING + "test_a_sink_whose_check_hangs_refuses_requests_and_names_itself",
     ),
     Fault(
         "A file that is a pipe is waited for",
-        "validation.py",
-        "    if not stat.S_ISREG(found.st_mode):\n",
-        "    if False:\n",
+        "check_regular",
+        "if not stat.S_ISREG(found.st_mode):",
+        "if False:",
         _HANGING + "test_a_named_pipe_in_place_of_a_file_is_an_error_and_no_wait",
     ),
     Fault(
         "An engine that answers nothing is waited for",
-        "runtime/frontend/rpc/replicas.py",
-        "            if time.monotonic() >= until:\n",
-        "            if False:\n",
+        "replicas:call",
+        "if time.monotonic() >= until:",
+        "if False:",
         _HANGING + "test_an_engine_that_answers_nothing_is_an_error_after_the_limit",
     ),
     Fault(
         "Changes of server-wide captures wait without limit for each other",
-        "server/peers.py",
-        "            async with locked(self._changing, _SECONDS * len(self._others)):\n",
-        "            async with self._changing:\n",
+        "Peers._change_all",
+        "async with locked(self._changing, _SECONDS * len(self._others)):",
+        "async with self._changing:",
         _HANGING
         + "test_a_peer_process_that_is_stopped_is_an_error_for_every_request_that_needs_it",
     ),
     Fault(
         "A client waits without limit for a parameter that others read",
-        "server/routes/parameters.py",
-        "        await within(seconds, lock.acquire(), lambda _: lock.release())\n",
-        "        await lock.acquire()\n",
+        "parameters:parameter",
+        "await within(seconds, lock.acquire(), lambda _: lock.release())",
+        "await lock.acquire()",
         "tests/unit/server/routes/test_parameters.py"
         "::test_a_client_that_waits_too_long_for_others_is_503",
     ),
     Fault(
         "Traffic that never ends leaves sweeps no run",
-        _PACE,
-        "                if not self.running and time.monotonic() >= until:\n",
-        "                if False:\n",
+        "SweepPace.turn",
+        "if not self.running and time.monotonic() >= until:",
+        "if False:",
         _TURNS + "test_traffic_that_never_ends_leaves_one_run_at_a_time_to_sweeps_and_fits",
     ),
     Fault(
         "A run of a sweep that has waited its time is behind all others of a scheduler by priority",
-        _PACE,
-        "PRIORITY if by_priority and is_free else 0",
-        "PRIORITY if by_priority else 0",
+        "SweepPace.turn",
+        'yield {"priority": PRIORITY if by_priority and is_free else 0}',
+        'yield {"priority": PRIORITY if by_priority else 0}',
         _TURNS + "test_traffic_that_never_ends_leaves_one_run_at_a_time_to_sweeps_and_fits",
     ),
     Fault(
         "Runs of sweeps do not wait for ordinary requests",
-        _PACE,
+        "SweepPace.turn",
         "until = time.monotonic() + self.wait_seconds",
         "until = 0.0",
         _TURNS + "test_a_run_waits_its_time_for_ordinary_requests_before_it_takes_a_seat",
     ),
     Fault(
         "Two threads use one LLM at the same time",
-        _USE,
-        "            if is_under_way:\n",
-        "            if False:\n",
+        "EngineUse._take",
+        "if is_under_way:",
+        "if False:",
         _USES
         + "test_while_one_thread_is_in_a_call_another_gets_an_error_that_names_it_and_the_remedy",
     ),
     Fault(
         "A call returns outputs of requests that were queued before it",
-        _USE,
-        "            if self._depth == 1 and self._has_unfinished():\n",
-        "            if False:\n",
+        "EngineUse.whole_call",
+        "if self._depth == 1 and self._has_unfinished():",
+        "if False:",
         _USES + "test_a_call_that_would_return_outputs_of_requests_queued_before_is_refused",
     ),
     Fault(
         "A second thread adds a request to the engine that another one steps",
-        "runtime/install.py",
-        "        front.use.claim()  # before vLLM knows the request\n",
-        "        pass\n",
+        "_process",
+        "front.use.claim()",
+        "pass",
         "tests/engine/test_threads.py"
         "::test_while_a_call_runs_every_other_way_to_the_engine_is_refused_in_another_thread",
     ),

@@ -11,59 +11,65 @@ LOGGED = "tests/unit/harness/test_logged.py::"
 OPERATIONS: tuple[Fault, ...] = (
     Fault(
         "A change on one server is not seen on the others",
-        "steering/shared_folder.py",
-        "        self._counter[0] = version\n",
+        "SharedFolder._publish",
+        "self._counter[0] = version",
         "",
         FOLDER + "test_a_vector_and_an_edit_of_one_hold_on_all_when_the_call_returns",
     ),
     Fault(
         "A server changes the shared folder while another one does",
-        "steering/shared_folder.py",
+        "SharedFolder._locked",
         "fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         FOLDER + "test_a_lock_that_is_not_released_is_busy",
     ),
     Fault(
         "A change that a killed server did not announce is overwritten",
-        "steering/shared_folder.py",
-        "            self._load()\n            self._counter[0] = self._read\n",
-        "            self.refresh\n",
+        "SharedFolder._load_last",
+        """
+        self._load()
+        self._counter[0] = self._read
+        """,
+        "self.refresh",
         FOLDER + "test_a_change_that_was_not_announced_holds_with_the_next_one",
     ),
     Fault(
         "A change that the disk had no room for holds on one server",
-        "steering/shared_folder.py",
-        "                self._vectors.entries, self._steering.state = before\n",
+        "SharedFolder.changing",
+        "self._vectors.entries, self._steering.state = before",
         "",
         FOLDER + "test_a_full_disk_changes_nothing",
     ),
     Fault(
         "A server that shuts down is ready",
-        "server/server.py",
-        " and not llm.intake.is_closed",
-        "",
+        "Server.is_ready",
+        "llm is not None and not llm.errored and not llm.intake.is_closed",
+        "llm is not None and not llm.errored",
         SERVER + "test_a_server_is_ready_until_its_engine_fails_or_it_shuts_down",
     ),
     Fault(
         "A vector by value is in the log of an evaluation",
-        "harness/logged.py",
-        '"f32" in value or ',
-        "",
+        "_has_numbers",
+        'return "f32" in value or any(map(_has_numbers, value.values()))',
+        "return any(map(_has_numbers, value.values()))",
         LOGGED + "test_numbers_and_mistakes_are_rejected_before_anything_is_sent",
     ),
     Fault(
         "The first request of a plan that ends releases the capacity of the others",
-        "runtime/frontend/request/budget.py",
-        "        if self._requests[id(need.kinds)]:\n            return\n",
+        "CapacityBudget.release_tables",
+        """
+        if self._requests[id(need.kinds)]:
+            return
+        """,
         "",
         "tests/unit/runtime/frontend/request/test_budget.py"
         "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
     ),
     Fault(
         "Each rank's rows of a parameter are placed at the beginning of what was requested",
-        "runtime/frontend/rpc/parameters.py",
-        "slice(one.first - first, one.first - first + rows.shape[0])",
-        "slice(0, rows.shape[0])",
+        "read_parameter",
+        "at = slice(one.first - first, one.first - first + rows.shape[0])",
+        "at = slice(0, rows.shape[0])",
         "tests/unit/runtime/frontend/rpc/test_parameters.py"
         "::test_a_parameter_is_put_together_from_any_split_over_ranks_and_parts",
     ),

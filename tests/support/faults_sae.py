@@ -7,7 +7,7 @@ from support.fault import Fault
 SAES: tuple[Fault, ...] = (
     Fault(
         "KV of tokens that one SAE reconstructed is served for another of the same name",
-        "spec/operations/reconstruct.py",
+        "Reconstruct._code",
         "float(int(code.digest[4 * nth : 4 * nth + 4], 16))",
         "0.0",
         "tests/engine/test_saelens.py::test_kv_of_reconstructed_tokens_is_shared_by_equal_requests"
@@ -15,14 +15,14 @@ SAES: tuple[Fault, ...] = (
     ),
     Fault(
         "A reconstruction without the error term keeps the activations before the change",
-        "ops/sae/reference.py",
-        "    code[:, chosen] = changed\n",
+        "reconstruct",
+        "code[:, chosen] = changed",
         "",
         "tests/unit/ops/test_sae.py::test_a_reconstruction_is_that_of_the_formulas",
     ),
     Fault(
         "A kernel keeps one activation too many of a TopK SAE",
-        "ops/sae/kernel.py",
+        "change_kernel",
         "least = tl.where(found >= top_k, middle, least)",
         "least = tl.where(found > top_k, middle, least)",
         "tests/unit/ops/test_site_triton.py::test_the_interpreted_kernels_do_what_their_references"
@@ -30,7 +30,7 @@ SAES: tuple[Fault, ...] = (
     ),
     Fault(
         "A named edit reconstructs with what is now in the memory of its SAE",
-        "runtime/frontend/request/reconstructions.py",
+        "read_saes",
         "if saes.source(inner.sae).reconstructs() != inner.code:",
         "if inner.code is None:",
         "tests/engine/test_saelens.py::test_reconstructions_in_gates_tiers_names_and_several"
@@ -38,9 +38,9 @@ SAES: tuple[Fault, ...] = (
     ),
     Fault(
         "Of two SAEs of one token, the second decodes for both",
-        "ops/layout.py",
-        "    if ops.count(Op.RECONSTRUCT) > 1:\n",
-        "    if ops.count(Op.RECONSTRUCT) > 2:\n",
+        "layout:kind_of",
+        "if ops.count(Op.RECONSTRUCT) > 1:",
+        "if ops.count(Op.RECONSTRUCT) > 2:",
         "tests/unit/ops/test_sae.py::test_what_may_be_at_one_site",
     ),
 )

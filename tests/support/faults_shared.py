@@ -13,7 +13,7 @@ _HEADERS = (
 )
 _BODIES = "tests/unit/server/test_middleware.py::"
 _SPELT = _BODIES + "test_however_it_is_spelt_it_is_never_passed_over"
-_CACHED = "@functools.lru_cache(maxsize=_CACHED_HEADERS)\n"
+_CACHE = "functools.lru_cache(maxsize=_CACHED_HEADERS)"
 
 
 def _cached_by(key: str) -> str:
@@ -21,125 +21,121 @@ def _cached_by(key: str) -> str:
     group in `forms`, and `known`, the other arguments.
     """
     return (
-        "def _cached(make, found={}):\n"
-        "    def header(forms, *known):\n"
-        f"        key = {key}\n"
-        "        if key not in found:\n"
-        "            found[key] = make(forms, *known)\n"
-        "        return found[key]\n"
-        "    return header\n\n\n"
-        "@_cached\n"
+        "lambda make, headers={}: lambda forms, *known: "
+        f"headers.setdefault({key}, make(forms, *known))"
     )
 
 
 SHARED: tuple[Fault, ...] = (
     Fault(
         "A request gets the receipt of another one of its plan, which got other scores",
-        "runtime/protocol/results.py",
-        "tuple(rows), tuple(scores), tuple(counts)\n",
-        "tuple(rows), tuple(counts)\n",
+        "WorkerResult.outline",
+        "(self.problem, self.dropped, self.versions, tuple(rows), tuple(scores), tuple(counts))",
+        "(self.problem, self.dropped, self.versions, tuple(rows), tuple(counts))",
         _SCORES + "test_requests_of_one_plan_have_their_own_scores_and_are_compared_with_it_each",
     ),
     Fault(
         "A request gets the receipt of what the probes of another one of its plan did",
-        _ASSEMBLY,
-        "        acts = recalled is not None or any(probe.act is not None for probe in plan.probes)\n",
-        "        acts = recalled is not None\n",
+        "assemble",
+        "recalled is not None or any(probe.act is not None for probe in plan.probes)",
+        "recalled is not None",
         _SCORES + "test_requests_of_one_plan_act_by_their_own_scores",
     ),
     Fault(
         "The gate of a conversation leaves no state where another request had its plan",
-        _ASSEMBLY,
-        "        acts = recalled is not None or any(",
-        "        acts = any(",
+        "assemble",
+        "recalled is not None or any(probe.act is not None for probe in plan.probes)",
+        "any(probe.act is not None for probe in plan.probes)",
         _SCORES + "test_requests_of_one_plan_leave_each_the_state_of_its_own_gate",
     ),
     Fault(
         "Rows of one codec are sent with the header of another",
-        _PACKING,
-        _CACHED,
-        _cached_by("(tuple([one[:2] for one in forms]), known[0], known[2:])"),
+        "_header_of",
+        _CACHE,
+        _cached_by("(tuple(form[:2] for form in forms), known[0], known[2:])"),
         _HEADERS,
     ),
     Fault(
         "Rows of one width are sent with the header of another",
-        _PACKING,
-        _CACHED,
-        _cached_by("(tuple([(*one[:2], one[2].codec, one[2].dtype) for one in forms]), known)"),
+        "_header_of",
+        _CACHE,
+        _cached_by("(tuple((*form[:2], form[2].codec, form[2].dtype) for form in forms), known)"),
         _HEADERS,
     ),
     Fault(
         "Rows of heads are sent with the header of rows of other heads",
-        _PACKING,
-        _CACHED,
+        "_header_of",
+        _CACHE,
         _cached_by("(forms, known[:4])"),
         _HEADERS,
     ),
     Fault(
         "Rows that a caller changed are packed as they were sent",
-        "results/encoded_rows.py",
-        "            return self._chunk.numpy()\n",
-        "            pass\n",
+        "UnreadChunks.array",
+        "return self._chunk.numpy()",
+        "pass",
         "tests/unit/runtime/frontend/results/test_assembly.py"
         "::test_rows_are_packed_as_they_are_whether_or_not_they_were_read",
     ),
     Fault(
         "Scores are sent with the tokens of other positions",
-        "results/probe_scores.py",
-        "            tokens = [given[position] for position in positions]\n",
-        "            tokens = list(given[first : first + len(positions)])\n",
+        "Probes.rows_from",
+        "tokens = [given[position] for position in positions]",
+        "tokens = list(given[first : first + len(positions)])",
         "tests/unit/results/test_probe_scores.py"
         "::test_a_copy_has_the_tokens_whether_or_not_they_were_looked_at",
     ),
     Fault(
         "All tokens of a request are read for each of its probes",
-        "results/probe_scores.py",
-        "            tokens = [given[position] for position in positions]\n",
-        "            every = list(given)\n"
-        "            tokens = [every[position] for position in positions]\n",
+        "Probes.rows_from",
+        "tokens = [given[position] for position in positions]",
+        """
+        every = list(given)
+        tokens = [every[position] for position in positions]
+        """,
         "tests/unit/results/test_probe_scores.py"
         "::test_of_the_tokens_of_a_long_request_only_those_of_the_asked_rows_are_read",
     ),
     Fault(
         "A field whose name has escapes is passed over",
-        "server/middleware.py",
-        "or _ESCAPE in body or _WIDE in body):\n",
-        "or _WIDE in body):\n",
+        "middleware:_parse",
+        "has_key or names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body",
+        "has_key or names_in(body, fields or ()) or _WIDE in body",
         _SPELT,
     ),
     Fault(
         "A field in UTF-16 is passed over",
-        "server/middleware.py",
-        "or _ESCAPE in body or _WIDE in body):\n",
-        "or _ESCAPE in body):\n",
+        "middleware:_parse",
+        "has_key or names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body",
+        "has_key or names_in(body, fields or ()) or _ESCAPE in body",
         _SPELT,
     ),
     Fault(
         "The field in the first of two vllm_xargs is passed over",
-        "server/middleware.py",
-        "json.loads(body, object_pairs_hook=_asking)\n",
-        "json.loads(body)\n",
+        "_parse_leniently",
+        "found: object = json.loads(body, object_pairs_hook=_asking)",
+        "found: object = json.loads(body)",
         _SPELT,
     ),
     Fault(
         "A field of another tool whose colon comes late is passed over",
-        "compat/foreign_fields.py",
-        '        stop = body.find(b":", start + _CHUNK + _KEY) + 1 or len(body)\n',
-        "        stop = start + _CHUNK + _KEY\n",
+        "names_in",
+        'stop = body.find(b":", start + _CHUNK + _KEY) + 1 or len(body)',
+        "stop = start + _CHUNK + _KEY",
         "tests/unit/compat/test_foreign_fields.py::test_a_key_is_found_however_far_its_colon_is",
     ),
     Fault(
         "A plan of more values than a server reads is read",
-        "server/body_values.py",
-        "    if len(body) > MAX_VALUES and ",
-        "    if len(body) > 8 * MAX_VALUES and ",
+        "check_values",
+        "if len(body) > MAX_VALUES and _has_more(body, MAX_VALUES):",
+        "if len(body) > 8 * MAX_VALUES and _has_more(body, MAX_VALUES):",
         _BODIES + "test_more_numbers_than_a_plan_may_have_are_413_and_stop_nobody",
     ),
     Fault(
         "Requests without rows get no answer beside others that have some",
-        "runtime/worker/row_index.py",
-        "            return {serial: [] for serial in serials}\n",
-        "            return {}\n",
+        "CapturedRowIndex.take",
+        "return {serial: [] for serial in serials}",
+        "return {}",
         "tests/unit/runtime/worker/test_row_index.py",
     ),
 )

@@ -7,25 +7,25 @@ from support.fault import Fault
 TOOLS: tuple[Fault, ...] = (
     Fault(
         "`midstream docs` opens a file outside of the documents",
-        "cli/docs.py",
-        "    if SITE.resolve() not in found.parents or not found.is_file():\n",
-        "    if not found.is_file():\n",
+        "docs",
+        "if SITE.resolve() not in found.parents or not found.is_file():",
+        "if not found.is_file():",
         "tests/unit/cli/test_docs.py::test_an_unknown_page_is_rejected_and_the_pages_are_named",
     ),
     Fault(
         "`midstream doctor --env` reports an installation as good whose vLLM differs in a seam",
-        "tools/doctor/environment.py",
-        "            found.append(str(error))\n",
-        "            str(error)\n",
+        "_seams",
+        "found.append(str(error))",
+        "str(error)",
         "tests/unit/tools/doctor/test_environment.py"
         "::test_differences_of_all_checks_of_seams_are_collected",
     ),
     Fault(
         "`midstream doctor --env` reports an environment as good that keeps vLLM from loading"
         " midstream",
-        "tools/doctor/environment.py",
-        "    if plugins is not None and ",
-        "    if plugins and ",
+        "find_problems",
+        "plugins is not None",
+        "plugins",
         "tests/unit/tools/doctor/test_environment.py::test_what_is_odd_is_named_with_what_to_do",
     ),
 )

@@ -1,0 +1,356 @@
+"""Planting of faults: their places are found by name and syntax tree, wherever the code stands.
+
+A place does not depend on files, line breaks, indentation, comments, quotes or parentheses.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import gc
+import itertools
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from support.fault import Fault
+
+# What may have a name of its own, and so be in a fault's `where`.
+_NAMED = re.compile(
+    r"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^[ \t]*(\w+)[ \t]*[:=]", re.MULTILINE
+)
+_SUITES = ("body", "orelse", "finalbody", "handlers", "cases")
+# Completions of headers, and where the completed statements are.
+_HEADERS = {
+    "{}\n pass": "",
+    "try:\n pass\n{}\n pass": "handlers",
+}
+
+
+class NoPlaceError(Exception):
+    """A fault has no place, or several; the text says what to write instead."""
+
+
+class Code(NamedTuple):
+    """Code of a fault.
+
+    Attributes:
+        nodes: statements, or one expression.
+        is_open: the last statement is a header; its body stands for any.
+    """
+
+    nodes: Sequence[ast.AST]
+    is_open: bool = False
+
+    @property
+    def is_expression(self) -> bool:
+        return len(self.nodes) == 1 and isinstance(self.nodes[0], ast.expr)
+
+
+class Place(NamedTuple):
+    """Where the code of a fault stands.
+
+    Attributes:
+        path: below the package.
+        nodes: of the file's tree; what has that code.
+        before, after: the fault's code.
+        fills: the nodes are all statements of their body.
+        string: the f-string that has the expression, or None.
+    """
+
+    path: Path
+    nodes: Sequence[ast.AST]
+    before: Code
+    after: Code
+    fills: bool
+    string: ast.JoinedStr | None
+
+
+class Package:
+    """The text and names of a package.
+
+    Args:
+        root: the folder of the package.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._texts = {
+            path.relative_to(root): path.read_text() for path in sorted(root.rglob("*.py"))
+        }
+        self._name = root.name
+        self._users: dict[str, set[Path]] = defaultdict(set)
+        for path, text in self._texts.items():
+            for names in _NAMED.findall(text):
+                self._users["".join(names)].add(path)
+
+    def text(self, path: Path) -> str:
+        """Return the text of a file below the package."""
+        return self._texts[path]
+
+    def plant(self, fault: Fault) -> tuple[Path, str]:
+        """Return the file of a fault, below the package, and its text with the fault.
+
+        Raises:
+            NoPlaceError: the fault has no place, or several.
+            SyntaxError: no Python results.
+        """
+        place = self.place(fault)
+        text = _planted(self._texts[place.path], place)
+        _parse(text)
+        return place.path, text
+
+    def place(self, fault: Fault) -> Place:
+        """Return where a fault is planted.
+
+        Raises:
+            NoPlaceError: the name is in no module or in several, or the code is not there once.
+        """
+        before, after = read_pair(fault.before, fault.after)
+        path = self._path_of(fault.where)
+        scope = self._scopes(path)[fault.where.rpartition(":")[2]]
+        places = [
+            Place(path, nodes, before, after, fills, string)
+            for nodes, fills, string in _matches(scope, before)
+        ]
+        if len(places) == 1:
+            return places[0]
+        lines = ", ".join(str(place.nodes[0].lineno) for place in places)  # type: ignore[attr-defined]
+        raise NoPlaceError(
+            f"`{fault.where}` in {path} has this code {len(places)} times"
+            + (f", in lines {lines}: write more of it" if places else "")
+            + f":\n{fault.before}"
+        )
+
+    def _path_of(self, where: str) -> Path:
+        """Return the one file that has a name.
+
+        Raises:
+            NoPlaceError: none or several have it.
+        """
+        module, _, name = where.rpartition(":")
+        paths = self._paths_of(name)
+        chosen = [path for path in paths if _ends(self._module(path), module)]
+        if len(chosen) == 1:
+            return chosen[0]
+        addresses = self._addresses(name, chosen or paths)
+        if not addresses:
+            raise NoPlaceError(f"nothing is named `{name}`")
+        raise NoPlaceError(f"`{where}` is in {len(chosen)} modules; write {' or '.join(addresses)}")
+
+    def _paths_of(self, name: str) -> list[Path]:
+        """Return the files that have a name; all for no name, which is a module's whole."""
+        if not name:
+            return list(self._texts)
+        users = [self._users.get(part, set()) for part in name.split(".")]
+        return sorted(path for path in set.intersection(*users) if name in self._scopes(path))
+
+    def _addresses(self, name: str, paths: list[Path]) -> list[str]:
+        """Return the shortest address of a name in each of the files that have it."""
+        modules = [self._module(path) for path in self._paths_of(name)]
+        return [f"`{_least_end(self._module(path), modules)}:{name}`" for path in paths]
+
+    def _module(self, path: Path) -> str:
+        parts = (self._name, *path.with_suffix("").parts)
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @functools.cache  # noqa: B019 - a package lives as long as the process
+    def _scopes(self, path: Path) -> dict[str, list[ast.AST]]:
+        """Return what has a name in a file, by qualified name; the module's is empty."""
+        tree = _parse(self._texts[path])
+        scopes: dict[str, list[ast.AST]] = defaultdict(list, {"": [tree]})
+        for name, node in _named(tree, ""):
+            scopes[name].append(node)
+        return scopes
+
+
+def read_pair(before: str, after: str) -> tuple[Code, Code]:
+    """Return the code of a fault, as expressions if both are.
+
+    Raises:
+        SyntaxError: one is no code.
+        NoPlaceError: a header becomes another kind of code.
+    """
+    first, second = _read(before), _read(after)
+    if first.is_open != second.is_open:
+        raise NoPlaceError(f"a header, and none:\n{before}\n{after}")
+    if not all(
+        len(code.nodes) == 1 and isinstance(code.nodes[0], ast.Expr) for code in (first, second)
+    ):
+        return first, second
+    return Code([first.nodes[0].value]), Code([second.nodes[0].value])  # type: ignore[attr-defined]
+
+
+def _read(text: str) -> Code:
+    text = textwrap.dedent(text).strip()
+    try:
+        return Code(ast.parse(text).body)
+    except SyntaxError:
+        for completion, field in _HEADERS.items():
+            try:
+                tree = ast.parse(completion.format(re.sub(r"^elif\b", "if", text)))
+            except SyntaxError:
+                continue
+            return Code(getattr(tree.body[0], field) if field else tree.body, is_open=True)
+        raise
+
+
+def _parse(text: str) -> ast.Module:
+    gc.disable()  # which takes most of the time else, and finds nothing in a tree
+    try:
+        return ast.parse(text)
+    finally:
+        gc.enable()
+
+
+def _ends(module: str, end: str) -> bool:
+    return not end or module == end or module.endswith(f".{end}")
+
+
+def _least_end(module: str, modules: list[str]) -> str:
+    """Return the shortest end of a module's name that no other of these modules has."""
+    parts = module.split(".")
+    for start in reversed(range(len(parts))):
+        end = ".".join(parts[start:])
+        if sum(_ends(other, end) for other in modules) == 1:
+            return end
+    return module
+
+
+def _named(node: ast.AST, outer: str) -> Iterator[tuple[str, ast.AST]]:
+    """Yield what is defined in a node, at any depth, with its qualified name."""
+    for child in _statements(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield outer + child.name, child
+            yield from _named(child, f"{outer}{child.name}.")
+            continue
+        if isinstance(node, (ast.Module, ast.ClassDef)) and isinstance(
+            child, (ast.Assign, ast.AnnAssign)
+        ):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            yield from ((outer + one.id, child) for one in targets if isinstance(one, ast.Name))
+        yield from _named(child, outer)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    for suite in _SUITES:
+        nodes = getattr(node, suite, None)
+        if isinstance(nodes, list):
+            yield from nodes
+
+
+def _matches(
+    scope: list[ast.AST], code: Code
+) -> Iterator[tuple[Sequence[ast.AST], bool, ast.JoinedStr | None]]:
+    """Yield the nodes that have this code, whether they fill a body, and the f-string around."""
+    if code.is_expression:
+        wanted = _dump(code.nodes[0])
+        for node, string in _walk(scope):
+            if type(node) is type(code.nodes[0]) and _dump(node) == wanted:
+                yield [node], False, string
+        return
+    count = len(code.nodes)
+    for suite in itertools.chain.from_iterable(_suites([node]) for node in scope):
+        for start in range(len(suite) - count + 1):
+            nodes = suite[start : start + count]
+            if _is_same(nodes, code):
+                yield nodes, count == len(suite), None
+
+
+def _walk(
+    nodes: Sequence[ast.AST], string: ast.JoinedStr | None = None
+) -> Iterator[tuple[ast.AST, ast.JoinedStr | None]]:
+    """Yield all nodes below some, each with the outermost f-string around it."""
+    for node in nodes:
+        yield node, string
+        within = string or (node if isinstance(node, ast.JoinedStr) else None)
+        yield from _walk(list(ast.iter_child_nodes(node)), within)
+
+
+def _suites(nodes: Sequence[ast.AST]) -> Iterator[Sequence[ast.AST]]:
+    """Yield a list of statements, and all lists of statements within these."""
+    yield nodes
+    for node in nodes:
+        for field in _SUITES:
+            suite = getattr(node, field, None)
+            if isinstance(suite, list):
+                yield from _suites(suite)
+
+
+def _is_same(nodes: Sequence[ast.AST], code: Code) -> bool:
+    for node, wanted in zip(nodes, code.nodes, strict=True):
+        if type(node) is not type(wanted):
+            return False
+        is_open = code.is_open and wanted is code.nodes[-1]
+        if _dump(node, is_open=is_open) != _dump(wanted, is_open=is_open):
+            return False
+    return True
+
+
+def _dump(node: ast.AST, *, is_open: bool = False) -> str:
+    """Return the tree of a node as text, without its suites if it is open."""
+    if is_open:
+        node = copy.copy(node)
+        for field in _SUITES:
+            if hasattr(node, field):
+                setattr(node, field, [])
+    # What is assigned is the same expression as what is read.
+    return re.sub(r"\b(Store|Del)\(\)", "Load()", ast.dump(node))
+
+
+def _planted(text: str, place: Place) -> str:
+    """Return a file's text with the code of a place rewritten; later lines keep their numbers, if
+    the new code is not longer.
+    """
+    if place.before.is_expression:
+        node, made = place.nodes[0], place.after.nodes[0]
+        if place.string is not None:  # parts of f-strings have no place of their own
+            made = copy.deepcopy(place.string, {id(node): made})
+            node = place.string
+        start, stop = _start(text, node), _stop(text, node)
+        lost = text.count("\n", start, stop)
+        return text[:start] + f"({ast.unparse(made)}" + "\n" * lost + ")" + text[stop:]
+    start = _start(text, place.nodes[0])
+    indent = " " * (start - text.rfind("\n", 0, start) - 1)
+    code = "\n".join(ast.unparse(node).strip("\n") for node in place.after.nodes)
+    if place.after.is_open:
+        code = code.removesuffix("pass").rstrip()
+        stop = _start(text, place.nodes[-1].body[0])  # type: ignore[attr-defined]
+    else:
+        code = code or ("pass" if place.fills else "")
+        stop = _stop(text, place.nodes[-1])
+    code = ("el" if text.startswith("elif", start) else "") + textwrap.indent(code, indent).lstrip()
+    lines = text.count("\n", start, stop) - code.count("\n")
+    if place.after.is_open:
+        inner = text[text.rfind("\n", 0, stop) + 1 : stop]
+        code += " " if inner.strip() else "\n" * max(lines, 1) + inner
+    else:
+        code += "\n" * lines
+    return text[:start] + code + text[stop:]
+
+
+def _start(text: str, node: ast.AST) -> int:
+    """Return where a node's text begins, with its decorators."""
+    decorators = getattr(node, "decorator_list", [])
+    if decorators:
+        return text.rfind("@", 0, _start(text, decorators[0]))
+    return _offset(text, node.lineno, node.col_offset)  # type: ignore[attr-defined]
+
+
+def _stop(text: str, node: ast.AST) -> int:
+    return _offset(text, node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+
+
+def _offset(text: str, line: int, column: int) -> int:
+    """Return an offset of characters.
+
+    Args:
+        line: from 1.
+        column: in bytes of UTF-8.
+    """
+    lines = text.split("\n")
+    before = sum(len(other) + 1 for other in lines[: line - 1])
+    return before + len(lines[line - 1].encode()[:column].decode())
