@@ -40,7 +40,6 @@ from support.updating import check_replay, check_versions, steer, vector
 from midstream import (
     Capture,
     Controller,
-    Decay,
     Gate,
     Probe,
     SamplingParams,
@@ -343,8 +342,9 @@ def test_controllers_change_edits_on_both_ranks_before_the_same_step(
 
 
 def check_controllers(llm: Any, model: Model) -> None:
-    """Laws, and declared code that chooses edits and stops: against transformers with the edits of
-    the receipt's versions. The probe and the edits are on the last pipeline stage and on the first.
+    """A threshold, and declared code that chooses edits and stops: against transformers with the
+    edits of the receipt's versions. The probe and the edits are on the last pipeline stage and on
+    the first.
     """
     (own, hook), (calm, calm_hook) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
     prompt, last = list(model.families[0][30:50]), tiny.LAYERS - 1
@@ -356,7 +356,7 @@ def check_controllers(llm: Any, model: Model) -> None:
     controllers = [
         Threshold("p", above=middle, on=0.5, off=1.5),
         Controller("script", edits={"calm": calm}),
-        Decay(3),
+        Controller("halving"),
         Controller("raises", on_error="off"),
         None,
     ]
@@ -369,9 +369,9 @@ def check_controllers(llm: Any, model: Model) -> None:
     for output in outputs:
         (found,) = output.outputs
         check_versions(oracle, prompt, found, sets, is_greedy=not GPUS)
-    threshold, script, decay, failed, plain = (output.outputs[0] for output in outputs)
+    threshold, script, halving, failed, plain = (output.outputs[0] for output in outputs)
     assert len(threshold.receipt.versions) > 1
-    assert len(decay.receipt.versions) > 5
+    assert len(halving.receipt.versions) > 5
     assert script.stop_reason == "controller:script"
     assert [one.source for one in script.receipt.versions] == [
         "request", "controller:script/calm", "controller:script",
