@@ -5,7 +5,6 @@ from __future__ import annotations
 from support.fault import Fault
 
 _ENGINE = "tests/engine/test_gate_memory.py::"
-_TALKS = "tests/unit/runtime/frontend/test_conversations.py::"
 _SCAN = "tests/unit/ops/test_scan.py::"
 _LOOP = _SCAN + "test_scores_are_those_of_a_loop_over_the_tokens_however_the_steps_are_cut"
 
@@ -77,35 +76,6 @@ GATES: tuple[Fault, ...] = (
         _ENGINE + "test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is",
     ),
     Fault(
-        "The gate of a conversation begins anew in each request",
-        "runtime/frontend/conversations.py",
-        "            kept = self._conversations.find((self._whose, *name))\n",
-        "            kept = None\n",
-        _TALKS + "test_a_prompt_that_goes_on_has_the_state_beyond_the_rows_of_the_request_before",
-    ),
-    Fault(
-        "A conversation is that of everybody who names it, whatever their cache salt",
-        "runtime/frontend/conversations.py",
-        "(owner, request.cache_salt)",
-        "(owner, None)",
-        _TALKS + "test_gates_and_cache_salts_have_states_of_their_own_and_those_used_last_are_kept",
-    ),
-    Fault(
-        "The worker does not start a gate from the state of its conversation",
-        "runtime/worker/gate_states.py",
-        "    start = ScanStart() if scan.start is None else scan.start\n",
-        "    start = ScanStart()\n",
-        "tests/engine/test_conversations.py::test_a_gate_goes_on_where_the_request_before_ended",
-    ),
-    Fault(
-        "A gate starts anew from the state of its conversation at each token",
-        "ops/scan/reference.py",
-        "        if position >= self.scan[layout.SCAN_FROM] >= "
-        "self.kept[self.at, layout.STATE_POSITION]:\n",
-        "        if position >= self.scan[layout.SCAN_FROM]:\n",
-        _LOOP,
-    ),
-    Fault(
         "Other gates move the score of a gate with memory, so that an update is rejected",
         "spec/resolve/resolve.py",
         "key=lambda index: not remembers[index]",
@@ -114,33 +84,11 @@ GATES: tuple[Fault, ...] = (
         "::test_the_score_of_a_gate_with_memory_keeps_its_column_whatever_other_gates_there_are",
     ),
     Fault(
-        "A turn begins before the state of the one before was fetched",
-        "runtime/frontend/sync_frontend.py",
-        "            self._fetch_all()  # for what the requests that have ended left\n",
-        "            pass\n",
-        "tests/engine/test_conversations.py"
-        "::test_a_turn_goes_on_where_one_ended_whose_results_were_not_fetched_yet",
-    ),
-    Fault(
         "Ended requests never get their results if the last one that runs is aborted",
         "runtime/frontend/sync_frontend.py",
         "if is_wanted and not self._has_unfinished():",
         "if False:",
         "tests/engine/test_updates.py"
         "::test_requests_that_ended_have_their_results_once_the_last_other_one_is_aborted",
-    ),
-    Fault(
-        "API server processes do not know each other's conversations",
-        "server/server.py",
-        '        llm.conversations.share(own / "conversations")\n',
-        "",
-        "tests/system/test_api_servers.py::test_a_conversation_goes_on_in_the_other_process",
-    ),
-    Fault(
-        "A client goes on with the conversation of another key",
-        "server/server.py",
-        'context.client if self._has_key else ""',
-        '""',
-        "tests/unit/server/test_security_page.py::test_another_key_has_other_conversations",
     ),
 )

@@ -34,7 +34,6 @@ from support.nightly import rounds
 from support.oracle import Oracle
 from support.oracle_edits import EVERY_SITE
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
-from support.turns import OPENS, Turns
 from support.updating import check_replay, check_versions, steer, vector
 
 from midstream import (
@@ -383,37 +382,6 @@ def check_controllers(llm: Any, model: Model) -> None:
     assert plain.token_ids == free.outputs[0].token_ids or GPUS
 
 
-def test_conversations_go_on_over_tensor_ranks(model: Model, tensor: Any) -> None:
-    check_conversations(tensor, model)
-
-
-def check_conversations(llm: Any, model: Model) -> None:
-    """Gates on the first pipeline stage and on the last; and one whose prompts are cached up to the
-    block before the first token that it reads.
-    """
-    oracle = Oracle(model.path, "model.layers", "post_attention_layernorm")
-    captures = {"all": Capture("all"), "generated": Capture("all", phase="generated")}
-
-    def asking(phase: str) -> Callable[[int, list[int], list[Any]], Any]:
-        def ask(_nth: int, prompt: list[int], edits: list[Any]) -> Any:
-            (found,) = llm.generate(
-                tokens(prompt), greedy(5, detokenize=False), edits=edits, use_tqdm=False,
-                capture=captures[phase],
-            )  # fmt: skip
-            hits.append(found.num_cached_tokens)
-            return found.outputs[0]
-
-        return ask
-
-    hits: list[int] = []
-    assert llm.reset_prefix_cache()
-    Turns(oracle).check(asking("all"), "short", with_last=True)
-    long = [one for one in model.families[1][:70] if one != OPENS]
-    Turns(oracle, 40, long).check(asking("generated"), "long")
-    assert hits == [0] * 5 + [32] * 3
-    assert_idle_and_clean(llm)
-
-
 def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> None:
     both = [Capture(0, return_="gathered"), Capture(1, return_="sharded")]
     with pytest.raises(SpecError, match=r"\[1\]\.return: sharded, and that of .* is gathered"):
@@ -474,7 +442,6 @@ def test_ranks_give_what_one_rank_gives(
         if places[-1][0]:
             check_no_score_of_two_stages(llm, model)
             check_controllers(llm, model)
-            check_conversations(llm, model)
 
 
 def check_no_score_of_two_stages(llm: Any, model: Model) -> None:
