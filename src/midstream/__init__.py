@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from midstream.results.stack import stack
     from midstream.runtime.install import activate
     from midstream.sae.sae import SAE
-    from midstream.spec.control_laws import Budget, Decay, Pid, Threshold
+    from midstream.spec.control_laws import Threshold
     from midstream.spec.controller import Controller
     from midstream.store import open_store
     from midstream.sweep import KL, LogitDiff, LogProb, Recovered, Sweep
@@ -103,7 +103,6 @@ __all__ = [
     "AsyncClient",
     "AsyncLLM",
     "Attention",
-    "Budget",
     "Capture",
     "CapturedRows",
     "Clamp",
@@ -114,7 +113,6 @@ __all__ = [
     "ConfigError",
     "Controller",
     "ControllerError",
-    "Decay",
     "Direction",
     "Directions",
     "EngineError",
@@ -140,7 +138,6 @@ __all__ = [
     "Named",
     "NoRoomError",
     "NothingSelectedError",
-    "Pid",
     "Plan",
     "Positions",
     "Probe",
@@ -191,10 +188,7 @@ _LAZY = {
     "Activations": "midstream.results.activations",
     "AsyncClient": "midstream.client",
     "AsyncLLM": "midstream.api.async_llm",
-    "Budget": "midstream.spec.control_laws",
     "Controller": "midstream.spec.controller",
-    "Decay": "midstream.spec.control_laws",
-    "Pid": "midstream.spec.control_laws",
     "Threshold": "midstream.spec.control_laws",
     "Client": "midstream.client",
     "Direction": "midstream.fit",

@@ -26,11 +26,8 @@ from support.updating import (
 )
 
 from midstream import (
-    Budget,
     Controller,
-    Decay,
     Feature,
-    Pid,
     Probe,
     ReceiptError,
     SamplingParams,
@@ -102,9 +99,7 @@ def test_each_answer_holds_from_the_next_step_on(llm: Any, oracle: Oracle) -> No
     laws = [
         Threshold("p", above=middle, on=1.5, off=0.5),
         Threshold("p", above=middle + 2, below=middle - 2, on=0.0, off=1.0),
-        Pid("p", target=middle, kp=0.02, low=0.0, high=2.0, step=0.25),
-        Decay(6, least=0.2),
-        Budget("p", total=float(scores.clamp(min=0).sum()) / 2),
+        "halving",
         "sign",
         None,
     ]
@@ -117,8 +112,7 @@ def test_each_answer_holds_from_the_next_step_on(llm: Any, oracle: Oracle) -> No
             assert completion.token_ids == free.outputs[0].token_ids
             continue
         scores = completion.probes["p"].tolist()
-        if law == "sign":
-            law = lambda seen: 0.5 if seen.scores["p"][-1] < 0 else 1.0  # noqa: E731
+        law = {"sign": controlling.Sign(), "halving": controlling.halving}.get(law, law)
         assert scales_at(completion) == expected(law, scores, steps_ahead(llm))
         changed += len(completion.receipt.versions)
     assert changed > 20
@@ -168,14 +162,14 @@ def test_each_completion_of_a_prompt_has_a_controller_of_its_own(llm: Any) -> No
 
 def test_what_is_computed_again_after_a_preemption_is_as_it_was(llm: Any, oracle: Oracle) -> None:
     """Preempted right after a switch, and again later. No score is given twice."""
-    controllers = [Controller("sign"), Decay(4)]
+    controllers = [Controller("sign"), Controller("halving")]
     plain = [output.outputs[0] for output in ask(llm, *controllers)]
     llm.reset_prefix_cache()
     run = Stepped(llm)
     for nth, one in enumerate(controllers):
         asked = {"edits": OWN, "probes": probe(), "capture": everything(), "controller": one}
         run.add(str(nth), PROMPT, greedy(24), **asked)
-    run.step(5)  # after the step that computes the position SIZE + 3 the decay has switched
+    run.step(4)  # after the step that computes the position SIZE + 2 the strength was halved
     assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
     run.step(4)
     assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
@@ -301,7 +295,7 @@ def test_a_function_is_given_every_score_of_a_prompt_that_comes_in_chunks(llm: A
 
 def test_what_cannot_be_controlled_is_rejected_by_its_name(llm: Any) -> None:
     law = Threshold("p", above=1.0)
-    many = Pid("p", target=0.0, kp=1.0, step=0.001)
+    many = Controller("sign", edits={f"set{nth}": OWN for nth in range(22)})
     latent = Feature(encoder=vector(1), decoder=vector(2), layer=1, mode="add", value=1.0)
     for controller, more, path, words in (
         ("who", {}, "controller[0]", "no controller 'who'; declared are"),

@@ -12,7 +12,7 @@ import torch
 from support.engines import greedy, tokens
 from support.oracle import HookEdit, Oracle
 
-from midstream import Capture, Decay, Probe, SamplingParams, Steer
+from midstream import Capture, Probe, SamplingParams, Steer, Threshold
 from midstream.api.default_capture import DefaultCapture
 from midstream.errors import SpecError, UnsupportedError
 
@@ -111,7 +111,7 @@ def test_edits_of_some_positions_are_rejected_with_the_last_tokens_row(default):
     with pytest.raises(SpecError, match=r"^steer: with last_token_row, vectors must be given by"):
         llm.generate(tokens(PROMPT), greedy(5, detokenize=False), steer=Steer("early", 0))
     reads = {"steer": Steer(VECTOR, 0), "probes": Probe(VECTOR, 0, name="p")}
-    asked = {**reads, "controller": Decay(1)}
+    asked = {**reads, "controller": Threshold("p", above=1.0)}
     with pytest.raises(SpecError, match="^controller: with last_token_row, no controller may"):
         llm.generate(tokens(PROMPT), greedy(5, detokenize=False), use_tqdm=False, **asked)
     llm.steering.set(generated=Steer(VECTOR, 0))

@@ -17,7 +17,6 @@ from midstream import Capture, Client, Steer
 from support import serving, tiny
 from support.oracle import HookEdit, Oracle, relative_error
 from support.serving import NAME, Running
-from support.turns import FIRST, Turns
 
 SITES = ("resid_pre", "resid_mid", "resid_post")
 V = torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(4)) * 3
@@ -117,19 +116,6 @@ def set_and_ask(both: Both, judge: Judge) -> None:
         assert len(changes) == 1
     finally:
         both.clients[0].steering.clear()
-
-
-def check_turns(both: Both, judge: Judge) -> None:
-    """Turns of a conversation, each in the other process than the one before."""
-    asked = {**ASKED, "capture": EVERYTHING}
-
-    def ask(nth: int, prompt: list[int], edits: list[Any]) -> Any:
-        (found,) = both.clients[nth % 2].complete(prompt, **asked, edits=edits).outputs
-        return found
-
-    Turns(judge.oracle).check(ask, "7f3a")
-    receipt = ask(0, list(FIRST), [Turns(judge.oracle).gate("7f3b")]).receipt
-    assert [(one.position, one.is_open) for one in receipt.carried] == [(None, False)]
 
 
 def load(both: Both, judge: Judge, rounds: int) -> None:

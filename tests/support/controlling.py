@@ -34,6 +34,11 @@ class Sign:
         return 0.5 if float(observed.scores["p"][-1]) < 0 else 1.0
 
 
+def halving(observed: Any) -> float:
+    """Halve the scale after each three tokens, six times."""
+    return float(0.5 ** min(observed.tokens // 3, 6))
+
+
 def raises(observed: Any) -> None:
     """Raise in the third call."""
     if observed.tokens == 3:
@@ -65,6 +70,11 @@ HERE = "support.controlling:"
 DECLARED: dict[str, Any] = {
     "script": {"path": HERE + "Script", "scales": [0.5], "seconds": 5},
     "sign": {"path": HERE + "Sign", "scales": [0.5], "seconds": 5},
+    "halving": {
+        "path": HERE + "halving",
+        "scales": [0.5**n for n in range(1, 7)],
+        "seconds": 5,
+    },
     "limit": HERE + "limit",
     "raises": HERE + "raises",
     "hangs": {"path": HERE + "hangs", "seconds": 0.05, "on_error": "off"},

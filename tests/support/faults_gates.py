@@ -77,34 +77,6 @@ GATES: tuple[Fault, ...] = (
         _ENGINE + "test_tokens_that_an_edit_does_not_select_leave_its_gate_as_it_is",
     ),
     Fault(
-        "The gate of a conversation begins anew in each request",
-        "Recollection.start",
-        "kept = self._conversations.find((self._whose, *name))",
-        "kept = None",
-        _TALKS + "test_a_prompt_that_goes_on_has_the_state_beyond_the_rows_of_the_request_before",
-    ),
-    Fault(
-        "A conversation is that of everybody who names it, whatever their cache salt",
-        "Conversations.of",
-        "return Recollection(self, (owner, request.cache_salt), ids)",
-        "return Recollection(self, (owner, None), ids)",
-        _TALKS + "test_gates_and_cache_salts_have_states_of_their_own_and_those_used_last_are_kept",
-    ),
-    Fault(
-        "The worker does not start a gate from the state of its conversation",
-        "_row_of",
-        "start = ScanStart() if scan.start is None else scan.start",
-        "start = ScanStart()",
-        "tests/engine/test_conversations.py::test_a_gate_goes_on_where_the_request_before_ended",
-    ),
-    Fault(
-        "A gate starts anew from the state of its conversation at each token",
-        "_State.reach",
-        "position >= self.scan[layout.SCAN_FROM] >= self.kept[self.at, layout.STATE_POSITION]",
-        "position >= self.scan[layout.SCAN_FROM]",
-        _LOOP,
-    ),
-    Fault(
         "Other gates move the score of a gate with memory, so that an update is rejected",
         "_memory_first",
         "not remembers[index]",
@@ -113,33 +85,11 @@ GATES: tuple[Fault, ...] = (
         "::test_the_score_of_a_gate_with_memory_keeps_its_column_whatever_other_gates_there_are",
     ),
     Fault(
-        "A turn begins before the state of the one before was fetched",
-        "FrontEnd.admit",
-        "self._fetch_all()",
-        "pass",
-        "tests/engine/test_conversations.py"
-        "::test_a_turn_goes_on_where_one_ended_whose_results_were_not_fetched_yet",
-    ),
-    Fault(
         "Ended requests never get their results if the last one that runs is aborted",
         "FrontEnd.after_abort",
         "if is_wanted and not self._has_unfinished():",
         "if False:",
         "tests/engine/test_updates.py"
         "::test_requests_that_ended_have_their_results_once_the_last_other_one_is_aborted",
-    ),
-    Fault(
-        "API server processes do not know each other's conversations",
-        "server:_join",
-        'llm.conversations.share(own / "conversations")',
-        "",
-        "tests/system/test_api_servers.py::test_a_conversation_goes_on_in_the_other_process",
-    ),
-    Fault(
-        "A client goes on with the conversation of another key",
-        "Server._generate",
-        'context.client if self._has_key else ""',
-        '""',
-        "tests/unit/server/test_security_page.py::test_another_key_has_other_conversations",
     ),
 )

@@ -160,21 +160,6 @@ LIVE: tuple[Fault, ...] = (
         "::test_a_version_holds_until_the_next_begins",
     ),
     Fault(
-        "A law that raises ends the engine, and with it all requests",
-        "RunningController.follow_law",
-        "except Exception as error:",
-        "except KeyError as error:",
-        "tests/unit/runtime/core/test_controllers.py::test_a_law_that_raises_fails_alone",
-    ),
-    Fault(
-        "Pid answers with a scale beyond its limits",
-        "Pid.follow",
-        "min(max(round(scale / self.step), first), last)",
-        "round(scale / self.step)",
-        "tests/unit/spec/test_controller.py"
-        "::test_a_limit_between_two_multiples_of_the_step_is_not_passed",
-    ),
-    Fault(
         "A controller beside the engine never gets the scores of a prompt that waited",
         "StepControllers.step",
         "if tokens:",

@@ -23,47 +23,17 @@ LONG = [
 ]  # fmt: skip
 
 
-@dataclass
-class Turn:
-    """One request of a conversation: (average or None, whether it is open) of a gate.
-
-    Attributes:
-        length: number of first tokens that earlier requests had.
-        before, after: the state in front of the first token, and in front of the first from
-            `length` on.
-        end: set to the state after the last token.
-    """
-
-    length: int = 0
-    before: tuple[float | None, bool] = (None, False)
-    after: tuple[float | None, bool] = (None, False)
-    end: tuple[float | None, bool] = (None, False)
-
-    def next(self, continues: bool, length: int) -> Turn:
-        """The request after this one, of which this had the first tokens or not."""
-        first = self.before if self.length else self.after
-        return Turn(length, first, self.end) if continues else Turn(after=self.end)
-
-
-def amounts(
-    gate: Gate, scores: Sequence[float], positions: Sequence[int] = (), turn: Turn | None = None
-) -> list[float]:
+def amounts(gate: Gate, scores: Sequence[float]) -> list[float]:
     """What a gate multiplies its edit by at each of the tokens that the edit selects.
 
     Args:
         gate: with `hold`, `smooth` or `release`, or without.
         scores: the probe's at these tokens, in order.
-        positions: the positions of these tokens.
-        turn: the request, of a gate that holds for a conversation; its `end` is set.
     """
     found: list[float] = []
     average: float | None = None
     is_open, tokens_left = False, 0
-    if turn is not None:
-        (average, is_open), is_new, turn.end = turn.before, False, turn.after
-    for nth, score in enumerate(scores):
-        if turn is not None and positions[nth] >= turn.length and not is_new:
-            (average, is_open), is_new = turn.after, True
+    for score in scores:
         if average is None or gate.smooth is None:
             average = float(score)
         else:
@@ -74,12 +44,10 @@ def amounts(
         stays = gate.threshold if gate.release is None else gate.release
         if average > gate.threshold or (is_open and average > stays):
             is_open, tokens_left = True, gate.hold if isinstance(gate.hold, int) else 0
-        elif is_open and not isinstance(gate.hold, str):
+        elif is_open and gate.hold != "rest":
             is_open = tokens_left > 0
             tokens_left -= 1
         found.append(1.0 if is_open else 0.0)
-        if turn is not None and positions[nth] >= turn.length:
-            turn.end = average, is_open
     return found
 
 
@@ -129,29 +97,6 @@ class Request:
     states: list[int]
     h: list[Tensor]
     ids: list[int]
-    starts: list[Start]
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a state starts from: `before` `position`, and `after` from there on; (s, left) each."""
-
-    position: int
-    before: tuple[float, int]
-    after: tuple[float, int]
-
-    def row(self) -> list[int]:
-        parts = [(_bits(score), left) for score, left in (self.before, self.after)]
-        return [self.position, *parts[0], *parts[1]]
-
-
-def _bits(score: float) -> int:
-    return int(np.float32(score).view(np.int32))
-
-
-def random_start(draw: random.Random) -> Start:
-    states = [(0.0, -1), (draw.choice([-2.0, 0.5, 4.0]), 0), (0.0, 1 + layout.HELD)]
-    return Start(draw.choice([0, 0, 4, 9, 200]), draw.choice(states), draw.choice(states))
 
 
 def random_scan(draw: random.Random) -> Scan:
@@ -165,7 +110,7 @@ def random_scan(draw: random.Random) -> Scan:
             opens - draw.choice([0.0, 0.0, 4.0, 9.0]),
             draw.choice([1.0, 0.5, 0.25, 0.3]),
         ),
-        hold=draw.choice([0, 1, 3, layout.HELD] if step else [0, layout.HELD]),
+        hold=draw.choice([0, 1, 3, layout.HELD]) if step else 0,
         step=step,
         vector=torch.tensor([float(draw.randint(-2, 2)) for _ in range(WIDTH)]),
         ids=tuple(draw.sample(range(VOCABULARY), 2)) if draw.random() < 0.4 else (),
@@ -176,24 +121,19 @@ def random_scan(draw: random.Random) -> Scan:
     )
 
 
-def expected_score(scan: Scan, start: Start, request: Request, position: int) -> np.float32:
+def expected_score(scan: Scan, request: Request, position: int) -> np.float32:
     """The score at a position, from all before it, one after the other in float32."""
     a, opens, closes, weight = map(F, scan.numbers)
-    average, left = F(start.before[0]), start.before[1]
-    is_new = False
+    average, left = F(0), -1
     for at in range(position + 1):
-        if not scan.reads(at):
-            continue
-        if at >= start.position and not is_new:
-            is_new, average, left = True, F(start.after[0]), start.after[1]
-        if not scan.applies(request.ids[at]):
+        if not scan.reads(at) or not scan.applies(request.ids[at]):
             continue
         score = F(float(request.h[at] @ scan.vector)) + a
         first = left < 0 or weight == 1
         average = score if first else average + weight * (score - average)
         is_kept = average > (closes if left > 0 else opens)
         left = 1 + scan.hold if is_kept else max(left - 1, 0)
-    return F(left > 0) if scan.step else F(layout.OPEN) if left > 1 else average
+    return F(left > 0) if scan.step else average
 
 
 def random_steps(
@@ -208,9 +148,9 @@ def random_steps(
     draw = random.Random(seed)
     scans = [random_scan(draw) for _ in range(SCANS)]
     requests = [
-        Request([0, 2], [0, 3], [], [], [random_start(draw), random_start(draw)]),
-        Request([1], [1], [], [], [random_start(draw)]),
-        Request([2], [4], [], [], [random_start(draw)]),
+        Request([0, 2], [0, 3], [], []),
+        Request([1], [1], [], []),
+        Request([2], [4], [], []),
     ]
     rows = 40
     tokens, table, instructions, params, lists, bank = _tables(scans)
@@ -230,11 +170,10 @@ def random_steps(
             del request.h[len(request.h) - back :], request.ids[len(request.ids) - back :]
             count = draw.choice([1, 1 + DRAFTS, 11])
             drafted[nth] = min(count - 1, DRAFTS)
-            columns = zip(request.scans, request.states, request.starts, strict=True)
-            for which, state, start in columns:
-                armed[state] = torch.tensor([row, count, 1 + which, *start.row(), SITE])
+            for which, state in zip(request.scans, request.states, strict=True):
+                armed[state] = torch.tensor([row, count, 1 + which, SITE])
             # One of another site, which would write other scores.
-            armed[ELSEWHERE] = torch.tensor([row, count, 1 + which, *start.row(), SITE + 1])
+            armed[ELSEWHERE] = torch.tensor([row, count, 1 + which, SITE + 1])
             for _ in range(count):
                 position = len(request.h)
                 halves = torch.tensor(
@@ -257,9 +196,7 @@ def random_steps(
                 params, lists, bank, scores, armed, states,
             ],
             {
-                (at, which): expected_score(
-                    scans[which], request.starts[request.scans.index(which)], request, position
-                )
+                (at, which): expected_score(scans[which], request, position)
                 for at, which, request, position in wanted
             },
         )  # fmt: skip

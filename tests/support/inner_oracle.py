@@ -200,7 +200,7 @@ class InnerOracle(EditOracle):
         inner = one.edit if gate is None else gate.edit
         edit, score = one.edit, None
         if gate is not None and gate.memory:
-            edit, score = self._opened(gate, tap, chosen, one.turn)
+            edit, score = self._opened(gate, tap, chosen)
         elif gate is not None:
             score = self._read_gate(gate, tap, h)[chosen]
         rows = listed_rows(inner, chosen) if len(getattr(inner, "rows", ())) > 1 else None

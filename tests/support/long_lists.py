@@ -17,7 +17,7 @@ from midstream.server.request_field import read_field
 from midstream.spec.act import Flag, Stop, Switch
 from midstream.spec.attention import Attention, Mass, TopKeys
 from midstream.spec.capture import Capture
-from midstream.spec.control_laws import LAWS
+from midstream.spec.control_laws import Threshold
 from midstream.spec.controller import Controller
 from midstream.spec.features import Features
 from midstream.spec.lens import Lens
@@ -182,8 +182,8 @@ def list_of(cls: type, name: str) -> Callable[[int], Any] | None:
 # What is read by its own parser: each is a part of a field above, or of a body below.
 PARTS: dict[type, str] = {
     Mass: "Attention.reduce", TopKeys: "Attention.reduce", Controller: "Controller.edits",
+    Threshold: "Controller.edits",
     Switch: "act", Stop: "act", Flag: "act", **dict.fromkeys(VALUES, "positions"),
-    **{(law if isinstance(law, type) else type(law)): "Controller.edits" for law in LAWS.values()},
 }  # fmt: skip
 
 # The lists of other bodies, by route and field.

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from midstream import Gate, Local, LocalInfo
 from midstream.sites import Tap
 from support.formulas import apply, read_score
-from support.gate_memory import Turn, amounts
+from support.gate_memory import amounts
 
 EVERY_SITE = (
     "resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post"
@@ -54,13 +54,10 @@ PLACES = {
 
 @dataclass(frozen=True)
 class At:
-    """An edit by value, the positions at which it applies, and of a gate of a conversation which
-    request it is.
-    """
+    """An edit by value, and the positions at which it applies."""
 
     edit: Any
     where: Callable[[int], bool] = lambda position: True
-    turn: Turn | None = None
 
 
 @dataclass(frozen=True)
@@ -169,16 +166,14 @@ class EditOracle:
             if read != tap:
                 score = read_score(edit.probe, self._seen.values[read].double().numpy())[chosen]
         if isinstance(edit, Gate) and edit.memory:
-            edit, score = self._opened(edit, tap, chosen, one.turn)
+            edit, score = self._opened(edit, tap, chosen)
         inner = edit.edit if isinstance(edit, Gate) else edit
         several = len(getattr(inner, "rows", ())) > 1
         out = h.copy()
         out[chosen] = apply(edit, h[chosen], score, listed_rows(edit, chosen) if several else None)
         return out
 
-    def _opened(
-        self, gate: Gate, tap: Tap, chosen: Sequence[int], turn: Turn | None
-    ) -> tuple[Gate, np.ndarray]:
+    def _opened(self, gate: Gate, tap: Tap, chosen: Sequence[int]) -> tuple[Gate, np.ndarray]:
         """A gate without memory, and scores for it, that does at some positions what one with
         memory does: it reads what enters its tap, before all edits there.
         """
@@ -190,7 +185,7 @@ class EditOracle:
         if gate.probe.head is not None:
             size = gate.probe.direction.size
             h = h[:, gate.probe.head * size : (gate.probe.head + 1) * size]
-        open_to = np.array(amounts(gate, read_score(gate.probe, h), chosen, turn))
+        open_to = np.array(amounts(gate, read_score(gate.probe, h)))
         if gate.sharpness is None:
             return Gate(gate.edit, gate.probe, 0.5), open_to
         return Gate(gate.edit, gate.probe, 0.0, 1.0), np.log(open_to / (1 - open_to))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from midstream import Controller, Decay, Gate, Probe, Steer, Switch, Threshold
+from midstream import Controller, Gate, Probe, Steer, Switch, Threshold
 from midstream.errors import SpecError
 from support import controlling
 from support.conditions import first_met
@@ -164,7 +164,7 @@ def test_with_drafts_controllers_change_what_is_not_scheduled_and_stop_at_an_acc
     run = Stepped(drafting)
     controllers = {
         **{name: Threshold("p", above=at, on=0.5, off=1.5) for name, at in limits.items()},
-        "decay": Decay(5, least=0.05),
+        "halving": Controller("halving"),
         "limit": Controller("limit"),
         "none": None,
     }
@@ -182,7 +182,7 @@ def test_with_drafts_controllers_change_what_is_not_scheduled_and_stop_at_an_acc
             assert (one.scale == 0.5) in (scores[start - 4 : start] > at).tolist()
             changes += 1
     assert changes > 3
-    assert len(outputs["decay"].receipt.versions) > 5
+    assert len(outputs["halving"].receipt.versions) > 5
     ended = outputs["limit"]
     assert (ended.finish_reason, ended.stop_reason) == ("stop", "controller:limit")
     assert 9 <= len(ended.token_ids) < 9 + 3

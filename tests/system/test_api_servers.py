@@ -22,7 +22,6 @@ from support.api_servers import (
     Judge,
     V,
     check,
-    check_turns,
     command,
     folder_of,
     load,
@@ -110,10 +109,6 @@ def test_a_running_request_is_updated_from_the_other_process(both: Both) -> None
     with pytest.raises(ServerError) as caught:
         there.update(output.request_id, scale=1.0)
     assert caught.value.status == 404
-
-
-def test_a_conversation_goes_on_in_the_other_process(both: Both, judge: Judge) -> None:
-    check_turns(both, judge)
 
 
 def test_server_wide_captures_are_those_of_both(both: Both, judge: Judge) -> None:

@@ -34,13 +34,11 @@ from support.nightly import rounds
 from support.oracle import Oracle
 from support.oracle_edits import EVERY_SITE
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
-from support.turns import OPENS, Turns
 from support.updating import check_replay, check_versions, steer, vector
 
 from midstream import (
     Capture,
     Controller,
-    Decay,
     Gate,
     Probe,
     SamplingParams,
@@ -343,8 +341,9 @@ def test_controllers_change_edits_on_both_ranks_before_the_same_step(
 
 
 def check_controllers(llm: Any, model: Model) -> None:
-    """Laws, and declared code that chooses edits and stops: against transformers with the edits of
-    the receipt's versions. The probe and the edits are on the last pipeline stage and on the first.
+    """A threshold, and declared code that chooses edits and stops: against transformers with the
+    edits of the receipt's versions. The probe and the edits are on the last pipeline stage and on
+    the first.
     """
     (own, hook), (calm, calm_hook) = steer(vector(1), 1, 2.0), steer(vector(2), 0, 3.0)
     prompt, last = list(model.families[0][30:50]), tiny.LAYERS - 1
@@ -356,7 +355,7 @@ def check_controllers(llm: Any, model: Model) -> None:
     controllers = [
         Threshold("p", above=middle, on=0.5, off=1.5),
         Controller("script", edits={"calm": calm}),
-        Decay(3),
+        Controller("halving"),
         Controller("raises", on_error="off"),
         None,
     ]
@@ -369,9 +368,9 @@ def check_controllers(llm: Any, model: Model) -> None:
     for output in outputs:
         (found,) = output.outputs
         check_versions(oracle, prompt, found, sets, is_greedy=not GPUS)
-    threshold, script, decay, failed, plain = (output.outputs[0] for output in outputs)
+    threshold, script, halving, failed, plain = (output.outputs[0] for output in outputs)
     assert len(threshold.receipt.versions) > 1
-    assert len(decay.receipt.versions) > 5
+    assert len(halving.receipt.versions) > 5
     assert script.stop_reason == "controller:script"
     assert [one.source for one in script.receipt.versions] == [
         "request", "controller:script/calm", "controller:script",
@@ -381,37 +380,6 @@ def check_controllers(llm: Any, model: Model) -> None:
     ]  # fmt: skip
     assert plain.receipt.versions == ()
     assert plain.token_ids == free.outputs[0].token_ids or GPUS
-
-
-def test_conversations_go_on_over_tensor_ranks(model: Model, tensor: Any) -> None:
-    check_conversations(tensor, model)
-
-
-def check_conversations(llm: Any, model: Model) -> None:
-    """Gates on the first pipeline stage and on the last; and one whose prompts are cached up to the
-    block before the first token that it reads.
-    """
-    oracle = Oracle(model.path, "model.layers", "post_attention_layernorm")
-    captures = {"all": Capture("all"), "generated": Capture("all", phase="generated")}
-
-    def asking(phase: str) -> Callable[[int, list[int], list[Any]], Any]:
-        def ask(_nth: int, prompt: list[int], edits: list[Any]) -> Any:
-            (found,) = llm.generate(
-                tokens(prompt), greedy(5, detokenize=False), edits=edits, use_tqdm=False,
-                capture=captures[phase],
-            )  # fmt: skip
-            hits.append(found.num_cached_tokens)
-            return found.outputs[0]
-
-        return ask
-
-    hits: list[int] = []
-    assert llm.reset_prefix_cache()
-    Turns(oracle).check(asking("all"), "short", with_last=True)
-    long = [one for one in model.families[1][:70] if one != OPENS]
-    Turns(oracle, 40, long).check(asking("generated"), "long")
-    assert hits == [0] * 5 + [32] * 3
-    assert_idle_and_clean(llm)
 
 
 def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> None:
@@ -474,7 +442,6 @@ def test_ranks_give_what_one_rank_gives(
         if places[-1][0]:
             check_no_score_of_two_stages(llm, model)
             check_controllers(llm, model)
-            check_conversations(llm, model)
 
 
 def check_no_score_of_two_stages(llm: Any, model: Model) -> None:

@@ -14,7 +14,7 @@ from midstream.compat.foreign_fields import OWN
 from midstream.errors import SpecError
 from midstream.spec import Capture, Controller, Edit, Plan, Probe
 from midstream.spec.capture import bad_capture
-from midstream.spec.control_laws import Law
+from midstream.spec.control_laws import Threshold
 from midstream.validation import is_int
 
 # One part of a plan or its dict, for all prompts; or a list of parts, or one entry per prompt.
@@ -24,7 +24,7 @@ _EditPart = Edit | Mapping[str, Any] | None
 EditArgument = _EditPart | Sequence[_EditPart | Sequence[_EditPart]]
 _ProbePart = Probe | Mapping[str, Any] | None
 ProbeArgument = _ProbePart | Sequence[_ProbePart | Sequence[_ProbePart]]
-_Controller = Controller | Law | Mapping[str, Any] | str | None
+_Controller = Controller | Threshold | Mapping[str, Any] | str | None
 ControllerArgument = _Controller | Sequence[_Controller]
 
 # A list of these may be the parts of one prompt; lists of captures and of

@@ -38,7 +38,6 @@ from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
-from midstream.runtime.frontend.conversations import Conversations
 from midstream.runtime.frontend.engine_death import fail_streams
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.intake import Intake
@@ -289,11 +288,6 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
     def intake(self) -> Intake:
         """Limits on waiting requests with a plan. Raises RuntimeError before `ready()`."""
         return self._front.intake
-
-    @property
-    def conversations(self) -> Conversations:
-        """States of gates of conversations. Raises RuntimeError before `ready()`."""
-        return self._front.conversations
 
     @property
     def _front(self) -> AsyncFrontEnd:

@@ -26,7 +26,7 @@ from midstream.spec import (
     Replace,
     Steer,
 )
-from midstream.spec.control_laws import LAWS
+from midstream.spec.control_laws import Threshold
 from midstream.spec.operations.plain import PLAIN
 
 VLLM_LENS, EASYSTEER, FORK = "vllm-lens", "EasySteer", "the vLLM fork with steering"
@@ -38,7 +38,7 @@ _IGNORED = ("extra_body", "extra_args", "sampling_params")
 _NEAR = 2  # edits between a name and its misspelling
 # Words within that distance of `midstream` that are names of their own.
 _ENGLISH = ("mainstream",)
-_FORM = ("layer", "layers", "site", "sites", "op", "vector", "positions", "hooks", *LAWS)
+_FORM = ("layer", "layers", "site", "sites", "op", "vector", "positions", "hooks", Threshold.word)
 _MAX_FIELDS = 4096
 _DEPTH = 4  # of lists around something of that form, at most
 
@@ -233,7 +233,7 @@ def _is_slip(name: str, own: str) -> bool:
 
 
 def _has_form(value: object, depth: int = 0) -> bool:
-    """Return whether a value looks like a capture, edit, probe or law, or a list of these."""
+    """Return whether a value looks like a part of a plan, or a list of these."""
     if isinstance(value, (list, tuple)):
         return depth < _DEPTH and any(_has_form(each, depth + 1) for each in value[:8])
     if isinstance(value, Mapping):

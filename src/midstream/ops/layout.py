@@ -48,13 +48,8 @@ With x = ⟨h, read⟩ + a, h the stream on entry, and the state (s, left) of th
     s = x if there is none, else s + d · (x − s)
     left = 1 + hold if s > (c if left > 0 else b), else max(left − 1, 0)
 
-The score is 1 if left > 0, else 0, with `STEP`; without, it is s, or `OPEN` if left > 1: then it is
-the whole state, as `hold` is either 0 or outlasts the request. hold is the column WRITE. A token
-whose id is not listed leaves the state as it is.
-
-Each state belongs to one site. It has a position up to which the tokens are those of earlier
-requests, one start for the first of them that is read, and another for the first that is read at or
-after that position.
+The score is 1 if left > 0, else 0, with `STEP`; without, it is s. hold is the column WRITE. A token
+whose id is not listed leaves the state as it is. Each state belongs to one site.
 """
 
 from __future__ import annotations
@@ -127,11 +122,8 @@ FLOAT16_LIMIT = 32752.0
 SCAN_ROW = 0  # first row
 SCAN_COUNT = 1  # number of rows; 0: the state's request has none in this step
 SCAN_SLOT = 2  # 1 + column of `scores`
-SCAN_FROM = 3  # the position from which the tokens are new to the gate
-SCAN_BEFORE = 4  # (s, left) in front of the first token before that position
-SCAN_AFTER = 6  # (s, left) in front of the first token from there on
-SCAN_SITE = 8  # the code of the site where the SCAN is, as in `table`
-SCAN_COLUMNS = 9
+SCAN_SITE = 3  # the code of the site where the SCAN is, as in `table`
+SCAN_COLUMNS = 4
 
 # scan_states: int32 [states, n, STATE_COLUMNS]: the states after the last n positions of a request.
 # A step may compute positions again, as draft tokens are rejected: it starts from the last state
@@ -141,7 +133,6 @@ STATE_SCORE = 1  # s, the bits of a float32
 STATE_LEFT = 2  # left; −1: no score was read yet
 STATE_COLUMNS = 3
 HELD = 1 << 30  # hold that no request outlasts
-OPEN = (2 - 2**-23) * 2.0**127  # score of a gate that stays open; the largest float32
 
 
 class Op(IntEnum):

@@ -48,7 +48,7 @@ class SiteBuffers(Protocol):
         bank: float32 [V, U], the vectors.
         scores: float32 [rows, slots].
         ring: [R, U], destination of captured vectors.
-        scans: int32 [states, 9], the rows of SCANs in this step.
+        scans: int32 [states, 4], the rows of SCANs in this step.
         scan_states: int32 [states, kept, 3], what they remember.
         mapped: float32 [rows, N], what MAPs make of vectors that are at most N wide; on a GPU, if
             no row: there is no MAP. Not used on a CPU.

@@ -161,32 +161,6 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """A gate of a conversation, at a tap that it reads.
-
-    Attributes:
-        conversation: its id.
-        site, layer: the tap.
-        position: the state of an earlier request held from here on: 0, or the number of rows of
-            that request, if the prompt begins with its tokens. None: no state was known, and the
-            gate began as in the first request of a conversation.
-        is_open: whether it was open after the last token.
-    """
-
-    conversation: str
-    site: str
-    layer: int
-    position: int | None
-    is_open: bool
-
-    def __str__(self) -> str:
-        begun = "new" if self.position is None else f"carried from position {self.position} on"
-        state = "open" if self.is_open else "closed"
-        where = f"{self.site} of layer {self.layer}"
-        return f"gate of conversation {self.conversation} at {where}: {begun}, {state} at the end"
-
-
-@dataclass(frozen=True, slots=True)
 class Nonfinite:
     """Positions with an infinite or NaN value, or with an edit that saturated.
 
@@ -244,9 +218,7 @@ class CaptureResult:
         return replace(joined, paths=paths, manifest=results[-1].manifest)
 
 
-def _plain(
-    counts: Captured | Edited | Probed | Called | Version | Action | Carried,
-) -> dict[str, Any]:
+def _plain(counts: Captured | Edited | Probed | Called | Version | Action) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in counts.__slots__}
 
 
@@ -274,7 +246,6 @@ class Receipt:
         versions: the versions of its plan and where each held, in order; empty if it was never
             changed.
         actions: what probes with an `act` did; of those that did nothing there is none.
-        carried: states of gates of conversations, `Gate(hold="conversation:ID")`.
     """
 
     request_id: str
@@ -292,7 +263,6 @@ class Receipt:
     called: tuple[Called, ...] = ()
     versions: tuple[Version, ...] = ()
     actions: tuple[Action, ...] = ()
-    carried: tuple[Carried, ...] = ()
 
     @property
     def status(self) -> str:
@@ -373,7 +343,6 @@ class Receipt:
                 {**_plain(one), "positions": list(one.positions)} for one in self.versions
             ],
             "actions": [_plain(one) for one in self.actions],
-            "carried": [_plain(one) for one in self.carried],
         }
 
     @staticmethod
@@ -409,7 +378,6 @@ class Receipt:
                 for one in plain.get("versions", ())
             ),
             actions=tuple(Action(**one) for one in plain.get("actions", ())),
-            carried=tuple(Carried(**one) for one in plain.get("carried", ())),
         )
 
     def __str__(self) -> str:
@@ -451,7 +419,6 @@ class Receipt:
             f"  {one.kind} by probe {one.name} at position {one.position}: {one.score:.6g}"
             for one in self.actions
         ]
-        lines += [f"  {one}" for one in self.carried]
         lines += [f"  {one}" for one in self.selected]
         lines += [f"  {name}: a field of {tool}" for name, tool in self.coming_from]
         for sink, kept in self.kept:

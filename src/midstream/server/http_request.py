@@ -82,19 +82,18 @@ class RequestContext:
     refusal: HttpError | None = None
     failure: HttpError | None = None
 
-    def call_plan(self, limits: HttpSettings, owner: str) -> CallPlan:
+    def call_plan(self, limits: HttpSettings) -> CallPlan:
         """Return the plan of an engine call.
 
         Args:
             limits: the server's.
-            owner: see `CallPlan`.
         """
         most = {
             "inline": limits.inline_bytes,
             "handle": min(limits.client_bytes, limits.held_bytes),
             "none": None,
         }[self.request_field.activations]
-        return CallPlan(self.request_field.plan, self.messages, self.template, most, owner=owner)
+        return CallPlan(self.request_field.plan, self.messages, self.template, most)
 
     def track(
         self,

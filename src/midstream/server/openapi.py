@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from midstream.config.config import KEY
 from midstream.server.request_field import RETURNS
 from midstream.server.server import PATHS
-from midstream.spec.control_laws import LAWS
+from midstream.spec.control_laws import Threshold
 from midstream.spec.controller import POLICIES
 from midstream.spec.operations import OPS
 
@@ -65,9 +65,13 @@ def _request_schema() -> dict[str, Any]:
             {"type": "array", "items": {"type": "integer"}},
         ]
     }
-    laws: dict[str, Any] = {word: {"type": "object"} for word in LAWS}
-    laws |= {"declared": {"type": "string"}, "name": {"type": "string"}}
-    laws |= {"on_error": {"enum": list(POLICIES)}, "edits": {"type": "object"}}
+    controller: dict[str, Any] = {
+        Threshold.word: {"type": "object"},
+        "declared": {"type": "string"},
+        "name": {"type": "string"},
+        "on_error": {"enum": list(POLICIES)},
+        "edits": {"type": "object"},
+    }
     edits = one_or_more("Edits, applied in order.", op={"enum": list(OPS)}, layer={}, positions={})
     return {
         "title": _REQUEST,
@@ -106,8 +110,8 @@ def _request_schema() -> dict[str, Any]:
                 act={},
             ),
             "controller": {
-                "description": "Changes the edits by the scores: a declared name, or a law.",
-                "anyOf": [{"type": "string"}, {"type": "object", "properties": laws}],
+                "description": "Changes the edits by the scores: a declared name, or an object.",
+                "anyOf": [{"type": "string"}, {"type": "object", "properties": controller}],
             },
             "activations": {
                 "description": "How to return captured rows that go to no sink.",

@@ -299,7 +299,7 @@ class Server:
         if plan is None:
             params = without_plan(params)
         else:
-            own = context.call_plan(self.settings, context.client if self._has_key else "")
+            own = context.call_plan(self.settings)
             # vLLM gives the calls of other requests numbers, also if there is only one.
             is_numbered, first = context.messages is None, context.calls * params.n
             call = RunningCall(context, request_id, context.client, own, first, is_numbered)
@@ -326,13 +326,12 @@ def _check_plain(params: Any) -> None:
 
 def _join(llm: Any, shared: str | None) -> tuple[Peers | None, SharedFolder | None]:
     """Return the other processes of a server, and the folder by which vectors and steering are
-    theirs and other servers' too; None: there are none. They share the states of conversations.
+    theirs and other servers' too; None: there are none.
     """
     peers = None
     if llm.info.front_ends.count > 1:
         own = own_folder()
         peers, shared = Peers(own, llm.info.front_ends), shared or str(own / "state")
-        llm.conversations.share(own / "conversations")
     return peers, None if shared is None else SharedFolder(shared, llm.vectors, llm.steering)
 
 

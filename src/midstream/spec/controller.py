@@ -1,4 +1,4 @@
-"""`Controller`: a law or code that changes the edits of a running request by its probes' scores."""
+"""`Controller`: what changes the edits of a running request by its probes' scores."""
 
 from __future__ import annotations
 
@@ -10,22 +10,11 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.spec.act import bind_later_edits, read_later_edits
-from midstream.spec.control_laws import (
-    LAWS,
-    Budget,
-    Decay,
-    Law,
-    Observed,
-    Pid,
-    Threshold,
-    emit_law,
-    read_law,
-)
+from midstream.spec.control_laws import Observed, Threshold
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
 from midstream.validation import at, kind, listed, read_fields, read_float32, read_word, show
 
-_LAWS = (Threshold, Pid, Decay, Budget)
 POLICIES = ("keep", "off", "end")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FORMS = 'the name of a declared controller, or {"threshold": {…}}'
@@ -51,23 +40,23 @@ class EditSet:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Controller:
-    """A law or code that is called with a request's new scores, and answers with a scale, a factor
-    on the strength of its edits; or with None, for no change.
+    """A `Threshold` or code that is called with a request's new scores, and answers with a scale, a
+    factor on the strength of its edits; or with None, for no change.
 
     - `mode="async"`: Python code beside an engine, which never waits for it. It may also answer
       with `{"scale": …, "edits": […]}` as in `AsyncLLM.update`; or with `{"stop": True}`, which
       ends the completion some tokens later. While it computes, the engine goes on, and scores
       gather for its next call.
-    - `mode="sync"`: a law, or a controller that was declared at the engine's start, in the engine
-      core between two steps: its answer holds from the next position that is not scheduled yet. It
-      may also answer with `{"edits": name, "scale": …}`, a name of its `edits`, or "" for the
-      request's own; or with `{"stop": True}`, which ends the completion at the last token whose
-      score it was given.
+    - `mode="sync"`: a `Threshold`, or a controller that was declared at the engine's start, in the
+      engine core between two steps: its answer holds from the next position that is not scheduled
+      yet. Declared code may also answer with `{"edits": name, "scale": …}`, a name of its `edits`,
+      or "" for the request's own; or with `{"stop": True}`, which ends the completion at the last
+      token whose score it was given.
 
     A completion that it ends has the finish reason "stop" and the stop reason "controller:NAME".
 
     Attributes:
-        decide: the function, the law, or the name of a declared controller.
+        decide: the function, the `Threshold`, or the name of a declared controller.
         name: its versions in receipts have the source "controller:NAME".
         mode: see above.
         seconds: longest time of one call in `mode="async"`.
@@ -75,7 +64,7 @@ class Controller:
         edits: sets of edits that a declared controller may choose.
     """
 
-    decide: Callable[[Observed], Answer] | Law | str
+    decide: Callable[[Observed], Answer] | str
     name: str
     mode: str
     seconds: float
@@ -84,7 +73,7 @@ class Controller:
 
     def __init__(
         self,
-        decide: Callable[[Observed], Answer] | Law | str,
+        decide: Callable[[Observed], Answer] | str,
         *,
         name: str | None = None,
         mode: Literal["async", "sync"] | None = None,
@@ -96,10 +85,10 @@ class Controller:
 
         Args:
             decide: a function, or an object with `__call__`, which is copied for each request, so
-                that it may keep state; a law of `midstream.spec.control_laws`; or the name of a
-                controller of the setting `controllers`.
-            name: 1 to 64 of the characters A–Z a–z 0–9 _ . -; None: "local", in `mode="sync"` the
-                law's or the declared name.
+                that it may keep state; a `Threshold`; or the name of a controller of the setting
+                `controllers`.
+            name: 1 to 64 of the characters A–Z a–z 0–9 _ . -; None: "local", in `mode="sync"`
+                "threshold" or the declared name.
             mode: None: "sync" for a declared controller, "async" otherwise.
             seconds: longest time of one call in `mode="async"`, in which None is 1; in
                 `mode="sync"` the setting has it.
@@ -124,14 +113,14 @@ class Controller:
             found = found if mode is None else read_word(mode, modes)
             if is_declared and found == "async":
                 raise SpecError("", 'a declared controller runs in mode "sync"')
-            if found == "sync" and not isinstance(decide, (*_LAWS, str)):
+            if found == "sync" and not isinstance(decide, (Threshold, str)):
                 raise SpecError(
                     "",
-                    'in mode="sync" it runs in the engine core\'s process: give a law, or the '
-                    'name of a controller that the engine has by its setting "controllers"',
+                    'in mode="sync" it runs in the engine core\'s process: give a Threshold, or '
+                    'the name of a controller that the engine has by its setting "controllers"',
                 )
         default: Any = decide if found == "sync" else "local"
-        if isinstance(default, _LAWS):
+        if isinstance(default, Threshold):
             default = default.word
         with at("decide" if is_declared and name is None else "name"):
             chosen = _read_name(default if name is None else name)
@@ -145,7 +134,7 @@ class Controller:
             raise SpecError("edits", 'of mode="sync"; in mode="async" it answers with edits')
         if edits and not is_declared:
             raise SpecError(
-                "edits", "a law answers with scales alone; a declared controller chooses edits"
+                "edits", "a Threshold answers with scales; a declared controller chooses edits"
             )
         for attribute, value in (
             ("decide", decide), ("name", chosen), ("mode", found), ("seconds", limit),
@@ -155,8 +144,9 @@ class Controller:
 
     @staticmethod
     def parse(value: object) -> Controller:
-        """Read a controller of `mode="sync"`: a Controller, a law, a declared name, or the JSON
-        form: `{"threshold": {…}}` or `{"declared": name}`, with `name`, `on_error` and `edits`.
+        """Read a controller of `mode="sync"`: a Controller, a Threshold, a declared name, or the
+        JSON form: `{"threshold": {…}}` or `{"declared": name}`, with `name`, `on_error` and
+        `edits`.
 
         Raises:
             SpecError: it is malformed, or a Controller of `mode="async"`.
@@ -165,31 +155,33 @@ class Controller:
             if value.mode == "async":
                 raise SpecError(
                     "mode", 'mode="async" is for the argument `controller` of generate and chat; '
-                    'use a law or a declared controller with mode="sync"'
+                    'use a Threshold or a declared controller with mode="sync"'
                 )  # fmt: skip
             return value
         if isinstance(value, str):
             return Controller(_read_name(value))
-        if isinstance(value, _LAWS):
+        if isinstance(value, Threshold):
             return Controller(value, mode="sync")
         if not isinstance(value, Mapping):
             raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
-        words = (*LAWS, "declared")
-        chosen = [word for word in words if word in value]
+        words = (Threshold.word, "declared")
+        given = read_fields(value, (), (*words, "name", "on_error", "edits"))
+        chosen = [word for word in words if word in given]
         if len(chosen) != 1:
             raise SpecError("", f"expected one of {listed(words)}, got {len(chosen)} of them")
         (word,) = chosen
-        given = read_fields(value, (word,), ("name", "on_error", "edits"))
         with at(word):
             asked = given.pop(word)
-            decide: Any = _read_name(asked) if word == "declared" else read_law(word, asked)
+            decide: Any = _read_name(asked) if word == "declared" else Threshold.parse(asked)
         return Controller(decide, mode="sync", **given)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of a controller of `mode="sync"`, which `parse` reads again."""
-        is_declared = isinstance(self.decide, str)
-        found: dict[str, Any] = {"declared": self.decide} if is_declared else emit_law(self.law)
-        if self.name != (self.decide if is_declared else self.law.word):
+        law = self.law
+        found: dict[str, Any] = (
+            {"declared": self.decide} if law is None else {law.word: law.to_dict()}
+        )
+        if self.name != (self.decide if law is None else law.word):
             found["name"] = self.name
         if self.on_error is not None:
             found["on_error"] = self.on_error
@@ -200,22 +192,9 @@ class Controller:
         return found
 
     @property
-    def law(self) -> Law:
-        """The law. Raises TypeError if it is code or declared."""
-        if not isinstance(self.decide, _LAWS):
-            raise TypeError(f"controller {self.name!r} is no law")
-        return self.decide
-
-    @property
-    def is_law(self) -> bool:
-        """Whether it is a law, which answers with scales alone."""
-        return isinstance(self.decide, _LAWS)
-
-    @property
-    def reads(self) -> str | None:
-        """Name of the probe that its law reads; None: it may read any."""
-        law = self.decide
-        return law.probe if isinstance(law, Threshold | Pid | Budget) else None
+    def law(self) -> Threshold | None:
+        """The `Threshold`, which answers with scales; None: it is code, or declared."""
+        return self.decide if isinstance(self.decide, Threshold) else None
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""

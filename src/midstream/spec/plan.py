@@ -291,23 +291,23 @@ def _check_controller(plan: Plan, controller: Controller) -> None:
     check_law(plan, controller)
     if plan.switches:
         raise SpecError("controller", "the probes of the request switch its edits (Switch) already")
-    read = controller.reads
-    if read is not None and read not in names:
+    law = controller.law
+    if law is not None and law.probe not in names:
         raise SpecError(
-            f"controller.{controller.law.word}.probe",
-            f"the request has no probe {show(read)}; it has {listed(names)}",
+            f"controller.{law.word}.probe",
+            f"the request has no probe {show(law.probe)}; it has {listed(names)}",
         )
 
 
 def check_law(plan: Plan, controller: Controller) -> None:
-    """Check that a request whose controller is a law has edits.
+    """Check that a request whose controller is a `Threshold` has edits.
 
     Raises:
         SpecError: it has none.
     """
-    if controller.is_law and not plan.edits:
+    if controller.law is not None and not plan.edits:
         raise SpecError(
-            "controller", "a law changes the strength of the request's edits: give it `edits`"
+            "controller", "a Threshold changes the strength of the request's edits: give it `edits`"
         )
 
 

@@ -129,7 +129,7 @@ def read_named_edits(value: Mapping[object, object]) -> tuple[Part, ...]:
         for index, one in enumerate(several):
             path = f"{_EDITS}[{index}]"
             with at(path):
-                found.append(Part(path, _for_any(parse_edit(one))))
+                found.append(Part(path, _not_local(parse_edit(one))))
     if not found:
         raise SpecError("", "there is no edit")
     if len(found) > MAX_PARTS:
@@ -266,22 +266,15 @@ def _is_pair(value: object) -> bool:
     )
 
 
-def _for_any(edit: Edit) -> Edit:
-    """Return an edit that any request may have."""
+def _not_local(edit: Edit) -> Edit:
     if isinstance(edit, Local):
         raise SpecError("", "a function is given with each request, as edits=Local(fn, layer=14)")
-    if isinstance(edit, Gate) and edit.memory.conversation is not None:
-        raise SpecError(
-            "hold",
-            "a gate of a conversation is given with each of its requests, as edits=Gate(…); here "
-            'use "rest"',
-        )
     return edit
 
 
 def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart, ...]:
     if isinstance(value, Edit):
-        return (Part("", narrowed(_for_any(value), phase)),)
+        return (Part("", narrowed(_not_local(value), phase)),)
     if isinstance(value, Probe):
         return (ProbePart("", _narrowed_probe(value, phase)),)
     if isinstance(value, (str, Named)) or _is_pair(value):
@@ -293,7 +286,7 @@ def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart,
         assert isinstance(probe, Probe)
         return (ProbePart("", _narrowed_probe(probe, phase)),)
     if "op" in value:
-        return (Part("", narrowed(_for_any(parse_edit(value)), phase)),)
+        return (Part("", narrowed(parse_edit(value), phase)),)
     if "vector" in value or "rows" in value:
         return (Part("", narrowed(Steer.parse(value), phase)),)
     if "name" in value:

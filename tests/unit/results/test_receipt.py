@@ -9,15 +9,7 @@ from dataclasses import fields, replace
 import pytest
 
 from midstream.errors import ReceiptError
-from midstream.results.receipt import (
-    Captured,
-    Carried,
-    Edited,
-    Nonfinite,
-    Probed,
-    Receipt,
-    Selected,
-)
+from midstream.results.receipt import Captured, Edited, Nonfinite, Probed, Receipt, Selected
 
 RECEIPT = Receipt(
     request_id="7",
@@ -127,7 +119,6 @@ def test_its_plain_form_is_json_with_every_field():
         "versions": [],
         "called": [],
         "actions": [],
-        "carried": [],
     }
     assert set(plain) == {"status", *(one.name for one in fields(RECEIPT))}
     full = json.loads(json.dumps(FULL.to_dict()))
@@ -153,20 +144,6 @@ def test_values_that_are_not_finite_make_it_partial_and_are_read_back():
     assert Receipt.from_dict(plain) == found
     del plain["nonfinite"]  # from an older server
     assert Receipt.from_dict(plain).nonfinite is None
-
-
-def test_states_of_conversations_are_told_and_read_back():
-    new, later = Carried("a", "resid_mid", 1, None, False), Carried("b", "resid_post", 2, 57, True)
-    found = replace(RECEIPT, carried=(new, later))
-    assert str(found).splitlines()[-2:] == [
-        "  gate of conversation a at resid_mid of layer 1: new, closed at the end",
-        "  gate of conversation b at resid_post of layer 2: carried from position 57 on, open at "
-        "the end",
-    ]
-    plain = json.loads(json.dumps(found.to_dict()))
-    assert Receipt.from_dict(plain) == found
-    del plain["carried"]  # from an older server
-    assert Receipt.from_dict(plain).carried == ()
 
 
 def test_receipts_are_values():

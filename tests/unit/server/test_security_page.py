@@ -208,21 +208,3 @@ def test_a_mistake_of_a_client_is_logged_without_a_traceback():
         theirs.removeHandler(handler)
         logging.getLogger("midstream").removeHandler(handler)
     assert [one.exc_info[1].args for one in found] == [("c",)]
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("has_key", [False, True])
-async def test_another_key_has_other_conversations(has_key):
-    """Whoever names the conversation of another client begins a new one."""
-    async with serving(has_key=has_key) as (site, client):
-        edit = {"op": "steer", "vector": [1.0, 0.0, 0.0], "layer": 1}
-        gate = {"op": "gate", "edit": edit, "probe": [1.0, 0.0, 0.0], "hold": "conversation:a"}
-        asked = {"prompt": "abc", "midstream": {"edits": gate}}
-        for key in "aba":
-            headers = {"authorization": f"Bearer {key}"}
-            answer = await client.post("/v1/completions", json=asked, headers=headers)
-            assert answer.status_code == 200
-        plans = [params.extra_args["midstream"] for _, params, _ in site.engine.calls]
-        mine, theirs, again = [plan.owner for plan in plans]
-        assert mine == again
-        assert (mine != theirs) == has_key

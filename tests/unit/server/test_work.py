@@ -284,7 +284,7 @@ async def test_a_large_plan_is_resolved_once_and_in_a_thread(monkeypatch):
         prompt_token_ids=[5] * 700, prompt_is_token_ids=None, sampling_params=params
     )
     steering = (Steer([1.0, 2.0, 2.0], 0),)
-    _, prepared = engine.front.plans.resolve(request, plan, steering, ())
+    prepared = engine.front.plans.resolve(request, plan, steering, ())
     assert len(prepared.plan.edits) == 601
 
 

@@ -26,11 +26,7 @@ _CODE = tl.constexpr(layout.CODE)
 _SCAN_ROW = tl.constexpr(layout.SCAN_ROW)
 _SCAN_COUNT = tl.constexpr(layout.SCAN_COUNT)
 _SCAN_SLOT = tl.constexpr(layout.SCAN_SLOT)
-_SCAN_FROM = tl.constexpr(layout.SCAN_FROM)
-_SCAN_BEFORE = tl.constexpr(layout.SCAN_BEFORE)
-_SCAN_AFTER = tl.constexpr(layout.SCAN_AFTER)
 _SCAN_SITE = tl.constexpr(layout.SCAN_SITE)
-_OPEN = tl.constexpr(layout.OPEN)
 _STATE_POSITION = tl.constexpr(layout.STATE_POSITION)
 _STATE_SCORE = tl.constexpr(layout.STATE_SCORE)
 _STATE_LEFT = tl.constexpr(layout.STATE_LEFT)
@@ -172,12 +168,8 @@ def scan_kernel(
     lefts = tl.load(place + _STATE_LEFT)
     begun = tl.full((), 0, tl.int32)
     last = tl.full((), 0, tl.int32)
-    newest = tl.full((), 0, tl.int32)
-    fresh = tl.load(scan + _SCAN_FROM)
-    smoothed = tl.load(scan + _SCAN_BEFORE).to(tl.float32, bitcast=True)
-    left = tl.load(scan + _SCAN_BEFORE + 1)
-    smoothed_after = tl.load(scan + _SCAN_AFTER).to(tl.float32, bitcast=True)
-    left_after = tl.load(scan + _SCAN_AFTER + 1)
+    left = tl.full((), -1, tl.int32)
+    smoothed = tl.full((), 0.0, tl.float32)
     while row < stop:
         rows = row + lanes
         program = tl.load(tokens + row * _TOKENS)
@@ -223,32 +215,27 @@ def scan_kernel(
                 newest = tl.max(marks, axis=0)
                 is_last = (marks == newest) & (newest > 0)
                 last = tl.max(tl.where(is_last, entries, 0), axis=0)
-                if newest > 0:
-                    left = tl.max(tl.where(is_last, lefts, -1), axis=0)
-                    smoothed = tl.sum(tl.where(is_last, past, 0.0), axis=0)
+                left = tl.max(tl.where(is_last, lefts, -1), axis=0)
+                smoothed = tl.sum(tl.where(is_last, past, 0.0), axis=0)
                 begun += 1
             for nth in range(0, alike):
                 is_nth = lanes == nth
                 x = tl.sum(tl.where(is_nth, read, 0.0), axis=0)
                 position = tl.sum(tl.where(is_nth, positions, 0), axis=0)
                 applies = tl.sum(tl.where(is_nth, applied, 0), axis=0) != 0
-                is_fresh = (position >= fresh) & (newest <= fresh)
-                smoothed = tl.where(is_fresh, smoothed_after, smoothed)
-                left = tl.where(is_fresh, left_after, left)
                 moved = smoothed + weight * (x - smoothed)
                 moved = tl.where((weight == 1.0) | (left < 0), x, moved)
                 is_open = moved > tl.where(left > 0, closes, opens)
                 remaining = tl.where(is_open, 1 + hold, tl.maximum(left - 1, 0))
                 smoothed = tl.where(applies, moved, smoothed)
                 left = tl.where(applies, remaining, left)
-                score = tl.where(left > 1, _OPEN, smoothed)
+                score = smoothed
                 if (flags & _STEP) != 0:
                     score = tl.where(left > 0, 1.0, 0.0)
                 made = tl.where(is_nth, score, made)
                 last = (last + 1) % kept
                 is_new = entries == last
-                newest = 1 + position
-                marks = tl.where(is_new, newest, marks)
+                marks = tl.where(is_new, 1 + position, marks)
                 past = tl.where(is_new, smoothed, past)
                 lefts = tl.where(is_new, left, lefts)
             inside = lanes < alike

@@ -41,7 +41,7 @@ def scan_ref(
         tokens, ids, table, instructions, params, lists, bank: see `midstream.ops.site.SiteBuffers`.
         tally: int32 [rows, 4]. `NONFINITE` is set where a reading is not finite.
         scores: float32 [rows, slots]. Mutated.
-        scans: int32 [n, 9], see `midstream.ops.layout`.
+        scans: int32 [n, 4], see `midstream.ops.layout`.
         states: int32 [n, kept, 3]. Mutated.
     """
     armed: Ints = scans.numpy()
@@ -53,7 +53,7 @@ def scan_ref(
     words: Ints = tokens.numpy()
     every: Ints = instructions.numpy()
     for nth in here.tolist():
-        first, count, slot = armed[nth, : layout.SCAN_FROM].tolist()
+        first, count, slot = armed[nth, : layout.SCAN_SITE].tolist()
         rows = np.arange(first, first + count)
         which = _instruction_of_rows(words[rows, layout.PROGRAM], site, every, slot)
         rows, which = rows[which >= 0], which[which >= 0]
@@ -63,10 +63,9 @@ def scan_ref(
         x = read + params[torch.from_numpy(which), layout.A].numpy()
         applies = _applies(every[which], lists.numpy(), ids.numpy()[rows])
         positions = words[rows, layout.POSITION]
-        state = _State(states[nth].numpy(), armed[nth], int(positions[0]))
+        state = _State(states[nth].numpy(), int(positions[0]))
         columns = (x, positions, applies, params.numpy()[which], every[which])
         for row, one, position, applied, numbers, word in zip(rows, *columns, strict=True):
-            state.reach(int(position))
             if applied:
                 state.update(one, numbers, int(word[layout.WRITE]))
             scores[row, slot - 1] = state.score(bool(word[layout.FLAGS] & _STEP))
@@ -122,36 +121,26 @@ class _State:
 
     Attributes:
         kept: int32 [kept, 3], the states after the last positions.
-        scan: int32 [9], the row of `scans`.
         at: row of `kept` that is written last.
         smoothed: s.
         left: left.
     """
 
     kept: Ints
-    scan: Ints
     at: int
     smoothed: np.float32
     left: int
 
-    def __init__(self, kept: Ints, scan: Ints, position: int) -> None:
+    def __init__(self, kept: Ints, position: int) -> None:
         """Start from the last state before a position, and drop the states from there on."""
-        self.kept, self.scan = kept, scan
+        self.kept = kept
         marks = kept[:, layout.STATE_POSITION]
         marks[marks > position] = 0
         self.at = int(marks.argmax())
-        self._start(scan[layout.SCAN_BEFORE :])
+        self.smoothed, self.left = np.float32(0), -1
         if marks[self.at]:
-            self._start(kept[self.at, layout.STATE_SCORE :])
-
-    def _start(self, numbers: Ints) -> None:
-        """Set the state to the first two numbers."""
-        self.smoothed, self.left = numbers[0].view(np.float32), int(numbers[1])
-
-    def reach(self, position: int) -> None:
-        """Come to a token: the first that is new to the gate has a start of its own."""
-        if position >= self.scan[layout.SCAN_FROM] >= self.kept[self.at, layout.STATE_POSITION]:
-            self._start(self.scan[layout.SCAN_AFTER :])
+            self.smoothed = kept[self.at, layout.STATE_SCORE].view(np.float32)
+            self.left = int(kept[self.at, layout.STATE_LEFT])
 
     def update(self, x: np.float32, numbers: Floats, hold: int) -> None:
         """Read the score of the next token."""
@@ -166,9 +155,7 @@ class _State:
 
     def score(self, step: bool) -> float:
         """Return what gates read."""
-        if step:
-            return float(self.left > 0)
-        return layout.OPEN if self.left > 1 else float(self.smoothed)
+        return float(self.left > 0) if step else float(self.smoothed)
 
     def keep(self, position: int) -> None:
         """Store the state after a position."""

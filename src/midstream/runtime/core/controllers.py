@@ -1,8 +1,8 @@
 """Controllers of running requests, in the engine core: they are given the scores of a step before
 vLLM takes its tokens, and what they answer holds from the next position that is not scheduled.
 
-Laws are called on the thread of the engine's steps, declared controllers in threads of their own
-(`controller_calls`).
+A `Threshold` is called on the thread of the engine's steps, declared controllers in threads of
+their own (`controller_calls`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.step_scores import ScoresOfStep
 from midstream.runtime.vllm.additional_config import controllers_of
 from midstream.runtime.vllm.attributes import CONTROLLED, DECLARED
-from midstream.spec.control_laws import Observed, Threshold, read_law
+from midstream.spec.control_laws import Observed, Threshold
 from midstream.spec.controller import read_answer
 from midstream.validation import kind, read_float32, show
 
@@ -40,10 +40,9 @@ class RunningController:
     Attributes:
         request: vLLM's Request.
         control: the controller.
-        decide: the law, or what is called with what was observed.
-        calls: those of its declared controller; None: it is a law.
-        reads: name of the probe that its law reads; empty: none.
-        slot: column of that probe's scores, if its law is a `Threshold`; None: it is another.
+        decide: a `Threshold`, or what is called with what was observed.
+        calls: those of its declared controller; None: it is a `Threshold`.
+        slot: column of the scores that a `Threshold` reads; None: it is declared.
         choices: index in `control.choices`, by the name of a set of edits and a scale.
         reached: number of positions whose scores were taken. A position is taken once, also if it
             is computed again after a preemption.
@@ -58,7 +57,6 @@ class RunningController:
     control: Control
     decide: Any
     calls: DeclaredCalls | None
-    reads: str
     choices: dict[tuple[str, float], int]
     slot: int | None = None
     reached: int = 0
@@ -88,8 +86,8 @@ class RunningController:
         return bool(self.unseen)
 
     def passes(self, scores: ScoresOfStep, row: int, position: int) -> bool:
-        """Take the scores of one position if its law answers to them with the scale that holds, and
-        keeps its state; return whether that is so. Otherwise nothing is taken.
+        """Take the scores of one position if a `Threshold` answers to them with the scale that
+        holds, and keeps its state; return whether that is so. Otherwise nothing is taken.
 
         Args:
             scores: the scores of the step.
@@ -98,7 +96,7 @@ class RunningController:
         """
         if self.slot is None or position < self.reached:
             return False
-        # At a position that the probe does not read, the law answers what it answered last.
+        # At a position that the probe does not read, it answers what it answered last.
         if not self.decide.holds(scores.column(self.slot)[row], self.answered):
             return False
         self.reached = position + 1
@@ -119,13 +117,9 @@ class RunningController:
         }
         return Observed(self.request.request_id, self.tokens, scores)
 
-    def follow_law(self) -> Decision:
-        """Ask its law, with the scores that it was not given yet."""
-        try:
-            answer = self.decide.follow(self.tokens, self.unseen.get(self.reads, ()))
-        except Exception as error:  # noqa: BLE001 - its request alone fails
-            return self.take_answer(None, _words(error))
-        return self.take_answer(answer)
+    def follow_threshold(self) -> Decision:
+        """Ask its `Threshold`, with the scores that it was not given yet."""
+        return self.take_answer(self.decide.follow(self.unseen.get(self.decide.probe, ())))
 
     def take_answer(self, answer: object, problem: str | None = None) -> Decision:
         """Return what becomes of the request by an answer to all of its scores.
@@ -187,16 +181,14 @@ def controlled(scheduler: Any, request: Any, control: Control) -> RunningControl
             calls = (DECLARED.get(scheduler) or {})[control.declared]
             decide = calls.new()
         else:
-            ((word, given),) = control.law.items()
-            decide = read_law(word, given)
+            decide = Threshold.parse(control.law)
         choices: dict[tuple[str, float], int] = {}
         for nth, one in enumerate(control.choices):
             choices.setdefault((one.edits, one.scale), nth)
-        reads = getattr(decide, "probe", "")
         slot: int | None = None
         if isinstance(decide, Threshold):
-            (slot,) = (probe.slot for probe in control.probes if probe.name == reads)
-        found = RunningController(request, control, decide, calls, reads, choices, slot)
+            (slot,) = (probe.slot for probe in control.probes if probe.name == decide.probe)
+        found = RunningController(request, control, decide, calls, choices, slot)
         CONTROLLED.set(request, found)
     return found
 
@@ -212,7 +204,7 @@ def decide(requests: Sequence[RunningController]) -> list[Decision]:
     batches: dict[int, tuple[DeclaredCalls, list[ControllerCall]]] = {}
     for nth, one in enumerate(requests):
         if one.calls is None and not one.has_failed:
-            found.append(one.follow_law())
+            found.append(one.follow_threshold())
             continue
         found.append(NOTHING)
         if one.calls is not None and not one.has_failed:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from midstream.codecs import Rp8, parse_codec
 from midstream.results.arrays import Heads
-from midstream.runtime.frontend.conversations import Recollection
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.row_reuse import ReusedRows
@@ -25,7 +24,6 @@ class AdmittedRequest:
         routes: destinations of its captured rows.
         reused: rows that it may have from earlier requests; None: every row is computed.
         later: versions of its plan since, by number.
-        recalled: what its gates recall of conversations; None: none of them does.
     """
 
     uid: str
@@ -34,7 +32,6 @@ class AdmittedRequest:
     routes: tuple[SinkRoute, ...] = ()
     reused: ReusedRows | None = None
     later: dict[int, LaterPlan] = field(default_factory=dict)
-    recalled: Recollection | None = None
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
         """Return the attention heads that outputs show of the taps of some captures.

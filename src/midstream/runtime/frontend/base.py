@@ -9,7 +9,6 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ import msgspec
 from midstream.config.config import KEY, from_additional_config
 from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
-from midstream.runtime.frontend.conversations import Conversations
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.engine_use import EngineUse
 from midstream.runtime.frontend.lens_registry import LensRegistry
@@ -92,7 +90,6 @@ class BaseFrontEnd:
         has_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
         self._row_reuse = RowReuse(found.reuse_bytes // share, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
-        self.conversations = Conversations()
         self._resolver = PlanResolver(info, engine)
         self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
         self.lenses = LensRegistry(self.weights, info.shape)
@@ -110,7 +107,7 @@ class BaseFrontEnd:
         sent = self._sent_vectors = [make() for _ in self._workers]
         lookup, layers = self.vectors.lookup, info.shape.num_layers
         length = engine.vllm_config.model_config.max_model_len
-        self.plans = RequestPlans(self._resolver, self.conversations, lookup, layers, length)
+        self.plans = RequestPlans(self._resolver, lookup, layers, length)
         self.changes = PlanChanges(self._resolver, self._admission, sent, lookup, layers)
 
     def concerns(self, params: Any) -> bool:
@@ -158,7 +155,7 @@ class BaseFrontEnd:
         if own is not None:
             self.sinks.check(own)
         before, also = self.steering.plan_edits(), self.captures.current
-        recalled, prepared = self.plans.resolve(request, call_plan, before, also)
+        prepared = self.plans.resolve(request, call_plan, before, also)
         if getattr(request, "resumable", False) and not prepared.is_empty:
             raise SpecError(
                 "",
@@ -169,9 +166,9 @@ class BaseFrontEnd:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         admitted = self._attach_payload(request, prepared, own, also)
         if admitted is not None:
-            given = (prepared.plan, request, call_plan, before, also, admitted.later, recalled)
+            given = (prepared.plan, request, call_plan, before, also, admitted.later)
             self.changes.add(admitted.uid, *given)
-        return replace(admitted, recalled=recalled) if admitted and recalled else admitted
+        return admitted
 
     def _attach_payload(
         self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]

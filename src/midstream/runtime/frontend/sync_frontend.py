@@ -14,7 +14,6 @@ from torch import Tensor
 from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd
-from midstream.runtime.frontend.conversations import first_of_conversation
 from midstream.runtime.frontend.engine_info import describe
 from midstream.runtime.frontend.engine_use import EngineUse
 from midstream.runtime.frontend.request.call_plan import CallPlan
@@ -138,8 +137,6 @@ class FrontEnd(BaseFrontEnd):
         name = request.request_id
         if name in self._running or name in self._outputs.external_req_ids:
             raise _taken(name)
-        if first_of_conversation(plan.plan if isinstance(plan, CallPlan) else plan) is not None:
-            self._fetch_all()  # for what the requests that have ended left
         with self.names.taken(plan) as keep:
             admitted = keep(super().admit(request, plan))
         if admitted is not None:
@@ -316,7 +313,7 @@ class FrontEnd(BaseFrontEnd):
         partial = self._streamer.get(asked.uid)
         before = {} if partial is None else partial.received()
         try:
-            given = (asked.own, asked.reused, asked.later, asked.recalled)
+            given = (asked.own, asked.reused, asked.later)
             results = assemble(one.output, asked.plan, answers, self.info.shape, before, *given)
             finished = FinishedRequest(asked, one.output, self.info.shape, results, partial)
             return deliver(self.sinks, finished)

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 from midstream.runtime.protocol.codec import ProtocolMessage
 from midstream.spec import ResolvedPlan
-from midstream.spec.operations.gate_memory import ScanStart
-from midstream.spec.positions.range_set import intersect, overlay
+from midstream.spec.positions.range_set import overlay
 from midstream.spec.positions.ranges import Ranges
 
 # The mark of positions without edits.
@@ -155,19 +154,5 @@ def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
     for probe in plan.probes:
         if not probe.name and not probe.part_of:
             # What gates read is part of what they do.
-            read: list[object] = [probe.site, probe.layer, probe.steps.digest]
-            parts += _from_start(probe.where.possible, read, probe.start)
+            parts.append((probe.where.possible, [probe.site, probe.layer, probe.steps.digest]))
     return parts
-
-
-def _from_start(
-    ranges: Ranges, content: list[object], start: ScanStart | None
-) -> list[tuple[Ranges, list[object]]]:
-    """Return the parts of what a gate reads, with what it starts from."""
-    if start is None:
-        return [(ranges, content)]
-    position, before, after = start
-    earlier = intersect(ranges, ((0, position),)) if position else ()
-    later = intersect(ranges, ((position, None),))
-    parts = [(earlier, [*content, before]), (later, [*content, position, after])]
-    return [part for part in parts if part[0]]

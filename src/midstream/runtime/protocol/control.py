@@ -8,7 +8,6 @@ from typing import Any
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.spec import ResolvedPlan
-from midstream.spec.control_laws import emit_law
 from midstream.spec.controller import Controller
 from midstream.spec.positions.position_set import Where
 
@@ -46,8 +45,8 @@ class Control(ProtocolMessage, frozen=True, array_like=True):
 
     Attributes:
         name: name of the controller in receipts.
-        law: the JSON form of a law; empty: it is declared.
-        declared: name of the declared controller; empty: it is a law.
+        law: the parameters of a `Threshold`; empty: it is declared.
+        declared: name of the declared controller; empty: it is a `Threshold`.
         on_error: what happens if it fails: "keep", "off" or "end".
         probes: whose scores it is given.
         choices: what it may choose. The first is the plan that the request was sent with, the
@@ -75,7 +74,7 @@ def control_of(
         plan: the plan of its request.
         choices: what it may choose.
     """
-    is_declared = isinstance(controller.decide, str)
+    law = controller.law
     probes = [
         ReadProbe(probe.name, probe.slot, probe.where)
         for probe in plan.probes
@@ -83,8 +82,8 @@ def control_of(
     ]
     return Control(
         name=controller.name,
-        law={} if is_declared else emit_law(controller.law),
-        declared=str(controller.decide) if is_declared else "",
+        law={} if law is None else law.to_dict(),
+        declared=str(controller.decide) if law is None else "",
         on_error=on_error,
         probes=tuple(probes),
         choices=choices,

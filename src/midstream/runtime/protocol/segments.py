@@ -277,9 +277,7 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
             means = (_mean(probe.attention, index, share),) if mine else ()
             parts.append(_Part(probe.where.possible, patterns=means, scored=mine))
         elif index is not None and probe.is_scan:
-            # The last score of a conversation's gate is its state.
-            scored = probe.start is not None and share.returns(index)
-            parts += _selected(index, probe.steps, probe.where, scored)
+            parts += _selected(index, probe.steps, probe.where)
         elif index is not None:
             read = TapProgramStep(index, probe.steps.instructions, probe.steps.digest)
             # Scores are few: the first rank returns all of them, but for those whose parts are on
@@ -304,15 +302,14 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
     return parts
 
 
-def _selected(tap: int, steps: Steps, where: Where, scored: bool = False) -> list[_Part]:
+def _selected(tap: int, steps: Steps, where: Where) -> list[_Part]:
     """Return instructions at one tap for the tokens that are selected, by position and by id."""
     parts = []
     if where.ranges:
-        step = TapProgramStep(tap, steps.instructions, steps.digest)
-        parts.append(_Part(where.ranges, step, scored=scored))
+        parts.append(_Part(where.ranges, TapProgramStep(tap, steps.instructions, steps.digest)))
     for match in where.matches:
         only = TapProgramStep(tap, steps.instructions, steps.digest, match.ids, match.others)
-        parts.append(_Part(match.ranges, only, scored=scored))
+        parts.append(_Part(match.ranges, only))
     return parts
 
 

@@ -9,12 +9,11 @@ import torch
 
 from midstream.errors import NoRoomError
 from midstream.ops import layout
-from midstream.ops.layout import HELD, OPEN, Op
+from midstream.ops.layout import Op
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.step.step_plan import TokenRuns
 from midstream.runtime.worker.tables.device_buffers import Buffers, code, on_device, upload
 from midstream.spec import ResolvedProbe
-from midstream.spec.operations.gate_memory import ScanStart, State
 
 _FREE = -1
 
@@ -51,7 +50,7 @@ class GateStates:
         Args:
             slot: slot of the request.
             segments: of its plan.
-            probes: of its plan, for what its SCANs start from.
+            probes: of its plan, for the sites of its SCANs.
 
         Raises:
             NoRoomError: there are not enough.
@@ -72,7 +71,9 @@ class GateStates:
         self._slots[free] = slot
         self._held += free.size
         self._armed[free] = [
-            _row_of(probe) for probe in probes if probe.is_scan and probe.slot in scores
+            (0, 0, 1 + probe.slot, code(probe.tap))
+            for probe in probes
+            if probe.is_scan and probe.slot in scores
         ]
         states = self._buffers.scan_states
         states.index_fill_(0, on_device(torch.from_numpy(free), states.device), 0)
@@ -148,19 +149,3 @@ class GateStates:
 def _has_rows_of(runs: TokenRuns, last: TokenRuns) -> bool:
     """Return whether a step repeats the rows of another; see `StepPlan.at`."""
     return runs.row is last.row and runs.length is last.length and runs.slot is last.slot
-
-
-def _row_of(scan: ResolvedProbe) -> list[int]:
-    """Return the row of `Buffers.scans` of a state that no step has reached."""
-    start = ScanStart() if scan.start is None else scan.start
-    starts = *_pair(start.before), *_pair(start.after)
-    return [0, 0, 1 + scan.slot, start.position, *starts, code(scan.tap)]
-
-
-def _pair(state: State) -> tuple[int, int]:
-    """Return the two numbers of a state, as in `Buffers.scan_states`."""
-    if state is None:
-        return 0, -1
-    if state == OPEN:
-        return 0, 1 + HELD
-    return int(np.float32(state).view(np.int32)), 0

@@ -50,7 +50,7 @@ class Gate:
         threshold: in units of the score.
         sharpness: not 0; None: a step function.
         hold: once open, for how many more tokens after the last that kept it open; "rest": for all
-            of the request; "conversation:ID": also of later ones with it. None: for none.
+            of the request. None: for none.
         smooth: weight of the newest score in the moving average that is compared, between 0 and 1:
             s ← s + smooth · (score − s), from the first score on. None: each score as it is.
         release: an open gate stays open as long as the score exceeds this, at most the threshold.
@@ -89,7 +89,7 @@ class Gate:
                 `site` and `head`, or a Probe of directions.
             threshold: a number.
             sharpness: a number, or None.
-            hold: "rest", a number of tokens from 1, or "conversation:" and an id; see `read_name`.
+            hold: "rest", or a number of tokens from 1.
             smooth: a number between 0 and 1.
             release: a number, at most `threshold`.
 

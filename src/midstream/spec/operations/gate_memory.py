@@ -1,43 +1,20 @@
-"""Memory of a `Gate`: how its score and its opening depend on earlier tokens of the request, or of
-its conversation.
-"""
+"""Memory of a `Gate`: how its score and its opening depend on earlier tokens of the request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from midstream.errors import SpecError
 from midstream.ops.layout import HELD, Flags, Op
 from midstream.spec.algebra import float32
 from midstream.spec.forms import NumberLike
 from midstream.spec.instructions import Instruction
-from midstream.spec.named_vector import read_name
 from midstream.spec.operation import read_scalar
 from midstream.validation import at, is_int, kind, read_int, show
 
-Hold = int | str  # a number of tokens, "rest" or "conversation:ID"
+Hold = int | str  # a number of tokens, or "rest"
 
-_CONVERSATION = "conversation:"
-_HOLD = '"rest", "conversation:ID", or a number of tokens from 1'
-
-# State of a gate of a conversation: its smoothed score while it is closed, `OPEN` once it is open;
-# None: no token was read yet.
-State = float | None
-
-
-class ScanStart(NamedTuple):
-    """What the gate of a conversation starts from.
-
-    Attributes:
-        position: the tokens below it are those of earlier requests of the conversation.
-        before: state in front of the first token that the gate reads, if that is one of these.
-        after: state in front of the first token that it reads from `position` on.
-    """
-
-    position: int = 0
-    before: State = None
-    after: State = None
+_HOLD = '"rest", or a number of tokens from 1'
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +75,6 @@ class Memory:
         """Whether the gate remembers anything."""
         return not (self.hold is None and self.smooth is None and self.release is None)
 
-    @property
-    def conversation(self) -> str | None:
-        """Id of the conversation for whose rest it stays open; None: there is none."""
-        hold = self.hold
-        named = isinstance(hold, str) and hold.startswith(_CONVERSATION)
-        return str(hold).removeprefix(_CONVERSATION) if named else None
-
     def emit(self) -> dict[str, object]:
         """Return the arguments that are given."""
         every = {"hold": self.hold, "smooth": self.smooth, "release": self.release}
@@ -116,7 +86,6 @@ class Memory:
         Args:
             gate: the GATE of a gate without memory, which reads the stream.
         """
-        step = Flags.STEP if self.conversation is None else Flags.NONE
         return Instruction(
             Op.SCAN,
             read=gate.read,
@@ -124,7 +93,7 @@ class Memory:
             b=gate.b,
             c=gate.b if self.release is None else float32(self.release),
             d=1.0 if self.smooth is None else float32(self.smooth),
-            flags=Flags.COUNTED | (gate.flags & step),
+            flags=Flags.COUNTED | (gate.flags & Flags.STEP),
             hold=HELD if isinstance(self.hold, str) else self.hold or 0,
         )
 
@@ -135,16 +104,14 @@ class Memory:
             gate: as for `scan`.
             slot: of the SCAN.
         """
-        is_open = Flags.STEP in self.scan(gate).flags
+        threshold = 0.5 if Flags.STEP in gate.flags else gate.b
         flags = gate.flags & ~Flags.FRESH
-        return Instruction(Op.GATE, b=0.5 if is_open else gate.b, c=gate.c, flags=flags, slot=slot)
+        return Instruction(Op.GATE, b=threshold, c=gate.c, flags=flags, slot=slot)
 
 
 def _read_hold(value: object) -> Hold:
     if isinstance(value, str):
-        if value.startswith(_CONVERSATION):
-            read_name(value.removeprefix(_CONVERSATION))
-        elif value != "rest":
+        if value != "rest":
             raise SpecError("", f"expected {_HOLD}, got {show(value)}")
         return value
     if not is_int(value):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from midstream.errors import SpecError
@@ -11,15 +10,11 @@ from midstream.sites import Tap, order
 from midstream.spec.instructions import Instruction
 from midstream.spec.operation import refreshed
 from midstream.spec.operations import Edit, Gate
-from midstream.spec.operations.gate_memory import ScanStart
-from midstream.spec.resolve.resolved import ResolvedProbe, Steps, digest_steps
+from midstream.spec.resolve.resolved import Steps
 from midstream.spec.resolve.tap_lookup import check_tapped, find_layer
 from midstream.spec.selection import Layers
 from midstream.spec.shape import ModelShape
 from midstream.validation import at
-
-# Returns what the gate of a conversation starts from, by the conversation's id and the gate's key.
-Recall = Callable[[str, str], ScanStart]
 
 
 def place_of(shape: ModelShape, tap: Tap, layers: Layers) -> int:
@@ -84,38 +79,3 @@ def gated_steps(
     # This gate does not read the stream, so the first instruction that does needs FRESH.
     later = Steps((by_slot, *refreshed(list(steps[1:]))))
     return [here if each == tap else later for each in taps]
-
-
-def gate_key(probe: ResolvedProbe) -> str:
-    """Return what tells the gates of a conversation apart: what a SCAN reads and remembers."""
-    scan = replace(probe.steps.instructions[-1], slot=None)
-    return f"{probe.site} {probe.layer} {digest_steps((scan,))}"
-
-
-def of_conversation(
-    probe: ResolvedProbe, conversation: str, others: Iterable[ResolvedProbe], recall: Recall | None
-) -> ResolvedProbe:
-    """Return the SCAN of a conversation, with what it starts from.
-
-    Args:
-        probe: the SCAN.
-        conversation: the id.
-        others: the probes of the plan so far.
-        recall: returns what it starts from; None: the request may have no such gate.
-
-    Raises:
-        SpecError: it may not, or another SCAN has the same state.
-    """
-    with at("hold"):
-        if recall is None:
-            raise SpecError("", 'only a request\'s own gates hold for a conversation; use "rest"')
-        key = gate_key(probe)
-        for one in others:
-            if one.conversation == conversation and gate_key(one) == key:
-                raise SpecError(
-                    "",
-                    f"two gates of the conversation {conversation!r} read the same at other "
-                    "positions, so that they have no common state; give them the same positions, "
-                    "or conversations of their own",
-                )
-    return replace(probe, start=recall(conversation, key), conversation=conversation)

@@ -20,7 +20,6 @@ from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.operation import refreshed
 from midstream.spec.operations import Edit, Gate, Local, Reconstruct, Route, Steer
-from midstream.spec.operations.gate_memory import Memory
 from midstream.spec.plan import Plan, ServerWide
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
@@ -38,11 +37,9 @@ from midstream.spec.resolve.attention import (
 from midstream.spec.resolve.biases import bias_of, check_sampled, with_switch
 from midstream.spec.resolve.features import resolve_features
 from midstream.spec.resolve.gates import (
-    Recall,
     check_order,
     gate_taps,
     gated_steps,
-    of_conversation,
     place_of,
     row_of,
 )
@@ -72,7 +69,6 @@ def resolve(
     max_tokens: int | None,
     before: tuple[ServerWide, ...] = (),
     also: tuple[Capture, ...] = (),
-    recall: Recall | None = None,
 ) -> ResolvedPlan:
     """Resolve a plan for one model and one prompt.
 
@@ -84,14 +80,13 @@ def resolve(
         before: server-wide edits, applied before the plan's, and server-wide probes. Those that
             select nothing in this request are skipped rather than rejected.
         also: server-wide captures, added after the plan's; skipped likewise.
-        recall: returns what gates of conversations start from; None: there may be none.
 
     Raises:
         SpecError: the model lacks a layer, a site is not tapped, a vector's size is not the
             hidden size, a head does not exist, or nothing is selected. The path is relative to
             `plan.to_dict()`.
     """
-    return _Resolver(shape, prompt, max_tokens, recall).resolve(plan or NOTHING, before, also)
+    return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before, also)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +116,11 @@ _READOUTS: dict[type[Capture], Callable[[Any, int, Where, ModelShape], ResolvedC
 class _Resolver:
     """Resolves one plan; adds the probes that its gates read."""
 
-    def __init__(
-        self, shape: ModelShape, prompt: Prompt, max_tokens: int | None, recall: Recall | None
-    ) -> None:
+    def __init__(self, shape: ModelShape, prompt: Prompt, max_tokens: int | None) -> None:
         if max_tokens is not None and max_tokens < 1:
             raise SpecError("max_tokens", f"expected at least 1, got {max_tokens}")
         self._shape = shape
         self._prompt = prompt
-        self._recall = recall
         self._free_ranges = MAX_RANGES
         self._selections = PromptSelections(prompt, max_tokens)
         self._rows = RowPlacement(prompt, max_tokens)
@@ -138,7 +130,7 @@ class _Resolver:
         self._functions: list[ResolvedFunction] = []
         self._slots = 0
         # Score slots read by gates; gates that read the same score share its slot.
-        self._gate_slots: dict[tuple[Tap, Instruction, Where, str | None], int] = {}
+        self._gate_slots: dict[tuple[Tap, Instruction, Where], int] = {}
 
     def resolve(
         self, plan: Plan | Nothing, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
@@ -332,21 +324,14 @@ class _Resolver:
         self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, True), where))
         return slot
 
-    def _shared_slot(
-        self, tap: Tap, probe: Instruction, where: Where, memory: Memory | None = None
-    ) -> int:
+    def _shared_slot(self, tap: Tap, probe: Instruction, where: Where) -> int:
         """Return the slot of what gates read at a tap, a PROBE or a SCAN without one."""
         # Gates that differ in threshold or sharpness alone share the score of a PROBE.
-        conversation = None if memory is None else memory.conversation
-        key = (tap, probe, where, conversation)
+        key = (tap, probe, where)
         slot = self._gate_slots.get(key)
         if slot is None:
-            slot = self._new_slot()
-            found = ResolvedProbe("", *tap, Steps((replace(probe, slot=slot),)), where)
-            if conversation is not None:
-                found = of_conversation(found, conversation, self._probes, self._recall)
-            self._gate_slots[key] = slot
-            self._probes.append(found)
+            slot = self._gate_slots[key] = self._new_slot()
+            self._probes.append(ResolvedProbe("", *tap, Steps((replace(probe, slot=slot),)), where))
         return slot
 
     def _scanned_steps(
@@ -361,7 +346,7 @@ class _Resolver:
         SCAN at the tap `read`; None: at each tap.
         """
         scan, rest = edit.memory.scan(steps[0]), refreshed(list(steps[1:]))
-        slots = [self._shared_slot(read or tap, scan, where, edit.memory) for tap in taps]
+        slots = [self._shared_slot(read or tap, scan, where) for tap in taps]
         return [Steps((edit.memory.gate(steps[0], slot), *rest)) for slot in slots]
 
     def _new_slot(self) -> int:

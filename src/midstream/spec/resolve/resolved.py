@@ -13,7 +13,6 @@ from midstream.sites import BY_NAME, Tap
 from midstream.spec.act import Act
 from midstream.spec.capture import REDUCING
 from midstream.spec.instructions import Instruction
-from midstream.spec.operations.gate_memory import ScanStart
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.ranges import Ranges, clip, merge
 from midstream.spec.shape import ModelShape
@@ -206,8 +205,6 @@ class ResolvedProbe:
             last is −1. Workers do not have it.
         part_of: name of the probe that reads the last part of the score of several layers, where
             this is an earlier part, without a name; else empty. Workers do not have it.
-        start: of a SCAN of a conversation, whose scores are returned; else None.
-        conversation: its id; else empty. Workers do not have it.
     """
 
     name: str
@@ -219,8 +216,6 @@ class ResolvedProbe:
     act: Act | None = field(default=None, compare=False)
     source: int = field(default=0, compare=False)
     part_of: str = field(default="", compare=False)
-    start: ScanStart | None = None
-    conversation: str = field(default="", compare=False)
 
     @property
     def slot(self) -> int:

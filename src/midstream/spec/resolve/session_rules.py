@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from midstream.errors import SpecError
 from midstream.spec.capture import Capture
-from midstream.spec.operations import Gate
 from midstream.spec.plan import Plan, ServerWide
 from midstream.spec.positions.items import Item, Role, Span, Text, Window, show_item
 from midstream.spec.positions.positions import Positions
@@ -29,9 +28,8 @@ def check_growing(
         also: server-wide captures, added after the plan's.
 
     Raises:
-        SpecError: a controller, an acting probe, a gate of a conversation, or positions with a
-            phase, or with an item that is counted from the prompt's end or located in the prompt's
-            text.
+        SpecError: a controller, an acting probe, or positions with a phase, or with an item that is
+            counted from the prompt's end or located in the prompt's text.
     """
     for index, edit in enumerate(before):
         with at(f"steering[{index}]"):
@@ -57,12 +55,6 @@ def check_growing(
     for index, edit in enumerate(plan.edits):
         with at(f"edits[{plan.origin(index)}]"):
             _check(edit.positions)
-            if isinstance(edit, Gate) and edit.memory.conversation is not None:
-                raise SpecError(
-                    "hold",
-                    "a conversation is of several requests, and a streaming-input session is one; "
-                    'use "rest"',
-                )
 
 
 def _check_act(probe: Probe) -> None:

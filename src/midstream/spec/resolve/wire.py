@@ -19,7 +19,6 @@ from midstream.errors import SpecError
 from midstream.ops.layout import HELD, Flags, Op
 from midstream.sites import NAMES
 from midstream.spec.instructions import Instruction
-from midstream.spec.operations.gate_memory import ScanStart
 from midstream.spec.positions.position_set import Match, Where
 from midstream.spec.positions.range_set import intersect
 from midstream.spec.positions.ranges import Ranges, well_formed
@@ -94,13 +93,12 @@ class ProbeMessage(_Message, frozen=True):
     steps: _Natural | None
     where: Where
     attention: SlottedPattern | None = None
-    start: ScanStart | None = None
 
 
 class PlanMessage(_Message, frozen=True):
     """A `ResolvedPlan` and what its parts share."""
 
-    format: Literal["midstream plan 10"]
+    format: Literal["midstream plan 11"]
     prompt_len: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
     codec: str
     sharded: bool
@@ -141,13 +139,12 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
                 shared.place(probe.steps) if probe.attention is None else None,
                 probe.where,
                 probe.attention,
-                probe.start,
             )
             for probe in plan.probes
         ]
     )
     message = PlanMessage(
-        format="midstream plan 10",
+        format="midstream plan 11",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,
@@ -306,18 +303,7 @@ def _read_probe(given: ProbeMessage, steps: Sequence[Steps]) -> ResolvedProbe:
         raise SpecError("steps", "expected a PROBE or SCAN with a slot")
     if last.op is Op.SCAN and given.name:
         raise SpecError("name", "expected none: a SCAN is read by gates only")
-    if given.start is not None:
-        with at("start"):
-            _check_start(last, given.start)
-    return ResolvedProbe(given.name, given.site, given.layer, found, given.where, start=given.start)
-
-
-def _check_start(scan: Instruction, start: ScanStart) -> None:
-    if scan.op is not Op.SCAN or scan.hold != HELD or Flags.STEP in scan.flags:
-        raise SpecError("", "expected none: this is no SCAN of a conversation")
-    _check_int("position", start.position)
-    if not all(one is None or abs(one) <= FLOAT32_MAX for one in (start.before, start.after)):
-        raise SpecError("", "expected float32 numbers")
+    return ResolvedProbe(given.name, given.site, given.layer, found, given.where)
 
 
 def _read_slotted(given: ProbeMessage, attention: SlottedPattern) -> ResolvedProbe:

@@ -35,7 +35,8 @@ def control(where: Where = EVERYWHERE, on_error: str = "keep", **given: Any) -> 
         VersionChoice(name, scale, PlanVersion(1 + nth, b"%d" % nth, KEYS))
         for nth, (name, scale) in enumerate((n, s) for n in ("", "calm") for s in SCALES)
     ]
-    kind = {"law": {"budget": {"probe": "p", "total": 3.0}}, "declared": "", **given}
+    law = {"probe": "p", "above": 3.0, "on": 0.0, "off": 1.0}
+    kind = {"law": law, "declared": "", **given}
     return Control(
         name="c", on_error=on_error, probes=(ReadProbe("p", 1, where),), choices=tuple(choices),
         **kind,
@@ -157,21 +158,14 @@ def test_a_failure_is_what_the_policy_says(policy, expected):
         assert (found.version.number, found.version.plan) == expected
 
 
-def test_a_law_changes_nothing_with_the_answer_that_holds_and_fails_as_code_does():
-    law = {"threshold": {"probe": "p", "above": 2.0, "on": 0.5, "off": 1.0}}
+def test_a_threshold_changes_nothing_with_the_answer_that_holds():
+    law = {"probe": "p", "above": 2.0, "on": 0.5, "off": 1.0}
     one, numbers = request(control(law=law)), []
     for nth, score in enumerate((1.0, 3.0, 4.0, 1.0, 1.0, 3.0)):
         assert take(one, nth, [score], nth + 1)
         (found,) = decide([one])
         numbers.append(found.version and found.version.number)
     assert numbers == [None, 3, None, 1, None, 3]
-    pid = {"pid": {"probe": "p", "target": 0.0, "kp": 1.0, "step": 0.5}}
-    one = request(control(law=pid, on_error="end"))
-    assert take(one, 0, [float("nan")], 1)
-    (found,) = decide([one])
-    assert found.is_error
-    assert found.reason is not None
-    assert "controller 'c' failed: a score of p is nan" in found.reason
 
 
 def test_a_step_waits_no_longer_than_the_limit_and_the_others_are_called_in_the_next_one():
@@ -247,18 +241,6 @@ class Hostile(dict):
 
     def __iter__(self) -> Any:
         raise RuntimeError("hostile")
-
-
-@pytest.mark.parametrize("score", [np.nan, np.inf])
-def test_a_law_that_raises_fails_alone(score: float) -> None:
-    law = {"pid": {"probe": "p", "target": 1.0, "kp": 0.0, "kd": 1.0}}
-    bad, good = request(control(law=law, on_error="end")), request(control())
-    for one, scores in ((bad, [score, score]), (good, [9.0, 1.0])):
-        assert take(one, 0, scores, PROMPT)
-    failed, kept = decide([bad, good])
-    assert failed.is_error
-    assert "controller 'c' failed" in str(failed.reason)
-    assert kept.version is not None
 
 
 def test_an_answer_that_cannot_be_read_fails_alone() -> None:

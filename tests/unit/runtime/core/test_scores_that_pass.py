@@ -84,11 +84,9 @@ class Draws:
         above = draw.choice([0.5, 1.0, 1e30])
         limits = {"above": above, "below": draw.choice([None, above, 0.0])}
         law = draw.choice([
-            *[{"threshold": {"probe": f"p{slot}", **limits, "on": 0.5}} for slot in range(SLOTS)],
-            {"threshold": {"probe": "p1", **limits, "on": 1.0, "off": 1.0}},
-            {"threshold": {"probe": "p0", **limits, "on": 7.0}},  # which is no choice
-            {"budget": {"probe": "p0", "total": 3.0}}, {"decay": {"half_life": 2, "least": 0.5}},
-            {"pid": {"probe": "p1", "target": 0.0, "kp": 1.0, "step": 0.5}},
+            *[{"probe": f"p{slot}", **limits, "on": 0.5} for slot in range(SLOTS)],
+            {"probe": "p1", **limits, "on": 1.0, "off": 1.0},
+            {"probe": "p0", **limits, "on": 7.0},  # which is no choice
         ])  # fmt: skip
         scales = (1.0, 0.0, 0.5, 1.5, 2.0)
         choices = [VersionChoice("", s, PlanVersion(n, b"", KEYS)) for n, s in enumerate(scales, 1)]
@@ -241,7 +239,7 @@ def check(seed: int) -> None:
 def test_one_new_score_that_changes_nothing_is_not_evaluated(what, monkeypatch):
     where = Where(((0, None),))
     acts = (ActingProbe("p0", 0, where, Condition(above=1.0, for_=2)),)
-    law = {"threshold": {"probe": "p0", "above": 1.0, "on": 0.0, "off": 1.0}}
+    law = {"probe": "p0", "above": 1.0, "on": 0.0, "off": 1.0}
     choices = tuple(VersionChoice("", s, PlanVersion(1, b"", KEYS)) for s in (1.0, 0.0))
     control = Control("c", law, "", "keep", (ReadProbe("p0", 0, where),), choices)
     given = {"acts": acts} if what == "probe" else {"control": control}

@@ -23,7 +23,6 @@ from midstream.spec import (
     Steer,
     Where,
 )
-from midstream.spec.operations.gate_memory import ScanStart
 from midstream.spec.resolve.resolve import resolve
 
 TAP, LATER = ("resid_post", 0), ("resid_post", 1)
@@ -177,24 +176,6 @@ def test_what_a_gate_with_memory_reads_caps_hits_and_what_it_remembers_is_in_the
     found = [keys(**one) for one in ({"hold": 2}, {"hold": 3}, {"smooth": 0.5}, {"release": -1})]
     assert [one.first_read for one in found] == [6] * 4
     assert len({one.marks for one in [*found, keys()]}) == 5
-
-
-def test_what_the_gate_of_a_conversation_starts_from_is_in_the_key_where_it_matters():
-    def keys(start, hold="conversation:a"):
-        gate = Gate(Steer([1.0] * 3, 1), [1.0] * 3, hold=hold)
-        plan = resolve(Plan.make(None, gate), SHAPE, Prompt(8), 4, recall=lambda talk, gate: start)
-        return cache_keys(plan)
-
-    plain = keys(ScanStart())
-    assert (plain.starts, plain.first_read) == ((0,), 0)
-    assert keys(ScanStart(), "conversation:b") == plain
-    later = [keys(ScanStart(5, *state)) for state in ((None, 1.0), (None, 2.0), (3.0, 2.0))]
-    assert [one.starts for one in later] == [(0, 5)] * 3
-    assert later[0].marks[0] == later[1].marks[0] != later[2].marks[0]
-    assert later[0].marks[1] != later[1].marks[1] == later[2].marks[1]
-    found = [keys(one) for one in (ScanStart(0, None, 1.0), ScanStart(6, None, 1.0))]
-    tails = {one.marks[-1] for one in (plain, *later, *found)}
-    assert len(tails) == 5
 
 
 def test_what_a_gate_reads_is_in_the_key():

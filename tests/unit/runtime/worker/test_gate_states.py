@@ -25,7 +25,6 @@ SEGMENT = Segment(
     0, 9, (TapProgramStep(TAPS[TAP], SCAN, Steps(SCAN).digest),), (), program=2, group=0, kind=0
 )
 PROBE = ResolvedProbe("", *TAP, Steps(SCAN), Where(((0, None),)))
-START = [0, 0, -1, 0, -1]
 
 
 @pytest.fixture
@@ -70,8 +69,8 @@ def test_a_state_has_the_rows_of_its_request_and_the_code_of_its_tap():
     states, buffers = states_of([7, 4])
     states.arm(runs_of((4, 3, 1), (9, 0, 3), (7, 4, 2), (7, 6, 5)))
     assert buffers.scans.tolist() == [
-        [4, 7, 3, *START, code(TAP)],
-        [3, 1, 3, *START, code(TAP)],
+        [4, 7, 3, code(TAP)],
+        [3, 1, 3, code(TAP)],
         [0] * layout.SCAN_COLUMNS,
     ]
     states.check_integrity()

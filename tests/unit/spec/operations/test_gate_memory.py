@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from midstream.errors import SpecError
@@ -18,8 +16,6 @@ from midstream.spec import (
     Steer,
     TokenIds,
 )
-from midstream.spec.operations.gate_memory import ScanStart
-from midstream.spec.resolve.gates import gate_key
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.wire import from_bytes, to_bytes
 
@@ -43,8 +39,7 @@ def gates_at(plan, layer):
 
 
 def test_what_is_given_is_emitted_and_read_again():
-    holds: list[dict] = [{"hold": one} for one in ("rest", 16, "conversation:chat-1/a")]
-    for given in (*holds, {"smooth": 0.25, "release": 0.5}, {}):
+    for given in ({"hold": "rest"}, {"hold": 16}, {"smooth": 0.25, "release": 0.5}, {}):
         gate = Gate(STEER, V, 1.0, **given)
         emitted = gate.to_dict()
         assert {name: emitted[name] for name in given} == given
@@ -57,13 +52,8 @@ def test_what_is_given_is_emitted_and_read_again():
 @pytest.mark.parametrize(
     ("given", "path", "problem"),
     [
-        ({"hold": "always"}, "hold", '"rest", "conversation:ID", or a number of .* got \'alw'),
-        ({"hold": "conversation"}, "hold", "got 'conversation'"),
-        ({"hold": "conversation:"}, "hold", "1 to 128 of the characters .* got ''"),
-        ({"hold": "conversation:a b"}, "hold", "got 'a b'"),
-        ({"hold": "conversation:../a"}, "hold", "not starting with a dot or slash"),
-        ({"hold": "conversation:" + "a" * 129}, "hold", "1 to 128"),
-        ({"hold": "conversation:a", "sharpness": 1.0}, "hold", "omit `sharpness`"),
+        ({"hold": "always"}, "hold", 'expected "rest", or a number of tokens from 1, got \'alw'),
+        ({"hold": "conversation:a"}, "hold", "expected .* got 'conversation:a'"),
         ({"hold": 0}, "hold", "a number of tokens from 1, got 0"),
         ({"hold": 1.5}, "hold", "got `float`"),
         ({"hold": True}, "hold", "got `bool`"),
@@ -112,53 +102,6 @@ def test_without_a_place_each_site_of_the_edit_has_a_scan_of_its_own():
     assert [gates_at(plan, layer)[0].slot for layer in (1, 4)] == [0, 1]
     # The scale is the first that reads the stream: the gate reads a score.
     assert Flags.FRESH in plan.edits[0].steps.instructions[1].flags
-
-
-def talking(*edits, start=None):
-    plan, found = Plan.make(None, list(edits)), start or ScanStart()
-    return resolve(plan, SHAPE, Prompt(10), 5, recall=lambda talk, gate: found)
-
-
-def test_the_score_of_a_conversations_scan_is_its_state_and_is_compared_with_the_threshold():
-    gate = Gate(STEER, V, 2.0, hold="conversation:a", smooth=0.5, release=1.5)
-    start = ScanStart(4, None, 0.25)
-    plan = talking(gate, gate, start=start)
-    (probe,) = plan.probes
-    assert (probe.start, probe.conversation) == (start, "a")
-    (scan,) = probe.steps.instructions
-    assert (scan.b, scan.c, scan.d, scan.hold, scan.flags) == (2.0, 1.5, 0.5, HELD, Flags.COUNTED)
-    (read, _) = gates_at(plan, 3)
-    assert (read.b, read.flags, read.slot) == (2.0, Flags.STEP, 0)
-    assert from_bytes(to_bytes(plan)) == plan
-    assert resolved(replace(gate, hold="rest")).probes[0].start is None
-
-
-def test_states_are_those_of_a_conversation_and_of_what_a_gate_reads_and_remembers():
-    def key(gate):
-        return gate_key(talking(gate).probes[0])
-
-    gate = Gate(STEER, Reading(V, layer=1), 1.0, hold="conversation:a")
-    same = (Gate(Scale(2.0, 5, phase="prompt"), gate.probe, 1.0, hold="conversation:b"),)
-    others = (
-        replace(gate, probe=Reading(W, layer=1)),
-        replace(gate, probe=Reading(V, layer=2)),
-        replace(gate, threshold=2.0),
-        replace(gate, smooth=0.5),
-        replace(gate, release=0.5),
-    )
-    assert {key(one) for one in same} == {key(gate)}
-    assert len({key(one) for one in (gate, *others)}) == 1 + len(others)
-
-
-def test_one_state_cannot_be_that_of_two_selections():
-    gate = Gate(STEER, Reading(V, layer=1), 1.0, hold="conversation:a")
-    later = replace(gate, edit=gate.edit.replace(phase="generated"))
-    with pytest.raises(SpecError, match="read the same at other positions") as caught:
-        talking(gate, later)
-    assert caught.value.path == "edits[1].hold"
-    assert len(talking(gate, replace(later, hold="conversation:b")).probes) == 2
-    with pytest.raises(SpecError, match='only a request.s own gates .* use "rest"'):
-        resolved(gate)
 
 
 def test_without_release_a_gate_closes_at_its_threshold_and_with_a_sharpness_reads_the_average():

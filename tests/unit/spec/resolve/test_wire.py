@@ -16,7 +16,7 @@ from support.programs import all_steps
 from unit.spec.strategies import plans_by_length, reads_or_refuses, spoilt
 
 from midstream.errors import SpecError
-from midstream.ops.layout import HELD, Flags, Op
+from midstream.ops.layout import Flags, Op
 from midstream.sites import NAMES
 from midstream.spec import (
     Ablate,
@@ -54,7 +54,7 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 10",
+    "format": "midstream plan 11",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
@@ -96,7 +96,6 @@ MESSAGE = {
                 "last_from": None,
             },
             "attention": None,
-            "start": None,
         }
     ],
     "biases": [],
@@ -124,7 +123,6 @@ READ = {
         },
         4,
     ],
-    "start": None,
 }
 
 
@@ -145,22 +143,6 @@ def test_a_probe_of_attention_is_read_strictly(change, problem):
     if problem is None:
         assert msgspec.msgpack.decode(to_bytes(from_bytes(data)))["probes"] == [READ]
         return
-    with pytest.raises(SpecError, match=problem):
-        from_bytes(data)
-
-
-STARTS = {"position: exp": [-1, None, 1.0], "float32": [0, None, float("nan")], "": [3, 0.5, 2.0]}
-
-
-@pytest.mark.parametrize("problem", STARTS)
-def test_what_a_scan_starts_from_is_read_strictly(problem):
-    scan = [int(Op.SCAN), 1, [], 0.0, 1.0, 1.0, 1.0, 8, 0, 0, None, HELD]
-    probe = {**MESSAGE["probes"][0], "name": "", "steps": 0, "start": STARTS[problem]}
-    data = _packed({**MESSAGE, "steps": [[scan]], "edits": [], "probes": [probe]})
-    if not problem:
-        assert msgspec.msgpack.decode(to_bytes(from_bytes(data)))["probes"] == [probe]
-        problem, scan[7] = "no SCAN of a conversation", int(Flags.COUNTED | Flags.STEP)
-        data = _packed({**MESSAGE, "steps": [[scan]], "edits": [], "probes": [probe]})
     with pytest.raises(SpecError, match=problem):
         from_bytes(data)
 

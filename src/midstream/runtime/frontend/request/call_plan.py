@@ -32,8 +32,6 @@ class CallPlan:
             whose prompt alone has more is rejected before it runs.
         controller: changes its edits between the steps of an engine that its caller steps, in
             `mode="async"`; None: nothing does.
-        owner: the client of a server with keys, whose conversations nobody else's requests go on
-            with (`Gate(hold="conversation:ID")`); "": all callers have the same.
     """
 
     plan: Plan | None
@@ -41,7 +39,6 @@ class CallPlan:
     template: Mapping[str, Any] = field(default_factory=dict)
     most_bytes: int | None = None
     controller: Controller | None = None
-    owner: str = ""
 
     def __deepcopy__(self, _memo: dict[int, object]) -> CallPlan:
         # vLLM copies a request's parameters; an immutable plan can be shared.

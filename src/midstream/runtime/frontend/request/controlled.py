@@ -20,7 +20,7 @@ from midstream.spec.controller import Controller, EditSet
 from midstream.spec.operations.strength import with_strength
 from midstream.spec.positions.work import check_overlaps, check_taps
 from midstream.spec.resolve.resolve import weighed
-from midstream.validation import at, listed, read_float32, show
+from midstream.validation import at, listed, show
 
 
 def with_controller(
@@ -58,7 +58,7 @@ def with_controller(
             raise SpecError(
                 "",
                 f"it chooses from {len(scales)} scales of {len(sets)} sets of edits, and the limit "
-                f"is {MOST_SCALES} versions; use fewer, such as a larger `step`",
+                f"is {MOST_SCALES} versions; use fewer",
             )
         of_plan = len(prepared.plan.edits) + len(prepared.plan.probes)
         of_plan += sum(len(capture.taps) for capture in prepared.plan.captures)
@@ -89,20 +89,19 @@ def _read(
     controller: Controller, declared: Mapping[str, DeclaredController]
 ) -> tuple[tuple[float, ...], str]:
     """Return the scales that a controller may answer, 1 and 0 first, and its policy."""
-    scales: tuple[float, ...] = ()
-    on_error = "keep"
-    if isinstance(controller.decide, str):
-        found = declared.get(controller.decide)
+    law = controller.law
+    if law is not None:
+        scales, on_error = law.scales(), "keep"
+    else:
+        name = str(controller.decide)
+        found = declared.get(name)
         if found is None:
             known = f"declared are {listed(sorted(declared))}" if declared else "none is declared"
             raise SpecError(
                 "",
-                f"the engine has no controller {show(controller.decide)}; {known} by the setting "
-                "`controllers`",
+                f"the engine has no controller {show(name)}; {known} by the setting `controllers`",
             )
         scales, on_error = found.scales, found.on_error
-    else:
-        scales = tuple(read_float32(scale) for scale in controller.law.scales())
     return tuple(dict.fromkeys((1.0, 0.0, *scales))), controller.on_error or on_error
 
 

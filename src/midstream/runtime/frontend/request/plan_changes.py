@@ -327,7 +327,6 @@ class PlanChanges(RunningPlans):
             history.also,
             self._lookup,
             history.prompt,
-            history.recalled,
         )
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from midstream.codecs import Rp8, parse_codec
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.runtime.frontend.conversations import Recollection
 from midstream.runtime.frontend.request.biases import check_biases
 from midstream.runtime.frontend.request.budget import (
     all_taps,
@@ -121,7 +120,6 @@ class PlanResolver:
         also: tuple[Capture, ...],
         lookup: Lookup,
         request: Any,
-        recalled: Recollection | None = None,
     ) -> PreparedPlan:
         """Prepare the plan of a request.
 
@@ -131,7 +129,6 @@ class PlanResolver:
             also: captures of every request, which come after its own.
             lookup: returns what is registered under a name.
             request: vLLM's EngineCoreRequest.
-            recalled: what its gates recall of conversations; None: none of them does.
 
         Raises:
             SpecError: the plan cannot be carried out for this request.
@@ -142,10 +139,9 @@ class PlanResolver:
         if known is not None:
             return known
         plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
-        is_read = read_prompts(before, also) or recalled is not None
-        if is_read or (plan is not None and plan.needs_prompt):
+        if read_prompts(before, also) or (plan is not None and plan.needs_prompt):
             prompt = self._prompt(request, call_plan)
-            return self._finish(plan, before, also, prompt, max_tokens, recalled)
+            return self._finish(plan, before, also, prompt, max_tokens)
         # Destinations of rows make no difference here, and may differ for each request.
         shared = None if plan is None else plan.without_places()
         prepared = self._by_length(shared, before, also, _prompt_len(request), max_tokens)
@@ -221,11 +217,9 @@ class PlanResolver:
         also: tuple[Capture, ...],
         prompt: Prompt,
         max_tokens: int | None,
-        recalled: Recollection | None = None,
     ) -> PreparedPlan:
         given, plan = plan, bound(plan, self._engine, self.registries)
-        recall = None if recalled is None else recalled.start
-        resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, also, recall)
+        resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, also)
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
             own = () if plan is None else plan.captures
@@ -268,7 +262,7 @@ class PlanResolver:
         prepared = PreparedPlan(resolved, need, packed, cache_keys(resolved))
 
         def prepare(later: Plan) -> PreparedPlan:
-            return self._finish(later, before, also, prompt, max_tokens, recalled)
+            return self._finish(later, before, also, prompt, max_tokens)
 
         prepared = with_switches(prepared, given, prepare, self._info.room)
         prepared = with_controller(prepared, given, prepare, self._info.room, self._declared)

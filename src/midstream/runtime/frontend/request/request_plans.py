@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from midstream.runtime.frontend.conversations import Conversations, Recollection
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, read_prompts
@@ -24,8 +23,6 @@ from midstream.spec.resolve.tap_lookup import size_of
 # Taps, parts, positions and tokens of a plan that is resolved in some 20 ms.
 _LONG = 1024
 
-# What the gates of a request recall of conversations, and its plan.
-Resolved = tuple[Recollection | None, PreparedPlan]
 Others = tuple[tuple[ServerWide, ...], tuple[Capture, ...]]
 
 
@@ -43,7 +40,7 @@ class _Ahead:
     tokens: list[int]
     max_tokens: int | None
     others: Others
-    resolved: Resolved
+    resolved: PreparedPlan
 
 
 class RequestPlans:
@@ -52,7 +49,6 @@ class RequestPlans:
     def __init__(
         self,
         resolver: PlanResolver,
-        conversations: Conversations,
         lookup: Lookup,
         num_layers: int,
         max_length: int,
@@ -61,20 +57,18 @@ class RequestPlans:
 
         Args:
             resolver: resolves plans.
-            conversations: what gates recall.
             lookup: returns what is registered under a name.
             num_layers: number of layers of the model.
             max_length: the longest request, in tokens.
         """
         self._resolver = resolver
-        self._conversations = conversations
         self._lookup = lookup
         self._num_layers = num_layers
         self._max_length = max_length
         self._ahead: dict[CallPlan, _Ahead] = {}
 
-    def resolve(self, request: Any, call_plan: CallPlan, *others: Any) -> Resolved:
-        """Return what a request's gates recall of conversations, and its plan.
+    def resolve(self, request: Any, call_plan: CallPlan, *others: Any) -> PreparedPlan:
+        """Return a request's plan.
 
         Args:
             request: vLLM's EngineCoreRequest, or as much of it as `PlanResolver.resolve` reads.
@@ -122,10 +116,8 @@ class RequestPlans:
         call_plan: CallPlan,
         before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
-    ) -> Resolved:
-        recalled = self._conversations.of(request, call_plan.plan, call_plan.owner)
-        given = (self._lookup, request, recalled)
-        return recalled, self._resolver.resolve(call_plan, before, also, *given)
+    ) -> PreparedPlan:
+        return self._resolver.resolve(call_plan, before, also, self._lookup, request)
 
     def _is_long(
         self,
@@ -159,8 +151,7 @@ def _request_of(prompt: Any, params: Any, max_length: int) -> Any:
     return SimpleNamespace(
         prompt_token_ids=tokens,
         prompt_is_token_ids=None,
-        cache_salt=prompt.get("cache_salt"),
         sampling_params=SimpleNamespace(
-            max_tokens=max_length - len(tokens) if most is None else most, n=params.n
+            max_tokens=max_length - len(tokens) if most is None else most
         ),
     )

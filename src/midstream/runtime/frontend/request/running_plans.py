@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.runtime.frontend.conversations import Recollection
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.spec import Capture, Plan, ResolvedPlan
@@ -49,7 +48,6 @@ class PlanHistory:
         before: server-wide edits when it was admitted, which it keeps.
         also: server-wide captures, likewise.
         prompt: its prompt.
-        recalled: what its gates recall of conversations; None: none of them does.
         edits: the edits given last, with names bound.
         origins: see `Plan`, of these edits.
         later: versions of its plan by number, from 1 on.
@@ -64,7 +62,6 @@ class PlanHistory:
     before: tuple[ServerWide, ...]
     also: tuple[Capture, ...]
     prompt: PromptOfRequest
-    recalled: Recollection | None
     edits: tuple[Edit, ...] = ()
     origins: tuple[int, ...] = ()
     later: dict[int, LaterPlan] = field(default_factory=dict)
@@ -111,7 +108,6 @@ class RunningPlans:
         before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
         later: dict[int, LaterPlan],
-        recalled: Recollection | None,
     ) -> None:
         """Add a request that is admitted.
 
@@ -122,7 +118,6 @@ class RunningPlans:
             call_plan: its own plan.
             before, also: server-wide edits and captures.
             later: the versions that its probes may switch to; gets all later ones.
-            recalled: what its gates recall of conversations; None: none of them does.
         """
         own, asked = call_plan.plan, call_plan
         if own is not None and own.names():
@@ -138,7 +133,6 @@ class RunningPlans:
             before=before,
             also=also,
             prompt=PromptOfRequest.of(request),
-            recalled=recalled,
             edits=() if own is None else own.edits,
             origins=() if own is None else own.origins,
             later=later,

@@ -19,10 +19,8 @@ from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup, numbers_of
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
-from midstream.runtime.frontend.conversations import Recollection
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.results.actions import Sent, tokens_of_rows
-from midstream.runtime.frontend.results.carried import left_states
 from midstream.runtime.frontend.results.receipts import make_receipt
 from midstream.runtime.frontend.row_reuse import ReusedRows
 from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
@@ -71,7 +69,6 @@ def assemble(
     own: Plan | None = None,
     reused: ReusedRows | None = None,
     later: Mapping[int, LaterPlan] = MappingProxyType({}),
-    recalled: Recollection | None = None,
 ) -> dict[int, CompletionResults]:
     """Assemble the workers' results of a finished request.
 
@@ -84,8 +81,6 @@ def assemble(
         own: the request's own plan, as given; None: it has none.
         reused: rows that it may have from earlier requests; None: every row was computed.
         later: later versions of the plan, by number.
-        recalled: what its gates recall of conversations, and where they leave their states; None:
-            there are none.
 
     Returns:
         The results of each completion, by its index.
@@ -101,8 +96,8 @@ def assemble(
         probes = _probes(plan, sent, tokens)
         earlier = before.get(completion.index, ())
         kept: list[ResultBlock] = []
-        # Receipts of reduced rows, and of what probes do and leave, depend on values.
-        acts = recalled is not None or any(probe.act is not None for probe in plan.probes)
+        # Receipts of reduced rows, and of what probes do, depend on values.
+        acts = any(probe.act is not None for probe in plan.probes)
         if earlier or reused is not None or later or acts or plan.reduced:
             nothing = _no_rows_once(plan, shape)
             computed = joined_blocks(parts) if plan.captures else []
@@ -111,13 +106,10 @@ def assemble(
             every = _activations(plan, [*earlier, *blocks], tokens, nothing)
             is_bare = any(block.is_bare for block in earlier)
             activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
-            left = left_states(plan, recalled, sent, tokens)
             receipt = make_receipt(
                 output.request_id, plan, parts, completion, tokens, every, probes, coming_from,
-                later, left,
+                later,
             )  # fmt: skip
-            if recalled is not None and not receipt.problems and not receipt.nonfinite:
-                recalled.keep(left.states, tokens)
         else:
             key = ("results", *[part.outline for part in parts], coming_from, *_ending(completion))
             given = plan, parts, completion, tokens, shape, probes, coming_from

@@ -153,14 +153,13 @@ class AsyncCompletion:
             generated, inputs = call.stream.generated, call.session.inputs
             whole, plan = as_one_request(output, generated, inputs, plan, answers)
         before = {} if call.partial_rows is None else call.partial_rows.received()
-        asked = call.admitted
-        known = (asked.own, asked.reused, asked.later, asked.recalled)
+        admitted = call.admitted
+        known = (admitted.own, admitted.reused, admitted.later)
         given = (whole, plan, answers, self._shape, before, *known)
         if sum(len(answer.data) for answer in answers) > _THREAD_BYTES:
             results = await asyncio.to_thread(assemble, *given)
         else:
             results = assemble(*given)
-        admitted = call.admitted
         if plan is not admitted.plan:
             admitted = replace(admitted, plan=plan)
         finished = FinishedRequest(admitted, whole, self._shape, results, call.partial_rows)

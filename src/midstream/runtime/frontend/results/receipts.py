@@ -28,7 +28,6 @@ from midstream.results.receipt import (
 )
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.results.actions import actions_of
-from midstream.runtime.frontend.results.carried import NOTHING_LEFT, LeftStates
 from midstream.runtime.frontend.results.held_plans import HeldPlan, held_plans
 from midstream.runtime.frontend.results.reduced import num_reduced
 from midstream.runtime.protocol.results import WorkerResult
@@ -54,7 +53,6 @@ def make_receipt(
     probes: Probes | None,
     coming_from: tuple[tuple[str, str], ...] = (),
     later: Mapping[int, LaterPlan] = MappingProxyType({}),
-    left: LeftStates = NOTHING_LEFT,
 ) -> Receipt:
     """Return the receipt of one completion.
 
@@ -68,10 +66,9 @@ def make_receipt(
         probes: scores of the completion; None: the plan has no named probes.
         coming_from: fields of other tools that the plan was made of, see Plan.
         later: later versions of the plan, by number.
-        left: the states of its gates of conversations.
     """
     length = len(tokens)
-    problems = [*left.problems]
+    problems: list[str] = []
     if completion.finish_reason == "error":
         problems.append(str(completion.stop_reason or "the engine ended it with an error"))
     problems += [f"{part.problem} (worker {part.worker.place})" for part in parts if part.problem]
@@ -134,7 +131,6 @@ def make_receipt(
         called=_called(plan, parts, length, tokens),
         versions=versions,
         actions=actions_of(plan, completion, length, probes, held),
-        carried=left.entries,
     )
 
 

@@ -37,7 +37,7 @@ class Buffers:
         ring: [R, U] in the model's dtype, captured vectors until they are copied to the host.
         mapped: float32 [T, hidden] on a GPU where there is room for maps, else without rows: what
             maps make of each row at a site.
-        scans: int32 [G, 9], which rows of the next forward pass gates with memory read, for each
+        scans: int32 [G, 4], which rows of the next forward pass gates with memory read, for each
             state. G is the setting `gate_states`.
         scan_states: int32 [G, n, 3], what they remember, after each of the last n positions.
         sae: what reconstructions by SAEs need; None: no tap has any.

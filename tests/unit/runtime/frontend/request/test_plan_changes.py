@@ -70,7 +70,7 @@ class Engine:
         )
         edits = [{"op": "scale", "factor": 2.0, "layer": 1}]
         call_plan = CallPlan(Plan.make(edits=edits))
-        self.changes.add(uid, EMPTY, request, call_plan, (), (), {}, None)
+        self.changes.add(uid, EMPTY, request, call_plan, (), (), {})
         for nth in range(completions if submitted is None else submitted):
             self.submit(uid, nth)
         return call_plan
@@ -79,7 +79,7 @@ class Engine:
         self.changes.submitted(uid, f"{nth}_cmpl-{uid}")
         self.admission.submit(uid, need(uid, 1), lambda: None)
 
-    def resolve(self, call_plan, before, also, lookup, prompt, recalled):
+    def resolve(self, call_plan, before, also, lookup, prompt):
         """As the resolver: a plan takes a row for each edit."""
         if prompt.prompt_token_ids in self.refused:
             raise SpecError("edits[0].positions", "the prompt has no such position")

@@ -6,15 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.answers import DEEP, POST, PRE, answer, assembled, output, rows, shape_of, vector
+from support.answers import DEEP, POST, PRE, answer, assembled, rows, vector
 from support.plans import VECTORS, plan_of, probe
 
-from midstream.ops.layout import OPEN
-from midstream.runtime.frontend.conversations import Conversations, Recollection
-from midstream.runtime.frontend.results.assembly import assemble
 from midstream.spec import Flag, Match, ResolvedPlan, ResolvedProbe, Steps, Where
-from midstream.spec.operations.gate_memory import ScanStart
-from midstream.spec.resolve.gates import gate_key
 
 EVERYWHERE = ((0, None),)
 
@@ -141,23 +136,6 @@ def test_requests_of_one_plan_act_by_their_own_scores():
         sent = [answer(("x", [3] * 4, []), taps=[PRE], scores=[table(0, 4, base)])]
         found = assembled(plan, sent).receipt
         assert [one.position for one in found.actions] == where
-
-
-def test_requests_of_one_plan_leave_each_the_state_of_its_own_gate():
-    start = ScanStart()
-    gate = ResolvedProbe(
-        "", *PRE, Steps(probe(slot=0)), Where(EVERYWHERE), start=start, conversation="a"
-    )
-    plan, key = ResolvedPlan(3, (), (), (gate,)), gate_key(gate)
-    for last in (0.5, OPEN, 0.25):
-        found = output()
-        recalled = Recollection(Conversations(), ("", None), found.prompt_token_ids)
-        assert recalled.start("a", key) == start
-        sent = answer(("x", [3] * 4, []), taps=[PRE], scores=[(0, [[0.0]] * 3 + [[last]])])
-        mine = assemble(found, plan, [sent], shape_of(), recalled=recalled)[0]
-        assert [one.is_open for one in mine.receipt.carried] == [last == OPEN]
-        rows = Recollection(recalled._conversations, ("", None), mine.tokens)
-        assert rows.start("a", key) == ScanStart(4, None, last)
 
 
 def test_a_probe_that_was_not_carried_out_is_found_though_a_score_came():
