@@ -82,7 +82,6 @@ def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
     is raised again in place of vLLM's error, which only says that a process failed.
 
     Args:
-        verbose: redirect nothing.
         descriptor: file descriptor of the real output: 1 (stdout) or 2 (stderr).
     """
     from rich.console import Console

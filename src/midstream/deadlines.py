@@ -32,12 +32,7 @@ async def within(
     longer, or if the caller is cancelled.
 
     Args:
-        seconds: longest time.
-        work: what to wait for.
         undo: is called with a result that the caller does not get, because it was cancelled.
-
-    Raises:
-        asyncio.TimeoutError: it took longer.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -55,15 +50,7 @@ async def within(
 
 @asynccontextmanager
 async def locked(lock: asyncio.Lock, seconds: float) -> AsyncIterator[None]:
-    """Hold a lock while the context is open.
-
-    Args:
-        lock: the lock.
-        seconds: longest time to wait for it.
-
-    Raises:
-        asyncio.TimeoutError: it was not free in that time.
-    """
+    """Hold a lock while the context is open."""
     await within(seconds, lock.acquire(), lambda _: lock.release())
     try:
         yield
@@ -93,7 +80,6 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], seconds: float = END_S
 
     Args:
         tasks: the tasks; one that has ended costs nothing.
-        seconds: longest time to wait.
     """
     tasks = tuple(tasks)
     left = {task for task in tasks if not task.done()}

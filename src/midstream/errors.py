@@ -259,7 +259,6 @@ class HttpError(Exception):
     """An HTTP error response.
 
     Attributes:
-        status: HTTP status.
         message: what is wrong, and what would be right.
         param: path of the invalid field; None if no field is invalid.
         retry_after: seconds after which another attempt may succeed; None: not known.

@@ -173,12 +173,7 @@ def _listed(depths: list[int]) -> str:
 
 
 def load_lens(path: str | Path) -> LinearLens:
-    """Read a lens: a folder as `TunedLens.load` does, a file as `JacobianLens.load` does.
-
-    Raises:
-        SpecError: it is neither.
-        OSError: a file cannot be read.
-    """
+    """Read a lens: a folder as `TunedLens.load` does, a file as `JacobianLens.load` does."""
     return TunedLens.load(path) if Path(path).is_dir() else JacobianLens.load(path)
 
 

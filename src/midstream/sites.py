@@ -85,10 +85,7 @@ class Site:
     """One hook point of a layer.
 
     Attributes:
-        name: canonical name.
-        aliases: other accepted names.
         order: rank in the order in which a layer reaches its sites.
-        meaning: one phrase for tables and messages.
         inner: whether it is inside attention or the MLP. The vectors of all others are as wide as
             the residual stream.
         layer: of a site that has no layer, the one whose number it has inside: 0 or −1; None: each

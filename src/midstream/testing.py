@@ -30,9 +30,6 @@ class EngineView:
     """What can be read of any engine."""
 
     def __init__(self, front: BaseFrontEnd) -> None:
-        """Args:
-        front: the engine's front end.
-        """
         self._base = front
 
     @property
@@ -58,11 +55,7 @@ class EngineView:
         return tuple(self._base.sinks.names)
 
     def sink(self, name: str) -> Sink:
-        """Return a sink by its name.
-
-        Raises:
-            KeyError: the engine has no such sink.
-        """
+        """Return a sink by its name."""
         return self._base.sinks._sinks[name]
 
 
@@ -70,9 +63,6 @@ class LLMView(EngineView):
     """What can be read of a `midstream.LLM`."""
 
     def __init__(self, llm: LLM) -> None:
-        """Args:
-        llm: the engine.
-        """
         super().__init__(llm._front_end)
         self._llm = llm
         self._front: FrontEnd = llm._front_end
@@ -86,11 +76,7 @@ class LLMView(EngineView):
         return len(self._front._streamer)
 
     def check_integrity(self) -> None:
-        """Check the invariants of every worker, between steps.
-
-        Raises:
-            AssertionError: one does not hold.
-        """
+        """Check the invariants of every worker, between steps."""
         self._front.check_vectors([self._front._call(CheckIntegrity())])
 
     def arena_used(self) -> dict[str, int]:
@@ -150,20 +136,12 @@ class AsyncLLMView(EngineView):
         self._front: AsyncFrontEnd = llm._front
 
     async def check_integrity(self) -> None:
-        """Wait for the work of calls that have ended, and check that nothing of them is left.
-
-        Raises:
-            AssertionError: something is, here or on a worker.
-        """
+        """Wait for the work of calls that have ended, and check that nothing of them is left."""
         await self._front.check_integrity()
 
 
 def inspect(llm: Any) -> Any:
-    """Return the view of an engine: an `LLMView`, or an `AsyncLLMView`.
-
-    Raises:
-        TypeError: it is not an engine of midstream's.
-    """
+    """Return the view of an engine: an `LLMView`, or an `AsyncLLMView`."""
     from midstream.api.async_llm import AsyncLLM
     from midstream.api.llm import LLM
 

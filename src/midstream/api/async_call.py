@@ -58,9 +58,7 @@ class AsyncEngineCall:
         """Create it.
 
         Args:
-            llm: the engine.
             started: is called when the first output is asked for; see `Started`.
-            arguments: arguments of the call.
             controller: changes its edits while it runs; None: nothing does.
         """
         self._controller = controller

@@ -28,10 +28,7 @@ class ControlledRequest:
         self, controller: Controller, changes: PlanChanges, call_plan: CallPlan, request_id: str
     ) -> None:
         """Args:
-        controller: the controller.
         changes: changes the plans of the engine's requests.
-        call_plan: the request's plan.
-        request_id: its id.
         """
         self._controlled = ControllerRun(controller, request_id)
         self._changes = changes
@@ -45,9 +42,6 @@ class ControlledRequest:
         Args:
             output: vLLM's RequestOutput, with `probes` and `activations`.
             tokens: number of tokens generated so far.
-
-        Raises:
-            ControllerError: it failed, and the request is to end then.
         """
         if self._failure is not None:
             raise self._failure
@@ -100,12 +94,7 @@ def check_controlled(plan: Plan | None, params: Any, controller: Controller) -> 
     """Check that a request has outputs with scores before its last, and edits that can change.
 
     Args:
-        plan: the request's own plan.
-        params: vLLM's SamplingParams.
         controller: its controller in `mode="async"`.
-
-    Raises:
-        SpecError: it has not.
     """
     check_beside(plan, params, controller)
     assert plan is not None

@@ -24,7 +24,6 @@ class DefaultCapture:
     """The capture that applies to every request.
 
     Attributes:
-        layers: the layers.
         prefill: positions for `prefill_hidden_states`: "prompt", "last_prompt" or None.
         decode: whether to fill `hidden_states`.
         last_decode: whether `hidden_states` has the last row only.
@@ -46,12 +45,7 @@ class DefaultCapture:
         last_decode_token: bool,
         last_token_row: bool = False,
     ) -> DefaultCapture:
-        """Create from the arguments of `LLM` or `AsyncLLM`.
-
-        Raises:
-            SpecError: the layers are malformed.
-            ConfigError: the arguments select no positions, or contradict each other.
-        """
+        """Create from the arguments of `LLM` or `AsyncLLM`."""
         prefill = "last_prompt" if last_prefill_token else "prompt" if include_prefill else None
         decode = include_decode or last_decode_token
         if prefill is None and not decode:
@@ -66,11 +60,7 @@ class DefaultCapture:
         return DefaultCapture(parsed, prefill, decode, last_decode_token, last_token_row)
 
     def check(self, shape: ModelShape) -> None:
-        """Check that the layers exist and are tapped.
-
-        Raises:
-            SpecError: one does not, or is not.
-        """
+        """Check that the layers exist and are tapped."""
         find_taps(self.layers, Sites(_SITE), shape, "layers", "midstream.sites")
 
     def join(self, plan: Plan | None, max_tokens: int | None, stream: bool = False) -> Plan | None:
@@ -110,7 +100,6 @@ class DefaultCapture:
         Layers that only the request's own capture has are excluded.
 
         Args:
-            output: vLLM's RequestOutput with its activations.
             num_layers: number of layers of the model.
             prompt_len: number of prompt tokens, for an output before the last, which has no
                 receipt.

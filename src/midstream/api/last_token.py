@@ -32,10 +32,6 @@ class LastTokenRequest:
 
     Attributes:
         prompt: the tokens of the first request, prompt and generated.
-        params: its sampling parameters, with its plan.
-        lora_request: adapter of the first request.
-        completion: the completion that gets the row.
-        default: the capture of every request.
         num_layers: number of layers of the model.
     """
 
@@ -47,11 +43,7 @@ class LastTokenRequest:
     num_layers: int
 
     def add(self, output: Any) -> None:
-        """Add the row to the completion's `hidden_states`.
-
-        Args:
-            output: vLLM's RequestOutput of this request.
-        """
+        """Add the row to the completion's `hidden_states`."""
         self.default.add_last(self.completion, output.outputs[0].activations, self.num_layers)
 
 
@@ -59,13 +51,7 @@ def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
     """Check that the second request would apply the same edits as the first.
 
     Args:
-        default: the capture of every request.
         plan: the request's own plan; None: it has none.
-        front_end: the engine's front end.
-
-    Raises:
-        SpecError: an edit of the request selects positions or a phase, or has a name.
-        UnsupportedError: a server-wide edit does, or there are server-wide captures.
     """
     if not default.last_token:
         return
@@ -96,9 +82,6 @@ def check_controller(default: DefaultCapture | None) -> None:
 
     Args:
         default: the capture of every request; None: there is none.
-
-    Raises:
-        SpecError: the second request would not have its edits.
     """
     if default is not None and default.last_token:
         raise SpecError("controller", "with last_token_row, no controller may change the edits")
@@ -117,10 +100,6 @@ def check_epoch(epoch: int, front_end: Any) -> None:
 
     Args:
         epoch: `steering.epoch` before the first request.
-        front_end: the engine's front end.
-
-    Raises:
-        UnsupportedError: they were changed, or captures of every request were set.
     """
     _check_captures(front_end)
     if front_end.steering.epoch != epoch:
@@ -136,9 +115,6 @@ def check_prompts(default: DefaultCapture | None, prompts: Sequence[Any]) -> Non
     Args:
         default: the capture of every request; None: there is none.
         prompts: prompts or conversations.
-
-    Raises:
-        SpecError: a prompt has other parts: images, embeddings.
     """
     if default is None or not default.last_token:
         return
@@ -177,12 +153,7 @@ def requests_of(
     fills `max_model_len` has none either, with a warning: no further request has room for it.
 
     Args:
-        default: the capture of every request.
-        output: vLLM's last RequestOutput of the request.
-        prompt: its prompt, as given.
-        params: its sampling parameters, with its plan.
         num_layers: number of layers of the model.
-        max_model_len: limit of prompt and generated tokens.
         generated: its generated tokens; None: each completion has them.
     """
     if not default.last_token:

@@ -39,14 +39,8 @@ class OfflineCall:
         """Create it.
 
         Args:
-            llm: the engine.
-            front_end: its front end.
             default: the capture of every request; None: there is none.
-            arguments: arguments of the call.
             prompts: its prompts or conversations.
-
-        Raises:
-            SpecError: the default capture does not support a prompt.
         """
         check_prompts(default, prompts)
         self._llm = llm
@@ -105,11 +99,7 @@ class OfflineCall:
         """Run a call of vLLM; on an error, abort the call's requests.
 
         Args:
-            work: calls vLLM.
             params: what `with_plans` returned.
-
-        Raises:
-            BusyError: another thread uses the engine, or it has requests that were queued before.
         """
         # Outside of the rest: the ids counted there are of this call alone.
         with self._front_end.use.whole_call():
@@ -167,11 +157,7 @@ class OfflineCall:
     def _controlled(
         self, attached: Plan | CallPlan | None, params: SamplingParams, controller: Controller
     ) -> CallPlan:
-        """Return the plan of one prompt with a controller in `mode="async"`.
-
-        Raises:
-            SpecError: the controller cannot change it.
-        """
+        """Return the plan of one prompt with a controller in `mode="async"`."""
         found = attached if isinstance(attached, CallPlan) else CallPlan(attached)
         check_beside(found.plan, params, controller)
         check_controller(self._default)

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         """The output of one prompt.
 
         Attributes:
-            outputs: completions.
             activations: captured rows; None if nothing was captured.
             attention: attention weights by layer; None if none were asked for.
             features: active features of SAEs by name of the `Features`; None without one.

@@ -35,24 +35,13 @@ class Registered(Generic[Weights]):
 
         Args:
             name: their name; what is registered under it is replaced.
-            weights: the weights.
-
-        Raises:
-            SpecError: the name is malformed, the weights are of another model, or there is no
-                memory for them.
-            BusyError: a running request uses what has this name.
         """
         with self._registry.adding(name, weights) as messages:
             for one in messages:
                 self._registry.write(one)
 
     def remove(self, name: str) -> None:
-        """Forget weights.
-
-        Raises:
-            SpecError: there are none of this name.
-            BusyError: a running request uses them.
-        """
+        """Forget weights."""
         self._registry.remove(name)
 
 
@@ -100,9 +89,6 @@ class Lenses(Registered[LinearLens]):
 
         Returns:
             float32 [width], of length 1.
-
-        Raises:
-            SpecError: there is no such token, layer, lens or map, or the model's head is unknown.
         """
         found = self._directions.get(self._directions.place(token, layer, lens, site))
         return torch.from_numpy(found.numpy().copy())

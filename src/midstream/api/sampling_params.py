@@ -112,11 +112,7 @@ class SamplingParams(metaclass=_Factory):
 
 
 def read_plan(given: dict[str, Any]) -> Plan | None:
-    """Return the plan of some arguments of SamplingParams, by name; None if none is given.
-
-    Raises:
-        SpecError: as for SamplingParams.
-    """
+    """Return the plan of some arguments of SamplingParams, by name; None if none is given."""
     own = Plan.make(**{name: given[name] for name in _PLAN if name in given})
     found = tuple(read_edits(given))
     if own is None:

@@ -67,10 +67,6 @@ def check_same_model(llm: Any, shape: ModelShape) -> None:
 
     Args:
         llm: a `midstream.LLM`.
-        shape: dimensions of the twin.
-
-    Raises:
-        SpecError: it is no `midstream.LLM`, or it has another model.
     """
     if not hasattr(llm, "info") or not hasattr(llm, "llm_engine"):
         raise SpecError("llm", f"expected a midstream.LLM, got {kind(llm)}")
@@ -88,12 +84,6 @@ def measure(llm: Any, job: SweepJob, metric: Metric) -> Sweep:
 
     Args:
         llm: a `midstream.LLM`.
-        job: the sweep.
-        metric: its metric.
-
-    Raises:
-        SpecError: the engine does not give what the metric reads.
-        ReceiptError: results differ from their plan.
     """
     job.begin(_outputs(llm, metric, job.first_runs()))
     runs = list(job.runs())

@@ -116,13 +116,9 @@ class _Estimate:
     """The passes of one call.
 
     Attributes:
-        twin: the model.
         llm: the engine that gives the activations; None: the twin does.
-        request: the cells and the metric.
         shown: the metric as it was given, or its name.
-        grid: the cells.
         aligned: position in the clean prompt of each position of the corrupt one.
-        clean, corrupt: token ids of the prompts.
     """
 
     twin: Twin
@@ -226,12 +222,7 @@ def captured_rows(
 
     Args:
         llm: a `midstream.LLM`.
-        tokens: token ids of the prompt.
-        taps: the sites and layers.
         positions: positions in the prompt, in any order.
-
-    Raises:
-        SpecError: the engine does not tap a site.
     """
     from vllm import SamplingParams
 

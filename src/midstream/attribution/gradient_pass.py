@@ -43,15 +43,9 @@ def gradient_pass(
     needed is that of one layer, and of the stream once per layer.
 
     Args:
-        model: its weights need no gradients.
-        tokens: token ids of one request.
-        metric: the metric.
         taps: where to take gradients; at least one.
         gradients: called for each tap in the backward pass, with the metric's derivative.
         rows: called for each tap in the forward pass, with the values.
-
-    Raises:
-        SpecError: the metric is not such a function.
     """
     pending = set(taps)
     starts: dict[Tap, Tensor] = {}
@@ -94,9 +88,6 @@ def plain_pass(
     """Run a model forward; return the logits, float32 [T, V], or the last token's, [1, V].
 
     Args:
-        model: the model.
-        tokens: token ids of one request.
-        taps: where to read values.
         rows: called for each tap, with the values.
         last_only: whether only the last token's logits are computed.
     """

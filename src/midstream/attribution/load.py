@@ -22,14 +22,8 @@ def load_model(files: ModelFiles, *, dtype: Any, device: Any) -> HookedModel:
     """Load a model and find its sites.
 
     Args:
-        files: the model.
         dtype: one of `DTYPES`, or torch's dtype.
         device: name of a device of torch, or the device.
-
-    Raises:
-        MissingExtraError: torch or transformers is not installed.
-        SpecError: the dtype or the device does not exist.
-        UnsupportedError: the weights are quantised, or transformers cannot load the model.
     """
     for package in ("torch", "transformers"):
         MissingExtraError.require(package, "midstream.attribution")
@@ -59,15 +53,7 @@ def load_model(files: ModelFiles, *, dtype: Any, device: Any) -> HookedModel:
 
 
 def check_plain(model: str, config: Any) -> None:
-    """Check that a model's weights are not quantised.
-
-    Args:
-        model: its name, for the message.
-        config: its configuration.
-
-    Raises:
-        UnsupportedError: they are.
-    """
+    """Check that a model's weights are not quantised."""
     text = config.get_text_config(decoder=True)
     found = [getattr(one, "quantization_config", None) for one in (config, text)]
     given = next(filter(None, found), None)

@@ -27,11 +27,7 @@ class LogitFunction:
     last_only: bool
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return the metric's value as a tensor without dimensions.
-
-        Raises:
-            SpecError: the function returned something else.
-        """
+        """Return the metric's value as a tensor without dimensions."""
         value: Any = self.function(logits)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
@@ -52,9 +48,6 @@ def read_with_ids(metric: Any, id_of: Callable[[str], int], vocabulary: int) -> 
         metric: a Metric, its JSON form, or a function.
         id_of: returns the id of a token's text.
         vocabulary: number of token ids.
-
-    Raises:
-        SpecError: another form, or a token that is none.
     """
     if callable(metric) and not isinstance(metric, Metric):
         return metric
@@ -72,9 +65,6 @@ def logit_function(metric: Any, clean: Tensor | None = None) -> LogitFunction:
     Args:
         metric: a Metric whose tokens are ids, or a function of logits.
         clean: logits of the token after the clean prompt, float32 [V]; None: there is none.
-
-    Raises:
-        SpecError: the metric compares two runs, and there is no clean one.
     """
     if not isinstance(metric, Metric):
         return LogitFunction(metric, False)

@@ -33,10 +33,6 @@ class ModelFiles:
 
         Args:
             llm: a `midstream.LLM`.
-
-        Raises:
-            SpecError: it is none.
-            UnsupportedError: its weights are not those of the files.
         """
         try:
             engine = llm.llm_engine.vllm_config

@@ -34,12 +34,7 @@ class PromptReader:
         self._max_length = max_length
 
     def ids(self, prompt: Any) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Raises:
-            SpecError: another form, an empty or too long prompt, an unknown id, or a text and the
-                model has no tokenizer.
-        """
+        """Return the token ids of a prompt."""
         found = self._ids(prompt)
         if not found:
             raise SpecError("", "the prompt has no tokens")
@@ -86,11 +81,7 @@ class PromptReader:
         return self.tokenizer
 
     def id_of(self, text: str) -> int:
-        """Return the id of a text that is one token; see `one_token_id`.
-
-        Raises:
-            SpecError: it is several tokens, or the model has no tokenizer.
-        """
+        """Return the id of a text that is one token; see `one_token_id`."""
         return one_token_id(self._need(f"the token {show(text)}"), text)
 
     def texts(self, ids: list[int]) -> list[str]:
@@ -105,15 +96,7 @@ class PromptReader:
         return Prompt(len(ids), tuple(ids), text)
 
     def select(self, positions: Any, ids: list[int]) -> list[int]:
-        """Return the selected positions of a prompt, ascending.
-
-        Args:
-            positions: any form of Positions.
-            ids: token ids of the prompt.
-
-        Raises:
-            SpecError: it is malformed, or selects nothing.
-        """
+        """Return the selected positions of a prompt, ascending."""
         with at("positions"):
             found = Positions.parse(positions)
         check_row_order(found, len(ids))

@@ -208,9 +208,7 @@ def _estimate(job: Job, write_rate: float | None, as_json: bool, verbose: bool) 
     """Print what a job will write, and return the exit status.
 
     Args:
-        job: the job.
         write_rate: rate of the store in GB/s; None: unknown.
-        as_json: whether to print JSON.
         verbose: whether to log the tracebacks of errors.
     """
     from midstream.jobs.estimate import SAMPLE, estimate_job

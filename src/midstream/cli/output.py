@@ -23,7 +23,6 @@ def refuse(problem: str, as_json: bool) -> typer.Exit:
     """Report that the command was rejected, and return the exception to raise.
 
     Args:
-        problem: the reason.
         as_json: whether to print it as JSON on standard output too.
     """
     typer.echo(f"error: {problem}", err=True)
@@ -46,11 +45,7 @@ def refusals(as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def failures(verbose: bool) -> Iterator[None]:
-    """Convert what vLLM or a library raises into an EngineError of one line.
-
-    Args:
-        verbose: whether to log the traceback.
-    """
+    """Convert what vLLM or a library raises into an EngineError of one line."""
     from midstream.errors import EngineError, MidstreamError
 
     try:
@@ -65,11 +60,7 @@ def failures(verbose: bool) -> Iterator[None]:
 
 
 def read_json_option(name: str, text: str) -> Any:
-    """Parse the JSON text of an option.
-
-    Raises:
-        typer.BadParameter: the text is not valid JSON.
-    """
+    """Parse the JSON text of an option."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -77,11 +68,7 @@ def read_json_option(name: str, text: str) -> Any:
 
 
 def read_numbers(name: str, text: str) -> list[int] | None:
-    """Parse an option of comma-separated integers; None if it is empty.
-
-    Raises:
-        typer.BadParameter: a part is not an integer.
-    """
+    """Parse an option of comma-separated integers; None if it is empty."""
     try:
         return [int(part) for part in text.split(",")] if text else None
     except ValueError:
@@ -89,11 +76,7 @@ def read_numbers(name: str, text: str) -> list[int] | None:
 
 
 def read_positions(text: str) -> Any:
-    """Parse positions: comma-separated words or numbers, or JSON that `Positions` accepts.
-
-    Raises:
-        typer.BadParameter: the text begins with [ or {, but is not valid JSON; or it is null.
-    """
+    """Parse positions: comma-separated words or numbers, or JSON that `Positions` accepts."""
     try:
         found = json.loads(text)
     except ValueError as error:

@@ -98,11 +98,7 @@ def report(
 def _read(
     pairs: Path | None, positive: Path | None, negative: Path | None, questions: Path | None
 ) -> tuple[Sequence[Pair], Sequence[str]]:
-    """Read the files.
-
-    Raises:
-        SpecError: a file is wrong, or the options are not --pairs, or --positive and --negative.
-    """
+    """Read the files."""
     from midstream.demo.prompts import QUESTIONS
     from midstream.report.pairs import read_pairs, read_questions, read_two_files
 

@@ -91,13 +91,8 @@ def server_command(
 
     Args:
         model: folder or name.
-        given: midstream's settings.
         words: arguments for `vllm serve`.
         sinks: sinks as words, besides those of the settings.
-
-    Raises:
-        typer.BadParameter, typer.Exit: an argument or setting is invalid, or midstream is not
-            installed.
     """
     words, in_file = _read_config_file(words)
     words, additional = _take_additional_config(words, in_file)
@@ -166,12 +161,7 @@ def _means(word: str, option: tuple[str, str, str]) -> bool:
 
 
 def _server(model: str, given: list[str]) -> list[str]:
-    """Return the module of vLLM's server and its first arguments.
-
-    Args:
-        model: the model.
-        given: all other arguments.
-    """
+    """Return the module of vLLM's server and its first arguments."""
     MissingExtraError.require("vllm", "midstream serve")
     try:
         version("vllm")
@@ -216,9 +206,6 @@ def _take_additional_config(
 ) -> tuple[list[str], dict[str, Any]]:
     """Return vLLM's arguments without `--additional-config`, and its value joined with the one of
     the file.
-
-    Raises:
-        typer.BadParameter: a value is malformed; or midstream's settings are among the arguments.
     """
     found: dict[str, Any] = {}
     for name, value in in_file.items():

@@ -175,9 +175,6 @@ def read_source_option(text: str, of_features: bool = False) -> Any:
 def read_metric_option(text: str) -> Any:
     """Read a metric: JSON if it begins with {, otherwise `NAME:TOKEN…`. A token that has a colon is
     written as JSON, in double quotes.
-
-    Raises:
-        typer.BadParameter: another form.
     """
     if text.startswith("{"):
         return read_json_option("--metric", text)

@@ -24,14 +24,9 @@ def connected(
     """Return the HTTP client of a client.
 
     Args:
-        make: httpx's class.
-        base_url: URL of the server.
         keys: API key and admin key; None: there is none.
         timeout: timeout of a request in seconds; None: no timeout.
         http: the caller's own HTTP client; None: a new one is made.
-
-    Raises:
-        ConfigError: see `_check`.
     """
     if http is not None:
         _check(http, *keys)
@@ -56,10 +51,6 @@ def _server_url(base_url: str) -> str:
 
 def _check(http: Any, *keys: str | None) -> None:
     """Check that a caller's own HTTP client is not combined with keys, and that its URLs are right.
-
-    Raises:
-        ConfigError: `http` would not send the keys, or its base URL has the API's path, which the
-            paths of requests have too.
     """
     if any(key is not None for key in keys):
         raise ConfigError(
@@ -72,14 +63,7 @@ def _check(http: Any, *keys: str | None) -> None:
 
 @contextmanager
 def named_failures(http: Any) -> Iterator[None]:
-    """Let failures of connections within the block name the server, and the proxy in between.
-
-    Args:
-        http: the httpx client.
-
-    Raises:
-        httpx.TransportError: as raised in the block, of the same type.
-    """
+    """Let failures of connections within the block name the server, and the proxy in between."""
     import httpx
 
     try:

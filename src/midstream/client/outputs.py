@@ -145,11 +145,7 @@ class Reader:
         self._scores: dict[int, _Scores] = {}
 
     def handles(self, value: Mapping[str, Any]) -> list[str]:
-        """Return the URLs of rows that are cached on the server.
-
-        Raises:
-            ServerError: a URL is not a path of a capture on the server.
-        """
+        """Return the URLs of rows that are cached on the server."""
         fields = [*_calls(value), *(choice.get(KEY) for choice in value.get("choices") or ())]
         urls = [
             one["activations"]["url"]

@@ -45,8 +45,6 @@ class HttpRequest:
     """A request to the server.
 
     Attributes:
-        method: HTTP method.
-        path: path of the URL.
         json: JSON value of the body; None: no body.
     """
 
@@ -57,12 +55,7 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """A response of the server.
-
-    Attributes:
-        status: HTTP status.
-        content: the body.
-    """
+    """A response of the server."""
 
     status: int
     content: bytes
@@ -72,11 +65,7 @@ Exchange = Generator[HttpRequest, HttpResponse, T]
 
 
 def call(method: str, path: str, json: Any = None) -> Exchange[Any]:
-    """Return the JSON of the response to one request; None if it is empty.
-
-    Raises:
-        ServerError: the server rejected the request.
-    """
+    """Return the JSON of the response to one request; None if it is empty."""
     response = yield HttpRequest(method, path, json)
     return check(response.status, response.content)
 
@@ -85,12 +74,7 @@ def complete(path: str, given: Mapping[str, Any], **more: Any) -> Exchange[Serve
     """Return the output of a completion, with its rows.
 
     Args:
-        path: path of the endpoint.
         given, more: see `body_of`.
-
-    Raises:
-        SpecError: an argument for midstream is malformed.
-        ServerError: the server rejected the request, or midstream is not enabled there.
     """
     if given.get("stream"):
         raise SpecError("stream", "this returns the whole answer; use the client's stream()")
@@ -128,11 +112,7 @@ def _fetch_rows(reader: Reader, value: dict[str, Any], keep: bool) -> Exchange[d
 
 
 def _fetch(url: str) -> Exchange[bytes]:
-    """Return the bytes of a file.
-
-    Raises:
-        ServerError: the server rejected the request.
-    """
+    """Return the bytes of a file."""
     response = yield HttpRequest("GET", url)
     if response.status >= 400:
         check(response.status, response.content)
@@ -146,12 +126,8 @@ class OutputStream:
         """Prepare the request.
 
         Args:
-            given: keyword arguments of the call.
             prompt: the prompt; None: `messages` is given.
             messages: the conversation; None: `prompt` is given.
-
-        Raises:
-            SpecError: an argument for midstream is malformed, or both are given.
         """
         if prompt is not None and messages is not None:
             raise SpecError("messages", "a stream has a prompt or messages; give one of them")
@@ -163,20 +139,12 @@ class OutputStream:
         self._reader = Reader()
 
     def feed(self, data: bytes) -> Iterator[Exchange[ServedOutput]]:
-        """Yield, for each event that is complete after more bytes, the exchange for its output.
-
-        Raises:
-            ServerError: an event reports an error.
-        """
+        """Yield, for each event that is complete after more bytes, the exchange for its output."""
         for value in self._stream.feed(data):
             yield self._output(value)
 
     def end(self) -> None:
-        """Check that the stream is complete, and has receipts if the request had a plan.
-
-        Raises:
-            ServerError: it ended early, or midstream is not enabled on the server.
-        """
+        """Check that the stream is complete, and has receipts if the request had a plan."""
         self._stream.end()
         check_enabled(self.request.json, self._reader.output)
 
@@ -277,9 +245,6 @@ def body_of(given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     Args:
         given: keyword arguments of the call: midstream's, and fields of the server's API.
         more: fields that the call itself sets; those that are None are omitted.
-
-    Raises:
-        SpecError: an argument for midstream is malformed, or there is a field `midstream` too.
     """
     fields = {name: given[name] for name in FIELDS if name in given}
     if _keeps(given):
@@ -292,11 +257,7 @@ def body_of(given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def check_enabled(body: Mapping[str, Any], output: ServedOutput) -> ServedOutput:
-    """Return the output, after checking that it has receipts if the request had a plan.
-
-    Raises:
-        ServerError: it has none: midstream is not enabled on the server.
-    """
+    """Return the output, after checking that it has receipts if the request had a plan."""
     fields = body.get(KEY, {}).keys() & set(PLAN)
     if fields and any(one.receipt is None for one in output.outputs):
         raise ServerError(
@@ -315,11 +276,7 @@ def plain(answer: Any) -> dict[str, Any]:
 
 
 def path_of(name: str) -> str:
-    """Return the path of named vectors.
-
-    Raises:
-        SpecError: the name is invalid.
-    """
+    """Return the path of named vectors."""
     with at("name"):
         return f"{VECTORS}/{quote(read_name(name))}"
 
@@ -329,9 +286,6 @@ def upload_of(vectors: Any) -> Any:
 
     Args:
         vectors: as for `VectorRegistry.register`, except a path.
-
-    Raises:
-        SpecError: the vectors are malformed.
     """
     from midstream.spec.matrix import read_vector_or_matrix
     from midstream.steering.edit_forms import names_edits, read_named_edits
@@ -358,11 +312,7 @@ def _part(value: Any) -> Any:
 
 
 def check(status: int, content: bytes) -> Any:
-    """Return the JSON of a response; None if it is empty.
-
-    Raises:
-        ServerError: the status is 400 or higher.
-    """
+    """Return the JSON of a response; None if it is empty."""
     try:
         value = json.loads(content) if content else None
     except (ValueError, RecursionError):
@@ -380,22 +330,14 @@ class Stream:
         self.is_done = False
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the events that are complete after more bytes.
-
-        Raises:
-            ServerError: an event reports an error.
-        """
+        """Yield the events that are complete after more bytes."""
         for event in self._events.feed(data):
             value = self._value(event)
             if value is not None:
                 yield value
 
     def end(self) -> None:
-        """Check that the stream is complete.
-
-        Raises:
-            ServerError: it ended early.
-        """
+        """Check that the stream is complete."""
         if not self.is_done:
             raise ServerError(500, "the stream ended before it was complete")
 

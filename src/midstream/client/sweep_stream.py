@@ -19,28 +19,19 @@ TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template_kw
 
 
 def sweep_body(prompt: Any, source: Any, metric: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON body of a request for a sweep; see `Client.sweep`.
-
-    Raises:
-        SpecError: an argument is malformed, or has no JSON form.
-    """
+    """Return the JSON body of a request for a sweep; see `Client.sweep`."""
     others = {name: given[name] for name in ("model", *TEMPLATE) if given.get(name) is not None}
     fields = {name: each for name, each in given.items() if name not in ("model", *TEMPLATE)}
     return {"prompt": prompt, **SweepRequest(source, metric, **fields).to_dict(), **others}
 
 
 class SweepStream:
-    """A sweep in progress.
-
-    Attributes:
-        request: the request to send.
-    """
+    """A sweep in progress."""
 
     def __init__(self, body: Mapping[str, Any], on_cell: OnCell | None) -> None:
         """Prepare the request.
 
         Args:
-            body: its body.
             on_cell: called with each cell and its value; None: nothing is.
         """
         self.request = HttpRequest("POST", SWEEP, dict(body))
@@ -51,11 +42,7 @@ class SweepStream:
         self._values = np.zeros(0, np.float64)
 
     def feed(self, data: bytes) -> None:
-        """Read more bytes of the response.
-
-        Raises:
-            ServerError: an event reports an error, or is not one of a sweep.
-        """
+        """Read more bytes of the response."""
         for value in self._stream.feed(data):
             try:
                 found = self._read(value)
@@ -65,11 +52,7 @@ class SweepStream:
                 self._on_cell(*found)
 
     def end(self) -> Sweep:
-        """Return the sweep, once its response is complete.
-
-        Raises:
-            ServerError: it ended early, or is no sweep.
-        """
+        """Return the sweep, once its response is complete."""
         self._stream.end()
         if not (self._start and self._result):
             raise ServerError(500, "the server sent no sweep; is midstream enabled there?")

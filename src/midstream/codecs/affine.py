@@ -73,12 +73,7 @@ def scales_and_zeros(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_affine(spec: str, data: Tensor) -> None:
-    """Check that uint8 [n, 8 + width] is a possible output of `encode_affine`.
-
-    Raises:
-        CodecError: a scale is negative or not finite, a zero is not finite in a row without the
-            NaN mark, a row exceeds float32's range, or a row with scale 0 has a nonzero q.
-    """
+    """Check that uint8 [n, 8 + width] is a possible output of `encode_affine`."""
     scale, zero = (part.squeeze(1) for part in scales_and_zeros(data))
     marked = (zero.contiguous().view(torch.int32) == NAN_BITS) & (scale == 0)
     reject_rows(spec, ~torch.isfinite(scale), "the scale is not a finite number")

@@ -78,11 +78,7 @@ class Codec(Protocol):
 
 
 def checked_rows(rows: Tensor) -> Tensor:
-    """Return the rows to encode, detached from autograd.
-
-    Raises:
-        CodecError: the rows are not [n, hidden] with a dtype in `DTYPES`.
-    """
+    """Return the rows to encode, detached from autograd."""
     if rows.dtype not in DTYPES:
         known = ", ".join(_name(dtype) for dtype in DTYPES)
         raise CodecError(f"rows: expected one of {known}, got {_name(rows.dtype)}")
@@ -92,11 +88,7 @@ def checked_rows(rows: Tensor) -> Tensor:
 
 
 def check_shape(codec: Codec, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
-    """Check the shape and dtype of encoded rows.
-
-    Raises:
-        CodecError: the data is not uint8 [n, row_bytes].
-    """
+    """Check the shape and dtype of encoded rows."""
     if data.dtype != torch.uint8 or data.ndim != 2:
         raise CodecError(
             f"{codec.spec}: expected uint8 [n, row_bytes], got {_name(data.dtype)} "
@@ -117,20 +109,13 @@ def reject_rows(spec: str, wrong: Tensor, problem: str) -> None:
         spec: text of the codec, for the message.
         wrong: bool [n], whether each row is malformed.
         problem: description for the message, which follows `row 3:`.
-
-    Raises:
-        CodecError: a row is malformed; the message has the index of the first.
     """
     if bool(wrong.any()):
         raise CodecError(f"{spec}: row {int(wrong.nonzero()[0])}: {problem}")
 
 
 def check_parameter(name: str, value: object, least: int, most: int) -> None:
-    """Check that a codec's parameter is an int in [least, most].
-
-    Raises:
-        SpecError: it is not; the path is the parameter's name.
-    """
+    """Check that a codec's parameter is an int in [least, most]."""
     if not is_int(value):
         raise SpecError(name, f"expected `int`, got {kind(value)}")
     if not least <= int(value) <= most:

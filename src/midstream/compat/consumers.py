@@ -22,7 +22,6 @@ class FilesystemCaptureRequest:
         tag: name of the parent directory; empty: the sink's root.
         hooks: layers by hook point (`pre_attn`, `post_attn`, `post_block`, or any site).
         positions: as for Capture; also "all_prompt" and "all_generated".
-        metadata: JSON values for the manifest.
         layout: "per_file", "packed" or "sharded"; empty: that of the sink's settings.
     """
 

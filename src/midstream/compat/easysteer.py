@@ -41,9 +41,6 @@ def read_plan(given: Mapping[str, object]) -> Plan:
 
     Args:
         given: `{"steering": {"vectors": [{"data": {…}, "apply": {…}, …}], "conflict": …}}`.
-
-    Raises:
-        SpecError: the value is malformed, or has no equal here. The path starts with `steering`.
     """
     with at("steering"):
         value = given["steering"]

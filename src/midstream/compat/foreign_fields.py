@@ -50,12 +50,7 @@ _CHUNK, _KEY = 1 << 20, 64
 
 
 class ForeignField(NamedTuple):
-    """A field of another tool.
-
-    Attributes:
-        tool: the tool.
-        instead: what to write instead.
-    """
+    """A field of another tool."""
 
     tool: str
     instead: str
@@ -154,9 +149,6 @@ def check_body(body: Mapping[str, object], known: Container[str]) -> None:
     Args:
         body: the body, without the fields that were read.
         known: fields that vLLM defines for the endpoint.
-
-    Raises:
-        SpecError: a field is another tool's, or one of midstream's, misspelt or misplaced.
     """
     _check(body, str, known, _place_in_body)
     for outer in _IGNORED:
@@ -166,11 +158,7 @@ def check_body(body: Mapping[str, object], known: Container[str]) -> None:
 
 
 def check_extra_args(extra_args: Mapping[str, object]) -> None:
-    """Check that `SamplingParams.extra_args` ask nothing of midstream but in its own field.
-
-    Raises:
-        SpecError: as `check_body`; the path is like `extra_args['edits']`.
-    """
+    """Check that `SamplingParams.extra_args` ask nothing of midstream but in its own field."""
     _check(extra_args, "extra_args[{!r}]".format, (KEY,), _place_in_python)
 
 

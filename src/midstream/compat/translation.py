@@ -24,13 +24,9 @@ def translate(fields: Mapping[str, object], known: Container[str] = ()) -> Plan 
 
     Args:
         fields: a body, `vllm_xargs` or `extra_args`.
-        known: fields that vLLM defines there.
 
     Returns:
         A plan whose `coming_from` has the translated fields.
-
-    Raises:
-        SpecError: a value is malformed, or has no equal here; the path starts with the field.
     """
     if _TRANSLATED.isdisjoint(fields):
         return None

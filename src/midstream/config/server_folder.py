@@ -29,11 +29,7 @@ def make_folder() -> None:
 
 
 def own_folder() -> Path:
-    """Return the folder that the parent of this process has made.
-
-    Raises:
-        ConfigError: it has made none.
-    """
+    """Return the folder that the parent of this process has made."""
     owner, _, folder = os.environ.get(VARIABLE, "").partition(":")
     if owner != str(os.getppid()) or not Path(folder).is_dir():
         raise ConfigError(

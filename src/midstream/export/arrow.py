@@ -137,11 +137,7 @@ def _record_batch(batch: Batch, schema: Any) -> Any:
 
 @contextmanager
 def _unfinished(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield the path of a temporary file, which is renamed to `path` if nothing is raised.
-
-    Raises:
-        StoreError: the file exists already or cannot be written.
-    """
+    """Yield the path of a temporary file, which is renamed to `path` if nothing is raised."""
     target = Path(path)
     if os.path.lexists(target):
         raise StoreError(f"{target} exists already")

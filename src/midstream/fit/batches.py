@@ -29,8 +29,6 @@ class PromptBatch:
     """Requests that run together; lists have one entry per prompt.
 
     Attributes:
-        prompts: token ids of each.
-        params: vLLM's sampling parameters of each.
         capture, edits, probes: as for `LLM.generate`.
     """
 
@@ -126,11 +124,7 @@ async def _last(
 
 
 def _each(name: str, given: Any, count: int) -> list[Any]:
-    """Return the value of an argument for each prompt, as `LLM.generate` reads it.
-
-    Raises:
-        SpecError: a list fits neither all prompts nor each prompt.
-    """
+    """Return the value of an argument for each prompt, as `LLM.generate` reads it."""
     if not isinstance(given, (list, tuple)):
         return [given] * count
     if name != "capture" and not any(
@@ -153,13 +147,9 @@ def encode_prompts(path: str, prompts: Any, tokenizer_of: Callable[[], Any]) -> 
     """Return the token ids of prompts.
 
     Args:
-        path: name of the argument, for messages.
         prompts: texts, lists of token ids, or chats, to which the assistant's turn is added; a chat
             that ends with the assistant's turn goes on with it.
         tokenizer_of: returns the engine's tokenizer; called for texts and chats alone.
-
-    Raises:
-        SpecError: these are no prompts, or one is empty.
     """
     found = [
         _encode(path, nth, one, tokenizer_of) for nth, one in enumerate(read_prompts(path, prompts))
@@ -183,10 +173,6 @@ def encode_texts(
         texts: texts, or lists of token ids.
         prompts: as many prompts; see `encode_prompts`.
         tokenizer_of: returns the engine's tokenizer; called for texts and chats alone.
-
-    Raises:
-        SpecError: these are no texts or no prompts, one is empty, or a text has no tokens of its
-            own after its prompt.
     """
     given = encode_prompts("prompts", prompts, tokenizer_of)
     read = read_prompts(path, texts)

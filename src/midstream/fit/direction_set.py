@@ -54,11 +54,7 @@ class DirectionSet:
     model_type: str = ""
 
     def __getitem__(self, layer: int) -> Direction:
-        """Return the direction of a layer.
-
-        Raises:
-            SpecError: it has none.
-        """
+        """Return the direction of a layer."""
         if not is_int(layer) or layer not in self.layers:
             shown = show(int(layer)) if is_int(layer) else repr(layer)
             raise SpecError("layer", f"expected one of {list(self.layers)}, got {shown}")

@@ -50,10 +50,6 @@ def estimate(
     """Estimate one layer's direction from all rows, and score it on held-out ones.
 
     Args:
-        positive, negative: the rows.
-        layer: the layer.
-        method: the method.
-        folds: the fold of each row.
         seed: seed of the random signs of `lat`.
     """
     found: _Kept | _Accumulated

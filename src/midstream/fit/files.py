@@ -111,11 +111,7 @@ def load_gguf(path: str | os.PathLike[str]) -> Loaded:
 
 
 def check_site(site: str) -> None:
-    """Check that directions are of the site that control vectors are added to.
-
-    Raises:
-        SpecError: they are not.
-    """
+    """Check that directions are of the site that control vectors are added to."""
     if site != DEFAULT_SITE:
         raise SpecError("site", f"control vectors are of {DEFAULT_SITE}; these are of {site}")
 

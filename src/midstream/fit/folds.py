@@ -33,7 +33,6 @@ class Folds:
             positive, negative: int64 [rows], the group of each row. Rows of one group, of either
                 class, are in the same fold.
             most: number of folds; there is at most one per group.
-            seed: seed of the shuffle.
         """
         sides = set(positive.tolist()), set(negative.tolist())
         if most < 2 or min(map(len, sides)) < 2:
@@ -56,7 +55,6 @@ def number(keys: Iterable[Any], numbers: dict[Any, int]) -> Indices:
     """Return the number of each key, int64; new keys are numbered as they come.
 
     Args:
-        keys: hashable values.
         numbers: the numbers so far, to which new keys are added.
     """
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)

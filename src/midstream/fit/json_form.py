@@ -48,11 +48,7 @@ def to_json(found: DirectionSet) -> dict[str, Any]:
 
 
 def from_json(value: object) -> Loaded:
-    """Read what `to_json` made, as the fields of `Directions`.
-
-    Raises:
-        SpecError: a field is unknown, missing or malformed.
-    """
+    """Read what `to_json` made, as the fields of `Directions`."""
     given = read_fields(value, required=_FIELDS, optional=())
     if given["format"] != FORMAT:
         raise SpecError("format", f"expected {FORMAT!r}, got {given['format']!r}")

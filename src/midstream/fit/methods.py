@@ -54,12 +54,7 @@ class Method:
 
     @staticmethod
     def read(value: object) -> Method:
-        """Read a name, or an unfitted linear classifier of scikit-learn.
-
-        Raises:
-            SpecError: another value. The path is empty.
-            MissingExtraError: the method needs scikit-learn, which is not installed.
-        """
+        """Read a name, or an unfitted linear classifier of scikit-learn."""
         if not isinstance(value, str):
             if not hasattr(value, "fit"):
                 raise SpecError(

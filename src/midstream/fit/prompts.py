@@ -39,11 +39,7 @@ def capture_rows(
     site: str,
     reduce: str,
 ) -> tuple[CapturedClass, CapturedClass]:
-    """Capture the prompts of both classes in one call; arguments as for `Directions.fit`.
-
-    Raises:
-        SpecError: an argument is malformed.
-    """
+    """Capture the prompts of both classes in one call; arguments as for `Directions.fit`."""
     prompts = [*read_prompts("positive", positive), *read_prompts("negative", negative)]
     capture = read_capture(layers, site, positions, reduce)
     with naming_fields():
@@ -52,11 +48,7 @@ def capture_rows(
 
 
 def read_capture(layers: Any, site: str, positions: Any, reduce: str) -> Capture:
-    """Return the capture of a fit's prompts.
-
-    Raises:
-        SpecError: an argument is malformed.
-    """
+    """Return the capture of a fit's prompts."""
     if reduce not in ("", "mean"):
         raise SpecError("reduce", f'expected "" or "mean", got {show(str(reduce))}')
     return Capture(layers, site, positions, reduce=reduce)
@@ -80,11 +72,7 @@ def split_classes(
 
 
 def read_prompts(path: str, prompts: Any) -> list[Any]:
-    """Check that prompts are a list, and not one prompt.
-
-    Raises:
-        SpecError: they are not, or there are none.
-    """
+    """Check that prompts are a list, and not one prompt."""
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Sequence):
         raise SpecError(path, f"expected a list of prompts, got {kind(prompts)}")
     if not prompts:

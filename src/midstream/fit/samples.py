@@ -23,13 +23,7 @@ BLOCK = 1024
 
 
 class Samples(Protocol):
-    """The rows of one class, at several layers.
-
-    Attributes:
-        layers: the layers, ascending.
-        width: size of a row.
-        count: rows at each layer.
-    """
+    """The rows of one class, at several layers."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -61,12 +55,8 @@ class ArraySamples:
         """Read rows [rows, layers, width], or {layer: [rows, width]}.
 
         Args:
-            path: name of the argument, for messages.
             value: arrays or tensors of real numbers.
             layers: the layers of an array's second dimension; None: 0, 1, ….
-
-        Raises:
-            SpecError: another form, no rows, or a number that is not finite.
         """
         if isinstance(value, Mapping):
             if layers is not None:
@@ -117,10 +107,7 @@ class StoredSamples:
     """Rows of a store's selection, which are read block by block.
 
     Attributes:
-        selection: rows of one site.
-        path: name of the argument, for messages.
         starts: by layer, the index of its first row in the selection.
-        count: rows at each layer.
     """
 
     selection: Selection
@@ -221,7 +208,6 @@ def pair_up(
 
     Args:
         positive, negative: the key of each row of a class, such as its request.
-        counts: distinct keys of each class.
 
     Returns:
         int64 [rows] each. A key of both classes is one group. Otherwise, with equally many keys in
@@ -234,11 +220,7 @@ def pair_up(
 
 
 def check_alike(positive: Samples, negative: Samples) -> None:
-    """Check that two classes have the same layers and width.
-
-    Raises:
-        SpecError: they differ.
-    """
+    """Check that two classes have the same layers and width."""
     for name, mine, theirs in (
         ("layers", positive.layers, negative.layers),
         ("width", positive.width, negative.width),
@@ -268,11 +250,7 @@ def _floats(path: str, value: object, ndim: int) -> NDArray[Any]:
 
 
 def read_layers(value: Any) -> list[int]:
-    """Read a layer, or several, in the given order.
-
-    Raises:
-        SpecError: the value is neither.
-    """
+    """Read a layer, or several, in the given order."""
     if isinstance(value, (str, bytes)):
         raise SpecError("layers", f"expected a layer, or a list of layers, got {kind(value)}")
     return [_layer("layers", one) for one in (value if hasattr(value, "__iter__") else [value])]

@@ -66,11 +66,7 @@ class PromptFit:
         groups: Any,
         seed: int,
     ) -> PromptFit:
-        """Read the arguments of `Directions.fit` that the capture does not read.
-
-        Raises:
-            SpecError: one is malformed, or the method needs pairs.
-        """
+        """Read the arguments of `Directions.fit` that the capture does not read."""
         with at("method"):
             chosen = Method.read(method)
         with at("site"):

@@ -34,12 +34,9 @@ class TuneRequest:
 
     Attributes:
         directions: by layer.
-        prompts: token ids.
-        scales: the strengths.
         reading: what reads the answers; None with `effect`.
         effect: a function of an output; None: see `reading`.
         guard: the guard, or None.
-        params: vLLM's sampling parameters of the answers.
         where: positions of the edit, as arguments of `Steer`.
     """
 
@@ -83,11 +80,7 @@ def read_tune(
 
     Args:
         llm: the engine, an `LLM` or an `AsyncLLM` that is ready.
-        directions, prompts, layers, scales, guard, read_layer, effect, sampling_params: see there.
         where: `positions` and `phase`.
-
-    Raises:
-        SpecError: one is malformed, or the engine lacks a tap.
     """
     chosen = _read_layers(directions, layers)
     if guard is not None and not isinstance(guard, (MaxPerplexity, MaxKL)):

@@ -76,11 +76,7 @@ class Tuning:
         return np.isfinite(self.effect)
 
     def __getitem__(self, key: tuple[int, float]) -> TuningCell:
-        """Return the cell of a (layer, scale).
-
-        Raises:
-            SpecError: it was not tried.
-        """
+        """Return the cell of a (layer, scale)."""
         if key not in self.answers:
             raise SpecError(
                 "", f"expected a layer of {list(self.layers)} and a scale of {list(self.scales)}"

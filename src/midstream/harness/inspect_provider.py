@@ -51,16 +51,12 @@ class MidstreamAPI(VLLMAPI):
             base_url: of a running server, ending in `/v1`. Default: the environment's
                 MIDSTREAM_BASE_URL or VLLM_BASE_URL.
             port: of a running server on this machine.
-            api_key: the server's.
             config: Inspect's. Its `extra_body["midstream"]` replaces arguments of the plan for one
                 call.
             settings: midstream's settings for a server that is started.
             **given: `capture`, `edits`, `steer`, `probes`, `controller`, `activations`: the plan of
                 every request. All others are Inspect's of its provider for vLLM, and options of a
                 server that is started.
-
-        Raises:
-            PrerequisiteError: an argument is malformed, or has no effect on a running server.
         """
         plan = {name: given.pop(name) for name in FIELDS if name in given}
         url = base_url
@@ -88,11 +84,7 @@ class MidstreamAPI(VLLMAPI):
         self._server.max_lora_rank = theirs.max_lora_rank
 
     def completion_params(self, config: GenerateConfig, tools: bool) -> dict[str, Any]:
-        """Return the body of a request, with the plan.
-
-        Raises:
-            PrerequisiteError: the plan is malformed, or cannot be streamed.
-        """
+        """Return the body of a request, with the plan."""
         params: dict[str, Any] = super().completion_params(config, tools)
         body = params.pop("extra_body", {})
         field = self._field(body)
@@ -109,11 +101,7 @@ class MidstreamAPI(VLLMAPI):
     async def generate(
         self, input: Any, tools: Any, tool_choice: Any, config: GenerateConfig
     ) -> Any:
-        """Return Inspect's output, whose metadata has the results as `midstream`.
-
-        Raises:
-            PrerequisiteError: the server has ignored the plan: midstream is not enabled there.
-        """
+        """Return Inspect's output, whose metadata has the results as `midstream`."""
         found = await super().generate(input, tools, tool_choice, config)
         if not isinstance(found, tuple):
             return found
@@ -132,11 +120,7 @@ class MidstreamAPI(VLLMAPI):
         return self._field(config.extra_body) is not None
 
     def _field(self, body: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return the field `midstream` of a request; None: it has none.
-
-        Raises:
-            PrerequisiteError: the plan is malformed.
-        """
+        """Return the field `midstream` of a request; None: it has none."""
         try:
             return joined_field(self._plan, (body or {}).get(KEY))
         except MidstreamError as error:

@@ -25,10 +25,6 @@ def joined_field(first: Mapping[str, Any], second: object) -> dict[str, Any] | N
             `activations`.
         second: the field of the call's configuration, which replaces the model's argument by
             argument; None: it has none.
-
-    Raises:
-        SpecError: an argument is malformed, has a vector by value, or asks for rows in the answer.
-            The log would have these numbers.
     """
     with at(KEY):
         call = {} if second is None else read_fields(

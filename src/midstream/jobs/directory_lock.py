@@ -32,12 +32,7 @@ _HELD: dict[tuple[int, int, int], object] = {}
 
 @contextmanager
 def taken(job: Job) -> Iterator[Store]:
-    """Lock a job's output directory and return its store, created if missing.
-
-    Raises:
-        StoreError: the directory is not empty and the job does not resume, another job or a
-            process left by one writes into it, or it cannot be written to.
-    """
+    """Lock a job's output directory and return its store, created if missing."""
     folder = folder_of(job.out)
     folder.make()
     # Object stores have no locks.
@@ -67,9 +62,6 @@ def mark(job: Job) -> str:
 
     Processes on other machines compare the marker to verify that they see the same directory. It is
     empty for an object store, which is the same everywhere.
-
-    Raises:
-        StoreError: the marker cannot be written.
     """
     folder = folder_of(job.out)
     if not isinstance(folder, LocalFolder):
@@ -90,11 +82,7 @@ def join_writers(job: Job, marker: str) -> None:
     """Take the shared lock of a job's writers until this process ends. To be called once.
 
     Args:
-        job: the running job.
         marker: result of `mark` in the job's process.
-
-    Raises:
-        StoreError: the directory is not the one that the job has locked, or locking fails.
     """
     folder = folder_of(job.out)
     if not isinstance(folder, LocalFolder):
@@ -119,11 +107,7 @@ def join_writers(job: Job, marker: str) -> None:
 
 
 def _wait_for_writers(root: str) -> None:
-    """Wait until no process of an earlier job writes into the directory.
-
-    Raises:
-        StoreError: one still does after `PATIENCE` seconds.
-    """
+    """Wait until no process of an earlier job writes into the directory."""
     path = os.path.join(root, WRITERS)
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)

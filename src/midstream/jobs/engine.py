@@ -29,11 +29,8 @@ class Reply:
     Attributes:
         line: line number in the data, from 1.
         prompt: text of the prompt; None if the engine does not report it.
-        prompt_token_ids: token ids of the prompt.
         text: generated text; empty unless prompts are kept.
         generated_token_ids: generated token ids; the last one was sampled but never computed on.
-        finish_reason: vLLM's finish reason.
-        receipt: receipt without problems.
         activations: captured rows, [rows, width] at every site.
     """
 
@@ -62,12 +59,7 @@ class Engine(Protocol):
     def window(self) -> int: ...
 
     def add(self, record: Record) -> None:
-        """Add a prompt.
-
-        Raises:
-            SpecError: the prompt is too long, lacks positions to capture, or is not a valid
-                conversation.
-        """
+        """Add a prompt."""
         ...
 
     def step(self) -> Sequence[Reply | Failed]:
@@ -76,12 +68,7 @@ class Engine(Protocol):
 
 
 def start_vllm(job: Job) -> VllmEngine:
-    """Start an engine whose taps are exactly those of the job.
-
-    Raises:
-        SpecError: the model does not exist, or an engine argument is unknown.
-        Exception: any other: the model lacks a requested tap, or vLLM cannot start.
-    """
+    """Start an engine whose taps are exactly those of the job."""
     check_model(job)
     from midstream import LLM, Config
 
@@ -124,12 +111,7 @@ class VllmEngine:
     """Engine of a job on a `midstream.LLM`, which nothing else may use at the same time."""
 
     def __init__(self, llm: LLM, job: Job) -> None:
-        """Create an engine.
-
-        Args:
-            llm: engine with the job's taps.
-            job: what to capture from each prompt.
-        """
+        """Create an engine."""
         from midstream import SamplingParams
 
         self._llm = llm

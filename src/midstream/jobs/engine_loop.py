@@ -30,15 +30,7 @@ class EngineLoop(Generic[T]):
         return max(0, self._engine.window - len(self._running))
 
     def add(self, context: T, record: Record) -> None:
-        """Add a prompt.
-
-        Args:
-            context: is returned with the reply.
-            record: the prompt.
-
-        Raises:
-            SpecError: see `Engine.add`.
-        """
+        """Add a prompt."""
         self._engine.add(record)
         self._running[record.line] = context
 
@@ -54,11 +46,7 @@ class EngineLoop(Generic[T]):
         return rejected
 
     def step(self) -> list[tuple[T, Reply | Failed]]:
-        """Run the engine for a while; return the prompts that finished.
-
-        Raises:
-            Exception: any exception of an engine that breaks.
-        """
+        """Run the engine for a while; return the prompts that finished."""
         if not self._running:
             return []
         return [(self._running.pop(reply.line), reply) for reply in self._engine.step()]

@@ -56,14 +56,7 @@ class JobEstimate:
 
 
 def estimate_job(job: Job) -> JobEstimate:
-    """Estimate a job by its first `SAMPLE` prompts. No engine is started and nothing is written.
-
-    Raises:
-        SpecError: the data or the model does not exist, the model lacks a layer, the number of
-            lines is unknown, or only an engine knows the width of a site.
-        UnsupportedError: a library that reads the data is not installed.
-        OSError, ValueError: transformers cannot read the model's configuration or tokenizer.
-    """
+    """Estimate a job by its first `SAMPLE` prompts. No engine is started and nothing is written."""
     source, model = open_source(job), _Model(job)
     sample = list(islice(iter(source), SAMPLE + 1))
     lines = len(sample) if len(sample) <= SAMPLE else source.count() or job.limit
@@ -118,11 +111,7 @@ class _Model:
         self.token_bytes = len(self.taps) * row_bytes
 
     def count_tokens(self, record: Record | Failed) -> int:
-        """Return the number of a line's tokens that have rows.
-
-        Raises:
-            SpecError: there are none.
-        """
+        """Return the number of a line's tokens that have rows."""
         if isinstance(record, Failed):
             raise SpecError("", record.reason)
         tokenizer, job = self._tokenizer, self._job

@@ -26,11 +26,7 @@ class Failures:
     """
 
     def __init__(self, path: str | None) -> None:
-        """Check that the file can be written, without writing it.
-
-        Raises:
-            SpecError: the file cannot be written, or exists and is not such a list.
-        """
+        """Check that the file can be written, without writing it."""
         self.path = path
         self.count = 0
         self._file: IO[bytes] | None = None
@@ -45,21 +41,13 @@ class Failures:
                 )
 
     def begin(self) -> None:
-        """Remove the list of an earlier run: each run retries all missing lines.
-
-        Raises:
-            StoreError: the file cannot be removed.
-        """
+        """Remove the list of an earlier run: each run retries all missing lines."""
         if self.path is not None:
             with _as_store_error(self.path), suppress(FileNotFoundError):
                 os.unlink(self.path)
 
     def add(self, failed: Failed) -> None:
-        """Count and list a failed line.
-
-        Raises:
-            StoreError: the file cannot be written.
-        """
+        """Count and list a failed line."""
         self.count += 1
         if self.path is None:
             return

@@ -49,28 +49,16 @@ class Executor(Protocol):
 
         Args:
             request: request id to store the rows under.
-            record: the prompt.
-
-        Raises:
-            SpecError: see `Engine.add`.
         """
         ...
 
     def step(self) -> Sequence[CapturedLine | Failed]:
-        """Run for a while and return the lines that finished, each added prompt exactly once.
-
-        Raises:
-            StoreError: rows cannot be written.
-            Exception: any exception of an engine that breaks.
-        """
+        """Run for a while and return the lines that finished, each added prompt exactly once."""
         ...
 
     def close(self) -> Sequence[CapturedLine | Failed]:
         """Write all captured rows and drop unfinished prompts; return the lines that finished in
         the meantime.
-
-        Raises:
-            StoreError, Exception: see `step`.
         """
         ...
 
@@ -79,11 +67,7 @@ class LocalExecutor:
     """Executor with one engine in this process and a store writer."""
 
     def __init__(self, job: Job, engine: Engine) -> None:
-        """Open the store.
-
-        Raises:
-            StoreError: the store cannot be written to.
-        """
+        """Open the store."""
         self._engine = engine
         self._writer = StoreWriter(job, engine.origin)
         self._loop: EngineLoop[str] = EngineLoop(engine)  # with request ids

@@ -26,7 +26,6 @@ class Display:
         """Create a display.
 
         Args:
-            console: console to print on.
             errors: path of the file that lists all failures; None: there is none.
         """
         self._console = console

@@ -45,9 +45,6 @@ def read_text(line: int, text: bytes, field: str, chat: bool) -> Record | Failed
 
     Args:
         line: line number, from 1.
-        text: the line.
-        field: name of the field.
-        chat: whether the prompt is a conversation.
     """
     try:
         value = read_json(text)
@@ -76,9 +73,6 @@ def read_value(line: int, value: object, field: str, chat: bool) -> Record | Fai
 
 def read_prompt(value: object, chat: bool) -> Prompt:
     """Parse a prompt: a text; with `chat`, a list of messages or the text of a single user message.
-
-    Raises:
-        SpecError: the value is neither.
     """
     if isinstance(value, str):
         check_text(value)

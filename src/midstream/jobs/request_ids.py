@@ -53,11 +53,7 @@ class CompletedLines:
         """Read the request ids of a store.
 
         Args:
-            job: the current job.
             store: its store; None: empty.
-
-        Raises:
-            StoreError: the store contains other requests than lines captured with the job's terms.
         """
         self._root = "" if store is None else store.root
         self._identity = Identity(job)
@@ -73,11 +69,7 @@ class CompletedLines:
         return len(self._lines)
 
     def has(self, record: Record) -> bool:
-        """Return whether a line is in the store.
-
-        Raises:
-            StoreError: the line is in the store with another prompt.
-        """
+        """Return whether a line is in the store."""
         place = int(np.searchsorted(self._lines, record.line))
         if place == len(self._lines) or self._lines[place] != record.line:
             return False
@@ -89,11 +81,7 @@ class CompletedLines:
         return True
 
     def check(self, source: Source) -> None:
-        """Compare all stored lines with the data, before anything is added.
-
-        Raises:
-            StoreError: a line has another prompt, or the data lacks some of the stored lines.
-        """
+        """Compare all stored lines with the data, before anything is added."""
         remaining = len(self)
         lines = iter(source)
         while remaining:
@@ -116,11 +104,7 @@ class CompletedLines:
 
 
 def _check_terms(job: Job, one: StoredRequest) -> None:
-    """Compare the job's terms with those of a stored request.
-
-    Raises:
-        StoreError: a term differs; the message names the first one.
-    """
+    """Compare the job's terms with those of a stored request."""
     stored = one.metadata.get(TERMS)
     if not isinstance(stored, dict):
         raise StoreError(

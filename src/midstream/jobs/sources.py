@@ -41,12 +41,7 @@ class Source(Protocol):
 
 
 def open_source(job: Job) -> Source:
-    """Open the source of a job's data and check that it is readable.
-
-    Raises:
-        SpecError: the file or column does not exist, or the format is unsupported.
-        UnsupportedError: a library that reads the data is not installed.
-    """
+    """Open the source of a job's data and check that it is readable."""
     name = job.data
     if name == STDIN:
         _check_whole(job)
@@ -102,9 +97,6 @@ class Lines:
         Args:
             job: the job, which names the prompt's field.
             path: path of the file; None: standard input.
-
-        Raises:
-            SpecError: the file cannot be read.
         """
         self._field, self._chat = job.column, job.chat
         self._path = path
@@ -149,11 +141,6 @@ class ParquetRows:
 
         Args:
             job: the job, which names the prompt column.
-            path: path of the file.
-
-        Raises:
-            SpecError: the file is not a Parquet file or lacks the column.
-            UnsupportedError: pyarrow is not installed.
         """
         self._field, self._chat = job.column, job.chat
         self._path = path
@@ -198,10 +185,6 @@ class HubRows:
         Args:
             job: the job, which names column, subset and split.
             name: name or folder of the dataset.
-
-        Raises:
-            SpecError: the dataset, subset, split or column does not exist.
-            UnsupportedError: `datasets` is not installed.
         """
         self._field, self._chat = job.column, job.chat
         try:

@@ -36,11 +36,7 @@ class StoreWriter:
         """Open the store.
 
         Args:
-            job: the job.
             origin: model and versions that the rows are from.
-
-        Raises:
-            StoreError: the store cannot be written to.
         """
         sink = StoreSink(job.out, prompts=job.keep_prompts)
         sink.open(origin)
@@ -66,10 +62,6 @@ class StoreWriter:
 
     def put(self, request: str, reply: Reply) -> tuple[int, int]:
         """Queue a reply to be written; block while the queue is full.
-
-        Args:
-            request: request id in the store.
-            reply: the reply.
 
         Returns:
             (number of rows, size of the encoded rows in bytes).
@@ -99,11 +91,7 @@ class StoreWriter:
         return count, nbytes
 
     def check(self) -> None:
-        """Update `stored`.
-
-        Raises:
-            StoreError: a reply could not be written; its rows are dropped.
-        """
+        """Update `stored`."""
         while self._pending and self._pending[0].done():
             result = self._pending.popleft().result()
             if result.status != "ok":
@@ -115,10 +103,6 @@ class StoreWriter:
         self._queue.drain()
 
     def close(self) -> None:
-        """Write all queued replies and wait until they are written.
-
-        Raises:
-            StoreError: see `check`.
-        """
+        """Write all queued replies and wait until they are written."""
         self._queue.close()
         self.check()

@@ -200,10 +200,6 @@ def kind_of(ops: Sequence[Op], plain: bool) -> int:
     Args:
         ops: the operations of its instructions there, in order.
         plain: whether there are any, and all `is_plain`.
-
-    Raises:
-        ValueError: there are two of MAPs and CODEs, or two RECONSTRUCTs, or an instruction before
-            the MAP or CODE changes h.
     """
     if ops.count(Op.RECONSTRUCT) > 1:
         raise ValueError("two RECONSTRUCTs of one token at one site")

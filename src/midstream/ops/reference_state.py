@@ -103,7 +103,6 @@ class EditedRows:
         entered: float32 [n, W], the stream on entry; None if no program reads it.
         base: float32 [n, W], h: the stream at the last FRESH.
         stale: bool [n], whether the stream has changed since h was read.
-        moved: whether any row has changed.
     """
 
     def __init__(self, count: int, width: int, entered: Tensor | None) -> None:

@@ -108,10 +108,6 @@ def bind(table: Tensor, buffers: SiteBuffers, width: int) -> None:
         table: int32 [programs, 4], the table of one site. It must not move.
         buffers: the tensors of the op. The caller keeps them alive.
         width: width of the vectors at this site.
-
-    Raises:
-        ValueError: a shape, stride or dtype is not as in `SiteBuffers`, or the width is not a
-            multiple of their unit.
     """
     _check_buffers(table, buffers)
     unit = buffers.bank.shape[1]
@@ -167,10 +163,6 @@ def site(
         start: None, or the first of W columns of `hidden`, which then has more; `residual` is None.
             A view of these columns cannot be given instead: Inductor makes wrong code for it (seen
             with torch 2.13 on a CPU).
-
-    Raises:
-        ValueError: a shape or stride differs from the above, the table is not bound, there are
-            fewer rows in the buffers than tokens, or W > 32768 on a GPU.
     """
     address = table.data_ptr()
     buffers = _BUFFERS.get(address)

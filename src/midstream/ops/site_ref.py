@@ -153,7 +153,6 @@ class _Work:
     """State of the rows that are being edited. Arguments `at` and `here` index them, ascending.
 
     Attributes:
-        stream: the rows.
         gate: float32 [n].
         units: float32 [n], the sum of UNITs that nothing has read yet.
         done: int32 [n], COUNTED instructions executed.

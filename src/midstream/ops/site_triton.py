@@ -50,8 +50,6 @@ class Relaunch:
     as the launch, and a forward pass without a CUDA graph waits for it at each site.
 
     Attributes:
-        kernel: the compiled kernel.
-        device: its device.
         tally: address of `tally`.
         most: most rows, those of `tokens`.
         rest: the kernel's arguments after both halves of the stream.
@@ -127,9 +125,6 @@ def site_triton(
     Returns:
         What launches the kernel again for another stream of the same kind; None if that takes more
         than one kernel, or one for tensors that are not aligned.
-
-    Raises:
-        ValueError: rows are wider than `MAX_WIDTH`.
     """
     num_rows, width = hidden.shape
     unit = bank.shape[1]

@@ -91,7 +91,6 @@ class ReportOptions:
         pairs, questions, classes, shown_pair: see `ReportPlan`.
         find_model: returns the model's folder or name; called as the first stage.
         command: the command, as the page shows it.
-        layer, scales, max_tokens, seed, out, compiled, verbose: as the options' help says.
         max_length: most tokens of a request, prompt and answer together.
         is_offline: whether the model is a folder, so that Hugging Face's hub is not asked.
     """
@@ -210,11 +209,7 @@ def _run(options: ReportOptions, stages: Stages) -> Result:
 
 
 def find_folder(model: str) -> str:
-    """Return the absolute path of a model's folder.
-
-    Raises:
-        ModelError: it is not the folder of a model.
-    """
+    """Return the absolute path of a model's folder."""
     from midstream.errors import ModelError
 
     folder = Path(model).expanduser().absolute()

@@ -32,8 +32,6 @@ class Request:
     """One prompt, and what to capture and steer.
 
     Attributes:
-        name: name for the receipt.
-        token_ids: the prompt.
         max_tokens: number of tokens to generate, at temperature 0.
         capture: positions to capture at all layers, such as "last_prompt"; None for none.
         push: the steering; None for none.
@@ -51,10 +49,7 @@ class EngineReply:
     """The result of one request.
 
     Attributes:
-        text: the generated text.
         rows: float32 `[layers, rows, hidden]`; None if nothing was captured.
-        token_ids: the tokens of the rows.
-        output_ids: the generated tokens.
         receipt: midstream's receipt as plain values; None if the request neither captured nor
             steered.
     """

@@ -24,10 +24,6 @@ def read_pairs(path: Path) -> list[Pair]:
     """Read a JSONL file: on each line `{"positive": "…", "negative": "…"}`.
 
     Empty lines are skipped.
-
-    Raises:
-        SpecError: the file cannot be read, a line has another form, the texts of a pair are empty
-            or equal, or there are fewer than two pairs. The path is the file and the line.
     """
     pairs = []
     for place, line in _lines(path):
@@ -44,12 +40,7 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def read_two_files(positive: Path, negative: Path) -> list[Pair]:
-    """Read two files with one text a line; line n of one and of the other are a pair.
-
-    Raises:
-        SpecError: a file cannot be read, the files have different numbers of lines, texts are empty
-            or equal, or there are fewer than two pairs.
-    """
+    """Read two files with one text a line; line n of one and of the other are a pair."""
     files = [_all_lines(path) for path in (positive, negative)]
     if len(files[0]) != len(files[1]):
         raise SpecError(
@@ -65,11 +56,7 @@ def read_two_files(positive: Path, negative: Path) -> list[Pair]:
 
 
 def read_questions(path: Path) -> list[str]:
-    """Read a file with one question a line; empty lines are skipped.
-
-    Raises:
-        SpecError: the file cannot be read, or has no question.
-    """
+    """Read a file with one question a line; empty lines are skipped."""
     questions = [line.strip() for _, line in _lines(path)]
     if not questions:
         raise SpecError(str(path), "expected one question a line, got none")

@@ -15,7 +15,6 @@ class TokenMap:
     """One text, token by token, against the direction at every layer.
 
     Attributes:
-        title: description of the text.
         tokens: the tokens as text, one per column.
         cosine: `[layers][tokens]`, see `Directions.cosine`.
         projection: `[layers][tokens]`, see `Directions.project`.
@@ -33,7 +32,6 @@ class Answer:
 
     Attributes:
         scale: multiple of the direction that was added to each token's vector; 0 for none.
-        text: the generated text.
         reading: mean projection of the text's tokens when the unsteered model reads them; None for
             a text that is too short.
         logprob: mean log-probability of the text's tokens in nats, given the question, under the
@@ -73,20 +71,13 @@ class Result:
         model: name of the model or its folder.
         versions: versions of the relevant packages, by name.
         settings: the engine's settings in words, by name.
-        started: date and time, with the zone.
-        seconds: wall time of each stage.
         classes: names of the positive and the negative class.
         pairs: the texts that the direction was fitted on, (positive, negative).
         num_folds: number of folds of the cross-validation.
-        scores: one per layer.
-        best_layer: the layer that separates best.
-        layer: the steered layer.
-        gap_norm: length of the steered layer's direction.
         stream_norm: mean length of the vectors that the direction was fitted on.
         token_maps, questions, receipts: texts token by token, answers, and receipts.
         source: what `LLM` loads: a folder or a name.
         arguments: further arguments of `LLM`.
-        max_tokens: most tokens of an answer.
         command: the command that made the result; empty: unknown.
         vectors: bytes of the file that `Directions.save` wrote.
         gguf: bytes of the file that `Directions.to_gguf` wrote, without layer 0; None if the

@@ -37,8 +37,6 @@ class ReportPlan:
         shown_pair: index of the pair that the report shows token by token.
         scales: strengths, in multiples of the distance between the two class means.
         layer: layer to steer; None for the layer that separates best.
-        max_tokens: tokens to generate for each answer.
-        seed: seed of the cross-validation's folds.
         num_folds: number of the folds; at most one per pair.
         versions, settings: descriptions for the report, by name.
         source, arguments, command: see `Result`.

@@ -12,12 +12,7 @@ from midstream.viz.answer_cards import strength
 
 
 def answers(result: Result, width: int) -> Group:
-    """Return one table per question, with a column per strength, or a row if that is too narrow.
-
-    Args:
-        result: the run's result.
-        width: width of the terminal, in characters.
-    """
+    """Return one table per question, with a column per strength, or a row if that is too narrow."""
     wide = width // len(result.scales) >= 22
     tables = [_columns(q) if wide else _rows(q) for q in result.questions]
     return Group(*tables, _summary(result))

@@ -100,11 +100,6 @@ class Activations:
                 [rows, width], or [rows, heads, head_dim]. A site alone: its layers stacked along a
                 new first dimension, ascending; of a site without layers, its rows. Layer −1 is the
                 model's last one. Sites have all names of `midstream.sites.parse`.
-
-        Raises:
-            KeyError: the site and layer were not captured; the message lists those that were.
-            ValueError: the layers of a site were captured at different positions, or differ in
-                width or heads.
         """
         try:
             return self._values[key]  # type: ignore[index]
@@ -376,9 +371,7 @@ def rows_after(
     """Return the rows of some (site, layer) that come after a position of each.
 
     Args:
-        activations: the rows.
         last: the position, by (site, layer); without one, all rows are returned.
-        taps: the (site, layer) to return.
     """
     values, positions = {}, {}
     for tap in taps:

@@ -69,10 +69,6 @@ def from_base64(text: str, shape: tuple[int, ...], sent: str, kept: str) -> Tens
 
 def load_tensors(data: bytes) -> Mapping[str, Tensor]:
     """Return the tensors of a safetensors file by name; NumPy arrays where torch is not installed.
-
-    Raises:
-        SafetensorError: the bytes are not such a file.
-        ValueError: a dtype that NumPy lacks, where torch is not installed.
     """
     try:
         from safetensors.torch import load
@@ -91,9 +87,6 @@ def save_tensors(
 
     Args:
         rows: tensors or arrays, none of which overlaps another.
-        indices: small ones, which may share memory.
-        target: the file.
-        metadata: the file's metadata.
     """
     if any(isinstance(each, np.ndarray) for each in rows.values()):
         from safetensors.numpy import save_file
@@ -119,10 +112,6 @@ def encode_blocks(rows: Mapping[str, Any], codec: str) -> tuple[dict[str, Any], 
     Returns:
         The encoded rows uint8 [width, 8 + n], and the file's metadata that decoding needs;
         `hidden` is the width of the first.
-
-    Raises:
-        SpecError: another codec.
-        UnsupportedError: torch is not installed.
     """
     if codec != PER_DIM:
         raise SpecError("codec", f'expected None or "{PER_DIM}", got {codec!r}')

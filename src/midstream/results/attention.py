@@ -91,11 +91,7 @@ class AttentionResults(Mapping[Key, AttentionRows]):
         self._num_layers = num_layers
 
     def __getitem__(self, key: Any) -> AttentionRows:
-        """Return the rows of a layer, or of a (name, layer).
-
-        Raises:
-            KeyError: there are none; the message lists those that there are.
-        """
+        """Return the rows of a layer, or of a (name, layer)."""
         name, layer = key if isinstance(key, tuple) and len(key) == 2 else ("", key)
         layer = as_number(layer)
         if is_int(layer):
@@ -139,13 +135,9 @@ def _draw(
     """Return the picture of some rows; see `AttentionRows.picture`.
 
     Args:
-        rows: the rows.
         tokens: texts of the tokens by position; None: unknown.
         head: one of the rows' heads; None: all.
         most: number of queries, and of keys or lines, that are shown; None: all.
-
-    Raises:
-        SpecError: there is no such head, or there are more cells than a picture may have.
     """
     if head is not None and head not in rows.heads:
         raise SpecError("head", f"expected one of {list(rows.heads)}, got {head!r}")

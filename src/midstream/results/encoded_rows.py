@@ -28,9 +28,6 @@ class Scattered:
         offsets: int64 [records], offset of each record in bytes.
         taps: number of rows of a record.
         width: bytes of a row.
-
-    Raises:
-        ValueError: a record lies outside of the buffer.
     """
 
     memory: NDArray[np.uint8]
@@ -91,7 +88,6 @@ class UnreadChunks(Sequence[Chunk]):
         """Create it.
 
         Args:
-            data: the records; at least one byte.
             taps: number of rows of a record.
             width: bytes of a row.
         """
@@ -130,8 +126,6 @@ class Rows:
     """Encoded rows of one site and layer.
 
     Attributes:
-        codec: codec of the rows.
-        hidden: width of the captured vectors.
         dtype: dtype of the captured vectors.
         chunks: uint8 [records, taps, bytes of a row] each, in order.
         places: index of this tap in the records of each chunk.

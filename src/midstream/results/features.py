@@ -171,11 +171,7 @@ class FeatureResults(Mapping[str, FeatureRows]):
         self._rows = dict(rows)
 
     def __getitem__(self, name: str) -> FeatureRows:
-        """Return the rows of a `Features`.
-
-        Raises:
-            KeyError: there are none; the message lists the names.
-        """
+        """Return the rows of a `Features`."""
         try:
             return self._rows[name]
         except KeyError:

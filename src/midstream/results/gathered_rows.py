@@ -38,8 +38,6 @@ class RowGroup:
     """Rows of taps that were captured at the same positions.
 
     Attributes:
-        taps: the taps.
-        blocks: the blocks that have these rows.
         chosen: int64 [rows], indices into the blocks' rows; None: all rows in their order.
         nothing: encoded rows of the same codec, width and dtype, without any.
     """
@@ -57,9 +55,7 @@ class RowGroup:
         """Create it.
 
         Args:
-            taps: the taps.
             positions: int64 [rows], ascending. An array may be shared: callers get a copy of it.
-            blocks, chosen, nothing: see the attributes.
         """
         self.taps = taps
         self._positions = positions
@@ -170,7 +166,6 @@ class GatheredRows(Mapping[Tap, Rows]):
 
         Args:
             taps: all taps of the groups, in the order in which they are shown.
-            groups: the rows.
             numbers: `numbers_of` these, which alike completions share; None: it is made here.
         """
         self.groups = tuple(groups)

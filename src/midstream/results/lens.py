@@ -151,11 +151,7 @@ class LensResults(Mapping[str, LensRows]):
         self._rows = dict(rows)
 
     def __getitem__(self, name: str) -> LensRows:
-        """Return the rows of a lens.
-
-        Raises:
-            KeyError: there are none; the message lists the lenses.
-        """
+        """Return the rows of a lens."""
         try:
             return self._rows[name]
         except KeyError:

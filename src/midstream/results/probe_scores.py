@@ -40,11 +40,7 @@ class Probes(Mapping[str, "Tensor"]):
         self._given_tokens = tokens
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the scores of a probe, float32 [rows].
-
-        Raises:
-            KeyError: there is no such probe; the message lists the names.
-        """
+        """Return the scores of a probe, float32 [rows]."""
         if name not in self._scores:
             known = ", ".join(self._scores)
             raise KeyError(f"there is no probe {name!r}; there are {known}")

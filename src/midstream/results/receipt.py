@@ -18,7 +18,6 @@ class Captured:
     """Counts of captured rows of one site and layer.
 
     Attributes:
-        site, layer: where.
         expected: number of rows by the plan.
         actual: number of rows that there are.
         reused: how many of these earlier requests computed, see `Capture`; the others were computed
@@ -68,8 +67,6 @@ class Called:
     """Calls of the function of a `Local`, at one site and layer.
 
     Attributes:
-        name: the function.
-        site, layer: where.
         expected: number of selected rows.
         rows: number of rows that it was given; rows that are computed again after a preemption
             count again, and rows of the prefix cache do not.
@@ -148,7 +145,6 @@ class Action:
     """What a probe did when its scores met its condition.
 
     Attributes:
-        name: name of the probe.
         kind: "stop", "switch" or "flag".
         position: position of the token whose score met the condition, the first such.
         score: the pooled score there, which was compared with the threshold.
@@ -166,7 +162,6 @@ class Nonfinite:
 
     Attributes:
         positions: number of positions.
-        first: the first of them.
     """
 
     positions: int

@@ -40,12 +40,7 @@ _NUMBER = re.compile("[1-9][0-9]{0,8}")
 def read_rows_file(
     data: bytes,
 ) -> tuple[dict[Tap, Tensor | Rows], dict[Tap, Tensor], Tensor, int | None, dict[Tap, Heads]]:
-    """Return the arguments of `Activations` from the bytes of a file; see `serialization.pack`.
-
-    Raises:
-        SpecError: the bytes are not such a file.
-        UnsupportedError: the codec is lossy, and torch, which decodes it, is not installed.
-    """
+    """Return the arguments of `Activations` from the bytes of a file; see `serialization.pack`."""
     from safetensors import SafetensorError
 
     try:
@@ -120,11 +115,7 @@ def heads_of(heads: Mapping[Tap, Heads]) -> dict[str, str]:
 
 
 def _widths(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
-    """Return the widths that a file's metadata state, by names of its tensors of rows.
-
-    Raises:
-        SpecError: they are invalid, or the file's version has none.
-    """
+    """Return the widths that a file's metadata state, by names of its tensors of rows."""
     text = metadata.get("widths")
     if text is None and (metadata["version"] == VERSION or "heads" in metadata):
         return {}
@@ -146,11 +137,7 @@ def _widths(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]
 
 
 def _heads(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Heads]:
-    """Return the heads that a file's metadata state, by names of its tensors of rows.
-
-    Raises:
-        SpecError: they are invalid, or the file's version has none.
-    """
+    """Return the heads that a file's metadata state, by names of its tensors of rows."""
     text = metadata.get("heads")
     if text is None:
         return {}
@@ -169,12 +156,7 @@ def _heads(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Heads
 
 
 def _checked_heads(name: str, rows: Any, heads: Heads) -> Heads:
-    """Return the heads of a tensor of rows, or of encoded rows.
-
-    Raises:
-        SpecError: the rows are not of as many heads, or are sketches; or the shown ones are not
-            among these, each once.
-    """
+    """Return the heads of a tensor of rows, or of encoded rows."""
     is_sketch = False
     if isinstance(rows, Rows):
         from midstream.codecs import Rp8
@@ -198,12 +180,7 @@ def _checker(
     """Return a function that checks one tensor of a file and returns it as `Activations` takes it.
 
     Args:
-        metadata: the file's metadata.
         widths: width of the captured vectors by name, where it is not that in the metadata.
-
-    Raises:
-        SpecError: the file's metadata are invalid.
-        UnsupportedError: the codec is lossy, and torch is not installed.
     """
     hidden = metadata.get("hidden", "")
     invalid = SpecError("", f"the file's dtype or hidden is invalid: {show(str(metadata))}")
@@ -262,11 +239,7 @@ def _sized(name: str, found: Any, dtype: torch.dtype | None, width: int) -> Any:
 
 
 def _taps(tensors: Mapping[str, Any]) -> list[Tap]:
-    """Return the (site, layer) pairs of a file's tensors.
-
-    Raises:
-        SpecError: a tensor's name is unknown, or its rows are missing.
-    """
+    """Return the (site, layer) pairs of a file's tensors."""
     found = []
     for name in tensors:
         match = _TAP.fullmatch(name)

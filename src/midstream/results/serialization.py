@@ -43,7 +43,6 @@ class PackedRows:
         """Create it; no row is looked at.
 
         Args:
-            activations: the rows.
             hidden: width of the residual stream; rows of another width know their own.
             dtype: dtype of the captured vectors.
         """
@@ -85,7 +84,6 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
     name; the tensors have all heads.
 
     Args:
-        activations: the rows.
         hidden: width of the residual stream; rows of another width know their own.
         dtype: dtype of the captured vectors.
     """
@@ -97,10 +95,6 @@ def unpack(data: bytes) -> Activations:
     `Activations.save` encoded.
 
     Where torch is not installed the rows are NumPy arrays, with bfloat16 widened to float32.
-
-    Raises:
-        SpecError: the bytes are not such a file.
-        UnsupportedError: the codec is lossy, and torch, which decodes it, is not installed.
     """
     return Activations(*read_rows_file(data))
 

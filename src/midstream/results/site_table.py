@@ -15,9 +15,7 @@ class SiteState:
     """One site of one layer.
 
     Attributes:
-        site: canonical name.
         layer: from 0; of a site without layers, that of the first or of the last layer.
-        tapped: whether requests can use it.
         reason: why it is not tapped; empty if it is.
         width: number of components of its vectors; 0 if it is not tapped.
         heads: number of attention heads that these are of; 0: they are not of heads.
@@ -74,11 +72,7 @@ class SiteTable:
         )
 
     def __getitem__(self, key: tuple[str, int] | str) -> SiteState:
-        """Return the state of a (site or alias, layer), or of a site without layers.
-
-        Raises:
-            KeyError: there is no such site or layer.
-        """
+        """Return the state of a (site or alias, layer), or of a site without layers."""
         site, layer = (key, None) if isinstance(key, str) else key
         name = sites.canonical(site)
         for state in self.states:

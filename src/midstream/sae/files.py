@@ -28,11 +28,7 @@ _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".npy")
 
 
 def load_sae(path: Path, subtract: bool | None, scale: float | None) -> dict[str, Any]:
-    """Read an SAE; see `SAE.load`.
-
-    Raises:
-        SpecError: the file does not exist or is of another format, or the SAE is unsupported.
-    """
+    """Read an SAE; see `SAE.load`."""
     scale = _read_scale(scale)
     if path.is_dir():
         path = _in_folder(path)
@@ -63,11 +59,7 @@ def load_sae(path: Path, subtract: bool | None, scale: float | None) -> dict[str
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return what is read of a folder: itself in SAELens's layout, its file in Gemma Scope's.
-
-    Raises:
-        SpecError: it has another layout.
-    """
+    """Return what is read of a folder: itself in SAELens's layout, its file in Gemma Scope's."""
     if (folder / WEIGHTS).exists() and (folder / CONFIG).exists():
         return folder
     if (folder / _PARAMS).exists():
@@ -88,11 +80,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def sae_of(given: Any, scale: float | None) -> dict[str, Any]:
-    """Read an object of the package `sae_lens`; see `SAE.from_saelens`.
-
-    Raises:
-        SpecError: it is none, or is unsupported.
-    """
+    """Read an object of the package `sae_lens`; see `SAE.from_saelens`."""
     scale = _read_scale(scale)
     config, state = getattr(given, "cfg", None), getattr(given, "state_dict", None)
     to_dict = getattr(config, "to_dict", None)
@@ -113,12 +101,7 @@ def sae_of(given: Any, scale: float | None) -> dict[str, Any]:
 
 
 def from_release(release: str, sae_id: str) -> Any:
-    """Return an SAE of a release, as an object of the package `sae_lens`.
-
-    Raises:
-        SpecError: there is no such release or id, or it cannot be downloaded.
-        MissingExtraError: the package is not installed.
-    """
+    """Return an SAE of a release, as an object of the package `sae_lens`."""
     try:
         import sae_lens
     except ModuleNotFoundError as error:

@@ -82,24 +82,14 @@ class SaeConfig:
 
 
 def read_config(path: Path) -> SaeConfig:
-    """Read a `cfg.json`.
-
-    Raises:
-        SpecError: the file is not a SAELens configuration, or a field is unsupported. The path is
-            the field's.
-        OSError: the file cannot be read.
-    """
+    """Read a `cfg.json`."""
     if check_regular(path).st_size > _MAX_CONFIG_BYTES:
         raise SpecError("", f"not a SAELens configuration: more than {_MAX_CONFIG_BYTES} bytes")
     return config_of(read_json(path.read_bytes()))
 
 
 def config_of(found: object) -> SaeConfig:
-    """Return the configuration of the content of a `cfg.json`.
-
-    Raises:
-        SpecError: a field is unsupported. The path is the field's.
-    """
+    """Return the configuration of the content of a `cfg.json`."""
     if not isinstance(found, dict):
         raise SpecError("", f"expected an object, got {kind(found)}")
     more = found.get("metadata", {})
@@ -139,11 +129,7 @@ def config_of(found: object) -> SaeConfig:
 
 
 def hook_tap(hook_name: str) -> tuple[str, int]:
-    """Return the (site, layer) of a TransformerLens hook, for example `blocks.8.hook_resid_pre`.
-
-    Raises:
-        SpecError: the hook has no corresponding site.
-    """
+    """Return the (site, layer) of a TransformerLens hook, for example `blocks.8.hook_resid_pre`."""
     match = _HOOK.fullmatch(hook_name)
     if match is None or match[2] not in HOOKS:
         raise SpecError(
@@ -158,13 +144,7 @@ def read_weights(path: Path, config: SaeConfig | None) -> dict[str, Tensor]:
     """Read the tensors of an SAE: float32, on the host.
 
     Args:
-        path: a safetensors file.
         config: its configuration; None: there is none.
-
-    Raises:
-        SpecError: the file is damaged, or a tensor is missing, unknown or has a wrong shape. The
-            path is the tensor's name.
-        OSError: the file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -179,11 +159,7 @@ def read_weights(path: Path, config: SaeConfig | None) -> dict[str, Tensor]:
 
 
 def checked(tensors: Arrays, config: SaeConfig | None) -> Arrays:
-    """Return the tensors that are read, if their shapes fit.
-
-    Raises:
-        SpecError: a shape does not fit, or factors would change the features.
-    """
+    """Return the tensors that are read, if their shapes fit."""
     scaling = tensors.pop("scaling_factor", None)
     if scaling is not None and not bool((scaling == 1).all()):
         raise SpecError("scaling_factor", "unsupported; all factors must be 1")

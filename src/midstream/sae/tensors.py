@@ -42,11 +42,7 @@ def check_names(names: list[str], architecture: str | None) -> None:
     """Check that there are the tensors of an architecture, and no others.
 
     Args:
-        names: names of tensors.
         architecture: None: it is not known.
-
-    Raises:
-        SpecError: a tensor is missing or unknown.
     """
     if architecture is None:
         architecture = "gated" if "b_gate" in names else "standard"
@@ -65,11 +61,7 @@ def check_names(names: list[str], architecture: str | None) -> None:
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], is_transcoder: bool) -> None:
-    """Check that the shapes of an SAE's tensors fit each other.
-
-    Raises:
-        SpecError: one does not. The path is its name.
-    """
+    """Check that the shapes of an SAE's tensors fit each other."""
     encoder = shapes["W_enc"]
     if len(encoder) != 2:
         raise SpecError("W_enc", f"expected shape [width, features], got {list(encoder)}")
@@ -102,7 +94,6 @@ def reduced(tensors: Arrays, rescales: bool, scale: float) -> Arrays:
         tensors: the tensors, float32.
         rescales: whether activations are multiplied by the norms of the decoder's rows, which are
             of norm 1 then.
-        scale: a factor of the input.
     """
     found = {name: tensor.double() for name, tensor in tensors.items()}
     if "b_gate" in found:

@@ -55,9 +55,6 @@ class Guard:
 
         Args:
             headers: the request's headers, keys in lower case.
-
-        Raises:
-            HttpError: 403, one of them is another host.
         """
         if not self._is_loopback or self._has_key:
             return
@@ -76,10 +73,6 @@ class Guard:
 
         Args:
             headers: the request's headers, keys in lower case.
-
-        Raises:
-            HttpError: 403, changes are disabled, or the request comes from a web page of another
-                origin; 401, the admin key is missing or wrong.
         """
         if self._allowed is False:
             raise HttpError(
@@ -100,11 +93,7 @@ class Guard:
             raise HttpError(401, f"expected the admin key, in the header {ADMIN_HEADER}")
 
     def _check_origin(self, headers: Mapping[str, str]) -> None:
-        """Check the origin of a request that no key protects.
-
-        Raises:
-            HttpError: 403, it comes from a web page of elsewhere.
-        """
+        """Check the origin of a request that no key protects."""
         origin = headers.get("origin")
         if origin is None or self._has_key or origin in self._origins or _is_local(origin):
             return

@@ -17,11 +17,7 @@ _QUOTED = msgspec.Raw(b'"%b"' % _PLACE)
 
 
 class Base64Text:
-    """Base64 of bytes, as a JSON value for `dump`.
-
-    Attributes:
-        pieces: the text.
-    """
+    """Base64 of bytes, as a JSON value for `dump`."""
 
     __slots__ = ("pieces",)
 

@@ -40,7 +40,6 @@ class CachedCapture:
     Attributes:
         id: unguessable id, with which its client may fetch and delete the rows.
         client: id of the client that the rows belong to.
-        request_id: vLLM's request id.
         nbytes: length of the rows as safetensors, in bytes.
         expires_at: time of expiry, in seconds since the epoch.
         about: description of the rows, as in the response.
@@ -59,7 +58,6 @@ class _Kept:
     """Memory of an entry.
 
     Attributes:
-        entry: the entry.
         rows: rows that nobody has fetched yet; None: they are in `file`.
         file: descriptor of an anonymous memory file (memfd) with the rows as safetensors; None: the
             rows were not fetched yet, or were freed.
@@ -97,7 +95,6 @@ class Reservation:
     """Room for the captures of a request that is computed.
 
     Attributes:
-        client: id of its client.
         left: number of captures that were not stored yet.
     """
 
@@ -139,11 +136,7 @@ class CaptureCache:
             return len(self._captures)
 
     def reserve(self, client: str, captures: int) -> Reservation:
-        """Reserve room for the captures of a request, before it starts; pair with `release`.
-
-        Raises:
-            HttpError: 429, the client's limit is reached; 507, the server's limit is reached.
-        """
+        """Reserve room for the captures of a request, before it starts; pair with `release`."""
         with self._lock:
             self._check(client, captures, captures)
             self._count(client, captures, 0)
@@ -179,14 +172,9 @@ class CaptureCache:
         they are until they are fetched.
 
         Args:
-            rows: the rows.
             client: id of the client that they belong to.
-            request_id: vLLM's request id.
             about: description of the rows, as in the response.
             reservation: the room that was reserved for them; None: none was.
-
-        Raises:
-            HttpError: as for `reserve`; or 507, the machine has no memory or file left.
         """
         nbytes = len(rows) if isinstance(rows, bytes) else rows.nbytes
         file = None
@@ -228,14 +216,6 @@ class CaptureCache:
     def open(self, name: str, client: str) -> tuple[CachedCapture, int] | None:
         """Return the entry of an id with a new file descriptor, which the caller must give to
         `end_read`; None if the id is unknown or expired. The first call packs the rows.
-
-        Args:
-            name: the id.
-            client: id of the client that reads.
-
-        Raises:
-            HttpError: 429, the client reads too much at once; 507, all clients do, or the machine
-                has no memory or file left.
         """
         with self._lock:
             self._expire()
@@ -336,11 +316,7 @@ class CaptureCache:
         self._descriptors.add(client, ENTRY * captures)
 
     def _check(self, client: str, nbytes: int, captures: int = 1) -> None:
-        """Check that a client may have more captures and bytes.
-
-        Raises:
-            HttpError: 429 or 507, it may not.
-        """
+        """Check that a client may have more captures and bytes."""
         self._expire()
         mine = self._of_client.get(client, _Usage())
         _check_limits(self._settings, mine, self._all, nbytes, captures)
@@ -357,11 +333,7 @@ async def expire_in_time(captures: CaptureCache) -> None:
 
 
 def file_of(data: bytes) -> int:
-    """Return a new anonymous file with these bytes.
-
-    Raises:
-        HttpError: 507, the machine has no memory or file left.
-    """
+    """Return a new anonymous file with these bytes."""
     try:
         file = os.memfd_create("midstream-held", os.MFD_CLOEXEC)
     except OSError as error:
@@ -386,11 +358,7 @@ def _no_memory(error: OSError) -> HttpError:
 def _check_limits(
     limits: HttpSettings, mine: _Usage, every: _Usage, nbytes: int, captures: int
 ) -> None:
-    """Check that a client, which has `mine` of `every` entry, may have more captures and bytes.
-
-    Raises:
-        HttpError: 429 or 507, it may not.
-    """
+    """Check that a client, which has `mine` of `every` entry, may have more captures and bytes."""
     if mine.captures + captures > limits.client_captures:
         raise HttpError(
             429,

@@ -30,11 +30,7 @@ class DescriptorBudget:
         return self._all
 
     def check(self, client: str, count: int) -> None:
-        """Check that a client may take more descriptors.
-
-        Raises:
-            HttpError: 429, its part is taken; 507, those of all clients are.
-        """
+        """Check that a client may take more descriptors."""
         files = _files()
         most = files // _SHARE
         mine = most // _SHARE

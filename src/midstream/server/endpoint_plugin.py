@@ -38,9 +38,6 @@ _ROUTERS = (
 class Endpoints:
     """Endpoint plugin: vLLM calls `attach_router` when it builds its app, and `init_state` when the
     engine is ready.
-
-    Attributes:
-        name, required_tasks: as vLLM's protocol requires.
     """
 
     name = "midstream"

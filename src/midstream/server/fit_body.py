@@ -36,7 +36,6 @@ class FitBody:
     Attributes:
         positive, negative: the prompts of both classes: texts, lists of token ids, or chats.
         options: the other arguments of `Directions.fit_async`.
-        capture: of the prompts.
         name: name under which the vectors are registered; None: they are not.
         model: name of the model, or of an adapter; None: the model.
     """
@@ -53,11 +52,7 @@ def read_fit(value: object, most: int) -> FitBody:
     """Parse the JSON of a body: arguments of `Directions.fit`, and `name` and `model`.
 
     Args:
-        value: the JSON.
         most: limit for the prompts of both classes together.
-
-    Raises:
-        SpecError: a field is unknown, missing or malformed, or there are too many prompts.
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected an object of a fit's arguments, got {kind(value)}")

@@ -26,11 +26,7 @@ class ChoiceUpdate:
     Attributes:
         probes: latest scores by name, cumulative; None if there are none.
         rows: partial rows received since the last update, without overlap.
-        attention: partial rows of attention, likewise.
-        lens: partial rows of lenses, likewise.
-        features: partial rows of SAEs, likewise.
         final: vLLM's CompletionOutput, once the choice has ended; else None.
-        request_id: vLLM's request id.
     """
 
     probes: Any = None
@@ -50,7 +46,6 @@ class RequestContext:
         request_field: the parsed field `midstream`.
         client: id of the client, see `Server.client_of`.
         messages: messages of a chat; None for other requests.
-        template: arguments of the chat template.
         calls: number of engine calls that the request has made.
         per_call: number of choices of each call.
         updates: results by choice index that are not sent yet.
@@ -83,11 +78,7 @@ class RequestContext:
     failure: HttpError | None = None
 
     def call_plan(self, limits: HttpSettings) -> CallPlan:
-        """Return the plan of an engine call.
-
-        Args:
-            limits: the server's.
-        """
+        """Return the plan of an engine call."""
         most = {
             "inline": limits.inline_bytes,
             "handle": min(limits.client_bytes, limits.held_bytes),
@@ -104,7 +95,6 @@ class RequestContext:
         """Return a call's output stream, recording its results as they pass.
 
         Args:
-            stream: the engine's output stream.
             per_call: number of choices of the call.
             running: is entered while the stream is read.
         """
@@ -127,11 +117,7 @@ class RequestContext:
         return found
 
     async def close(self, captures: CaptureCache) -> None:
-        """Close the engine calls, and free cached rows that no sent response refers to.
-
-        Args:
-            captures: the cache of the rows.
-        """
+        """Close the engine calls, and free cached rows that no sent response refers to."""
         for stream in self.streams:
             # A generator that is running cannot be closed: a response cancelled while sending may
             # still be iterating over it.

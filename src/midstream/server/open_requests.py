@@ -51,7 +51,6 @@ class OpenRequests:
 
         Args:
             name: its id, see `carry_id`.
-            context: its state.
         """
         self._contexts[name] = context
         try:

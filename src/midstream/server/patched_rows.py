@@ -33,8 +33,6 @@ def opened_rows(
     """Yield a function that returns the rows of an id, for as long as the context lasts.
 
     Args:
-        captures: the cache.
-        client: id of the request's client.
         owns: returns whether rows are those of the request's client.
         most: limit for the rows of all edits together, in bytes of float32.
         elsewhere: returns what another process has cached under an id, as safetensors; None: it

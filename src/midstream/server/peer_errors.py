@@ -29,9 +29,6 @@ def peer_errors(seconds: float) -> Iterator[None]:
 
     Args:
         seconds: how long a part of the answer may take.
-
-    Raises:
-        HttpError: what `failure_of` returns.
     """
     try:
         yield
@@ -43,7 +40,6 @@ def failure_of(error: Exception, seconds: float) -> HttpError:
     """Return the answer to a client in place of that of another process.
 
     Args:
-        error: what httpx raised.
         seconds: how long a part of the answer may take.
     """
     number, text = _os_error(error)
@@ -67,12 +63,7 @@ def failure_of(error: Exception, seconds: float) -> HttpError:
 
 
 def rejection(answer: httpx.Response, what: str = "") -> HttpError:
-    """Return the answer to a client whose request another process rejected.
-
-    Args:
-        answer: that process's.
-        what: what follows from it.
-    """
+    """Return the answer to a client whose request another process rejected."""
     try:
         error = ServerError.of(answer.status_code, answer.json())
     except ValueError:

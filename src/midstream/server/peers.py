@@ -48,7 +48,6 @@ class Peers:
 
     def __init__(self, folder: Path, front_ends: FrontEnds) -> None:
         """Args:
-        folder: the server's private folder.
         front_ends: how many processes there are, and the number of this one.
         """
         self._folder = folder
@@ -59,11 +58,7 @@ class Peers:
         self._task: asyncio.Task[None] | None = None
 
     def listen(self, app: ASGIApp) -> None:
-        """Answer the other processes from now on.
-
-        Args:
-            app: the server's app.
-        """
+        """Answer the other processes from now on."""
 
         async def from_peer(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
@@ -104,11 +99,7 @@ class Peers:
         request comes from one of them.
 
         Args:
-            scope: the client's request.
             method, path: the request; "": the path of the client's.
-
-        Raises:
-            HttpError: a process does not answer, or rejects the request; see `peer_errors`.
         """
         for number in () if PEER in scope else self._others:
             answer = await self._ask(number, scope, method, path)
@@ -126,9 +117,6 @@ class Peers:
     def read_rows(self, scope: Scope, name: str) -> bytes | None:
         """Return the cached rows of an id as safetensors, of the process that has them; None: none
         has. Blocks.
-
-        Raises:
-            HttpError: a process does not answer, or rejects the request; see `peer_errors`.
         """
         # Those of the body that names the rows are not of this request.
         headers = [one for one in _headers(scope) if not one[0].startswith((b"range", b"content-"))]
@@ -213,9 +201,6 @@ class Peers:
     ) -> bool:
         """Send the answer of another process; return False, and send nothing, if it has the status
         `but`.
-
-        Raises:
-            HttpError: it does not answer, see `peer_errors`; nothing was sent.
         """
         has_begun = False
         try:
@@ -247,11 +232,7 @@ class Peers:
     async def _ask(
         self, number: int, scope: Scope, method: str, path: str, body: bytes = b""
     ) -> httpx.Response | None:
-        """Return the answer of another process; None: it has not started yet.
-
-        Raises:
-            HttpError: it does not answer; see `peer_errors`.
-        """
+        """Return the answer of another process; None: it has not started yet."""
         if not self._started([number]):
             return None
         with peer_errors(_SECONDS):
@@ -265,11 +246,7 @@ class Peers:
         return httpx.AsyncClient(transport=transport, timeout=_SECONDS)
 
     def _check_all(self) -> None:
-        """Check that all processes have started.
-
-        Raises:
-            HttpError: 503, one has not.
-        """
+        """Check that all processes have started."""
         if len(self._started(self._others)) < len(self._others):
             raise HttpError(
                 503,

@@ -40,8 +40,6 @@ class ResponseWriter:
         """Create a writer for one response.
 
         Args:
-            context: state of the request.
-            server: server whose encoder is used.
             send: the ASGI `send` to forward messages to.
             on_error: called with status and field for an error inside a stream that has begun,
                 since the HTTP status does not show it.
@@ -170,11 +168,7 @@ class ResponseWriter:
         self._context.undelivered.clear()
 
     async def _send_events(self, events: list[Event], more: bool) -> None:
-        """Send events, within the time that a client may take to read the ones before.
-
-        Raises:
-            TimeoutError: it took longer. It ends vLLM's handler.
-        """
+        """Send events, within the time that a client may take to read the ones before."""
         if more and not events:
             return
         start, self._start = self._start, None
@@ -271,9 +265,6 @@ class ResponseWriter:
 def _check_reached(context: RequestContext) -> None:
     """Check that a request's plan went with an engine call: else vLLM's answer is that of a request
     without one.
-
-    Raises:
-        HttpError: 500, it did not.
     """
     if not context.calls:
         raise HttpError(500, "vLLM made no engine call with this request's plan", KEY)

@@ -44,9 +44,7 @@ class ResultEncoder:
         """Create an encoder for one engine.
 
         Args:
-            settings: the server's limits.
             captures: cache for rows that clients fetch later.
-            hidden: width of the captured vectors.
             dtype: dtype of the captured vectors.
         """
         self._settings = settings
@@ -56,12 +54,7 @@ class ResultEncoder:
     async def encode(
         self, context: RequestContext, choice: int, update: ChoiceUpdate
     ) -> dict[str, Any]:
-        """Return a choice's new results for `dump` and `plain`; an empty dict if there are none.
-
-        Raises:
-            HttpError: 413, the rows exceed the limit of one response; 429 or 507, the capture cache
-                is full.
-        """
+        """Return a choice's new results for `dump` and `plain`; an empty dict if there are none."""
         encoded: dict[str, Any] = {}
         if update.final is not None:
             encoded["receipt"] = update.final.receipt.to_dict()

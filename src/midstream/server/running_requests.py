@@ -59,10 +59,6 @@ class RunningRequests:
         Args:
             request_id: the id in the response of the request; or, if there is none, the engine's of
                 one of its calls.
-            client: id of the client.
-
-        Raises:
-            HttpError: 409, several of its running requests have this id.
         """
         mine = [call for call in self._calls.values() if call.client == client]
         # A client may choose ids such that one is another with a number after it.

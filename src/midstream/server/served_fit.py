@@ -26,14 +26,8 @@ async def run_fit(server: Server, body: FitBody, lora_request: Any, client: str)
     """Capture the prompts of a fit, and return its directions.
 
     Args:
-        server: the server.
-        body: the request.
         lora_request: the adapter of all runs; None: none.
         client: id of the client, for the log.
-
-    Raises:
-        SpecError: the model or a prompt lacks something that the body names, or the rows would
-            take more than the setting `http.client_bytes`.
     """
     began = time.monotonic()
     prompts = await in_thread(_tokenized, server, body)
@@ -107,11 +101,7 @@ def _template(server: Server, prompt: Any) -> Mapping[str, Any]:
 
 
 def _check_bytes(server: Server, capture: Capture, prompts: Sequence[Sequence[int]]) -> None:
-    """Check that the rows of a fit do not take more memory than a client may.
-
-    Raises:
-        SpecError: they may take more.
-    """
+    """Check that the rows of a fit do not take more memory than a client may."""
     shape = server.llm.info.shape
     count_of = _counter(capture)
     layers = capture.layers.indices

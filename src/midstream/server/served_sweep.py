@@ -37,11 +37,8 @@ class ServedSweep:
     """One sweep.
 
     Attributes:
-        server: its server.
-        prepared: the sweep, checked against the engine.
         lora_request: the adapter of all runs; None: none.
         id: its id, for the log and the client.
-        client: the id of its client.
         cells: number of cells whose value is known.
         sweep: the whole sweep, once it is known.
     """
@@ -61,14 +58,7 @@ class ServedSweep:
         """Check a sweep against the engine.
 
         Args:
-            server: the server.
-            scope: the HTTP request's.
-            body: the body.
             lora_request: the adapter of all runs; None: none.
-
-        Raises:
-            SpecError: the model or a prompt lacks something that the body names.
-            HttpError: 503, the engine is not ready.
         """
         llm, request = server.llm, body.request
         source = request.source.prompt if isinstance(request.source, PromptSource) else None
@@ -94,9 +84,6 @@ class ServedSweep:
         """Carry it out, and yield its events: some at a time, as they become known.
 
         Closing it early ends all runs.
-
-        Raises:
-            MidstreamError, HttpError, ValueError: it failed.
         """
         known: asyncio.Queue[Event | None] = asyncio.Queue()
         began, status = time.monotonic(), "aborted"

@@ -27,10 +27,8 @@ class SweepBody:
 
     Attributes:
         prompt: the prompt that is patched: text, token ids or messages.
-        request: the sweep.
         model: name of the model, or of an adapter; None: the model.
         stream: whether cells are sent one by one.
-        template: arguments of the chat template.
     """
 
     prompt: Any
@@ -43,9 +41,6 @@ class SweepBody:
 def read_sweep(value: object) -> SweepBody:
     """Parse the JSON of a body: the fields of `SweepRequest.parse`, and `prompt`, `model`, `stream`
     and arguments of the chat template.
-
-    Raises:
-        SpecError: a field is unknown, missing or malformed.
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected an object of a sweep's arguments, got {kind(value)}")

@@ -39,7 +39,6 @@ class SweepPace:
         """Create it.
 
         Args:
-            most_sweeps: most sweeps at the same time.
             wait_seconds: how long a run waits for ordinary requests.
         """
         self._most = most_sweeps
@@ -51,11 +50,7 @@ class SweepPace:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Count a sweep.
-
-        Raises:
-            HttpError: 503, there are as many as may be.
-        """
+        """Count a sweep."""
         if self.sweeps >= self._most:
             raise HttpError(
                 503,
@@ -82,7 +77,6 @@ class SweepPace:
         under way.
 
         Args:
-            traffic: returns what the engine does.
             by_priority: whether the scheduler goes by the priorities of requests.
 
         Yields:
@@ -119,7 +113,6 @@ def runs_at_once(seats: int, step_tokens: int, length: int, by_priority: bool) -
 
     Args:
         seats: number of requests that the engine computes at the same time.
-        step_tokens: most tokens of a step.
         length: number of tokens of a run.
         by_priority: whether the scheduler goes by the priorities of requests.
     """

@@ -11,17 +11,12 @@ from contextlib import contextmanager
 class CallWatch:
     """Says when a call takes longer than its limit. The call itself cannot be ended: its thread
     stays in it, and must be a daemon.
-
-    Attributes:
-        thread: the thread that watches.
     """
 
     def __init__(self, name: str, seconds: float, late: Callable[[str], object]) -> None:
         """Create it.
 
         Args:
-            name: name of the thread that watches.
-            seconds: longest time of a call.
             late: is called with the name of a call that has just taken so long, in the thread that
                 watches; a call that returns meanwhile waits for its end.
         """

@@ -46,14 +46,6 @@ def in_threads(work: Callable[[T], R], items: Sequence[T], threads: int) -> list
 
     The interpreter joins the threads of a `ThreadPoolExecutor` when it exits, so that one which
     waits for a file system that does not answer keeps the process from exiting. These are daemons.
-
-    Args:
-        work: is called on several threads.
-        items: the items.
-        threads: most threads.
-
-    Raises:
-        Exception: that of the first item whose work failed.
     """
     results: list[Future[R]] = [Future() for _ in items]
     numbers = count()

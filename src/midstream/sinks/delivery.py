@@ -24,13 +24,11 @@ class DeliverySource:
     """A completion whose rows are delivered.
 
     Attributes:
-        request_id: vLLM's request id.
         completion: index of the completion.
         completions: number of completions of the request.
         prompt: text of the prompt; None: not given as text.
         prompt_token_ids: token ids of the prompt; None: given as embeddings.
         text: generated text; empty while the request runs.
-        generated_token_ids: generated tokens so far.
         finish_reason: vLLM's finish reason; None while the request runs.
     """
 
@@ -90,8 +88,6 @@ class SinkPut:
     """A delivery for the queue of one sink.
 
     Attributes:
-        sink: name of the sink.
-        delivery: the delivery.
         size: size of its rows in bytes.
     """
 

@@ -48,8 +48,6 @@ class _Folder:
 
     Attributes:
         parents: names of the folders between the root and this one.
-        part, name: temporary and final name.
-        files: names of its files.
         manifest: the manifest, with full paths, as the caller gets it.
     """
 
@@ -153,11 +151,7 @@ class FileSink(Sink):
 
         Args:
             parents: names of the folders between the root and this one.
-            name: final name.
             fill: writes files to the folder's descriptor; returns the manifest, names as paths.
-
-        Raises:
-            OSError: the folder exists already, or a file cannot be written.
         """
         path = os.path.join(self._root, *parents, name)
         part = f".{name}.{uuid.uuid4().hex}.part"

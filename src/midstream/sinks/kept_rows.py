@@ -65,7 +65,6 @@ class KeptRows(Sink):
         """Return what is kept for a tag, oldest first, and keep it no longer.
 
         Args:
-            tag: the tag.
             most_bytes: limit for the rows, in bytes; one delivery may exceed it. None: no limit.
         """
         found: list[Delivery] = []

@@ -16,9 +16,6 @@ def manifest_of(
     """Return the manifest of a delivery as JSON values.
 
     Args:
-        delivery: the delivery.
-        origin: origin of the rows.
-        layout: layout of the files.
         files: description of each tap and its file.
     """
     return {

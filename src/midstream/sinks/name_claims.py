@@ -43,11 +43,7 @@ class NameClaims:
         self._lock = threading.Lock()
 
     def take(self, name: str) -> bool:
-        """Take a name; return False if another request has it.
-
-        Raises:
-            OSError: the file cannot be opened or locked.
-        """
+        """Take a name; return False if another request has it."""
         with self._lock:
             if name in self._users or not self._set(fcntl.F_WRLCK, name):
                 return False
@@ -132,9 +128,7 @@ class NamedCapture:
 
     Attributes:
         index: its index among the captures of the plan.
-        names: the names of its sink.
         name: what no other request may have taken.
-        request_id: the id that the caller gave.
         check: raises ExistsError if the sink stores rows of the name already.
     """
 
@@ -155,12 +149,7 @@ class RequestNames:
         self._lock = threading.Lock()
 
     def take(self) -> None:
-        """Take the names. Reads what the sinks store already, so not on an event loop.
-
-        Raises:
-            ExistsError: another request has one of them, or a sink stores its rows.
-            SpecError: a sink cannot tell.
-        """
+        """Take the names. Reads what the sinks store already, so not on an event loop."""
         try:
             for one in self._captures:
                 with at(f"capture[{one.index}]"):

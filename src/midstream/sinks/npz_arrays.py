@@ -24,11 +24,6 @@ def arrays_of(activations: Activations, site: str, layer: int, width: int) -> Ar
     values. Codec `cast`: `rows` float32 [n, width]. Other codecs: `q` uint8, `scale` and `zero`
     float32 [n]; a row is `zero + scale · q`. `q` is [n, width] for `full8` and [n, k] for `rp8` and
     `topk8`; `topk8` also has `indices` int64 [n, k].
-
-    Args:
-        activations: the captured rows.
-        site, layer: the tap.
-        width: width of the captured vectors.
     """
     codec = activations.codec
     if isinstance(codec, Raw | Cast):
@@ -71,9 +66,7 @@ def described(arrays: Arrays, width: int, hidden_size: int) -> dict[str, Any]:
     """Return the arrays' entry in a manifest: shapes, dtypes, and the range of the scales.
 
     Args:
-        arrays: the arrays.
         width: width of the captured vectors; it is in the entry if it is not `hidden_size`.
-        hidden_size: the manifest's.
     """
     scale = arrays.get("scale")
     finite = None if scale is None else scale[np.isfinite(scale)]

@@ -44,9 +44,6 @@ class _Entry:
         delivery: the delivery; None once it is written, to free its rows.
         size: bytes that it uses of the budget.
         patience: seconds after the write by which it must be flushed.
-        done: future of the result.
-        result: result of the write.
-        is_reported: whether the result was reported.
     """
 
     delivery: Delivery | None
@@ -83,8 +80,6 @@ class SinkQueue:
         self, name: str, sink: Sink, most_bytes: int, times: QueueTimes | None = None
     ) -> None:
         """Args:
-        name: name of the sink.
-        sink: the sink, opened.
         most_bytes: limit for deliveries whose result is pending, in bytes.
         times: its times; None: the defaults.
         """
@@ -223,7 +218,6 @@ class SinkQueue:
         """End all deliveries with an error.
 
         Args:
-            why: the error.
             call: the call of the sink that does not return; empty: the queue is closed.
         """
         with self._changed:
@@ -337,11 +331,7 @@ def _amount(lost: Sequence[_Entry]) -> str:
 
 
 def _flushed(sink: Sink) -> list[CaptureResult] | None:
-    """Flush a sink, and return what it returned.
-
-    Raises:
-        TypeError: that is something else than results.
-    """
+    """Flush a sink, and return what it returned."""
     given: Any = sink.flush()
     if given is None:
         return None

@@ -15,11 +15,7 @@ def folder_beneath(root: str, parts: Sequence[str], *, makes: bool) -> Iterator[
 
     Args:
         root: path of an existing folder, which may be a link.
-        parts: names of nested folders.
         makes: whether to create missing folders below the root, durably.
-
-    Raises:
-        OSError: a folder is missing, is a link or is not a folder.
     """
     found = os.open(root, FOLDER)
     try:

@@ -35,16 +35,7 @@ class SinkSet:
     """The sinks that an engine was started with; `memory` is always included."""
 
     def __init__(self, settings: Sequence[SinkSettings], origin: Origin) -> None:
-        """Create and open the sinks.
-
-        Args:
-            settings: settings of each sink.
-            origin: origin of their rows.
-
-        Raises:
-            ConfigError: a sink is unknown, or a setting is invalid.
-            Exception: any exception of a sink's `open`.
-        """
+        """Create and open the sinks."""
         self._sinks: dict[str, Sink] = {}
         self._queues: dict[str, SinkQueue] = {}
         # Those of the settings; `ServerCaptures` has those that are set now.
@@ -70,12 +61,7 @@ class SinkSet:
         return (MEMORY, *self._sinks)
 
     def check(self, plan: Plan) -> None:
-        """Check whether the sinks can store the rows of a plan's captures.
-
-        Raises:
-            SpecError: a sink is unknown, or cannot store rows under the capture's tag or id.
-            BusyError: a sink does not return from a call.
-        """
+        """Check whether the sinks can store the rows of a plan's captures."""
         for index, (sink, tag, request_id) in enumerate(one.place for one in plan.captures):
             if sink == MEMORY:
                 continue
@@ -111,9 +97,6 @@ class SinkSet:
     def names_of(self, plan: Plan | None) -> RequestNames | None:
         """Return the names that a caller gives the rows of a request, to be taken before it is
         computed; None: it gives none.
-
-        Raises:
-            SpecError: two captures of the plan have one name of a sink.
         """
         named: dict[tuple[str, str], NamedCapture] = {}
         places = [] if plan is None else [one.place for one in plan.captures]
@@ -135,11 +118,7 @@ class SinkSet:
         return RequestNames([*named.values()]) if named else None
 
     def _check_answers(self, name: str) -> None:
-        """Check that no call of a sink hangs.
-
-        Raises:
-            BusyError: one does.
-        """
+        """Check that no call of a sink hangs."""
         why, hanging = self._queues[name].stalled, self._hanging.get(name)
         if hanging is not None and not hanging.has_returned:
             why = "check has not returned"
@@ -155,11 +134,7 @@ class SinkSet:
         call.result()
 
     def check_metadata(self, capture: Capture) -> None:
-        """Check that the metadata of a capture have no key that its sink reserves.
-
-        Raises:
-            SpecError: they have one.
-        """
+        """Check that the metadata of a capture have no key that its sink reserves."""
         sink = self._sinks.get(capture.sink)
         for key in () if sink is None else sink.reserved:
             if key in capture.metadata:
@@ -170,11 +145,7 @@ class SinkSet:
                 )
 
     def kept(self) -> KeptRows:
-        """Return the sink that keeps rows of server-wide captures; opened with the first call.
-
-        Raises:
-            SpecError: the engine was started with another sink of its name.
-        """
+        """Return the sink that keeps rows of server-wide captures; opened with the first call."""
         if self._kept is None:
             if KEPT in self._sinks:
                 raise SpecError("sink", f"missing; this engine has a sink of its own named {KEPT}")

@@ -190,10 +190,6 @@ class Switch(Condition):
 def read_later_edits(value: object) -> tuple[Edit, ...]:
     """Read the edits that a running request is given: one or its dict, or a list or tuple of these,
     which may be empty.
-
-    Raises:
-        SpecError: one is malformed, or needs what is found when a request begins; the path starts
-            with `edits`.
     """
     given = value if isinstance(value, (list, tuple)) else (value,)
     if len(given) > MAX_PARTS:
@@ -213,12 +209,8 @@ def bind_later_edits(
     """Return edits with names replaced by their registered vectors, and each one's index before.
 
     Args:
-        given: the edits.
         known: their indices before an earlier binding; empty: there was none.
         lookup, num_layers: see `Plan.bind`.
-
-    Raises:
-        SpecError: a name is unknown, or has no vector for a requested tap.
     """
     edits: list[Edit] = []
     origins: list[int] = []
@@ -246,11 +238,7 @@ _FIELDS = ("above", "below", "for", "pool")
 
 
 def read_act(value: object) -> Act:
-    """Read an act or its JSON form.
-
-    Raises:
-        SpecError: it is malformed.
-    """
+    """Read an act or its JSON form."""
     if isinstance(value, Act):
         return value
     if not isinstance(value, Mapping) or len(value) != 1:
@@ -276,7 +264,6 @@ class Progress(NamedTuple):
     Attributes:
         run: number of tokens in a row, up to the last, whose pooled score is beyond the threshold.
         pooled: of "max" and "ema" the last pooled score; None: there is none.
-        window: of "mean" the last scores.
     """
 
     run: int = 0
@@ -289,7 +276,6 @@ class Met(NamedTuple):
 
     Attributes:
         nth: index of the score.
-        pooled: the pooled score there.
     """
 
     nth: int
@@ -302,8 +288,6 @@ def follow(
     """Evaluate a condition on the next scores of a probe.
 
     Args:
-        condition: the condition.
-        progress: how far it was before them.
         scores: the scores, in the order of the tokens.
 
     Returns:

@@ -31,11 +31,7 @@ def wide(vectors: Sequence[Vector]) -> NDArray[np.float64]:
 
 
 def check_nonzero(vector: Vector, problem: str) -> None:
-    """Check that a vector is not zero.
-
-    Raises:
-        SpecError: the vector is zero; its message is `problem`.
-    """
+    """Check that a vector is not zero."""
     if not vector.numpy().any():
         raise SpecError("", problem)
 
@@ -51,10 +47,6 @@ def orthonormal(rows: tuple[Vector, ...]) -> tuple[Vector, ...]:
     """Return an orthonormal basis of the rows' span.
 
     Each row is orthogonalised twice (Gram–Schmidt) for numerical accuracy.
-
-    Raises:
-        SpecError: a row is zero, or is linearly dependent on earlier rows to within 1e-6 of its
-            length.
     """
     import numpy as np
 

@@ -53,9 +53,6 @@ Made = TypeVar("Made", bound=Callable[..., None])
 def one_spelling(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
     """Return arguments with `layer`/`layers`, `site`/`sites` and `head`/`heads` named as the
     constructor does.
-
-    Raises:
-        SpecError: both names of a pair are given.
     """
     found = dict(given)
     for theirs, ours in _PAIRS:
@@ -69,11 +66,7 @@ def one_spelling(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, An
 def read_named(
     given: Mapping[str, Any], required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Read the fields of a dict form, in the spellings that its constructor accepts.
-
-    Raises:
-        SpecError: a required field is missing, a field is unknown, or is there in two spellings.
-    """
+    """Read the fields of a dict form, in the spellings that its constructor accepts."""
     known = (*required, *optional)
     found = one_spelling(given, known)
     for name in found:

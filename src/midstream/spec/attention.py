@@ -198,11 +198,7 @@ class Attention(Capture):
 
 
 def parse_capture(value: object) -> Capture:
-    """Read a Capture, an Attention, a Features, a Lens, a Logits, or the dict of one.
-
-    Raises:
-        SpecError: a field is unknown, missing or malformed.
-    """
+    """Read a Capture, an Attention, a Features, a Lens, a Logits, or the dict of one."""
     is_attention = isinstance(value, Mapping) and (
         "queries" in value or ("reduce" in value and not _reduces_rows(value))
     )
@@ -237,9 +233,6 @@ def read_reduction(value: object) -> Reduction:
 
     The forms are `{"top_keys": 16}`, `{"mass": {"positions": …}}`, `"entropy"`, `"full"` and
     `"scores"`. The value of `mass` may also be positions alone.
-
-    Raises:
-        SpecError: it is malformed.
     """
     if isinstance(value, (TopKeys, Mass, Entropy)):
         return value

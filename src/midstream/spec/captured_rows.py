@@ -92,11 +92,7 @@ class EarlierRows(Protocol):
         ...
 
     def read(self, tap: Tap, positions: tuple[int, ...]) -> tuple[Vector, ...]:
-        """Return the rows of a tap at some positions, in their order; (): all.
-
-        Raises:
-            SpecError: there is no row at a position.
-        """
+        """Return the rows of a tap at some positions, in their order; (): all."""
         ...
 
 

@@ -35,9 +35,6 @@ def read_consumers(value: Mapping[object, object]) -> tuple[Capture, ...]:
             with `hooks`: {hook point: layers}; optionally `positions`, `request_id`, `tag`,
             `metadata`, `codec` and `layout`, as in Capture. Here `"all_prompt"` and
             `"all_generated"` mean `"prompt"` and `"generated"`.
-
-    Raises:
-        SpecError: a field is unknown, missing or malformed.
     """
     found: list[Capture] = []
     for sink, request in value.items():

@@ -57,11 +57,7 @@ class Threshold:
     word: ClassVar[str] = "threshold"
 
     def __post_init__(self) -> None:
-        """Read the parameters.
-
-        Raises:
-            SpecError: one is malformed; the path is its name.
-        """
+        """Read the parameters."""
         with at("probe"):
             if not isinstance(self.probe, str):
                 raise SpecError("", f"expected the name of a probe, got {kind(self.probe)}")

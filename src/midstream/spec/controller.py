@@ -28,7 +28,6 @@ class EditSet:
     """A set of edits that a controller in the engine core may choose by name.
 
     Attributes:
-        name: its name.
         edits: the edits; none of them need what is found when a request begins.
         origins: after `Controller.bind`, each edit's index before binding; empty: unchanged.
     """
@@ -228,11 +227,7 @@ class Controller:
 
 
 def read_seconds(value: object) -> float:
-    """Read a time limit.
-
-    Raises:
-        SpecError: it is no number above 0.
-    """
+    """Read a time limit."""
     seconds = read_float32(value)
     if seconds <= 0:
         raise SpecError("", f"expected more than 0 seconds, got {seconds:g}")
@@ -240,11 +235,7 @@ def read_seconds(value: object) -> float:
 
 
 def read_answer(answer: object) -> dict[str, Any]:
-    """Read an answer; return what it has of `scale`, `edits` and `stop`. Edits are not read.
-
-    Raises:
-        SpecError: it is none.
-    """
+    """Read an answer; return what it has of `scale`, `edits` and `stop`. Edits are not read."""
     if answer is None:
         return {}
     if not isinstance(answer, Mapping):

@@ -19,19 +19,12 @@ _OF_H = (Op.ADD_MATCHED, Op.REPLACE, Op.SCALE, Op.MULTIPLY)
 def read_indices(value: object, field: str) -> tuple[int, ...]:
     """Read an index from 0 on, or a list of them, each once, whose order means nothing; return them
     ascending.
-
-    Raises:
-        SpecError: another form, a negative or repeated index, or an empty list.
     """
     return tuple(sorted(read_ordered_indices(value, field)))
 
 
 def read_ordered_indices(value: object, field: str) -> tuple[int, ...]:
-    """Read an index from 0 on, or a list of them, each once; return them in the given order.
-
-    Raises:
-        SpecError: another form, a negative or repeated index, or an empty list.
-    """
+    """Read an index from 0 on, or a list of them, each once; return them in the given order."""
     with at(field):
         found = as_list(value)
         items = [found] if is_int(found) else found
@@ -57,13 +50,9 @@ def head_size(
     """Return the number of components of one head's vectors.
 
     Args:
-        heads: the heads.
         size: number of components of all heads.
         field: name of the field that names the heads, for messages.
         where: what the vectors are of, for messages.
-
-    Raises:
-        SpecError: the vectors are not of heads, or there is no such head.
     """
     if not size.heads:
         raise SpecError(
@@ -86,7 +75,6 @@ def in_heads(
 
     Args:
         steps: instructions of one edit or probe, for vectors of one head.
-        heads: the heads.
         size: number of components of all heads.
     """
     if all(step.read is None and not step.write and step.mask is None for step in steps):
@@ -129,11 +117,7 @@ def _columns(heads: tuple[int, ...], size: VectorSize) -> tuple[int, ...]:
 
 
 def with_dims(step: Instruction, dims: tuple[int, ...], size: int) -> Instruction:
-    """Return an instruction that reads and changes only some components; () means all.
-
-    Raises:
-        SpecError: there is no such component.
-    """
+    """Return an instruction that reads and changes only some components; () means all."""
     if not dims:
         return step
     if dims[-1] >= size:

@@ -161,11 +161,7 @@ def is_lens(value: Mapping[str, Any]) -> bool:
 
 
 def read_kind(value: object) -> str:
-    """Read "logit", or the name of a registered lens.
-
-    Raises:
-        SpecError: it is no name.
-    """
+    """Read "logit", or the name of a registered lens."""
     if not isinstance(value, str):
         problem = f"expected `str`, got {kind(value)}"
         if hasattr(value, "matrices"):
@@ -175,11 +171,7 @@ def read_kind(value: object) -> str:
 
 
 def read_top(value: object) -> int:
-    """Return how many of the largest are returned.
-
-    Raises:
-        SpecError: it is no number, or too large.
-    """
+    """Return how many of the largest are returned."""
     found = read_int(value)
     if not 0 <= found <= MAX_TOP:
         raise SpecError("", f"expected 0 to {MAX_TOP}, got {found}")

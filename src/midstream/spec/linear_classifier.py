@@ -33,9 +33,6 @@ def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
 
     Returns:
         float64 [width] and a number, with ⟨h, weights⟩ + intercept = `decision_function(h)`.
-
-    Raises:
-        SpecError: another class, or one that is not fitted or not binary. The path is empty.
     """
     import numpy as np
 
@@ -69,9 +66,6 @@ def unscaled(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return weights [n, width] and biases [n] for vectors that are not scaled, from those for
     scaled ones.
-
-    Raises:
-        SpecError: a scaler is not fitted.
     """
     import numpy as np
 

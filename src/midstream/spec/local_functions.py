@@ -17,7 +17,6 @@ class LocalFunction:
     """One function. As long as this exists, its key leads to the function in this process.
 
     Attributes:
-        fn: the function.
         key: unique to the function in this process. Edits by functions with other keys never share
             KV.
         path: `module:name` by which other processes can import it; empty: they cannot.
@@ -48,11 +47,7 @@ _BY_ID: WeakValueDictionary[int, LocalFunction] = WeakValueDictionary()
 
 
 def function_of(fn: object) -> LocalFunction:
-    """Return the function with its key.
-
-    Raises:
-        SpecError: it cannot be called.
-    """
+    """Return the function with its key."""
     if isinstance(fn, LocalFunction):
         return fn
     if not callable(fn):
@@ -69,12 +64,7 @@ def find_function(key: str, path: str) -> Callable[..., Any]:
     """Return a function that a plan names: that of this process, or an imported one.
 
     Args:
-        key: its key.
         path: where to import it, if it is another process's; empty: nowhere.
-
-    Raises:
-        LookupError: this process has no such function.
-        ImportError: its module cannot be imported.
     """
     found = _BY_KEY.get(key)
     if found is not None:

@@ -58,9 +58,6 @@ def read_matrix(value: object) -> Matrix | Named:
     Args:
         value: a Matrix; a 2-D numpy array or torch tensor, or a list of rows; `{"f32": "<base64>",
             "shape": [width, width]}`; or any form of Named.parse with a scale of 1.
-
-    Raises:
-        SpecError: another form or shape, or a number that is not finite.
     """
     if is_named(value):
         found = read_row(value)
@@ -70,11 +67,7 @@ def read_matrix(value: object) -> Matrix | Named:
 
 
 def matrix_of(value: object) -> Matrix:
-    """Read a matrix by value like `read_matrix`.
-
-    Raises:
-        SpecError: another form or shape, or a number that is not finite.
-    """
+    """Read a matrix by value like `read_matrix`."""
     if isinstance(value, Matrix):
         return value
     if isinstance(value, Mapping):
@@ -95,11 +88,7 @@ def matrix_of(value: object) -> Matrix:
 
 
 def matrix_by_value(matrix: Matrix | Named, width: int) -> Matrix:
-    """Return a matrix after checking that it is bound and has this width.
-
-    Raises:
-        SpecError: it is still a name, or has another width.
-    """
+    """Return a matrix after checking that it is bound and has this width."""
     if isinstance(matrix, Named):
         raise SpecError("", f"the matrix `{matrix.name}` is not registered")
     if matrix.width != width:
@@ -113,9 +102,6 @@ def matrix_by_value(matrix: Matrix | Named, width: int) -> Matrix:
 
 def read_vector_or_matrix(value: object) -> Vector:
     """Read a vector (any form of Vector.parse), or a matrix (see `matrix_of`) of at least two rows.
-
-    Raises:
-        SpecError: a malformed vector or matrix.
     """
     shape = tuple(getattr(value, "shape", ()))
     is_several = is_matrix(value) and (len(shape) != 2 or shape[0] > 1)
@@ -160,11 +146,7 @@ def _from_square(value: Any) -> Matrix:
 
 
 def check_square(shape: tuple[int, ...]) -> None:
-    """Check the shape of a matrix.
-
-    Raises:
-        SpecError: it is not square, or too wide.
-    """
+    """Check the shape of a matrix."""
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise SpecError("", f"expected a square matrix [width, width], got shape {list(shape)}")
     if shape[0] > MAX_WIDTH:
@@ -178,10 +160,6 @@ def read_rows(value: object, most: int = MAX_RANK) -> tuple[Vector, ...]:
         value: any form of one vector; a list or tuple of these; a 2-D numpy array or torch
             tensor; or `{"f32": "<base64>", "shape": [r, width]}`.
         most: the maximum of r; r is at least 1.
-
-    Raises:
-        SpecError: another form, rows of different widths, or a number that is not finite. The
-            path has the row's index.
     """
     found = _read(value, most, Vector.parse)
     return tuple(row for row in found if isinstance(row, Vector))

@@ -41,7 +41,6 @@ class SaeCode(NamedTuple):
     """A registered SAE that reconstructs vectors on the workers.
 
     Attributes:
-        name: its name.
         place: where it is in their memory; see `midstream.ops.sae.layout`.
         digest: sha256 of its numbers, in hex.
         features: number of its features.
@@ -60,33 +59,18 @@ class FeatureSource(Protocol):
 
     @property
     def tap(self) -> Tap | None:
-        """The site and layer where it was trained; None: it does not say.
-
-        Raises:
-            SpecError: it was trained on what is no site.
-        """
+        """The site and layer where it was trained; None: it does not say."""
 
     def weights_of(self, ids: Sequence[int], mode: str) -> Mapping[str, Any]:
         """Return what a `Feature` of this mode takes by value: encoder, decoder, bias, threshold.
-
-        Raises:
-            SpecError: there is no such feature, or it cannot be changed by itself.
         """
 
     def reconstructs(self) -> SaeCode:
-        """Return how the workers reconstruct vectors with it.
-
-        Raises:
-            SpecError: they cannot.
-        """
+        """Return how the workers reconstruct vectors with it."""
 
 
 class Lookup(Protocol):
-    """Returns what is registered under a name.
-
-    Raises:
-        SpecError: the name is not registered.
-    """
+    """Returns what is registered under a name."""
 
     @overload
     def __call__(self, name: str, /) -> Registered | NamedEdits: ...
@@ -98,11 +82,7 @@ _SHOWN = 8
 
 
 def vectors_of(name: str, lookup: Lookup) -> Registered:
-    """Return the vectors of a name.
-
-    Raises:
-        SpecError: the name is not registered, or has whole edits instead of vectors.
-    """
+    """Return the vectors of a name."""
     found = lookup(name)
     if isinstance(found, NamedEdits):
         raise SpecError(
@@ -142,11 +122,7 @@ def taps_of(registered: Registered) -> tuple[Tap, ...]:
 
 
 def pick(name: str, registered: Registered, tap: Tap) -> Vector:
-    """Return the name's vector at a tap, or its single vector without a tap.
-
-    Raises:
-        SpecError: the name has no vector at the tap.
-    """
+    """Return the name's vector at a tap, or its single vector without a tap."""
     found = registered.get(None) or registered.get(tap)
     if found is None:
         raise SpecError("layer", _has_none(name, registered, f"{tap[0]} at layer {tap[1]}"))
@@ -163,12 +139,7 @@ def find_taps(
 
     Args:
         found: the registered vectors of each name; at least one name.
-        layers, sites: as written in the edit.
         left: which of "layer" and "site" were omitted.
-
-    Raises:
-        SpecError: a name lacks a requested tap or a tap that another name has; or no name has
-            taps and the layer was omitted.
     """
     tapped = {name: each for name, each in found.items() if not is_plain(each)}
     if not tapped:

@@ -17,9 +17,6 @@ def read_name(value: object) -> str:
     """Check the name of a registered vector and return it.
 
     A name has 1 to 128 of the characters A–Z a–z 0–9 _ . : / - and starts with no dot or slash.
-
-    Raises:
-        SpecError: `value` is not such a name.
     """
     if not isinstance(value, str):
         raise SpecError("", f"expected a name, `str`, got {kind(value)}")
@@ -84,20 +81,12 @@ def read_vector(value: object) -> Vector | Named:
 
 
 def read_direction(value: object) -> Vector | Named:
-    """Read a vector like `read_vector`, of which only the direction is used.
-
-    Raises:
-        SpecError: a malformed vector, or a name with a scale other than 1.
-    """
+    """Read a vector like `read_vector`, of which only the direction is used."""
     return _unscaled(value, "only the direction of `{}` is used here")
 
 
 def read_row(value: object) -> Vector | Named:
-    """Read a vector like `read_vector`, which is used as it is.
-
-    Raises:
-        SpecError: a malformed vector, or a name with a scale other than 1.
-    """
+    """Read a vector like `read_vector`, which is used as it is."""
     return _unscaled(value, "`{}` is used as it is registered here")
 
 

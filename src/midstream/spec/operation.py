@@ -222,11 +222,7 @@ class Operation(ABC):
         head: object = None,
         last: bool = False,
     ) -> None:
-        """Read the location. Must follow the operation's own fields: names allow omissions.
-
-        Args:
-            last: whether the position "last" is allowed.
-        """
+        """Read the location. Must follow the operation's own fields: names allow omissions."""
         named = bool(self.names())
         layers, sites = read_taps(layer, site, "layer", "site")
         left = [name for name, value in (("layer", layers), ("site", sites)) if value is None]
@@ -259,11 +255,7 @@ def read_scalar(value: object) -> float:
 
 
 def by_value(vector: Vector | Named, width: int) -> Vector:
-    """Return the vector after checking that it is bound and has this width.
-
-    Raises:
-        SpecError: the vector is still a name, or has another width.
-    """
+    """Return the vector after checking that it is bound and has this width."""
     if isinstance(vector, Named):
         raise SpecError("", f"the vector `{vector.name}` is not registered")
     if vector.size != width:
@@ -275,11 +267,7 @@ def by_value(vector: Vector | Named, width: int) -> Vector:
 def rows_by_value(
     field: str, rows: tuple[Vector, ...] | tuple[Vector | Named, ...], width: int
 ) -> tuple[Vector, ...]:
-    """Return the rows after checking that each is bound and has this width.
-
-    Raises:
-        SpecError: a row is still a name, or has another width.
-    """
+    """Return the rows after checking that each is bound and has this width."""
     found = []
     for index, row in enumerate(rows):
         with at(f"{field}[{index}]"):
@@ -304,7 +292,6 @@ def one_edit(
     """Set the flags of one edit's instructions: all read the same h, and count as one edit.
 
     Args:
-        steps: the instructions.
         norm: "keep": after the last one the whole vector is rescaled to the norm of h.
         in_turn: each instruction reads what those before it made of h instead.
     """

@@ -300,11 +300,7 @@ def _check_controller(plan: Plan, controller: Controller) -> None:
 
 
 def check_law(plan: Plan, controller: Controller) -> None:
-    """Check that a request whose controller is a `Threshold` has edits.
-
-    Raises:
-        SpecError: it has none.
-    """
+    """Check that a request whose controller is a `Threshold` has edits."""
     if controller.law is not None and not plan.edits:
         raise SpecError(
             "controller", "a Threshold changes the strength of the request's edits: give it `edits`"
@@ -341,11 +337,7 @@ def emit_server_wide(part: ServerWide) -> dict[str, object]:
 
 
 def parse_server_wide(value: object) -> ServerWide:
-    """Read an edit, or a probe among edits, from the form of `emit_server_wide`.
-
-    Raises:
-        SpecError: a field is unknown, missing or malformed.
-    """
+    """Read an edit, or a probe among edits, from the form of `emit_server_wide`."""
     if isinstance(value, Mapping) and value.get("op") == "probe":
         return Probe.parse({name: one for name, one in value.items() if name != "op"})
     return parse_edit(value)

@@ -37,9 +37,6 @@ def read_by_layer(
 
     Returns:
         The vectors, and their layers in the same order.
-
-    Raises:
-        SpecError: a vector is malformed, widths differ, or `layer` is given.
     """
     if layer is not None:
         raise SpecError("layer", f"`{field}` is a dict by layer, which has the layers; omit it")
@@ -67,9 +64,6 @@ def read_per_layer(
 
     Returns:
         The vector or name, or a tuple of several vectors; and the layers.
-
-    Raises:
-        SpecError: a vector is malformed, or a dict by layer comes with `layer`.
     """
     if is_by_layer(value):
         assert isinstance(value, Mapping)
@@ -84,11 +78,7 @@ def read_per_layer(
 
 
 def check_per_layer(field: str, count: int, layers: Layers) -> None:
-    """Check that there is one vector for each layer.
-
-    Raises:
-        SpecError: there are more or fewer, or the layers are "all".
-    """
+    """Check that there is one vector for each layer."""
     if layers.indices == "all":
         raise SpecError(
             "layer",

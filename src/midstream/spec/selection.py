@@ -30,11 +30,7 @@ Name = tuple[str, int | None]  # (canonical site, layer if the name has one)
 
 
 def read_site(value: object) -> str:
-    """Return the canonical name of a site, given in any spelling of `sites.parse`.
-
-    Raises:
-        SpecError: `value` is not the name of a site, or names a layer too.
-    """
+    """Return the canonical name of a site, given in any spelling of `sites.parse`."""
     site, layer = _read_name(value)
     if layer is not None:
         raise SpecError("", f"{show(str(value))} names layer {layer} too; write {show(site)}")
@@ -75,9 +71,6 @@ def read_taps(
 
     Returns:
         The layers and the sites, each None if not given.
-
-    Raises:
-        SpecError: either is malformed, or the names' layers contradict the others.
     """
     names: list[Name] = []
     if isinstance(sites, (str, list, tuple)):

@@ -16,7 +16,6 @@ class VectorSize(int):
     """The number of components of the vectors at a tap.
 
     Attributes:
-        meaning: what that number is, for messages.
         heads: number of attention heads that the components are of, one head after the other; 0:
             they are not of heads.
         routing: number of experts that are chosen by the largest components; or why the choice is

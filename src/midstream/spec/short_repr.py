@@ -27,7 +27,6 @@ def short_repr(cls: type, given: Mapping[str, Any]) -> str:
     """Return text such as `Steer(vector=Vector(size=576, norm=3, digest='ab12…'), layer=14)`.
 
     Args:
-        cls: the class.
         given: arguments of its constructor by name; those with their default are left out.
     """
     defaults = _defaults_of(cls)

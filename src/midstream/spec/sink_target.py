@@ -30,10 +30,6 @@ class Metadata(Mapping[str, object]):
 
         Args:
             value: a mapping of JSON values by name; None: empty.
-
-        Raises:
-            SpecError: `value` is not a mapping of JSON values, exceeds 64 KiB as JSON, is nested
-                too deeply, or has a text that is not Unicode.
         """
         if value is None:
             value = {}
@@ -114,9 +110,6 @@ def read_name(value: object, may_be_empty: bool = True) -> str:
     """Check a sink's name, a tag or a request id, and return it.
 
     A name has 1 to 128 of the characters `A-Z a-z 0-9 _ . -` and starts with no dot or hyphen.
-
-    Raises:
-        SpecError: `value` is not such a name.
     """
     if not isinstance(value, str):
         raise SpecError("", f"expected `str`, got {kind(value)}")

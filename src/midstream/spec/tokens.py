@@ -12,11 +12,7 @@ Token: TypeAlias = int | str
 
 
 def read_token(value: object) -> Token:
-    """Read a token's id, or its text.
-
-    Raises:
-        SpecError: it is neither.
-    """
+    """Read a token's id, or its text."""
     if isinstance(value, str):
         if not value:
             raise SpecError("", "expected a token's text, got an empty one")
@@ -28,11 +24,7 @@ def read_token(value: object) -> Token:
 
 
 def read_tokens(value: Any, most: int) -> tuple[Token, ...]:
-    """Read a token, or a list of at most `most` of them, each once.
-
-    Raises:
-        SpecError: it is neither, or too long, or a token is given twice.
-    """
+    """Read a token, or a list of at most `most` of them, each once."""
     values = [value] if isinstance(value, str) or is_int(value) else as_list(value)
     if not isinstance(values, (list, tuple, range)):
         raise SpecError("", f"expected token ids, or texts of tokens, got {kind(value)}")
@@ -52,11 +44,7 @@ def ids_of(tokens: Sequence[Token], id_of: Callable[[str], int]) -> list[int]:
     """Return the ids of tokens.
 
     Args:
-        tokens: ids and texts.
         id_of: returns the id of a token's text.
-
-    Raises:
-        SpecError: a text is not one token, or two are the same token.
     """
     found: dict[int, Token] = {}
     for nth, one in enumerate(tokens):
@@ -70,11 +58,7 @@ def ids_of(tokens: Sequence[Token], id_of: Callable[[str], int]) -> list[int]:
 
 
 def known_ids(tokens: Sequence[Token]) -> list[int]:
-    """Return tokens that have ids.
-
-    Raises:
-        SpecError: one is a text, which only an engine with a tokenizer has the id of.
-    """
+    """Return tokens that have ids."""
     for nth, token in enumerate(tokens):
         if isinstance(token, str):
             raise SpecError(f"tokens[{nth}]", "expected a token id here, got a text")

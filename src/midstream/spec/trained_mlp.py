@@ -27,9 +27,6 @@ def read_network(classifier: object) -> tuple[MLP, float]:
 
     Returns:
         The network and the bias: together they compute log(p / (1 − p)) of the second class.
-
-    Raises:
-        SpecError: it is not fitted, not binary, or not of one hidden layer with "relu" or "tanh".
     """
     import numpy as np
 
@@ -56,9 +53,6 @@ def read_module(module: object) -> tuple[MLP, float]:
 
     Args:
         module: an `nn.Sequential` of a `Linear`, an activation and a `Linear` with one output.
-
-    Raises:
-        SpecError: it is another module.
     """
     parts = [one for one in _parts(module) if _class_of(one) != "Dropout"]
     names = [_class_of(one) for one in parts]

@@ -146,11 +146,7 @@ def _from_base64(value: Mapping[Any, Any]) -> Vector:
 
 
 def read_base64(text: object) -> bytes:
-    """Decode a base64 text.
-
-    Raises:
-        SpecError: `text` is not base64.
-    """
+    """Decode a base64 text."""
     if not isinstance(text, str):
         raise SpecError("", f"expected base64 as `str`, got {kind(text)}")
     try:
@@ -195,11 +191,7 @@ def _as_array(value: Any) -> Any:
 
 
 def check_unmasked(array: Any) -> None:
-    """Check that no number of an array is masked: what is below a mask is no number of it.
-
-    Raises:
-        SpecError: one is.
-    """
+    """Check that no number of an array is masked: what is below a mask is no number of it."""
     import numpy as np
 
     if np.ma.is_masked(array):

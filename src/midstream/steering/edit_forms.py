@@ -46,7 +46,6 @@ class Part(NamedTuple):
     Attributes:
         path: path of the edit in the input, for messages: `[2]`, `["post_block"][15]`; empty if
             the edit is the whole input.
-        edit: the edit, with unresolved names.
     """
 
     path: str
@@ -58,7 +57,6 @@ class ProbePart(NamedTuple):
 
     Attributes:
         path: as of `Part`.
-        probe: the probe, with unresolved names.
     """
 
     path: str
@@ -72,9 +70,6 @@ def read_tier(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart,
         value: an edit or its dict; a Probe, or its dict with `"op": "probe"`; a registered name;
             `(name, scale)`; a value of `read_hooks`; or a list of these, which may be empty.
         phase: "prompt" or "generated", to which the edits are restricted; None for every token.
-
-    Raises:
-        SpecError: the value has another form, or an edit's phase contradicts the tier's.
     """
     if not isinstance(value, (list, tuple)) or _is_pair(value):
         return _read_one(value, phase)
@@ -103,10 +98,6 @@ def read_named_edits(value: Mapping[object, object]) -> tuple[Part, ...]:
             the forms of `read_tier`; `prefill` and `decode` are other words for `prompt` and
             `generated`. `edits` is an edit or its dict, or a list of these, with phases of their
             own; they come last.
-
-    Raises:
-        SpecError: a key is unknown, a tier is given twice, a value is malformed, or there is no
-            edit.
     """
     given = read_fields(value, required=(), optional=(*_NAMED_KEYS, _EDITS))
     tiers: dict[str, str] = {}
@@ -144,9 +135,6 @@ def read_hooks(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
         value: a dict in any form of `read_placed`. Hook points are `pre_attn`, `post_attn`,
             `post_block`, or any site's name; a vector may be `{"vector": …, "scale": …}`.
         phase: as `read_tier`.
-
-    Raises:
-        SpecError: as `read_placed`.
     """
     return tuple(
         Part(one.path, Steer(one.vector, one.layer, one.scale, one.site, phase=phase))
@@ -155,11 +143,7 @@ def read_hooks(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
 
 
 def read_reference(value: object) -> Named:
-    """Parse a registered name: a Named, `name`, `(name, scale)` or `{"name": …, "scale": …}`.
-
-    Raises:
-        SpecError: the value has another form, or the name is invalid.
-    """
+    """Parse a registered name: a Named, `name`, `(name, scale)` or `{"name": …, "scale": …}`."""
     if _is_pair(value):
         return Named(*value)  # type: ignore[misc]
     if not isinstance(value, (str, Named, Mapping)):
@@ -168,11 +152,7 @@ def read_reference(value: object) -> Named:
 
 
 def narrowed(edit: Edit, phase: str | None) -> Edit:
-    """Return the edit restricted to the tokens of one phase; None for every token.
-
-    Raises:
-        SpecError: the edit has another phase, or its positions have no token of this phase.
-    """
+    """Return the edit restricted to the tokens of one phase; None for every token."""
     _check_phase(edit.positions.phase, phase)
     return edit if phase is None else changed(edit, phase=phase)
 
@@ -206,13 +186,7 @@ def bind_part(part: Part, lookup: Lookup, shape: ModelShape) -> Iterator[Edit]:
     """Yield the edit with names replaced by what is registered, checked against the model.
 
     Args:
-        part: the edit.
         lookup: returns what is registered under a name.
-        shape: the model and its taps.
-
-    Raises:
-        SpecError: a name is not registered, or the edit cannot be applied to any request of this
-            model. The path starts with that of the part.
     """
     with at(part.path) if part.path else nullcontext():
         for edit in bind_edit(part.edit, lookup, shape.num_layers):

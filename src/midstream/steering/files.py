@@ -64,11 +64,6 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
 
     Returns:
         The vectors with their taps; one Vector if the file's only key is `vector`.
-
-    Raises:
-        SpecError: the file does not exist, has another format or is damaged or malicious; a key
-            is not a tap; two keys name the same tap; or a tensor is not a vector. The problem
-            starts with the file's name; the path is empty.
     """
     name = os.fspath(path)
     try:
@@ -89,11 +84,7 @@ def is_json_file(path: str | os.PathLike[str]) -> bool:
 
 
 def read_json_file(path: str | os.PathLike[str]) -> dict[Any, Any]:
-    """Return the object in a `.json` file; its values are not checked.
-
-    Raises:
-        SpecError: the file cannot be read, or holds no JSON object. The path is empty.
-    """
+    """Return the object in a `.json` file; its values are not checked."""
     name = os.fspath(path)
     try:
         _check_size(name)
@@ -109,12 +100,7 @@ def read_json_file(path: str | os.PathLike[str]) -> dict[Any, Any]:
 
 
 def write_json_file(path: str | os.PathLike[str], value: dict[str, object]) -> None:
-    """Write JSON values to a `.json` file, which appears by a rename.
-
-    Raises:
-        SpecError: the path has another suffix.
-        OSError: the file cannot be written.
-    """
+    """Write JSON values to a `.json` file, which appears by a rename."""
     name = os.fspath(path)
     if not is_json_file(name):
         raise SpecError("path", f"expected a name that ends in {_JSON}, got {show(name)}")
@@ -293,11 +279,7 @@ def _read_control_vector(name: str) -> dict[str, Vector]:
 
 
 def read_control_vector(data: bytes) -> dict[str, Vector]:
-    """Read a GGUF control vector: vectors by `direction.N`.
-
-    Raises:
-        SpecError: it is no control vector, or damaged or malicious.
-    """
+    """Read a GGUF control vector: vectors by `direction.N`."""
     from midstream.errors import ModelError
     from midstream.steering.gguf import read_gguf
 

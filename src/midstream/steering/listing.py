@@ -15,11 +15,9 @@ class Description:
     """Description of one registered name.
 
     Attributes:
-        name: the name.
         taps: (site, layer from 0) of each vector, sorted by layer; (None,) for a single vector
             without a tap. For whole edits the taps of all of them.
         norms: Euclidean norm of each vector, in the order of `taps`; empty for whole edits.
-        width: size of each vector.
         digest: SHA-256 over all taps and vectors or edits, in hex: equal if and only if these are
             equal.
         registered: how often the name was registered: 1 if it was never replaced.

@@ -48,7 +48,6 @@ class Placed:
 
     Attributes:
         path: path of the vector in the input, for messages: `["resid_post"][15]`.
-        site: canonical name.
         layer: index; −1 is the last layer.
         vector: float32 [width], or a Matrix.
         scale: factor of the vector; 1 by default.
@@ -69,10 +68,6 @@ def read_placed(value: object) -> tuple[Placed, ...]:
             `{(site, layer): vector}`; or `{"resid_post.15": vector}`, the keys of a file. A layer
             is an int or, as in JSON, a string of digits. A vector is a value of Vector.parse, or
             `{"vector": …, "scale": number}`; or a matrix, see `midstream.spec.matrix.matrix_of`.
-
-    Raises:
-        SpecError: the value has another form or is empty, a site is unknown, a vector is malformed,
-            or a tap occurs twice. The path names the location: `["resid_post"][15].vector[3]`.
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
@@ -94,9 +89,6 @@ def read_key(key: str) -> tuple[str, int]:
     another tool's name of both, see `midstream.sites.parse`.
 
     A negative layer is returned as given.
-
-    Raises:
-        SpecError: the key is malformed, or its site is unknown.
     """
     match = _KEY.fullmatch(key)
     if match is None:

@@ -48,15 +48,6 @@ class SharedFolder:
 
         Args:
             folder: on a file system of this machine.
-            vectors: the registry of this process.
-            steering: its tiers.
-
-        Raises:
-            ConfigError: other users can write to the folder, or its servers have another model or
-                other taps.
-            BusyError: another process does not release its lock.
-            StoreError: the folder is damaged.
-            OSError: it cannot be made or read.
         """
         self._folder = Path(folder)
         self._vectors, self._steering = vectors, steering
@@ -89,11 +80,7 @@ class SharedFolder:
         return self._counter[0]
 
     def refresh(self) -> None:
-        """Take over what other processes have changed.
-
-        Raises:
-            StoreError: the folder is damaged.
-        """
+        """Take over what other processes have changed."""
         if self._counter[0] == self._read:
             return
         with self._loading:
@@ -102,12 +89,7 @@ class SharedFolder:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the folder's lock; publish what was changed if nothing was raised.
-
-        Raises:
-            BusyError: another process does not release its lock.
-            StoreError: the folder is damaged, or nothing more can be written to it.
-        """
+        """Hold the folder's lock; publish what was changed if nothing was raised."""
         with self._locked():
             self._load_last()
             before = self._vectors.entries, self._steering.state

@@ -28,10 +28,6 @@ class SteeringState:
     """The active edits and probes of each tier, by value.
 
     Attributes:
-        base: edits and probes of every token.
-        prompt: of the prompt's tokens.
-        generated: of generated tokens.
-        epoch: how often the tiers were changed.
         digest: SHA-256 of all edits, in hex: equal if and only if the edits are equal.
     """
 
@@ -97,14 +93,6 @@ class Steering:
                 `{"vector": …, "scale": …}`; or a list of these. `[]` clears the tier; None leaves
                 it unchanged. A name is resolved now: registering it again has no effect on the
                 tier until the tier is set again.
-
-        Returns:
-            The active edits.
-
-        Raises:
-            SpecError: no tier is given, a value is malformed, an edit's phase contradicts the
-                tier's, a name is not registered, or the model lacks a layer or tap. The path
-                starts with the tier. Nothing is changed.
         """
         given = {"base": base, "prompt": prompt, "generated": generated}
         given = {tier: value for tier, value in given.items() if value is not None}

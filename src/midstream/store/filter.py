@@ -75,8 +75,6 @@ class Filter:
         """Return the indices of the matching rows of a group, int64, ascending.
 
         Args:
-            shard: the group's shard.
-            group: the group's number.
             wanted: result of `requests_of` for the shard.
         """
         owners, bounds = shard.owners(group)
@@ -100,12 +98,7 @@ class Filter:
 
 
 def read_filter(shards: Sequence[Shard], arguments: Mapping[str, object]) -> Filter:
-    """Return the filter for the arguments of `Store.select`.
-
-    Raises:
-        StoreError: an argument has a wrong type, or a name does not occur in these shards.
-        SpecError: the positions are malformed.
-    """
+    """Return the filter for the arguments of `Store.select`."""
     # Values are collected only for filters that are given: there may be millions of requests.
     found = {
         name: None
@@ -208,7 +201,6 @@ def _matches(
     """Return bool [n]: the rows that match.
 
     Args:
-        positions: the requested positions.
         places: int64 [n], position of each row.
         prompts: int64 [n], prompt length of each row's request.
         tokens: int64 [n], token id of each row.

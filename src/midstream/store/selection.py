@@ -28,9 +28,6 @@ class SelectionSegment:
     """Rows of one tap in one group of a shard.
 
     Attributes:
-        shard: the shard.
-        group: the group's number.
-        tap: (site, layer).
         rows: int64 [n], indices of rows in the group, ascending.
     """
 
@@ -152,7 +149,6 @@ class _Part:
     """The rows of a batch that belong to one segment.
 
     Attributes:
-        segment: the segment.
         rows: int64 [n], indices of rows in its group.
         where: int64 [n], indices of rows in the batch.
     """

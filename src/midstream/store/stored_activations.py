@@ -22,9 +22,7 @@ class StoredRows(Rows):
     """Rows of one completion at one tap, stored in a shard.
 
     Attributes:
-        shard: the shard.
         run: the rows of the completion in their group.
-        tap: (site, layer).
     """
 
     shard: Shard
@@ -52,12 +50,7 @@ def decode(shard: Shard, tap: Tap, data: Tensor) -> Tensor:
     """Decode rows of a shard to [n, width].
 
     Args:
-        shard: the shard of the rows.
-        tap: (site, layer).
         data: uint8 [n, row_bytes].
-
-    Raises:
-        StoreError: the rows are invalid for the shard's codec.
     """
     header = shard.header
     try:
@@ -67,11 +60,7 @@ def decode(shard: Shard, tap: Tap, data: Tensor) -> Tensor:
 
 
 def read_activations(shard: Shard, request: int) -> Activations:
-    """Return the captured rows of a shard's request by index.
-
-    Raises:
-        StoreError: the index of the rows is damaged.
-    """
+    """Return the captured rows of a shard's request by index."""
     header = shard.header
     codec, dtype = header.open_codec(), header.torch_dtype
     values: dict[Tap, Tensor | Rows] = {}

@@ -38,11 +38,7 @@ class StoredIds:
             self._add(shard, requests)
 
     def has(self, request: str) -> bool:
-        """Return whether a request of this id is stored. Reads shards that are not known yet.
-
-        Raises:
-            StoreError: a shard is damaged, so that its ids are unknown.
-        """
+        """Return whether a request of this id is stored. Reads shards that are not known yet."""
         key = _key(request)
         with self._lock:
             self._refresh()

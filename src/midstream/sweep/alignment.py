@@ -19,9 +19,6 @@ def read_align(value: object) -> Align:
 
     Returns:
         The word; or the pairs of a mapping, in its order.
-
-    Raises:
-        SpecError: another form, or an empty mapping.
     """
     if not isinstance(value, Mapping):
         word: Literal["exact", "suffix", "prefix"]
@@ -56,10 +53,6 @@ def align_positions(align: Align, target: int, source: int) -> dict[int, int]:
             other's place; "prefix": their first ones; or pairs of (target, source) positions.
         target: number of tokens of the prompt that is patched.
         source: number of tokens of the prompt that the rows are of.
-
-    Raises:
-        SpecError: "exact", and the lengths differ; or a pair has a position that a prompt lacks, or
-            a target position twice.
     """
     if align == "exact":
         if target != source:

@@ -35,13 +35,11 @@ async def run_job(
     """Carry out a sweep. If one run fails, or the caller is cancelled, the others are cancelled.
 
     Args:
-        job: the sweep.
         output_of: returns the output of a run, given arguments of vLLM's `generate` besides those
             of all runs.
         at_once: number of runs at the same time.
         on_start: called with the job when its unpatched runs are known.
         on_cell: called with each cell and its value.
-        turn: returns the context of a run.
     """
 
     async def output(run: SweepRun) -> Any:

@@ -30,8 +30,6 @@ class SweepCell:
 
     Attributes:
         index: index of its value in the grid.
-        tap: its site and layer.
-        positions: the positions that are patched, ascending.
         head: the head that is patched; None: all of them.
         feature: the feature of the request's SAE that is patched; None: the vector is.
     """
@@ -48,8 +46,6 @@ class Grid:
     """The cells of a sweep.
 
     Attributes:
-        dims: names of the dimensions.
-        coords: labels of each dimension.
         places: the patched positions of each label of "position".
         cells: the cells that can be patched, in the order in which they run: those whose first
             position is last come first. A run shares the KV cache of the unpatched prompt before
@@ -78,16 +74,8 @@ def plan_grid(
     """Return the cells of a sweep of one prompt.
 
     Args:
-        request: the sweep.
-        shape: the model and its taps.
-        prompt: the prompt that is patched.
         has_source: source position of each position that has one; None: all have.
         rows: source positions with a row, by (site, layer); None: all.
-        most: most cells.
-
-    Raises:
-        SpecError: a site, layer, head or position does not exist, no cell can be patched, or there
-            are too many. The path is that of the argument.
     """
     taps = frozenset(find_taps(request.layers, Sites(request.sites), shape, "layers", "sites"))
     layers = _layers(request, shape, taps)

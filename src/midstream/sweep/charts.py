@@ -23,8 +23,6 @@ class Panel:
 
     Attributes:
         title: what all of its values have in common; may be empty.
-        row, column: what rows and columns are.
-        rows, columns: their labels.
         values: float32 [rows, columns]; nan: an empty cell.
     """
 
@@ -41,9 +39,6 @@ def picture_of(panels: Sequence[Panel], title: str, center: float, most: float) 
 
     Args:
         panels: the panels; the first 12 are shown.
-        title: what the values are.
-        center: the value with the neutral colour.
-        most: the largest difference from it.
     """
     limits = (center - most, center + most)
     found = [
@@ -72,14 +67,8 @@ def plot(panels: Sequence[Panel], title: str, center: float, most: float, **opti
     """Draw panels side by side, and return matplotlib's figure.
 
     Args:
-        panels: the panels.
-        title: what the values are.
         center: the value in the middle of the colours.
-        most: the largest difference from it.
         options: arguments of `matplotlib.pyplot.subplots`.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
     """
     MissingExtraError.require("matplotlib", "Sweep.plot")
     from matplotlib import pyplot

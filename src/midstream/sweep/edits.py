@@ -52,10 +52,7 @@ def edits_of(
     """Return the edits of a cell, which count once for each of its positions.
 
     Args:
-        cell: the cell.
-        request: the sweep.
         rows: what is written; None: zeros.
-        shape: the model.
         features: those of the request's SAE; None: it has none.
     """
     if features is not None:
@@ -91,11 +88,7 @@ def edits_of(
 
 
 def check_sizes(request: SweepRequest, taps: frozenset[Tap], shape: ModelShape) -> None:
-    """Check that a mask fits the vectors of all cells.
-
-    Raises:
-        SpecError: it has another size, or names a component that they lack.
-    """
+    """Check that a mask fits the vectors of all cells."""
     for tap in sorted(taps):
         width = shape.width(tap)
         if request.heads is not None:
@@ -121,11 +114,7 @@ def check_sizes(request: SweepRequest, taps: frozenset[Tap], shape: ModelShape) 
 
 
 def check_rows(rows: Mapping[Tap, NDArray[np.float32]], shape: ModelShape) -> None:
-    """Check that rows are as wide as the vectors of their taps.
-
-    Raises:
-        SpecError: they are not.
-    """
+    """Check that rows are as wide as the vectors of their taps."""
     for tap, each in rows.items():
         if tap in shape.taps and each.shape[1] != shape.width(tap):
             raise SpecError(

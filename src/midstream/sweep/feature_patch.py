@@ -17,21 +17,13 @@ from midstream.spec.shape import ModelShape
 
 @dataclass(frozen=True)
 class FeaturePatch:
-    """Features of an SAE, by id, each as an edit of no layer in particular.
-
-    Attributes:
-        by_id: the features.
-    """
+    """Features of an SAE, by id, each as an edit of no layer in particular."""
 
     by_id: Mapping[int, Feature]
 
     @staticmethod
     def of(source: FeatureSource, ids: Sequence[int]) -> FeaturePatch:
-        """Return features of a registered SAE.
-
-        Raises:
-            SpecError: there is no such feature, or it cannot be changed by itself.
-        """
+        """Return features of a registered SAE."""
         found = {}
         for nth in ids:
             try:
@@ -43,11 +35,7 @@ class FeaturePatch:
         return FeaturePatch(found)
 
     def check_width(self, taps: frozenset[Tap], shape: ModelShape) -> None:
-        """Check that the SAE reads vectors as wide as those of all cells.
-
-        Raises:
-            SpecError: it does not.
-        """
+        """Check that the SAE reads vectors as wide as those of all cells."""
         width = next(iter(self.by_id.values())).encoder[0].size
         for tap in sorted(taps):
             if shape.width(tap) != width:
@@ -69,11 +57,8 @@ class FeaturePatch:
         """Return edits that make the activation a of a feature (1 − alpha) · a + alpha · value.
 
         Args:
-            nth: the feature.
             tap: the site and layer of the vectors.
             values: one for all positions, or one for each.
-            alpha: share of the value.
-            positions: the positions.
         """
         places = [list(positions)] if len(values) == 1 else [[one] for one in positions]
         found = []

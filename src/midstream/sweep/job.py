@@ -46,7 +46,6 @@ class SweepPrompt:
 
     Attributes:
         prompt: its tokens, text and messages, for locating positions.
-        texts: text of each token.
     """
 
     prompt: Prompt
@@ -64,10 +63,8 @@ class SweepContext:
     """What a sweep needs to know of its engine.
 
     Attributes:
-        shape: the model and its taps.
         lookup: returns the vectors of a registered name.
         open_rows: returns the rows of an earlier request by id; None: there are none.
-        most_cells: most cells of a sweep.
     """
 
     shape: ModelShape
@@ -81,7 +78,6 @@ class SweepRun:
     """One run of an engine.
 
     Attributes:
-        token_ids: the prompt.
         plan: its plan; None: it has none.
         cell: the cell that it is of; None: it is unpatched.
     """
@@ -117,13 +113,8 @@ class SweepJob:
 
         Args:
             request: the sweep; the tokens of its metric are ids.
-            context: the engine.
-            prompt: the prompt that is patched.
             source: the source prompt; None: the source is no prompt.
             shown: the metric as it was given; None: that of the request.
-
-        Raises:
-            SpecError: the engine or the prompts lack something that the sweep names.
         """
         request, self._features = _with_features(request, context)
         self.request = request
@@ -171,11 +162,7 @@ class SweepJob:
         return found
 
     def begin(self, outputs: Iterable[Any]) -> None:
-        """Read the outputs of `first_runs`.
-
-        Raises:
-            SpecError: there is nothing to recover.
-        """
+        """Read the outputs of `first_runs`."""
         corrupt, *others = outputs
         own = self._read(corrupt)
         clean = None

@@ -213,9 +213,6 @@ def read_metric(value: object) -> Metric:
 
     The form is `{"logprob": token}`, `{"logit_diff": [a, b]}`, `"kl"` or `{"recovered": metric}`;
     tokens are ids, or texts of one token each.
-
-    Raises:
-        SpecError: another form.
     """
     if isinstance(value, Metric):
         return value

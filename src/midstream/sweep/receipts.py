@@ -22,7 +22,6 @@ class ReceiptSums:
         applied: number of edits that the device counted.
         cached: number of edits of tokens that the prefix cache had, of an earlier run of the same
             cell. `applied + cached == expected`.
-        problems: the problems of all receipts.
     """
 
     runs: int = 0
@@ -49,11 +48,7 @@ class ReceiptSums:
 
     @staticmethod
     def from_dict(value: object) -> ReceiptSums:
-        """Read what `dataclasses.asdict` returned.
-
-        Raises:
-            SpecError: a field is unknown, missing or malformed.
-        """
+        """Read what `dataclasses.asdict` returned."""
         given = read_fields(value, required=tuple(ReceiptSums.__dataclass_fields__))
         counts = {name: read_int(given[name]) for name in ("runs", "expected", "applied", "cached")}
         status = read_word(given["status"], ("ok", "partial", "error"))

@@ -70,11 +70,7 @@ class NumberSource:
 
 @dataclass(frozen=True, slots=True)
 class NameSource:
-    """A registered vector for all positions: mean ablation, if it is a mean.
-
-    Attributes:
-        name: its name.
-    """
+    """A registered vector for all positions: mean ablation, if it is a mean."""
 
     name: str
 
@@ -131,9 +127,6 @@ def read_source(value: Any) -> Source:
     """Read a source from any of its forms.
 
     A text is a prompt, except "zero" and "mean:NAME"; give a prompt that reads so as token ids.
-
-    Raises:
-        SpecError: another form.
     """
     if isinstance(value, (PromptSource, ZeroSource, NumberSource, NameSource, RowsSource)):
         return value

@@ -68,7 +68,6 @@ class Arena:
 
     def __init__(self, settings: ArenaSettings, pin: bool) -> None:
         """Args:
-        settings: size and overflow behaviour.
         pin: whether to pin memory for writes by a CUDA device.
         """
         self._settings = settings
@@ -97,11 +96,7 @@ class Arena:
         return self._leases
 
     def take(self, nbytes: int) -> Extent | None:
-        """Allocate `nbytes` with one user; None if the arena is full and drops rows.
-
-        Raises:
-            OSError: the spill folder is full.
-        """
+        """Allocate `nbytes` with one user; None if the arena is full and drops rows."""
         if self._current is not None and self._current.users == 1:
             self._filled = 0  # only the arena itself uses the segment
         start = -(-self._filled // _ALIGNMENT) * _ALIGNMENT

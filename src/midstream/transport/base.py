@@ -18,7 +18,6 @@ class Parcel:
     Attributes:
         first: the first unit.
         num_units: number of units.
-        encoding: how they are encoded.
         encoded: the encoded rows on the device or the host, uint8 [rows, row_bytes], if they are
             not made of the units alone; nobody else changes them. None: the transport encodes the
             units.
@@ -100,8 +99,5 @@ class Transport(Protocol):
         """Queue the copy of units of the ring, of the step's tally and of its scores.
 
         Called after the forward was queued; does not block. Each extent has one user.
-
-        Raises:
-            OSError: the disk of the spill folder is full.
         """
         ...

@@ -23,7 +23,6 @@ class Address:
     """Address of a worker's arena.
 
     Attributes:
-        pid: the worker's process.
         fd: file descriptor of its leases' memory, in that process.
         token: first bytes of that memory, in hex. It detects that the process id belongs to
             another process, for example on another machine.

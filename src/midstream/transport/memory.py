@@ -43,11 +43,7 @@ class SharedMemory:
 
     @staticmethod
     def on_disk(nbytes: int, folder: Path) -> SharedMemory:
-        """Create memory backed by an unnamed file in `folder`.
-
-        Raises:
-            OSError: the folder is not writable or the disk is full.
-        """
+        """Create memory backed by an unnamed file in `folder`."""
         fd, path = tempfile.mkstemp(prefix="midstream-spill-", dir=folder)
         os.unlink(path)
         try:
@@ -64,11 +60,7 @@ class SharedMemory:
         return self.tensor.numel()
 
     def pin(self) -> None:
-        """Page-lock the memory, so that a CUDA device can write to it asynchronously.
-
-        Raises:
-            torch.cuda.CudaError: the driver rejected it.
-        """
+        """Page-lock the memory, so that a CUDA device can write to it asynchronously."""
         address = self.tensor.data_ptr()
         _cuda("cudaHostRegister")(address, self.nbytes, 0)
         # Unregistered before unmapping: the address range may be reused by other memory.
@@ -83,11 +75,7 @@ class SharedMemory:
 
 
 def map_shared(pid: int, fd: int, nbytes: int) -> Tensor:
-    """Map shared memory that a process on this machine created, uint8 [nbytes].
-
-    Raises:
-        OSError: the process or descriptor does not exist, or belongs to another user.
-    """
+    """Map shared memory that a process on this machine created, uint8 [nbytes]."""
     found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return _mapped(found, nbytes)

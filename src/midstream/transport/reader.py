@@ -36,9 +36,6 @@ class MappedArena:
     """
 
     def __init__(self, address: Address) -> None:
-        """Raises:
-        OSError: the memory cannot be mapped from this process.
-        """
         flags = map_shared(address.pid, address.fd, TOKEN_BYTES + MOST)
         if bytes(flags[:TOKEN_BYTES].numpy()).hex() != address.token:
             raise OSError(f"process {address.pid} on this machine is not the worker")
@@ -71,9 +68,6 @@ class MappedArena:
         """Map new segments, given by (file descriptor, bytes), and drop retired ones.
 
         The memory of a retired segment is freed with its last tensor.
-
-        Raises:
-            OSError: a segment cannot be mapped.
         """
         for number in retired:
             self._segments.pop(number, None)
@@ -89,7 +83,6 @@ class MappedArena:
 
         Args:
             number: number of the lease.
-            segments: numbers of its segments.
         """
         # Slices of such an array refer to it, and not to the tensor below it.
         arrays = {segment: self._segments[segment].numpy() for segment in segments}

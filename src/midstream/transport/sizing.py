@@ -22,7 +22,6 @@ def arena_settings(config: Config, workers: int) -> ArenaSettings:
     """Return the arena settings of one worker.
 
     Args:
-        config: midstream's settings.
         workers: number of workers that share this machine's memory.
     """
     budget = config.arena_bytes

@@ -23,11 +23,7 @@ Floats = NDArray[np.float64]
 
 
 def read_numbers(values: Any, path: str, dims: int) -> Floats:
-    """Read nested lists, an array or a tensor of any float dtype as float64.
-
-    Raises:
-        SpecError: these are no numbers, or have another number of dimensions.
-    """
+    """Read nested lists, an array or a tensor of any float dtype as float64."""
     if hasattr(values, "detach"):  # a tensor, whose bfloat16 NumPy lacks
         values = values.detach().float().cpu().numpy()
     try:
@@ -41,11 +37,7 @@ def read_numbers(values: Any, path: str, dims: int) -> Floats:
 
 
 def read_texts(values: Any, path: str) -> list[str]:
-    """Read labels: strings or numbers.
-
-    Raises:
-        SpecError: one is neither.
-    """
+    """Read labels: strings or numbers."""
     if isinstance(values, str):
         raise SpecError(path, "expected a list of labels, got one `str`")
     found = []
@@ -57,11 +49,7 @@ def read_texts(values: Any, path: str) -> list[str]:
 
 
 def written(value: float, fmt: str) -> str:
-    """Return a number as text with a true minus; `–` for NaN.
-
-    Raises:
-        SpecError: `fmt` is no format of a float.
-    """
+    """Return a number as text with a true minus; `–` for NaN."""
     if math.isnan(value):
         return "–"
     try:
@@ -92,11 +80,7 @@ class ColorScale:
 
         Args:
             values: any shape.
-            center: see the class.
             limits: the two ends instead; around a centre, the larger distance counts.
-
-        Raises:
-            SpecError: `center` or `limits` is no number, or not a pair that rises.
         """
         if center is not None:
             with at("center"):

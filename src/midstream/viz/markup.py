@@ -61,9 +61,6 @@ def tag(element: str, content: str = "", /, cls: str = "", **attributes: Any) ->
     """Return one element around content that must be escaped; attributes are escaped here.
 
     Args:
-        element: its name.
-        content: escaped HTML.
-        cls: its classes.
         attributes: the others; `aria_label` is `aria-label`, and None leaves one out.
     """
     pairs = {"class": cls, **attributes} if cls else attributes

@@ -53,9 +53,7 @@ def document(title: str, body: str, *, css: str = PAGE_CSS, data: Sequence[str] 
     """Return a whole HTML page that loads nothing and runs only the script of pictures.
 
     Args:
-        title: title of the page, as text.
         body: escaped HTML, such as that of pictures.
-        css: rules besides those of pictures.
         data: blocks that `markup.data_block` returned.
     """
     style = style_sheet() + css

@@ -27,7 +27,6 @@ class CallRecorder:
         """Register hooks on one module and return their handles.
 
         Args:
-            module: the module.
             where: (layer, path of the module within it); the layer itself has the path "".
         """
 
@@ -55,11 +54,7 @@ class CallRecorder:
         ]
 
     def places(self, index: int) -> Places:
-        """Return the locations of one layer's sites.
-
-        Raises:
-            ValueError: the layer's input or output is not a residual stream.
-        """
+        """Return the locations of one layer's sites."""
         if index not in self._ends:
             raise ValueError(
                 f"layer {index}: its input or output is not a residual stream of width "

@@ -39,7 +39,6 @@ class InnerSitePlace:
     Attributes:
         path: module within the layer; of `query` and `key`: the attention.
         at: the module's input or output, or an argument of attention's function.
-        start, width: the columns.
         heads: number of heads that these are of; 0: none.
         fixed: whether an edit cannot be made there: the module returns further values made of it.
     """
@@ -71,7 +70,6 @@ class SubmoduleCall:
 
     Attributes:
         path: path of the module within the layer.
-        module: the module.
         given, returned: its first tensor argument and result as [T, W]; None if it has none.
         several: whether it returned more than one value.
     """
@@ -94,7 +92,6 @@ class AttentionCall:
     """The call of attention's function in one layer.
 
     Attributes:
-        path: the attention within the layer.
         states: queries, keys and values as [T, heads · width].
         heads: number of heads of each.
     """
@@ -129,11 +126,9 @@ def find_inner(
 
     Args:
         calls: calls of the layer's sub-modules, by order of their ends.
-        attention: calls of attention's function.
         mlp_out: what the MLP adds to the stream, [T, H]; None: not known, for example because it is
             scaled. The last matrix with such an output and an activation in front is then taken
             for the MLP's.
-        hidden_size: width of the stream, H.
         experts: number of experts of the model; 0: none.
     """
     places = InnerSitePlaces()
@@ -189,9 +184,7 @@ def _source(
 
     Args:
         wanted: [T, W].
-        calls: calls inside attention.
         rows: positions at which the columns are those vectors.
-        scaled: whether they may have a factor.
     """
     for one, start in _columns(wanted, calls, rows, scaled):
         if one.is_matrix:

@@ -26,9 +26,6 @@ class HookedModel:
     """A transformers model, run on one request at a time and without a KV cache.
 
     Attributes:
-        model: the model, with eager attention.
-        layers: its decoder layers.
-        width: width of the residual stream.
         vocabulary: number of token ids.
         max_length: maximum number of tokens, if the configuration has it; None: unknown.
         places: locations of each layer's sites, set by `find_sites`.
@@ -37,11 +34,7 @@ class HookedModel:
     """
 
     def __init__(self, model: Any) -> None:
-        """Create for a model.
-
-        Raises:
-            ValueError: its decoder layers were not found.
-        """
+        """Create for a model."""
         self.model = model.eval()
         text = model.config.get_text_config(decoder=True)
         self.layers = _decoder_layers(model, text)
@@ -62,9 +55,6 @@ class HookedModel:
 
         The layers compute in float32 in these passes, whatever the dtype of their weights: the
         sites are found by sums, which lower precision would round.
-
-        Raises:
-            ValueError: a layer's input or output is not a residual stream.
         """
         recorder = CallRecorder(self.width)
         handles = [
@@ -192,11 +182,7 @@ def _exit(replaced: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
 
 
 def _decoder_layers(model: nn.Module, config: Any) -> list[nn.Module]:
-    """Return the outermost module list whose length is the configured number of layers.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the outermost module list whose length is the configured number of layers."""
     counts = [getattr(config, name) for name in COUNTS if hasattr(config, name)]
     lists = [
         (name.count("."), list(module))

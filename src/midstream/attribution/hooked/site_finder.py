@@ -35,7 +35,6 @@ class ModuleCall:
 
     Attributes:
         path: path of the module within the layer.
-        cls: name of its class.
         entered, left: order of entry and exit among all calls (increasing numbers).
         given, returned: first tensor argument and result with the stream's width, [T, H], or None.
     """
@@ -134,7 +133,6 @@ def _sequential(
         branch: the call that returned attention's output; None if it was not found.
         first: the first call with the stream after attention as its input.
         leaving: the stream after the layer, [T, H].
-        calls: all calls.
     """
     places = Places()
     assert first.given is not None

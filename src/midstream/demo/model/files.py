@@ -74,12 +74,8 @@ def write_weights(folder: Path, gguf: Gguf, report: Callable[[str, float], None]
     """Write model.safetensors, in bfloat16.
 
     Args:
-        folder: the model's folder.
         gguf: the weights, as llama.cpp stores a Llama.
         report: called with each tensor's name and the fraction done, 0 to 1.
-
-    Raises:
-        ModelError: a tensor is not part of a Llama.
     """
     num_heads = {
         "attn_q": gguf["llama.attention.head_count"],
@@ -109,9 +105,6 @@ def split_rotary_pairs(array: Floats, num_heads: int) -> Floats:
 
 def hf_name(name: str) -> str:
     """Translate a tensor's name: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`.
-
-    Raises:
-        ModelError: the tensor is not part of a Llama.
     """
     part, prefix = name.removesuffix(".weight"), "model"
     if part.startswith("blk.") and part.count(".") == 2:

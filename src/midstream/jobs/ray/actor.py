@@ -33,9 +33,7 @@ class EngineSpec:
     """Arguments of each engine's process.
 
     Attributes:
-        job: the job.
         coordinator: handle of the `ChunkCoordinator` actor.
-        start: starts an engine.
         marker: marker of the job's directory; see `midstream.jobs.directory_lock.mark`.
         folder: working directory of the job, which its relative paths refer to.
         environment: environment variables to set where they are unset.
@@ -126,11 +124,7 @@ class EngineActor:
 
 
 def enter(folder: str, job: Job) -> None:
-    """Change to the job's working directory, so that relative paths mean the same as in the job.
-
-    Raises:
-        EngineError: the directory does not exist here and a path of the job is relative.
-    """
+    """Change to the job's working directory, so that relative paths mean the same as in the job."""
     try:
         os.chdir(folder)
     except OSError as error:

@@ -70,11 +70,7 @@ class ChunkCoordinator:
         self._change()
 
     async def end(self, halt: bool = False) -> None:
-        """Declare that no more chunks follow.
-
-        Args:
-            halt: also return unfinished chunks at once.
-        """
+        """Declare that no more chunks follow."""
         self._ended = True
         self._halted |= halt
         self._change()

@@ -20,7 +20,6 @@ class ChunkAttempt:
     """One attempt to capture a chunk.
 
     Attributes:
-        lines: prompts of the chunk.
         number: number of the attempt, from 1.
         since: lower bound of the names of shards that earlier attempts may have written.
         given_up: lines that must not be run again, with the reasons.

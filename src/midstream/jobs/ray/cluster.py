@@ -40,10 +40,6 @@ def connected(spread: Placement) -> Iterator[Any]:
     """Connect this process to a cluster and return the module `ray`.
 
     A cluster that was started for this process is shut down on exit, and its files are deleted.
-
-    Raises:
-        UnsupportedError: Ray is not installed.
-        EngineError: there is no cluster at the address, or starting one failed.
     """
     with defaults(ENVIRONMENT):
         ray = import_ray()
@@ -71,11 +67,7 @@ def connected(spread: Placement) -> Iterator[Any]:
 
 
 def import_ray() -> Any:
-    """Import Ray and Ray Data, and return the module `ray`.
-
-    Raises:
-        UnsupportedError: Ray is not installed or too old.
-    """
+    """Import Ray and Ray Data, and return the module `ray`."""
     try:
         import ray
         import ray.data

@@ -62,11 +62,9 @@ def capture_dataset(
     exception in a step does; Ray restarts an engine whose process is killed.
 
     Args:
-        ds: dataset with a column of prompts.
         model: name of the model, or a folder that exists on all machines.
         capture: rows to capture. Sink, tag, request_id and metadata must not be set.
         prompt_field: column of the prompts; empty: `text`, or `messages` for conversations.
-        chat: prompts are conversations, lists of messages.
         max_tokens: number of tokens to generate per prompt, at temperature 0.
         revision, dtype, engine_args: see `midstream.jobs.Job`.
         spread: number of engines and their resources; None: as many engines as fit the cluster. The
@@ -83,11 +81,6 @@ def capture_dataset(
         - for each tap a column such as `resid_post.10`: decoded rows, [rows, width] in the model's
           dtype; float32 for bfloat16, which NumPy lacks.
         - `error`: why there are no rows; empty if there are.
-
-    Raises:
-        SpecError: an argument is malformed, the input already has a column of such a name, or no
-            engine fits the cluster.
-        UnsupportedError: Ray is not installed.
     """
     ray = import_ray()
     job = Job(

@@ -24,7 +24,6 @@ class _Call:
     """Prompts that were submitted together.
 
     Attributes:
-        result: receives the result of each prompt.
         remaining: number of unfinished prompts.
         finished: results by prompt number.
     """
@@ -43,9 +42,6 @@ class EngineThread:
         Args:
             job: what to capture; its data and store are not used.
             start: starts the engine, in the thread that steps it.
-
-        Raises:
-            Exception: any exception of `start`.
         """
         self._job, self._start = job, start
         self._numbers = itertools.count(1)

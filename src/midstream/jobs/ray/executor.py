@@ -58,15 +58,9 @@ class RayExecutor:
         """Start the pipeline and wait until the first engine has started.
 
         Args:
-            job: the job, whose directory is locked.
             spread: number of engines and their resources.
             lines: number of lines to capture; None if unknown.
             start: starts an engine; pickled by reference and sent to the actors.
-
-        Raises:
-            SpecError: no engine fits the cluster, or the model does not exist.
-            UnsupportedError: Ray is not installed, or the model is unsupported.
-            EngineError: there is no cluster, or an engine cannot start.
         """
         self.stored = 0
         self._partial: list[tuple[str, Record]] = []

@@ -36,10 +36,6 @@ class Placement:
         engines: number of engines; None: as many as fit the cluster.
         cpus: CPU cores per engine; also its number of threads on a CPU.
         gpus: GPUs per engine; None: one per rank if the cluster has GPUs, otherwise none.
-        log: print the output of engines here.
-
-    Raises:
-        SpecError: a field is malformed; the path is `ray.` and its name.
     """
 
     address: str = AUTO
@@ -77,10 +73,6 @@ class Placement:
         Args:
             job: the job. All ranks of an engine are on one machine.
             machines: Ray's resources of each machine, including `CPU` and `GPU`.
-
-        Raises:
-            SpecError: no engine fits a machine, fewer than `engines` fit, or the job's engine
-                arguments are unsupported.
         """
         machines = list(machines)
         ranks = _ranks(job)
@@ -113,8 +105,6 @@ class EngineLayout:
 
     Attributes:
         engines: number of engines.
-        cpus: CPU cores per engine.
-        gpus: GPUs per engine.
     """
 
     engines: int

@@ -26,12 +26,7 @@ class RayCaptureRun(CaptureRun):
         """Check everything that can be checked without a cluster, and lock the store.
 
         Args:
-            job: the job.
             spread: number of engines and their resources; None: the defaults of `Placement`.
-
-        Raises:
-            UnsupportedError: Ray is not installed.
-            MidstreamError: see `CaptureRun`.
         """
         import_ray()
         super().__init__(job)
@@ -50,12 +45,6 @@ class RayCaptureRun(CaptureRun):
         Args:
             start: starts an engine in a process of the cluster; must be importable there.
             watch, stop: see `CaptureRun.work`.
-
-        Raises:
-            SpecError: no engine fits the cluster, or the model does not exist.
-            EngineError: there is no cluster, or engines cannot start or break repeatedly.
-            StoreError: rows cannot be written, the store contains other data, or a machine does not
-                see the store's directory.
         """
         lines = self.counts.total
         if lines is not None:

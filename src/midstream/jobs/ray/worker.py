@@ -36,12 +36,9 @@ class _Chunk:
 
     Attributes:
         number: number of the chunk.
-        attempt: the current attempt.
-        result: receives the outcome.
         open: lines that the engine has not finished, including those not yet added to it.
         put: for lines delivered to the store writer, their count in order of delivery, from 1.
         captured: these lines, and those that were in the store before.
-        failed: lines that failed.
     """
 
     number: int
@@ -79,7 +76,6 @@ class Worker:
         """Start the thread and the engine in it.
 
         Args:
-            job: the job.
             start: starts the engine, in the thread that steps it.
             on_alone: called with a chunk's number and the line that is run alone next, and with
                 None after the last one.
@@ -102,11 +98,7 @@ class Worker:
         threading.Thread(target=self._run, name="midstream engine", daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until the engine has started.
-
-        Raises:
-            Exception: any exception of the start.
-        """
+        """Wait until the engine has started."""
         self._ready.result()
 
     def submit(self, number: int, attempt: ChunkAttempt) -> Future[Outcome]:

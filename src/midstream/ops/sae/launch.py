@@ -28,7 +28,6 @@ def launch_saes(
     Args:
         hidden, residual, tokens, table, instructions, bank: as for `midstream.ops.site.site`.
         sae: the weights, and where the results go.
-        precision: how products are computed.
     """
     num_rows, width = hidden.shape
     rest = hidden if residual is None else residual

@@ -36,8 +36,6 @@ class SaeBuffers:
         Args:
             weights: the memory for registered weights, float32.
             rows: most rows of a forward pass, padding included.
-            width: width of the residual stream.
-            features: most features of an SAE.
         """
         device = weights.device
         at_once = min(-(-rows // _LEAST_ROWS) * _LEAST_ROWS, code_rows(features))

@@ -122,8 +122,6 @@ class _State:
     Attributes:
         kept: int32 [kept, 3], the states after the last positions.
         at: row of `kept` that is written last.
-        smoothed: s.
-        left: left.
     """
 
     kept: Ints

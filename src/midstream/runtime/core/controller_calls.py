@@ -26,10 +26,6 @@ class ControllerCall:
     """One call of a controller.
 
     Attributes:
-        decide: the controller of the request.
-        observed: what it is given.
-        began: whether it has begun.
-        answer: what it returned.
         error: why it failed; None: it has not.
         is_done: whether it returned or raised.
     """
@@ -87,15 +83,7 @@ class DeclaredCalls:
     """The calls of one declared controller."""
 
     def __init__(self, name: str, declared: DeclaredController) -> None:
-        """Import its code.
-
-        Args:
-            name: its name.
-            declared: what the setting says of it.
-
-        Raises:
-            ConfigError: it cannot be imported.
-        """
+        """Import its code."""
         self.seconds = declared.seconds
         self._name = name
         self._make = load(name, declared)
@@ -150,20 +138,13 @@ class DeclaredCalls:
 
 
 def load_all(declared: Mapping[str, DeclaredController]) -> dict[str, DeclaredCalls]:
-    """Import the code of declared controllers.
-
-    Raises:
-        ConfigError: that of one cannot be imported.
-    """
+    """Import the code of declared controllers."""
     return {name: DeclaredCalls(name, one) for name, one in declared.items()}
 
 
 def make_calls(calls: Sequence[tuple[DeclaredCalls, list[ControllerCall]]]) -> list[ControllerCall]:
     """Make calls of several controllers at the same time; return those that were made. A caller
     waits for at most the longest of their limits.
-
-    Args:
-        calls: the calls of each controller.
     """
     begun = time.monotonic()
     batches = [(one, one.begin(mine)) for one, mine in calls]

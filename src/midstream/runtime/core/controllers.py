@@ -38,8 +38,6 @@ class RunningController:
     """A request with a controller.
 
     Attributes:
-        request: vLLM's Request.
-        control: the controller.
         decide: a `Threshold`, or what is called with what was observed.
         calls: those of its declared controller; None: it is a `Threshold`.
         slot: column of the scores that a `Threshold` reads; None: it is declared.
@@ -69,10 +67,8 @@ class RunningController:
         """Take the scores of a step; return whether there are any that it was not given.
 
         Args:
-            scores: the scores of the step.
             nth: index of the request in it.
             stop: position up to which the tokens of the rows are those of the request.
-            token: returns the token of a position.
         """
         if self.has_failed:
             return False
@@ -88,11 +84,6 @@ class RunningController:
     def passes(self, scores: ScoresOfStep, row: int, position: int) -> bool:
         """Take the scores of one position if a `Threshold` answers to them with the scale that
         holds, and keeps its state; return whether that is so. Otherwise nothing is taken.
-
-        Args:
-            scores: the scores of the step.
-            row: the row of the position.
-            position: the position.
         """
         if self.slot is None or position < self.reached:
             return False
@@ -122,12 +113,7 @@ class RunningController:
         return self.take_answer(self.decide.follow(self.unseen.get(self.decide.probe, ())))
 
     def take_answer(self, answer: object, problem: str | None = None) -> Decision:
-        """Return what becomes of the request by an answer to all of its scores.
-
-        Args:
-            answer: the answer.
-            problem: why there is none.
-        """
+        """Return what becomes of the request by an answer to all of its scores."""
         self.unseen.clear()
         if problem is None:
             if answer is None or (type(answer) is float and answer == self.answered):
@@ -146,7 +132,6 @@ class Decision:
     Attributes:
         version: holds from now on; None: what held before.
         reason: why it ends: its stop reason; None: it goes on.
-        is_error: whether it ends with an error.
     """
 
     version: PlanVersion | None = None
@@ -158,22 +143,12 @@ NOTHING = Decision()
 
 
 def prepare(engine: Any) -> None:
-    """Import the declared controllers of an engine core, at its start.
-
-    Raises:
-        ConfigError: the code of one cannot be imported.
-    """
+    """Import the declared controllers of an engine core, at its start."""
     DECLARED.set(engine, load_all(controllers_of(engine.vllm_config)))
 
 
 def controlled(scheduler: Any, request: Any, control: Control) -> RunningController:
-    """Return a request with its controller, which it gets with its first scores.
-
-    Args:
-        scheduler: vLLM's Scheduler.
-        request: vLLM's Request.
-        control: its controller.
-    """
+    """Return a request with its controller, which it gets with its first scores."""
     found: RunningController | None = CONTROLLED.get(request)
     if found is None:
         calls = None
@@ -222,11 +197,7 @@ def decide(requests: Sequence[RunningController]) -> list[Decision]:
 
 
 def _answered(one: RunningController, answer: object) -> Decision:
-    """Return what becomes of a request by an answer.
-
-    Raises:
-        ValueError: it is no answer.
-    """
+    """Return what becomes of a request by an answer."""
     given = {"scale": answer} if type(answer) is float else read_answer(answer)
     if not given:
         return NOTHING

@@ -14,7 +14,6 @@ def stop_later(scheduler: Any, asked: StopRequests) -> None:
     """Let running requests end with the tokens of the step that is taken next.
 
     Args:
-        scheduler: vLLM's Scheduler.
         asked: the requests. Those that have ended are ignored.
     """
     stops = STOPS.get(scheduler) or {}
@@ -49,7 +48,6 @@ def add_end(outputs: Any, request: Any, stop_reason: str, prompt_logprobs: Any =
     Args:
         outputs: what `Scheduler.update_from_output` returned: EngineCoreOutputs by client.
         request: vLLM's Request, which the scheduler has finished.
-        stop_reason: the stop reason of its completion.
         prompt_logprobs: vLLM's LogprobsTensors of its prompt, if the step computed the last.
     """
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs

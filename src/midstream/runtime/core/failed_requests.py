@@ -35,7 +35,6 @@ def end_failed(scheduler: Any, failed: dict[str, Failure]) -> list[tuple[Any, st
     their KV for themselves.
 
     Args:
-        scheduler: vLLM's scheduler.
         failed: the failures, by vLLM's request id.
 
     Returns:

@@ -43,7 +43,6 @@ def answer_rpc(engine: Any, method: object, args: Sequence[object]) -> list[Any]
     """Answer a call of the workers that is for the engine core itself.
 
     Args:
-        engine: vLLM's EngineCore.
         method, args: what vLLM's `collective_rpc` is to call, and with which arguments.
 
     Returns:
@@ -81,7 +80,6 @@ def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion]]) -> 
     steps, between two steps.
 
     Args:
-        scheduler: vLLM's Scheduler.
         changes: vLLM's Requests with a plan, each with its version. The workers must have the
             vectors that its plan names.
 

@@ -30,7 +30,6 @@ class Watched:
 
     Attributes:
         params: its sampling parameters; those of a session change with its inputs.
-        acts: its probes.
         ranges: where they read, if `passes` can evaluate them; None: it cannot.
         controller: its controller; None: it has none.
         reached: number of positions whose probes were evaluated. A position is evaluated once, also
@@ -54,9 +53,7 @@ class Watched:
         find the same, but take several times as long.
 
         Args:
-            scores: the scores of the step.
             nth: index of the request in it.
-            request: vLLM's Request.
         """
         position = scores.first[nth]
         if self.ranges is None or scores.length[nth] != 1 or position >= request.num_tokens:
@@ -114,7 +111,6 @@ class _Evaluated:
     vLLM takes the step's tokens.
 
     Attributes:
-        request: vLLM's Request.
         known: number of its tokens before the step.
         stop: position up to which its scores were evaluated.
         progress: how far its probes are then, if vLLM takes the tokens; None: it is known already.
@@ -288,12 +284,9 @@ def advance(
     """Evaluate the conditions of a request's probes on the scores of a step.
 
     Args:
-        probes: the probes.
         before: how far they were before the step.
-        scores: the scores of the step.
         index: index of the request in it.
         stop: position up to which the tokens of the rows are those of the request.
-        token: returns the token of a position.
 
     Returns:
         (how far they are then; the condition of a probe that stops which is met at the earliest

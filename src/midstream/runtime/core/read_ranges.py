@@ -15,8 +15,6 @@ class ReadRange(NamedTuple):
     """The last range of positions that a probe reads, whatever the tokens there are.
 
     Attributes:
-        slot: column of its scores.
-        start, stop: the range.
         low, high: the least and the largest score that is not beyond its threshold. What is not a
             number is not within them.
     """

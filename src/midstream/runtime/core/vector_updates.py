@@ -33,11 +33,6 @@ def take_update(engine: Any, sampling_params: Any, payload: RequestPayload) -> N
 
     What comes with a request that the engine core then rejects counts too: the front end sends it
     once.
-
-    Args:
-        engine: vLLM's EngineCore.
-        sampling_params: the request's parameters.
-        payload: its payload.
     """
     updates = VECTOR_UPDATES.get(engine)
     if payload.vectors is not None and updates is not None:
@@ -49,9 +44,6 @@ def take_update(engine: Any, sampling_params: Any, payload: RequestPayload) -> N
 def send_updates(engine: Any) -> None:
     """Send the changes that were taken to the workers. Call on the thread of the engine's steps,
     before a request that arrived with or after them can be scheduled.
-
-    Args:
-        engine: vLLM's EngineCore.
     """
     waiting = VECTOR_UPDATES.get(engine)
     if not waiting:

@@ -19,9 +19,7 @@ class AdmittedRequest:
 
     Attributes:
         uid: midstream's id of the request. vLLM may give the request several ids of its own.
-        plan: its plan, resolved.
         own: its own plan, as given; None: only edits and captures of every request apply.
-        routes: destinations of its captured rows.
         reused: rows that it may have from earlier requests; None: every row is computed.
         later: versions of its plan since, by number.
     """
@@ -41,7 +39,6 @@ class AdmittedRequest:
 
         Args:
             captures: indices of the plan's captures.
-            shape: the model.
         """
         if not shape.heads or isinstance(parse_codec(self.plan.codec), Rp8):
             return {}

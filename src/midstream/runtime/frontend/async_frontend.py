@@ -50,7 +50,6 @@ class AsyncFrontEnd(BaseFrontEnd):
         """Create the front end.
 
         Args:
-            answers: per replica, its workers' descriptions.
             engine: gives the settings, tokenizer and renderer, and aborts requests. A proxy: the
                 client's tasks, which keep this front end alive, must not keep it alive.
             client: the engine's client of its engine core, or of several.
@@ -76,7 +75,6 @@ class AsyncFrontEnd(BaseFrontEnd):
         """Begin a call, whose request is to be admitted with this very plan; pair with `leave`.
 
         Args:
-            plan: the call's plan.
             session: its session of streaming input; None: it has an ordinary prompt.
         """
         call = self._calls[plan] = GenerateCall(plan, session)

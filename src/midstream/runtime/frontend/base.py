@@ -68,9 +68,7 @@ class BaseFrontEnd:
         """Create the front end, and open the engine's sinks.
 
         Args:
-            info: description of the engine.
             engine: vLLM's engine, for its settings, tokenizer and renderer.
-            deltas: whether output_kind=DELTA is supported.
             busy: returns the number of requests on each replica; see `Admission`.
         """
         found = from_additional_config(engine.vllm_config.additional_config)
@@ -129,11 +127,7 @@ class BaseFrontEnd:
         return any(weights in need.weights for need in self._needs.values())
 
     def check_id(self, request_id: str) -> None:
-        """Check that a request without a plan does not have the id of a running one with a plan.
-
-        Raises:
-            SpecError: it has, and would be given the results of that one.
-        """
+        """Check that a request without a plan does not have the id of a running one with a plan."""
 
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
         """Validate a request's plan, and replace it in the parameters by the request payload.
@@ -146,9 +140,6 @@ class BaseFrontEnd:
 
         Returns:
             The admitted request; None if nothing applies to it.
-
-        Raises:
-            SpecError: the plan cannot be carried out for this request.
         """
         call_plan = plan if isinstance(plan, CallPlan) else CallPlan(plan)
         own = call_plan.plan
@@ -173,11 +164,7 @@ class BaseFrontEnd:
     def _attach_payload(
         self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
     ) -> AdmittedRequest | None:
-        """Attach the request payload of a prepared plan to its request; see `admit`.
-
-        Raises:
-            SpecError: the request's outputs would never show all results, or its rows never fit.
-        """
+        """Attach the request payload of a prepared plan to its request; see `admit`."""
         if prepared.is_empty and own is None:
             set_payload(request, None)
             return None
@@ -209,15 +196,7 @@ class BaseFrontEnd:
         return AdmittedRequest(uid, prepared.plan, own, routes, reused, dict(prepared.later))
 
     def _submit(self, request: Any, send: Callable[[], object]) -> None:
-        """Send a request to the engine, now or when there is capacity.
-
-        Args:
-            request: vLLM's EngineCoreRequest.
-            send: sends it.
-
-        Raises:
-            SpecError: the request was released meanwhile.
-        """
+        """Send a request to the engine, now or when there is capacity."""
         uid = uid_of(request.sampling_params)
         if uid is None:
             send()
@@ -286,14 +265,7 @@ class BaseFrontEnd:
             self._admission.finish(uids)
 
     def check_vectors(self, reports: Sequence[Sequence[IntegrityReport]]) -> None:
-        """Check that the workers store the vectors that they are counted to store.
-
-        Args:
-            reports: of the workers of each replica.
-
-        Raises:
-            AssertionError: they do not.
-        """
+        """Check that the workers store the vectors that they are counted to store."""
         for sent, found in zip(self._sent_vectors, reports, strict=True):
             sent.check_integrity([one.vectors for one in found])
 
@@ -320,7 +292,6 @@ def set_payload(request: Any, payload: RequestPayload | None) -> None:
     Args:
         request: vLLM's EngineCoreRequest. Its parameters are vLLM's copy; the `extra_args` in them
             may be those of several requests, and are replaced, not changed.
-        payload: the payload.
     """
     params = request.sampling_params
     rest = other_args(params)
@@ -328,16 +299,7 @@ def set_payload(request: Any, payload: RequestPayload | None) -> None:
 
 
 def check_streams(plan: Plan, kind: str, deltas: bool) -> None:
-    """Check that there are outputs before the last, if a capture has `stream`.
-
-    Args:
-        plan: the request's own plan.
-        kind: name of its output kind.
-        deltas: whether output_kind=DELTA is supported.
-
-    Raises:
-        SpecError: there are none.
-    """
+    """Check that there are outputs before the last, if a capture has `stream`."""
     if deltas and kind != "FINAL_ONLY":
         return
     why = f"with output_kind={kind} there is no output before the last; use CUMULATIVE or DELTA"

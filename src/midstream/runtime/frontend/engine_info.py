@@ -59,7 +59,6 @@ class EngineInfo:
         return_: ranks through which rows are transferred if captures do not say.
         room: capacity of a worker for running requests of this front end.
         workers: description of each worker, with the number of its replica.
-        front_ends: the front ends of the engine.
     """
 
     shape: ModelShape
@@ -78,10 +77,6 @@ def describe(
 
     Args:
         answers: per replica, the descriptions of its workers.
-        front_ends: the front ends of the engine.
-
-    Raises:
-        UnsupportedError: nothing is tapped.
     """
     workers = tuple(
         msgspec.structs.replace(answer, replica=number)

@@ -31,11 +31,7 @@ class EngineUse:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Use the engine in this thread for as long as the context is open.
-
-        Raises:
-            BusyError: another thread uses it.
-        """
+        """Use the engine in this thread for as long as the context is open."""
         with self._lock:
             self._take()
             self._depth += 1
@@ -47,11 +43,7 @@ class EngineUse:
 
     @contextmanager
     def whole_call(self) -> Iterator[None]:
-        """As `call`, for a call that returns whatever the engine has until it is idle.
-
-        Raises:
-            BusyError: also if requests are under way that are not of this call.
-        """
+        """As `call`, for a call that returns whatever the engine has until it is idle."""
         with self.call():
             if self._depth == 1 and self._has_unfinished():
                 raise BusyError(
@@ -62,11 +54,7 @@ class EngineUse:
             yield
 
     def claim(self) -> None:
-        """Check that this thread may use the engine, to which it is about to add a request.
-
-        Raises:
-            BusyError: another thread uses it.
-        """
+        """Check that this thread may use the engine, to which it is about to add a request."""
         with self._lock:
             self._take()
 

@@ -27,7 +27,6 @@ class InputSession:
     Attributes:
         inputs: token ids of each input so far.
         payload: request payload of every input, as in `extra_args`; None: no plan applies.
-        latest: latest output of the session.
     """
 
     inputs: list[list[int]] = field(default_factory=list)
@@ -36,11 +35,7 @@ class InputSession:
 
 
 def check_session(plan: Plan | None) -> None:
-    """Check that no capture has `stream` or `reuse`, which sessions do not support.
-
-    Raises:
-        SpecError: a capture has it.
-    """
+    """Check that no capture has `stream` or `reuse`, which sessions do not support."""
     for nth, capture in enumerate(() if plan is None else plan.captures):
         if capture.stream:
             raise SpecError(
@@ -59,14 +54,6 @@ async def with_call_plan(
     stream: AsyncGenerator[Any, None], plan: CallPlan, call_params: Any
 ) -> AsyncGenerator[Any, None]:
     """Yield the caller's inputs, with the call's plan attached to sampling parameters of their own.
-
-    Args:
-        stream: vLLM's StreamingInputs.
-        plan: the call's plan.
-        call_params: sampling parameters of the call.
-
-    Raises:
-        SpecError: an input has a plan, or another output kind than the call.
     """
     async for given in stream:
         params = given.sampling_params
@@ -94,7 +81,6 @@ def closing(session: InputSession, is_delta: bool) -> Any:
     It repeats the latest output; with DELTA, without its text, tokens and logprobs.
 
     Args:
-        session: the session.
         is_delta: whether outputs have only what is new.
 
     Returns:
@@ -127,8 +113,6 @@ def as_one_request(
     Args:
         output: vLLM's RequestOutput, whose prompt is the inputs.
         generated: all generated tokens, including those that were never computed on.
-        inputs: token ids of each input.
-        plan: the session's plan.
         answers: results of the workers, which have the final prompt. A prompt that does not consist
             of the inputs and generated tokens is recorded there as a problem.
     """
@@ -156,9 +140,6 @@ def _used(
     """Return how many generated tokens belong to turns before the last.
 
     Args:
-        inputs: token ids of each input.
-        generated: all generated tokens.
-        prompt: token ids of the final prompt.
         turns: length of the prompt when each turn began to generate.
 
     Returns:

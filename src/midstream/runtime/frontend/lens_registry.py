@@ -24,20 +24,12 @@ class LensRegistry(NamedWeights[LinearLens, dict[int, LensMap]]):
     load = staticmethod(load_lens)
 
     def __init__(self, memory: WeightMemory, shape: ModelShape) -> None:
-        """Args:
-        memory: where the maps are.
-        shape: the model.
-        """
         super().__init__(memory)
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._shape = shape
 
     def maps_of(self, name: str, depths: list[int]) -> tuple[LensMap, ...]:
-        """Return the map of each of some depths. After the last layer there need be none.
-
-        Raises:
-            SpecError: there is no such lens, or it has no map of a depth.
-        """
+        """Return the map of each of some depths. After the last layer there need be none."""
         lens = self._registered.get(name)
         if lens is None:
             known = ", ".join(map(show, (LOGIT, *self._registered)))

@@ -43,12 +43,9 @@ class ReusedRows:
         prompt: Sequence[int],
     ) -> None:
         """Args:
-        store: the rows of earlier requests.
-        plan: the request's plan.
         captures: indices of its captures with `reuse`, at least one.
         keys: its prefix-cache keys, for the edits of each chunk of tokens.
         origin: what else its rows depend on, see `origin_of`.
-        prompt: its tokens.
         """
         self._store = store
         self._plan = plan
@@ -189,13 +186,10 @@ class _BlockRows:
 
     Attributes:
         taps: those of the block among the wanted ones.
-        rank: rank that transferred the rows.
     """
 
     def __init__(self, block: ResultBlock, wanted: frozenset[Tap], chunks: int) -> None:
         """Args:
-        block: the block.
-        wanted: the wanted taps.
         chunks: number of chunks.
         """
         self.taps = tuple(tap for tap in block.taps if tap in wanted)
@@ -235,7 +229,6 @@ class RowReuse:
     ) -> None:
         """Args:
         max_bytes: the setting `reuse_bytes`.
-        has_prefix_cache: whether the engine has one.
         pace: returns, by the name of a sink, how often it gets rows while a request runs; None:
             it gets them at the end.
         """
@@ -255,15 +248,7 @@ class RowReuse:
         """Return the rows that a request may have from earlier ones; None: all are computed.
 
         Args:
-            request: vLLM's EngineCoreRequest.
-            plan: its plan.
-            keys: its prefix-cache keys.
             own: its own plan, as given; None: it has none.
-            also: captures of every request.
-
-        Raises:
-            SpecError: a capture has `reuse`, and this engine keeps no rows, or they would have to
-                be delivered while the request runs.
         """
         captures = reusing(plan, own, also)
         for nth in captures:
@@ -295,9 +280,6 @@ def origin_of(request: Any) -> bytes | None:
     its tokens do not tell its prompt: it has embeddings or multimodal inputs.
 
     Requests with different cache salts share no rows, as they share no KV.
-
-    Args:
-        request: vLLM's EngineCoreRequest.
     """
     if not request.prompt_token_ids or request.prompt_embeds is not None or request.mm_features:
         return None
@@ -311,9 +293,7 @@ def reusing(plan: ResolvedPlan, own: Plan | None, also: Sequence[Capture]) -> fr
     """Return the indices of a resolved plan's captures that have `reuse`.
 
     Args:
-        plan: the resolved plan.
         own: the request's own plan; None: it has none.
-        also: captures of every request.
     """
     given = () if own is None else own.captures
     return frozenset(

@@ -23,10 +23,8 @@ class RowSet:
 
     Attributes:
         taps: in the order within a record.
-        codec: spec of the encoding.
         offsets: bit n: there is a row of the chunk's nth position.
         rows: uint8 [positions, taps, bytes of a row], ascending by position.
-        rank: tensor-parallel rank that transferred them.
     """
 
     taps: tuple[Tap, ...]
@@ -86,10 +84,7 @@ class RowStore:
         to be read from it; None if a row is missing.
 
         Args:
-            key: key of the chunk.
-            taps: the taps.
             offsets: bit n: the row of the chunk's nth position is wanted.
-            codec: spec of the encoding.
         """
         with self._lock:
             chunk = self._chunks.get(key)
@@ -121,7 +116,6 @@ class RowStore:
         """Add rows of a chunk, and drop others beyond the budget.
 
         Args:
-            key: key of the chunk.
             rows: the rows, in memory of their own.
             resets: number of resets of the prefix cache while they were computed.
         """

@@ -33,11 +33,7 @@ class RegisteredSae:
     """An SAE whose encoder the workers have, and maybe its decoder.
 
     Attributes:
-        encoder: where it is.
-        sae: the SAE, on the host.
         code: how the workers reconstruct vectors; its name is empty. None: they cannot.
-        reason: why they cannot.
-        name: its name.
         kept: what `weights_of` has returned, by features and mode.
     """
 
@@ -72,11 +68,7 @@ class RegisteredSae:
         return found
 
     def reconstructs(self) -> SaeCode:
-        """Return how the workers reconstruct vectors with it.
-
-        Raises:
-            SpecError: they cannot.
-        """
+        """Return how the workers reconstruct vectors with it."""
         if self.code is None:
             raise SpecError("", f"the SAE `{self.name}` cannot reconstruct: {self.reason}")
         return self.code._replace(name=self.name)
@@ -99,12 +91,7 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
         reconstructed: Mapping[Tap, int] = MappingProxyType({}),
     ) -> None:
         """Args:
-        memory: where they are.
-        shape: the model.
         reconstructed: the setting `reconstruct`: most features of an SAE by tap.
-
-        Raises:
-            ConfigError: one of these taps does not exist.
         """
         super().__init__(memory)
         self._shape = shape
@@ -117,11 +104,7 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
                 )
 
     def get(self, name: str) -> RegisteredSae:
-        """Return the SAE of a name.
-
-        Raises:
-            SpecError: there is none.
-        """
+        """Return the SAE of a name."""
         found = self._registered.get(name)
         if found is None:
             known = f"there is {listed(self._registered)}" if self._registered else "there is none"
@@ -133,11 +116,7 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
         return replace(found.made, name=name)
 
     def source(self, name: str) -> RegisteredSae:
-        """Return the SAE of a name.
-
-        Raises:
-            SpecError: there is none. The path is empty.
-        """
+        """Return the SAE of a name."""
         try:
             return self.get(name)
         except SpecError as error:

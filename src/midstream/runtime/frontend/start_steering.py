@@ -16,17 +16,7 @@ _LOGGER = logging.getLogger("vllm.midstream")
 
 
 def set_steering(vllm_config: Any, vectors: VectorRegistry, steering: Steering) -> None:
-    """Register the vectors of the settings, then set the tiers.
-
-    Args:
-        vllm_config: settings of the engine.
-        vectors: the engine's registry, which is empty.
-        steering: the engine's tiers, which are empty.
-
-    Raises:
-        ConfigError: the model lacks a layer or a tap, a size differs from its hidden size, or a
-            name is not registered. The message names the setting.
-    """
+    """Register the vectors of the settings, then set the tiers."""
     settings = vllm_config.additional_config[KEY]
     if not isinstance(settings, Settings):
         return

@@ -50,7 +50,6 @@ class RequestTotals:
         """Add a call that has ended.
 
         Args:
-            receipts: receipts of its completions.
             sizes: bytes of an encoded row of each captured tap.
             reduced: taps whose rows are reduced to one.
         """

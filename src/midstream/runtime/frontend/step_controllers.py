@@ -28,12 +28,8 @@ class _Controlled:
     """A running request with a controller.
 
     Attributes:
-        run: the controller.
-        call_plan: the request's plan.
-        stream: its tokens and scores so far.
         prompt_len: number of tokens of its prompt.
         call: the call that is under way; None: there is none.
-        begun: when that began.
     """
 
     run: ControllerRun
@@ -50,7 +46,6 @@ class StepControllers:
     def __init__(self, changes: PlanChanges, workers: Sequence[RemoteWorker], call: Call) -> None:
         """Args:
         changes: changes the plans of the engine's requests.
-        workers: the engine's workers.
         call: sends them a request, and waits for their answers.
         """
         self._changes = changes
@@ -59,14 +54,7 @@ class StepControllers:
         self._running: dict[str, _Controlled] = {}
 
     def add(self, uid: str, call_plan: CallPlan, plan: ResolvedPlan, request: Any) -> None:
-        """Add a request, if it has a controller.
-
-        Args:
-            uid: midstream's request id.
-            call_plan: its plan.
-            plan: the same, resolved.
-            request: vLLM's EngineCoreRequest.
-        """
+        """Add a request, if it has a controller."""
         if call_plan.controller is not None:
             prompt = request.prompt_token_ids or [0] * plan.prompt_len
             run = ControllerRun(call_plan.controller, request.request_id)

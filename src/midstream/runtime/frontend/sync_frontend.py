@@ -62,7 +62,6 @@ class _Stage(Enum):
 
     Attributes:
         FETCH: the fetch that its results are to be part of.
-        ANSWERS: the answers of the workers.
         SINKS: the sinks that its rows were given to.
     """
 
@@ -76,9 +75,6 @@ class _FinishedRequest:
     """A finished request whose results are not on its output yet.
 
     Attributes:
-        admitted: the request.
-        output: vLLM's RequestOutput.
-        stage: what it waits for.
         delivery: its rows on their way to sinks; None before that stage.
     """
 
@@ -94,8 +90,6 @@ class _Fetch:
 
     Attributes:
         exchange: fetches the results; see `rpc.fetch`.
-        request: first request of the exchange.
-        answers: the workers' answers to it.
     """
 
     exchange: Exchange[dict[str, WorkerAnswers]]
@@ -107,11 +101,7 @@ class FrontEnd(BaseFrontEnd):
     """The front end of an `LLMEngine`, for as long as the engine exists. `use`: by which thread."""
 
     def __init__(self, engine: Any) -> None:
-        """Create the front end.
-
-        Args:
-            engine: vLLM's LLMEngine.
-        """
+        """Create the front end."""
         self._rpc: Callable[..., list[object]] = engine.collective_rpc
         self._has_unfinished, self._is_sleeping = engine.has_unfinished_requests, engine.is_sleeping
         self.use: EngineUse = EngineUse(self._has_unfinished)
@@ -171,13 +161,6 @@ class FrontEnd(BaseFrontEnd):
         A finished request may get its results some steps later, in one fetch with others, but not
         later than the last step after which the engine is idle. That step waits for all results,
         and for the sinks.
-
-        Args:
-            outputs: vLLM's RequestOutputs.
-
-        Raises:
-            ReceiptError: results differ from their plan. Raised once the engine is idle and every
-                output has its results, unless `report_at_end` is open.
         """
         ended: list[str] = []
         for output in outputs:
@@ -218,9 +201,6 @@ class FrontEnd(BaseFrontEnd):
 
         Yields:
             The list to which the call's outputs are to be added, for the error.
-
-        Raises:
-            ReceiptError: see `after_step`.
         """
         outputs: list[Any] = []
         self._reports = False
@@ -244,9 +224,6 @@ class FrontEnd(BaseFrontEnd):
         """Release the requests of a call that failed, including results that wait to be fetched.
 
         Rows that a sink was given stay there, and their results are not reported.
-
-        Args:
-            request_ids: ids of the requests.
         """
         self._receive()
         kept = []

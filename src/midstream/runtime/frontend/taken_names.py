@@ -28,9 +28,6 @@ class TakenNames:
         Yields:
             A function that keeps them for the admitted request, and returns it. Without a call of
             it they are given back.
-
-        Raises:
-            SpecError: a name cannot be taken.
         """
         names = self._sinks.names_of(plan.plan if isinstance(plan, CallPlan) else plan)
         if names is None:

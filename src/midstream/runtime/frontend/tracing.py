@@ -28,9 +28,7 @@ class DelayedSpan:
 
     Attributes:
         completion: index of its completion.
-        make: has vLLM make the span.
         end: end of the span, in nanoseconds since the epoch.
-        context: context in which to make it.
     """
 
     completion: int
@@ -59,7 +57,6 @@ def delay_spans(processor: Any, spans_of: Callable[[str], list[DelayedSpan] | No
     """Delay the spans of requests with a plan until their receipts exist.
 
     Args:
-        processor: vLLM's output processor of one engine.
         spans_of: returns, for vLLM's id of a request, the list to which its span is appended; None:
             the request has no plan.
     """
@@ -70,9 +67,6 @@ def do_tracing(original: Callable[..., Any], processor: Any, output: Any, *rest:
     """Replace the method by which vLLM's output processor makes the span of a request.
 
     Args:
-        original: that method.
-        processor: the output processor.
-        output: output of the engine core.
         *rest: the state of the request, and statistics.
     """
     spans_of = SPANS_OF_REQUEST.get(processor)
@@ -93,11 +87,6 @@ def do_tracing(original: Callable[..., Any], processor: Any, output: Any, *rest:
 
 def instrument_manual(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Replace vLLM's function that sends a span: add the attributes and the end of a delayed one.
-
-    Args:
-        original: that function.
-        *args: its positional arguments.
-        **named: its keyword arguments.
     """
     added = _ADDED.get()
     if added is not None:

@@ -33,7 +33,6 @@ class WeightMemory:
     it.
 
     Attributes:
-        nbytes: the setting.
         in_use: returns whether a running request reads (kind, name).
         changed: is called after the meaning of a name has changed.
         write: sends a message to all workers; with an asynchronous engine, what it returns is to be
@@ -56,10 +55,6 @@ class WeightMemory:
             size: bytes.
             align: what the first byte is a multiple of.
             kind: what is to be there, for the message.
-            given: a place that will be free.
-
-        Raises:
-            SpecError: there is none.
         """
         taken = sorted(self.taken - {given})
         first = 0
@@ -76,13 +71,7 @@ class WeightMemory:
 
 
 class WeightPart(NamedTuple):
-    """A tensor of weights in the memory.
-
-    Attributes:
-        offset: its first byte.
-        dtype: as which it is stored.
-        tensor: the numbers.
-    """
+    """A tensor of weights in the memory."""
 
     offset: int
     dtype: torch.dtype
@@ -91,12 +80,7 @@ class WeightPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights(Generic[T]):
-    """Weights that the workers have.
-
-    Attributes:
-        place: where: (first byte, stop).
-        made: what plans say of them.
-    """
+    """Weights that the workers have."""
 
     place: tuple[int, int]
     made: T
@@ -107,9 +91,6 @@ class NamedWeights(Generic[Weights, T]):
 
     Attributes:
         kind: first part of what `WeightMemory.in_use` is asked about.
-        word: what they are, for messages.
-        setting: the setting that names their files.
-        load: reads the files of one.
     """
 
     kind: str
@@ -132,12 +113,7 @@ class NamedWeights(Generic[Weights, T]):
         return self._memory.write
 
     def from_settings(self, vllm_config: Any) -> Iterator[WriteWeights]:
-        """Register what the setting names, and yield the messages, which are to be sent.
-
-        Raises:
-            ConfigError: one cannot be read, is of another model, or there is no memory for it. The
-                message names the setting.
-        """
+        """Register what the setting names, and yield the messages, which are to be sent."""
         settings = vllm_config.additional_config[KEY]
         if not isinstance(settings, Settings):
             return
@@ -154,12 +130,6 @@ class NamedWeights(Generic[Weights, T]):
 
         Args:
             name: their name; what is registered under it is replaced.
-            weights: the weights.
-
-        Raises:
-            SpecError: the name or the weights are malformed, they are of another model, or there is
-                no memory for them.
-            BusyError: a running request reads what has this name.
         """
         with at("name"):
             read_name(name, may_be_empty=False)
@@ -186,12 +156,7 @@ class NamedWeights(Generic[Weights, T]):
         self._memory.changed()
 
     def remove(self, name: str) -> None:
-        """Forget weights; their memory is used for others.
-
-        Raises:
-            SpecError: there are none of this name.
-            BusyError: a running request reads them.
-        """
+        """Forget weights; their memory is used for others."""
         if name not in self._registered:
             raise SpecError("name", f"there is no {self.word} {show(str(name))}")
         self._check_free(name)

@@ -43,7 +43,6 @@ class Input:
     """The input of a sub-module.
 
     Attributes:
-        path: dotted attribute of the layer.
         shared: whether the same tensor is used elsewhere (it is the stream, or attention and MLP
             both read it), so that the module needs a copy for an edit to affect it alone.
         parameter: name of the parameter of the module's forward that gets the tensor, by position
@@ -60,7 +59,6 @@ class Output:
     """The output of a sub-module: one tensor, or the first item of a tuple.
 
     Attributes:
-        path: dotted attribute of the layer.
         partial: whether it is not yet reduced over the ranks under tensor parallelism.
     """
 
@@ -151,7 +149,6 @@ class LayerConvention:
         """Return why the layer has no such site; None if it has the site.
 
         Args:
-            site: canonical name.
             tensor_parallel: whether the layer is split over several ranks.
         """
         place = self.branches.get(site)
@@ -228,7 +225,6 @@ def pair(
             at `mid`, which must then be called with both halves.
         mlp: place of `mlp_in`; a module's path means its input. `Lack`: there is no MLP.
         mlp_out: place of `mlp_out`; by default the first half at the exit.
-        rest: other fields.
     """
     if attn is None:
         assert mid or isinstance(attention, Lack), "say where attention is added"
@@ -269,8 +265,6 @@ def single(
             whose input is `attention`.
         mlp: place of `mlp_in`; a module's path means its input. `Lack`: there is no MLP.
         mlp_out: place of `mlp_out`; by default the output of the module whose input is `mlp`.
-        returns: what the layer returns.
-        rest: other fields.
     """
     mlp = Input(mlp) if isinstance(mlp, str) else mlp
     if attn is None:

@@ -20,8 +20,6 @@ class DecoderLayer:
 
     Attributes:
         index: number of the layer in the whole model, over all pipeline stages.
-        module: the layer.
-        convention: what the layer takes and returns.
         inner: places of its sites inside attention and the MLP.
         ends: modules whose outputs are the sites without a layer, at the first and the last layer.
             None: the site is at the layer's entry.
@@ -40,7 +38,6 @@ class Decoder:
 
     Attributes:
         num_layers: number of layers of the whole model.
-        layers: the layers of this rank.
         lacking: taps that the layers of this rank do not have, and why.
     """
 
@@ -69,16 +66,10 @@ def find_decoder(
     """Find the decoder layers of a loaded model.
 
     Args:
-        model: the model of the runner.
         tensor_parallel_size: number of ranks over which each layer is split.
         float16: whether the model runs in float16.
-        sites: the sites to look for.
         max_width: largest width of the vectors of a site on this rank; None: there is no limit.
         embeds_given: whether the model may get embeddings in place of token ids.
-
-    Raises:
-        UnsupportedError: no layers are found, or the convention of a layer is unknown or
-            unsupported.
     """
     layers: list[DecoderLayer] = []
     lacking: dict[Tap, str] = {}
@@ -153,11 +144,7 @@ def find_root(model: nn.Module) -> nn.Module:
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the module list of a loaded model's decoder layers.
-
-    Raises:
-        UnsupportedError: it is not found.
-    """
+    """Return the module list of a loaded model's decoder layers."""
     root = find_root(model)
     for path in LAYER_LISTS:
         found: object = root

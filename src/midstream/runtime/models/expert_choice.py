@@ -55,12 +55,6 @@ def internal_gate_lack(
 
     Args:
         runner: the module with the experts, whose attribute `gate` is the router.
-        owner: the module that calls it.
-        name: the runner's name in that.
-        types: classes of vLLM.
-
-    Raises:
-        UnsupportedError: the code of one of them cannot be read.
     """
     forward: Any = getattr(type(runner), "_forward_impl", None)
     encode: Any = getattr(runner, "_encode_layer_name", None)

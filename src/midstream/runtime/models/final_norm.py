@@ -19,15 +19,7 @@ _SLACK = 1e-3
 
 
 def find_final_norm(model: nn.Module) -> nn.Module:
-    """Return the norm whose output the model's head reads.
-
-    Args:
-        model: the model of the runner.
-
-    Raises:
-        UnsupportedError: there is none that is known, it needs more than the stream, or the head
-            reads something else than its output.
-    """
+    """Return the norm whose output the model's head reads."""
     norm = find_norm(model, find_layers(model))
     if isinstance(norm, NoEnd):
         raise UnsupportedError(norm.reason)
@@ -48,17 +40,9 @@ def gain_of(norm: nn.Module, width: int, device: torch.device) -> tuple[Tensor, 
     Classes store γ in different ways (Gemma's stores γ − 1), so it is read from what the norm makes
     of a few vectors, and then checked on another one.
 
-    Args:
-        norm: the norm.
-        width: size of its vectors.
-        device: where it is.
-
     Returns:
         γ, float64 [width], but for a factor near 1 that is the same for all; whether it is a
         LayerNorm.
-
-    Raises:
-        UnsupportedError: it is neither an RMSNorm nor a LayerNorm.
     """
     exact = copy.deepcopy(norm).float()
     call = getattr(exact, "forward_native", exact.forward)
@@ -89,9 +73,6 @@ def gain_of(norm: nn.Module, width: int, device: torch.device) -> tuple[Tensor, 
 def why_no_head(model: nn.Module) -> str:
     """Return why the head of a model does not read the output of its final norm as it is; empty:
     it does.
-
-    Raises:
-        UnsupportedError: the model's forward cannot be read.
     """
     changed = _changed(tree_of(type(model).forward))
     if changed is None:

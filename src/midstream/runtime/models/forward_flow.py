@@ -35,7 +35,6 @@ class OutputPart:
     """What a module returned, or columns of it.
 
     Attributes:
-        path: attribute of the module, dotted.
         index: number of the piece if the columns were split; None: all of them.
         sizes: the pieces' widths as expressions of `self`; one number: so many equal pieces.
     """
@@ -50,7 +49,6 @@ class Trace:
     """How one part reached a value.
 
     Attributes:
-        part: the part.
         changed: whether the numbers may differ from the part's.
         through: what it went through since: paths of modules, and `name()` of other functions.
     """
@@ -103,9 +101,7 @@ class FlowCall:
     """A call of a sub-module.
 
     Attributes:
-        path: attribute of the module, dotted.
         args: the positional arguments; None for the constant None.
-        kwargs: the keyword arguments.
     """
 
     path: str
@@ -154,15 +150,7 @@ class Names:
 
 
 def read(function: ast.FunctionDef, names: Names) -> Flow:
-    """Return what a forward does with its sub-modules.
-
-    Args:
-        function: the forward.
-        names: what its attributes are.
-
-    Raises:
-        UnsupportedError: it is not a list of plain statements.
-    """
+    """Return what a forward does with its sub-modules."""
     reader = _Reader(names)
     reader.run(function.body, {})
     return reader.flow
@@ -191,9 +179,6 @@ class _Reader:
 
     def run(self, body: Sequence[ast.stmt], env: _Env) -> bool:
         """Follow statements, which change `env`; return whether what comes after them is reached.
-
-        Raises:
-            UnsupportedError: one is no plain statement.
         """
         for item in body:
             if isinstance(item, ast.Return):

@@ -25,15 +25,9 @@ class Types:
 
     Attributes:
         attention: attention with queries, keys and values by head.
-        latent: multi-head latent attention.
         mixer: everything with a KV cache or a state.
-        linear: matrices.
         column: matrices whose output is split over the ranks.
-        row: matrices whose input is.
-        qkv: the merged projections of attention.
         replicated: matrices that each rank has all of.
-        rotary: rotary embeddings.
-        experts: experts that run in one kernel.
     """
 
     attention: type[nn.Module]
@@ -85,9 +79,6 @@ def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
     """Return what the code of a module does that calls its sub-module `name`.
 
     That is its forward, or the one method that its forward calls and that calls the sub-module.
-
-    Raises:
-        UnsupportedError: the code is not of a form that can be followed.
     """
     cls = type(owner)
     if "forward" in vars(owner):
@@ -116,11 +107,7 @@ def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
 
 
 def check_called(layer: nn.Module, path: str) -> None:
-    """Check that each module on a path is called by the one above it, as a module.
-
-    Raises:
-        UnsupportedError: one is not, or one of its methods is called as well.
-    """
+    """Check that each module on a path is called by the one above it, as a module."""
     parent = layer
     for name in path.split("."):
         trees = [tree_of(one) for one in _own_methods(type(parent))]
@@ -131,11 +118,7 @@ def check_called(layer: nn.Module, path: str) -> None:
 
 
 def calls(function: Any, name: str) -> bool:
-    """Return whether a method calls the sub-module `name` of its object, under any condition.
-
-    Raises:
-        UnsupportedError: the method's source is not available.
-    """
+    """Return whether a method calls the sub-module `name` of its object, under any condition."""
     return _calls(tree_of(function), name)
 
 
@@ -153,11 +136,7 @@ def reads_quantised(owner: nn.Module, name: str) -> bool:
 
 @functools.cache
 def tree_of(function: Any) -> ast.FunctionDef:
-    """Return the source of a function.
-
-    Raises:
-        UnsupportedError: it is not to be had, or the function is decorated.
-    """
+    """Return the source of a function."""
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError) as error:

@@ -51,7 +51,6 @@ class InnerPlace:
         at: whether it is what the module is called with or what it returns (its first item, of a
             tuple).
         argument: parameter of the module's forward; None: the first positional argument.
-        start: first column.
         width: number of columns.
         heads: number of heads on this rank, of `width // heads` columns each; 0: not by head.
         ranks: `"whole"`, each rank has all of it, as with one rank; `"sliced"`, each has its own
@@ -192,13 +191,7 @@ class _Attention:
     """Attention of one layer.
 
     Attributes:
-        owner: the module that calls it.
-        owner_path: that module within the layer.
         path: vLLM's `Attention` within the layer.
-        module: the same.
-        flow: what the owner's forward does.
-        call: the call of attention in it.
-        types: classes of vLLM.
     """
 
     owner: nn.Module

@@ -48,7 +48,6 @@ def find_parameters(model: nn.Module, ties_head: bool) -> dict[str, OuterParamet
     language model.
 
     Args:
-        model: the model of the runner.
         ties_head: whether the head is the embedding. Some models have no module for it then; its
             name stands for the embedding.
     """
@@ -70,12 +69,7 @@ def find_parameters(model: nn.Module, ties_head: bool) -> dict[str, OuterParamet
 
 
 def find_head(model: nn.Module, ties_head: bool) -> OuterParameter | None:
-    """Return this rank's part of the head, [vocabulary, width]; None: it has none of it.
-
-    Args:
-        model: the model of the runner.
-        ties_head: whether the head is the embedding.
-    """
+    """Return this rank's part of the head, [vocabulary, width]; None: it has none of it."""
     heads: dict[int, OuterParameter] = {}
     embedding: OuterParameter | None = None
     for module in find_root(model).modules():

@@ -110,7 +110,6 @@ def lookup(cls: type, layer: object | None = None) -> Entry:
     """Return the convention of a layer class.
 
     Args:
-        cls: class of a decoder layer.
         layer: a layer of that class. With it the result is a `LayerConvention` or a `Refusal`;
             without, it may be a `Choice`, which `resolve(layer)` decides.
     """

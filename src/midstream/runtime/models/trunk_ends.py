@@ -46,8 +46,6 @@ def find_end(
 
     Args:
         site: `embed`, `final_norm`, or `logits`, whose tap is where the norm is.
-        model: the loaded model.
-        layers: its list of layers.
         convention: of the first layer, or of the last.
         embeds_given: whether the model may get embeddings in place of token ids.
     """
@@ -111,9 +109,6 @@ def _embedding(
 def _forward_of(cls: type) -> Any:
     """Return the forward of a trunk's class; that of its parent where it only calls that, with its
     own arguments.
-
-    Raises:
-        UnsupportedError: the arguments are others.
     """
     for nth, owner in enumerate(cls.__mro__):
         if "forward" not in vars(owner):

@@ -18,10 +18,6 @@ class ActingProbe(ProtocolMessage, frozen=True, array_like=True):
     """One probe.
 
     Attributes:
-        name: name of the probe.
-        slot: column of its scores.
-        where: the positions that it selects.
-        condition: the condition on their scores.
         version: the version of the request's plan that holds once it is met; None: it ends the
             request.
     """
@@ -39,7 +35,6 @@ def acting_probes(
     """Return the probes of a plan that end their request or switch its edits.
 
     Args:
-        plan: the plan.
         versions: by name of a probe that switches, the version of the plan that holds then.
     """
     found = []
@@ -70,12 +65,7 @@ def check_stop_strings(
     """Check that no stop string reads like the stop reason of a probe or of a controller.
 
     Args:
-        acts: the probes.
         controller: name of the controller; None: there is none.
-        strings: the stop strings.
-
-    Raises:
-        SpecError: one does.
     """
     known = {strings} if isinstance(strings, str) else set(strings or ())
     for probe in acts:

@@ -65,9 +65,6 @@ class CacheKeys(ProtocolMessage, _Segments, frozen=True, array_like=True):
         first_read: first position whose row must be computed because it is captured or probed, or
             read by a gate with memory: what the cache serves has no row. None: there is no such
             position.
-
-    Raises:
-        ValueError: the segments are not as described.
     """
 
     starts: tuple[int, ...]

@@ -34,9 +34,6 @@ def unpack(kind: Any, value: object, name: str) -> Any:
         kind: class of the message, or a union of tagged classes.
         value: plain values; lists may have become tuples.
         name: what the message is, for the error.
-
-    Raises:
-        MessageError: `value` is not such a message.
     """
     try:
         # Without `builtin_types` a str would be taken for base64.

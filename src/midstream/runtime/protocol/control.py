@@ -17,8 +17,6 @@ class VersionChoice(ProtocolMessage, frozen=True, array_like=True):
 
     Attributes:
         edits: name of the set of edits; empty: the request's own.
-        scale: factor on their strength.
-        version: the version.
     """
 
     edits: str
@@ -27,13 +25,7 @@ class VersionChoice(ProtocolMessage, frozen=True, array_like=True):
 
 
 class ReadProbe(ProtocolMessage, frozen=True, array_like=True):
-    """A probe whose scores a controller is given.
-
-    Attributes:
-        name: name of the probe.
-        slot: column of its scores.
-        where: the positions that it selects.
-    """
+    """A probe whose scores a controller is given."""
 
     name: str
     slot: Natural
@@ -44,11 +36,9 @@ class Control(ProtocolMessage, frozen=True, array_like=True):
     """A request's controller.
 
     Attributes:
-        name: name of the controller in receipts.
         law: the parameters of a `Threshold`; empty: it is declared.
         declared: name of the declared controller; empty: it is a `Threshold`.
         on_error: what happens if it fails: "keep", "off" or "end".
-        probes: whose scores it is given.
         choices: what it may choose. The first is the plan that the request was sent with, the
             second has the same edits with the strength 0. Numbers of versions are 1, 2, … in this
             order. A version with the number of a choice plus that of all choices is the same plan,
@@ -66,14 +56,7 @@ class Control(ProtocolMessage, frozen=True, array_like=True):
 def control_of(
     controller: Controller, on_error: str, plan: ResolvedPlan, choices: tuple[VersionChoice, ...]
 ) -> Control:
-    """Return the message of a controller.
-
-    Args:
-        controller: the controller.
-        on_error: its policy.
-        plan: the plan of its request.
-        choices: what it may choose.
-    """
+    """Return the message of a controller."""
     law = controller.law
     probes = [
         ReadProbe(probe.name, probe.slot, probe.where)
@@ -94,7 +77,6 @@ def control_source(name: str, edits: str = "", has_failed: bool = False) -> str:
     """Return the source of a version of a plan that a controller chose.
 
     Args:
-        name: name of the controller.
         edits: name of the set of edits; empty: the request's own.
         has_failed: whether it holds since the controller failed.
     """

@@ -14,7 +14,6 @@ class Failure(ProtocolMessage, frozen=True):
     Attributes:
         position: first position that was, or may have been, computed without its edits, or with
             values that are not finite.
-        reason: what went wrong.
         ends: whether the request ends. If not, its KV is shared with no other request.
     """
 

@@ -30,11 +30,7 @@ class PlanChange(ProtocolMessage, frozen=True, array_like=True):
     """A version of one request's plan and its first position, from the engine core to the workers.
 
     Attributes:
-        request_id: vLLM's request id.
-        uid: midstream's request id.
         number: number of the version.
-        position: first position at which it holds.
-        plan: the resolved plan.
     """
 
     request_id: str

@@ -34,11 +34,7 @@ def check_parts(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> None:
     """Check that each rank can carry out its part of a plan.
 
     Args:
-        plan: the plan.
         parts: number of parts of the vectors of each tap that the ranks have in parts.
-
-    Raises:
-        SpecError: an edit or gate needs several parts at once, or the codec does.
     """
     if plan.codec != "raw":
         for tap in plan.taps:
@@ -138,9 +134,6 @@ def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
     """Return the captured rows of several workers, with the parts of each row joined.
 
     A position of which a rank dropped its part has no row.
-
-    Raises:
-        MessageError: a header does not fit the data or the worker.
     """
     whole: list[ResultBlock] = []
     split: dict[Tap, dict[int, list[ResultBlock]]] = {}
@@ -165,7 +158,6 @@ def split_scores(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> tuple[SplitSco
     """Return the scores of a plan's named probes of which the ranks have parts.
 
     Args:
-        plan: the plan.
         parts: see `check_parts`.
     """
     found = {
@@ -183,7 +175,6 @@ def scores_of(
     which are added up here.
 
     Args:
-        probe: the probe.
         sent: the worker, the positions, and float32 [positions, slots].
     """
     by_rank: dict[int, list[tuple[Ints, Floats]]] = {}

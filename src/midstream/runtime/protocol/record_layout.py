@@ -21,7 +21,6 @@ class PatternHeader(ProtocolMessage, frozen=True, array_like=True):
     """A row of attention in each record of a block, after its captured rows.
 
     Attributes:
-        tap: what the plan calls it.
         queries: index of the worker's tap at which its queries were read.
         nbytes: bytes of a row.
     """
@@ -37,9 +36,7 @@ class RecordPart:
 
     Attributes:
         start: byte of the record at which they begin.
-        taps: the tap of each row.
         row_bytes: bytes of a row.
-        codec: how they are encoded.
         parts: see `ResultBlock`.
     """
 
@@ -96,11 +93,7 @@ class BlockForm:
 def layout_of(
     worker: WorkerInfo, indices: tuple[int, ...], spec: str, patterns: tuple[PatternHeader, ...]
 ) -> RecordLayout:
-    """Return the layout that the fields of a `RowsHeader` describe, of which there are few.
-
-    Raises:
-        MidstreamError: they do not fit the worker.
-    """
+    """Return the layout that the fields of a `RowsHeader` describe, of which there are few."""
     names = worker.taps
     if any(nth >= len(names) for nth in (*indices, *(one.queries for one in patterns))):
         raise MessageError(f"taps {indices} of {len(names)}")

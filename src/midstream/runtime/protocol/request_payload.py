@@ -35,7 +35,6 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
     Attributes:
         uid: midstream's request id. vLLM's own id differs between its processes and completions.
         plan: the resolved plan; see `spec.resolve.wire`.
-        keys: the request's prefix-cache keys.
         vectors: what the workers must do to have the vectors that the plan names; None: nothing.
             The engine core takes it out, see `runtime.core.vector_updates`.
         kept: rows that need not be computed; None: all rows that `keys` names must be.
@@ -80,9 +79,6 @@ def payload_of(sampling_params: Any) -> RequestPayload | None:
     vLLM's msgpack turns a payload into plain values. The first call in a process reads them and
     puts the payload back into `extra_args`, so that later calls, and vLLM's pickles for workers,
     have it as it is.
-
-    Raises:
-        SpecError: the request bypassed request validation.
     """
     extra_args: dict[str, Any] | None = getattr(sampling_params, "extra_args", None)
     if not extra_args or extra_args.get(KEY) is None:

@@ -46,9 +46,6 @@ class RowsHeader(ProtocolMessage, frozen=True, array_like=True):
 
     Attributes:
         taps: indices of the worker's taps, in the order within a record.
-        codec: spec of the codec.
-        runs: the positions, ascending.
-        nbytes: length in the data.
         patterns: rows of attention, in order.
     """
 
@@ -60,12 +57,7 @@ class RowsHeader(ProtocolMessage, frozen=True, array_like=True):
 
 
 class ScoresHeader(ProtocolMessage, frozen=True, array_like=True):
-    """A block of probe scores.
-
-    Attributes:
-        runs: the positions, ascending.
-        nbytes: length in the data.
-    """
+    """A block of probe scores."""
 
     runs: Runs
     nbytes: Natural
@@ -89,14 +81,11 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """Results of one vLLM request.
 
     Attributes:
-        id: vLLM's request id.
         problem: the first thing that went wrong; empty: nothing did.
         dropped: number of captured vectors that the arena had no space for.
         prompt: token ids of an input session's prompt, as last extended; otherwise empty.
         turns: lengths of that prompt at each extension.
         states: number of positions whose state is in the data; see `segments`.
-        rows: blocks of captured rows.
-        scores: blocks of probe scores.
         resets: number of resets of the prefix cache when it began, if the front end keeps rows.
         functions: calls of its functions at this worker's taps.
         versions: (number, first position) of each later version of its plan, in order.
@@ -122,13 +111,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 class LeasedSegment(ProtocolMessage, frozen=True, array_like=True):
-    """A segment of the worker's arena.
-
-    Attributes:
-        number: the segment's number.
-        fd: file descriptor in the worker's process.
-        nbytes: size of the segment.
-    """
+    """A segment of the worker's arena."""
 
     number: int
     fd: int
@@ -136,12 +119,7 @@ class LeasedSegment(ProtocolMessage, frozen=True, array_like=True):
 
 
 class Lease(ProtocolMessage, frozen=True, array_like=True):
-    """A reader's hold on arena memory.
-
-    Attributes:
-        number: the lease's number.
-        segments: segments in which the rows lie.
-    """
+    """A reader's hold on arena memory."""
 
     number: int
     segments: list[LeasedSegment]
@@ -153,7 +131,6 @@ class ResultHeader(ProtocolMessage, frozen=True):
     Attributes:
         name: the uid, or `partial_name` of it.
         requests: vLLM's requests of that uid, in the order of the data.
-        nbytes: length of the data.
         lease: hold on the rows in the arena; None: rows are in the data.
         resets: number of resets of the prefix cache by now, if the front end keeps rows.
     """
@@ -205,9 +182,6 @@ class WorkerAnswer:
     """Results under one name from one worker.
 
     Attributes:
-        worker: the worker's description.
-        header: describes the data.
-        data: states, rows and scores.
         leased: rows in the arena; None: they are in the data.
     """
 
@@ -226,10 +200,8 @@ class ResultBlock:
 
     Attributes:
         taps: in the order within a record.
-        codec: how the rows are encoded.
         positions: int64 [n], ascending.
         chunks: [positions, taps, bytes of a row] each, one after the other.
-        rank: tensor-parallel rank that transferred them.
         parts: number of parts in which the ranks have the rows; 1: these are whole rows.
         is_leased: whether the chunks are in the worker's arena, which they keep in use.
     """
@@ -261,11 +233,9 @@ class WorkerResult:
     """One worker's results for one completion.
 
     Attributes:
-        worker: the worker's description.
         problem: what went wrong there; empty: nothing did.
         dropped: number of captured vectors that the arena had no space for.
         resets: number of resets of the prefix cache when it began.
-        functions: calls of its functions.
         versions: (number, first position) of each later version of the plan, in order.
     """
 
@@ -275,8 +245,6 @@ class WorkerResult:
         """Create from one request's header and data.
 
         Args:
-            worker: the worker's description.
-            header: describes the data.
             data: `header.nbytes` bytes.
             leased: rows in the arena; None: they are in the data.
         """
@@ -315,9 +283,6 @@ class WorkerResult:
     def forms(self) -> list[BlockForm] | None:
         """Return the forms of the blocks; None: their rows are in the arena, large, or lie between
         others.
-
-        Raises:
-            MessageError: a header does not fit the data or the worker.
         """
         if self._leased is not None:
             return None
@@ -337,19 +302,11 @@ class WorkerResult:
         return ResultBlock(part.taps, part.codec, form.positions, chunks, rank, False, part.parts)
 
     def blocks(self) -> list[ResultBlock]:
-        """Return the captured rows.
-
-        Raises:
-            MessageError: a header does not fit the data or the worker.
-        """
+        """Return the captured rows."""
         return [block for header, data in self._rows for block in self._blocks(header, data)]
 
     def scores(self) -> list[tuple[Ints, Floats]]:
-        """Return (positions, float32 [positions, slots]) of the probe scores.
-
-        Raises:
-            MessageError: a header does not fit the data.
-        """
+        """Return (positions, float32 [positions, slots]) of the probe scores."""
         found = []
         for header, data in self._scores:
             count = count_of(header.runs)
@@ -408,7 +365,6 @@ class WorkerResult:
         """Return the records of a header as chunks [records, 1, bytes of a record].
 
         Args:
-            header: describes the records.
             data: the records, or their places in the arena.
             record: bytes of a record.
         """
@@ -432,9 +388,6 @@ def split(answers: WorkerAnswers, num_completions: int) -> dict[int, list[Worker
 
     With several completions vLLM runs each as a request of its own, whose id begins with the index
     and an underscore.
-
-    Raises:
-        MessageError: a header does not fit its data.
     """
     completions: dict[int, list[WorkerResult]] = {}
     for answer in answers:
@@ -465,7 +418,6 @@ def _leased_chunks(places: Ints, leased: Leased, record: int) -> list[Chunk]:
 
     Args:
         places: int64 [runs, 3]: segment, offset in it, number of records.
-        leased: the segments.
         record: bytes of a record.
     """
     breaks = np.flatnonzero(np.diff(places[:, 0])) + 1

@@ -66,7 +66,6 @@ class RunningScores(ProtocolMessage, frozen=True):
     """Scores of running requests.
 
     Attributes:
-        requests: those that have scores.
         data: float32 [positions, slots] of one request after the other.
     """
 
@@ -180,9 +179,6 @@ class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
     not scheduled yet. The engine core answers this one itself; see `runtime.core.plan_versions`.
 
     Attributes:
-        uid: midstream's request id.
-        request_ids: vLLM's ids of its requests.
-        version: the version.
         vectors: what the workers must do to have the vectors that its plan names; None: nothing.
             It is done even if the requests have ended.
     """
@@ -199,9 +195,6 @@ class StopRequests(RpcRequest[Acknowledged], frozen=True):
     itself; see `runtime.core.ended_requests`. Requests that have ended are ignored.
 
     Attributes:
-        uid: midstream's request id.
-        request_ids: vLLM's ids of its requests.
-        reason: the stop reason of their completions.
         is_error: whether they end with an error, and not as stopped.
     """
 
@@ -228,7 +221,6 @@ class CollectResults(RpcRequest[CollectedResults], frozen=True):
     """Finish requests and return their results; the worker forgets the requests.
 
     Attributes:
-        uids: midstream's request ids.
         mapped: workers whose arena the front end maps.
         front_end: number of the front end.
     """
@@ -269,7 +261,6 @@ class ReadData(RpcRequest[ResultData], frozen=True):
     """Return a part of the data under a name; nothing if all of it was inline.
 
     Attributes:
-        name: name of the results.
         offset, size: the part, in bytes.
     """
 
@@ -296,10 +287,6 @@ class ReleaseRequests(RpcRequest[Acknowledged], frozen=True):
 class ReadParameter(RpcRequest[ParameterRows], frozen=True):
     """Return rows of a parameter outside the decoder layers. Each row is returned by one worker of
     each pipeline stage that has the parameter.
-
-    Attributes:
-        name: its name in the language model.
-        first, count: the rows.
     """
 
     name: str
@@ -309,12 +296,7 @@ class ReadParameter(RpcRequest[ParameterRows], frozen=True):
 
 
 class ReadDirections(RpcRequest[TokenDirections], frozen=True):
-    """Return the directions along which lenses read a token: see `Steer.token`.
-
-    Attributes:
-        token: its id.
-        maps: the map of each lens.
-    """
+    """Return the directions along which lenses read a token: see `Steer.token`."""
 
     token: Natural
     maps: list[LensMap]
@@ -325,7 +307,6 @@ class WriteWeights(RpcRequest[Acknowledged], frozen=True):
     """Write into the memory for registered weights: maps of lenses, and encoders of SAEs.
 
     Attributes:
-        offset: first byte.
         data: the bytes.
     """
 
@@ -384,11 +365,7 @@ def arguments_of(request: RpcRequest[Any]) -> tuple[Any]:
 
 
 def read_request(value: object) -> RpcRequest[Any]:
-    """Read the argument of the method `RPC`.
-
-    Raises:
-        MessageError: `value` is no request.
-    """
+    """Read the argument of the method `RPC`."""
     op = value.get("op") if isinstance(value, Mapping) else None
     kind = _REQUESTS.get(op) if isinstance(op, str) else None
     if kind is None:
@@ -401,11 +378,7 @@ def read_answers(request: RpcRequest[A], values: Sequence[object]) -> list[A]:
     """Read the workers' answers to a request.
 
     Args:
-        request: the request.
         values: what `collective_rpc` returned, one value per worker.
-
-    Raises:
-        MessageError: a value is no answer to this request.
     """
     name = f"answer of a worker to {type(request).__name__}"
     return [unpack(request.answer, value, name) for value in values]

@@ -20,9 +20,7 @@ class RequestScores(ProtocolMessage, frozen=True, array_like=True):
     """Scores of one running request.
 
     Attributes:
-        uid: midstream's request id.
         slots: number of scores per position.
-        runs: the positions, ascending.
     """
 
     uid: str
@@ -35,7 +33,6 @@ class ScoreBlock:
     """Scores of a request from one worker.
 
     Attributes:
-        worker: the worker's description.
         positions: int64 [n], ascending.
         values: float32 [n, slots].
     """
@@ -51,12 +48,8 @@ def score_blocks(
     """Yield each request's uid and scores.
 
     Args:
-        worker: the worker's description.
         requests: the requests, in the order of the data.
         data: float32 [positions, slots] of each.
-
-    Raises:
-        MessageError: the data does not have that size.
     """
     described = sum(count_of(one.runs) * one.slots for one in requests) * _ITEM
     if described != len(data):

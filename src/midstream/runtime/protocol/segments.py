@@ -60,12 +60,8 @@ class Room:
     """Capacity for the plans of all running requests: the settings of these names.
 
     Attributes:
-        bank_rows: vectors.
         programs: combinations of edits, and likewise combinations of captures.
         max_edits: instructions, counted once for each program.
-        token_ids: token ids in lists.
-        probes: scores of one token.
-        maps: matrices of the stream's width.
         gate_states: gates with memory, counted once for each request.
     """
 
@@ -107,7 +103,6 @@ class RankShare(NamedTuple):
 
     Attributes:
         rank: number of the rank in the group.
-        ranks: size of the group.
         parts: for each tap, by its index, the number of parts in which the ranks have its vectors;
             1: each rank has all of it. Empty: 1 for every tap. With fewer parts than ranks, ranks
             next to each other have the same part.
@@ -159,7 +154,6 @@ class PatternRead(NamedTuple):
     Attributes:
         tap: index of the tap, on this rank.
         capture, place: index of the plan's capture, and of the row's tap in it; of a score −1.
-        pattern: what the row is.
         heads: the heads of this rank that are computed, ascending; empty: all of them.
         num_heads: their number. Of a score it may be 0: other ranks have its heads.
         returned: whether this rank returns the row; if not, it computes its part of the logits,
@@ -186,8 +180,6 @@ class PlanSegment(NamedTuple):
     """Positions [start, stop) with the same edits, probes and captures, without a program yet.
 
     Attributes:
-        start, stop: the positions.
-        edits: edits, then probes.
         taps: indices of taps whose vectors are returned, on this rank.
         scored: whether a score there is returned to the caller.
         patterns: rows of attention that are returned, and scores that are made of attention.
@@ -211,11 +203,7 @@ class PlanSegment(NamedTuple):
         return tuple(sorted({*self.taps, *(read.tap for read in self.patterns)}))
 
     def shared(self, sharded: bool) -> Hashable:
-        """Return what decides which of the taps each of several ranks copies.
-
-        Args:
-            sharded: whether all ranks transfer captured vectors.
-        """
+        """Return what decides which of the taps each of several ranks copies."""
         reads = frozenset((read.tap, read.pattern.of_logits) for read in self.patterns)
         return sharded, self.taps, reads
 
@@ -240,7 +228,6 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[Plan
     group get segments of the same positions.
 
     Args:
-        plan: a request's plan.
         taps: the rank's taps and their indices.
         share: the part of captured rows that the rank transfers.
     """

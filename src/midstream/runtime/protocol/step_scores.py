@@ -20,8 +20,6 @@ class ScoresOfStep:
     A row between two that have scores may have none: no probe selects its position.
 
     Attributes:
-        ids: vLLM's id of each request.
-        first: its first position.
         row: the row of `values` with that position; those of later ones follow.
         length: its number of positions.
         values: float32 [rows, slots].

@@ -26,24 +26,14 @@ def this_process() -> str:
 
 
 class WorkerRank(ProtocolMessage, frozen=True, array_like=True):
-    """A worker's position within its replica.
-
-    Attributes:
-        stage: pipeline stage.
-        tensor_rank: rank within the tensor-parallel group.
-    """
+    """A worker's position within its replica."""
 
     stage: int
     tensor_rank: int
 
 
 class MissingTap(ProtocolMessage, frozen=True, array_like=True):
-    """A tap that the model does not have.
-
-    Attributes:
-        site, layer: the tap.
-        reason: why there is none.
-    """
+    """A tap that the model does not have."""
 
     site: str
     layer: int
@@ -54,11 +44,6 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True, cache_hash=True):
     """A worker's part of the model, its limits and its settings.
 
     Attributes:
-        stage: pipeline stage.
-        tensor_rank: rank within the tensor-parallel group.
-        tensor_ranks: size of that group.
-        num_layers: layers of the whole model.
-        hidden_size: width of the residual stream.
         taps: the worker's taps, in the order in which a forward pass reaches them.
         widths: width of the vectors of each tap on this rank.
         parts: number of parts in which the ranks of the group have the vectors of each tap, in the
@@ -70,14 +55,9 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True, cache_hash=True):
         dtype: name of the model's dtype, for example `bfloat16`.
         capture_limit: most vectors of the stream's width that one token may have captured.
         step_tokens: most tokens of one step, padding included.
-        buffer_bytes: device memory of midstream's buffers.
-        room: capacity of the worker's tables.
         edits_per_site: most instructions for one token at one site.
         runner: vLLM's model runner, `v1` or `v2`.
-        codec: codec of captures that name none.
         return_: ranks that transfer the rows of captures that do not say so.
-        arena: address of the worker's arena.
-        arena_bytes: memory limit of the arena.
         device: device type, for example `cuda`.
         replica: number of the worker's engine among those of the front end, which sets it.
         functions: identity of its process, if it calls functions of `Local`; empty: it does not.
@@ -123,9 +103,6 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True, cache_hash=True):
         """Return a field as plain JSON values, by its name without a final underscore.
 
         Descriptions of workers were dicts once, and documents showed `workers[0]["codec"]`.
-
-        Raises:
-            KeyError: there is no such field.
         """
         found = self.__struct_fields__
         if name not in found and f"{name}_" not in found:

@@ -34,13 +34,9 @@ def with_midstream(
     """Return vLLM's `additional_config` with midstream enabled.
 
     Args:
-        additional_config: the caller's.
         midstream: the caller's settings. If there are none here or in `additional_config`, the
             environment's settings or the defaults apply.
         enable_steering: whether the defaults tap the three residual sites.
-
-    Raises:
-        ConfigError: a setting is wrong, or there are settings in both places.
     """
     given = dict(additional_config or {})
     if midstream is not None and given.get(KEY) is not None:
@@ -81,7 +77,6 @@ class Settings(dict[str, Any]):
         """Create from plain settings.
 
         Args:
-            plain: all settings.
             replicas: number of engines on this machine.
         """
         super().__init__({name: value for name, value in plain.items() if name not in _UNHASHED})
@@ -103,9 +98,6 @@ def check_steering(settings: Settings) -> None:
     Of lenses and SAEs, which are large, only that there is one.
 
     Names, layers and sizes are checked when the model is known.
-
-    Raises:
-        ConfigError: a file cannot be read, or a tier is malformed; the message names the setting.
     """
     for name, path in settings.vectors.items():
         try:
@@ -140,9 +132,6 @@ def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
 
     Args:
         plain: the sinks' settings, as `plain_sinks` returns them.
-
-    Raises:
-        ConfigError: a sink does not exist, or a setting is wrong.
     """
     for settings in read_sinks(plain):
         if settings.name != MEMORY:
@@ -156,11 +145,7 @@ def replicas_of(vllm_config: Any) -> int:
 
 
 def settings_of(args: Any) -> Config | None:
-    """Return midstream's settings for an engine with these EngineArgs; None: not enabled.
-
-    Raises:
-        ConfigError: there are settings besides the variables VLLM_ACT_*.
-    """
+    """Return midstream's settings for an engine with these EngineArgs; None: not enabled."""
     given = args.additional_config
     found = from_additional_config(given)
     is_named = isinstance(given, dict) and KEY in given

@@ -11,11 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Attribute(Generic[T]):
-    """An attribute of an object that belongs to vLLM.
-
-    Attributes:
-        name: name of the attribute.
-    """
+    """An attribute of an object that belongs to vLLM."""
 
     name: str
 

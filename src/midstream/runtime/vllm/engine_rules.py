@@ -21,7 +21,6 @@ class Rule(NamedTuple):
 
     Attributes:
         setting: name of the setting, as the user writes it.
-        found: returns whether a VllmConfig has it.
         reason: why it is unsupported, and what to do.
     """
 
@@ -140,11 +139,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_settings(vllm_config: Any) -> None:
-    """Check an engine's settings against all rules.
-
-    Raises:
-        UnsupportedError: a setting is unsupported; names every such setting, and why.
-    """
+    """Check an engine's settings against all rules."""
     refused = [f"{rule.setting}: {rule.reason}" for rule in RULES if rule.found(vllm_config)]
     if refused:
         raise UnsupportedError(
@@ -154,11 +149,7 @@ def check_settings(vllm_config: Any) -> None:
 
 
 def check_offline(data_parallel_size: int) -> None:
-    """Check that an engine which its caller steps, such as that of `LLM`, has one replica.
-
-    Raises:
-        UnsupportedError: data parallelism is configured.
-    """
+    """Check that an engine which its caller steps, such as that of `LLM`, has one replica."""
     if data_parallel_size > 1:
         raise UnsupportedError(
             f"data_parallel_size={data_parallel_size}: unsupported by an offline engine; use "
@@ -171,10 +162,6 @@ def check_script() -> None:
 
     A process that is spawned imports the script first. One that starts an engine as it is imported
     ends that process here, with one line in place of two tracebacks.
-
-    Raises:
-        SystemExit: this is such a process.
-        UnsupportedError: the script is read from standard input.
     """
     import torch
     import vllm.envs as envs

@@ -22,10 +22,6 @@ class Collection:
     """Takes rows and scores of requests out of the indexes of a `StepRecorder`."""
 
     def __init__(self, requests: RequestTable, recorder: StepRecorder) -> None:
-        """Args:
-        requests: the requests.
-        recorder: owner of their rows and scores.
-        """
         self._requests = requests
         self._recorder = recorder
 

@@ -82,11 +82,7 @@ _DEVICE_SHARE = 16
 
 
 def attach(worker: Any, vllm_config: Any, config: Config) -> None:
-    """Prepare a worker whose device is initialized and whose model is not loaded yet.
-
-    Raises:
-        UnsupportedError: an engine setting is unsupported.
-    """
+    """Prepare a worker whose device is initialized and whose model is not loaded yet."""
     check_settings(vllm_config)
     load_model: Callable[..., Any] = worker.load_model
 
@@ -199,12 +195,6 @@ class WorkerEndpoint:
 
         Args:
             request: a request of `protocol.rpc` as plain values.
-
-        Returns:
-            The answer as plain values.
-
-        Raises:
-            MessageError: there is no such request.
         """
         return pack(self._carry_out(read_request(request)))
 

@@ -29,7 +29,6 @@ class GateStates:
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
         """Args:
-        buffers: the rank's buffers.
         only_armed: see `StepRecorder`.
         """
         count = buffers.scans.shape[0]
@@ -48,12 +47,7 @@ class GateStates:
         """Give a request the states that its plan needs, if any. Pair with `release`.
 
         Args:
-            slot: slot of the request.
-            segments: of its plan.
             probes: of its plan, for the sites of its SCANs.
-
-        Raises:
-            NoRoomError: there are not enough.
         """
         scores = {
             step.slot
@@ -93,11 +87,7 @@ class GateStates:
         return self._held
 
     def arm(self, runs: TokenRuns) -> None:
-        """Set which rows of the step that is queued next each state's request has.
-
-        Args:
-            runs: the step's runs.
-        """
+        """Set which rows of the step that is queued next each state's request has."""
         last = self._runs
         if last is not None and _has_rows_of(runs, last):
             return
@@ -136,9 +126,6 @@ class GateStates:
     def check_integrity(self) -> None:
         """Check that the device has what was armed last. Where passes that are not armed fire the
         taps too, check that no state is armed between steps.
-
-        Raises:
-            AssertionError: it has not, or a state is armed.
         """
         assert np.array_equal(self._buffers.scans.cpu().numpy(), self._sent)
         assert self._has_rows == bool(self._sent[:, layout.SCAN_COUNT].any())

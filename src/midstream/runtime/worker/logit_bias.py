@@ -55,7 +55,6 @@ class LogitBias:
         """Clear the switches for the step whose forward pass is queued next.
 
         Args:
-            batch: the step's batch.
             plan: its plan. A row without a program has no switch on.
             biases_of: returns the biases of a request; None: it has none.
         """

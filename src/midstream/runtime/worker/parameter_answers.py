@@ -22,10 +22,7 @@ def parameter_rows(
     """Return the rows of a parameter that this worker sends.
 
     Args:
-        model: the model of the runner.
-        ties_head: whether the head is the embedding.
         tensor_rank: of what all ranks have, only the first sends.
-        request: which parameter, and which rows.
     """
     found = find_parameters(model, ties_head)
     one = found.get(request.name)
@@ -49,14 +46,7 @@ def parameter_rows(
 def token_directions(
     model: nn.Module, ties_head: bool, lens: RankLens, request: ReadDirections
 ) -> TokenDirections:
-    """Return the directions of a token, if this worker has its row of the head.
-
-    Args:
-        model: the model of the runner.
-        ties_head: whether the head is the embedding.
-        lens: applies maps and the final norm.
-        request: the token, and the maps.
-    """
+    """Return the directions of a token, if this worker has its row of the head."""
     if lens.reason:
         return TokenDirections(problem=lens.reason)
     head = find_head(model, ties_head)

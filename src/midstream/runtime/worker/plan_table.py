@@ -43,8 +43,6 @@ class PlanTable:
         share: RankShare,
     ) -> None:
         """Args:
-        tables: the rank's programs and groups.
-        codecs: the encodings of captured rows.
         rows: the index of captured rows.
         taps: the rank's taps and their indices.
         share: the part of the captured vectors that this rank transfers.
@@ -63,11 +61,7 @@ class PlanTable:
         self._parse = functools.lru_cache(maxsize=_CACHED_PLANS)(self._parse_and_cut)
 
     def update_vectors(self, update: VectorUpdate) -> None:
-        """Store vectors that plans of later requests name, and drop others.
-
-        Raises:
-            SpecError: what is to be stored is no vector.
-        """
+        """Store vectors that plans of later requests name, and drop others."""
         self._vectors.update(update)
         if update.dropped:
             self._parse.cache_clear()  # its plans keep their vectors
@@ -82,15 +76,7 @@ class PlanTable:
         return self._vectors.count(front_end)
 
     def acquire(self, packed: bytes) -> RankPlan:
-        """Return a plan for one more request. Pair with `release`.
-
-        Args:
-            packed: the packed plan.
-
-        Raises:
-            NoRoomError: the tables are full.
-            SpecError: the bytes are no plan, or name a vector or a codec that does not exist.
-        """
+        """Return a plan for one more request. Pair with `release`."""
         found = self._plans.get(packed)
         if found is None:
             resolved, pieces = self._parse(packed)

@@ -37,9 +37,7 @@ class RankChecksum:
         """Add a step.
 
         Args:
-            batch: the step's batch.
             plan: the step's plan; None if no row has a program.
-            tables: the programs of the plan.
         """
         rows = [list(batch.request_ids), batch.scheduled.tolist(), batch.computed.tolist()]
         self._received.update(json.dumps(rows).encode())

@@ -10,10 +10,6 @@ class RankWeights:
     """One tensor on the device. What is where in it, the front end decides."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Args:
-        nbytes: its size.
-        device: where the model is.
-        """
         self._bytes = torch.empty(nbytes // 4 * 4, dtype=torch.uint8, device=device)
 
     @property

@@ -29,7 +29,6 @@ class _Sums:
     """Sums of one capture of one request.
 
     Attributes:
-        kind: the reduction.
         width: numbers of the vectors of all taps on this rank.
         places: for each sum, its rows of the table, int64 on the device. Of `moments` the first
             row that was counted, and of the differences from it the sums and the sums of squares.
@@ -69,8 +68,6 @@ class Reductions:
     def __init__(self, vectors: int, width: int, device: torch.device) -> None:
         """Args:
         vectors: number of vectors of sums.
-        width: numbers of a vector.
-        device: where the rows are.
         """
         self._table = torch.zeros(vectors, width, dtype=torch.float64, device=device)
         self._counts = torch.zeros(vectors, dtype=torch.int64, device=device)
@@ -90,12 +87,7 @@ class Reductions:
         """Give a request the sums that its plan needs, if any. Pair with `release`.
 
         Args:
-            slot: slot of the request.
-            segments: of its plan.
             widths: width of the vectors of each tap, by index.
-
-        Raises:
-            NoRoomError: there are not enough.
         """
         taps: dict[int, tuple[str, set[int]]] = {}
         for segment in segments:
@@ -145,8 +137,6 @@ class Reductions:
         """Count rows of a request.
 
         Args:
-            slot: slot of the request.
-            encoding: of its records.
             records: [n, numbers], the records.
         """
         request = self._requests.get(slot)
@@ -159,8 +149,6 @@ class Reductions:
         """Return what the rows of some requests are reduced to, float32 [requests, size].
 
         Args:
-            slots: slot of each request.
-            columns: the tap and the reduction.
             place: index of the tap among those of the capture on this rank.
         """
         found = []
@@ -177,11 +165,7 @@ class Reductions:
         return torch.stack(found)
 
     def check_integrity(self) -> None:
-        """Check that each vector is free, or that of one request.
-
-        Raises:
-            AssertionError: that is not so.
-        """
+        """Check that each vector is free, or that of one request."""
         used = [row for request in self._requests.values() for row in request.rows]
         assert sorted([*self._free, *used]) == list(range(self._table.shape[0]))
 

@@ -16,8 +16,6 @@ def reported_scores(
 
     Args:
         prepared: the step, whose forward pass is queued.
-        shipment: its results.
-        slots: the requests.
     """
     if not slots.num_reporting:
         return None

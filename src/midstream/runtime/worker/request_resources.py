@@ -25,8 +25,6 @@ class RequestResources:
         load: Load | None,
     ) -> None:
         """Args:
-        plans: the worker's plans.
-        gate_states: states of gates with memory.
         reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
             None: nothing is reduced.
         load: returns the functions of a plan; None: this worker calls none.
@@ -41,12 +39,7 @@ class RequestResources:
         Pair with `release`.
 
         Args:
-            packed: the packed plan.
             slot: row of the request in the arrays of `SlotTable`.
-
-        Raises:
-            Exception: the plan cannot be read, there is no room for it, or it has a function that
-                this worker cannot call.
         """
         found = self._plans.acquire(packed)
         functions: list[FunctionUse] = []

@@ -32,7 +32,6 @@ class Segment(NamedTuple):
     """Positions [start, stop) of a request, and what each token there gets.
 
     Attributes:
-        edits: edits, then probes.
         taps: captured taps, as indices on this rank, in the order of a record: those of one width
             are neighbours.
         program: index of the program of `edits`.
@@ -72,8 +71,6 @@ class FunctionUse:
 
     Attributes:
         index: index of the function in the plan.
-        function: the function's place.
-        call: the function.
         calls: number of calls.
         rows: number of rows that it was given.
     """
@@ -92,7 +89,6 @@ class RankPlan:
     Attributes:
         number: number of the plan, from 1; none gets it again.
         packed: its bytes.
-        resolved: the plan.
         segments: its segments on this rank, with their programs and groups.
         users: number of requests that use it.
         has_states: whether gates of it remember something; see `GateStates`.
@@ -119,7 +115,6 @@ class PlacedVersion:
 
     Attributes:
         number: number of the version.
-        position: first position at which it holds.
         plan: the plan; None if it could not be read or placed.
     """
 
@@ -133,18 +128,14 @@ class RequestState:
     """One request with a plan.
 
     Attributes:
-        id: vLLM's request id.
         uid: midstream's request id, the same for all completions of a prompt.
-        plan: what the request asks for.
         slot: row of the request in the arrays of `SlotTable`.
         segments: segments of the plan and of its later versions, ascending, over [0, FOREVER).
         reports: whether its scores leave with the output of each step.
         split: columns of these of which ranks have parts; see `RequestPayload`.
         shared: the plan in `PlanTable`; None if the plan could not be read or placed.
         later: versions of the plan that came while it ran, in order.
-        serial: serial number, unique in this worker.
         blocks: captured rows; set when the request is collected.
-        scores: scores of its probes; likewise.
         problem: the first problem; empty if there was none.
         dropped: number of captured vectors that did not fit into the arena.
         nonfinite: whether one of its rows had a value that is not finite.
@@ -154,7 +145,6 @@ class RequestState:
         streamed: position up to which its rows were delivered while it ran.
         oldest_step: number of a step of the row index before which it has no rows.
         resets: number of resets of the prefix cache when it began.
-        functions: its functions at this rank's taps.
         done: uint16 [positions], state of each position; set when all of its steps are settled.
     """
 
@@ -191,7 +181,6 @@ class RequestState:
         """Let a version of the plan hold from its position on; return the segment there.
 
         Args:
-            later: the version.
             segments: its segments, over [0, FOREVER).
         """
         self.later.append(later)
@@ -251,15 +240,8 @@ def acquire_segments(
     """Return the segments of a plan with their programs and groups. Pair with `release_segments`.
 
     Args:
-        plan: the segments of the plan.
-        tables: the rank's programs and groups.
         rows: the index of captured rows.
-        codecs: the encodings of captured rows.
         codec: text of the codec of captured rows.
-
-    Raises:
-        NoRoomError: the tables are full; nothing is acquired then.
-        SpecError: there is no such codec; nothing is acquired then.
     """
     segments: list[Segment] = []
     try:

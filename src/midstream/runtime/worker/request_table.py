@@ -35,7 +35,6 @@ class RequestTable:
     """Owner of the finished requests; adds requests to `SlotTable` and removes them.
 
     Attributes:
-        plans: plans of the requests.
         resets: number of resets of the prefix cache, if the front end keeps rows.
     """
 
@@ -51,10 +50,6 @@ class RequestTable:
         load: Load | None = None,
     ) -> None:
         """Args:
-        slots: the running requests.
-        plans: their plans.
-        recorder: the steps in flight.
-        gate_states: what gates remember.
         checksum: receives every plan; None if ranks are not compared.
         agree: asks the other ranks whether they can run a plan with work that all do together; None
             if there are none.
@@ -92,9 +87,6 @@ class RequestTable:
         the reason.
 
         Args:
-            request_id: vLLM's request id.
-            uid: midstream's request id.
-            plan: the packed plan.
             computed: number of its tokens that need not be computed.
             reports: whether its scores leave with the output of each step.
             split: columns of these of which ranks have parts; see `RequestPayload`.
@@ -182,8 +174,6 @@ class RequestTable:
         grown by another input, or the request was preempted.
 
         Args:
-            request_id: vLLM's request id.
-            uid: midstream's request id.
             prompt: token ids of the prompt; None if it consists of embeddings.
         """
         known = self._slots.get(request_id)

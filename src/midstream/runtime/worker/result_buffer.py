@@ -43,10 +43,6 @@ class ResultBuffer:
     """Owner of the data between `put` and `release`."""
 
     def __init__(self, arena: Arena, encoding: Callable[[int], RowEncoding]) -> None:
-        """Args:
-        arena: memory of the captured rows.
-        encoding: returns the encoding with a number.
-        """
         self._arena = arena
         self._encoding = encoding
         self._data: dict[str, bytes] = {}
@@ -94,9 +90,7 @@ class ResultBuffer:
         """Return the header of a request, and add its data to `parts`.
 
         Args:
-            request: the request.
             placed: places of the rows of each of its blocks.
-            parts: data so far.
             reads: reads the rows; None: the front end reads them where they are.
         """
         parts.append(request.done.tobytes())
@@ -150,9 +144,6 @@ class ResultBuffer:
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return up to `size` bytes of data from `offset` on; no bytes if the data was sent with
         its header. A read is sent to all workers, even if the data of only one was too large.
-
-        Raises:
-            FetchError: there is no data under that name.
         """
         is_sent = any(name in names for names in self._inlined.values())
         data = b"" if is_sent else self._data.get(name)

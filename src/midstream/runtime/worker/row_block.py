@@ -30,7 +30,6 @@ class RecordRun(NamedTuple):
     """Records that are contiguous in their source, at consecutive positions.
 
     Attributes:
-        position: position of the first record.
         length: number of records.
         source: index of their source.
         first: row of the source at which the first record begins.
@@ -50,7 +49,6 @@ class RowBlock(Generic[R]):
         taps: the taps in each record, in order, as indices on this rank.
         codec: number of the rows' encoding.
         rows: rows of a record in its source; see `RowEncoding` for what a row is.
-        sources: the rows of steps.
         runs: the records. Positions ascend, and no two records have the same.
     """
 

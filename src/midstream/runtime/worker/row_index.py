@@ -67,7 +67,6 @@ class PendingPositions:
 
     Attributes:
         copy: copy of the position of each row of the step.
-        row: the rows.
     """
 
     copy: Copy
@@ -92,7 +91,6 @@ class _Runs(NamedTuple, Generic[R]):
 
     Attributes:
         table: the columns, with indices of `sources` in place of steps.
-        sources: the rows of each step.
     """
 
     table: Ints
@@ -149,7 +147,6 @@ class CapturedRowIndex(Generic[R]):
         """Add the runs of captured rows of a step.
 
         Args:
-            source: the rows.
             serial: int64 [runs], serial number of each run's request.
             position: int64 [runs], position of each run's first record.
             length: int64 [runs], number of records of each run.
@@ -194,9 +191,6 @@ class CapturedRowIndex(Generic[R]):
 
         A position that was computed twice, for example for a draft token that was rejected, is
         returned once, with its latest row.
-
-        Args:
-            serials: serial numbers of the requests.
 
         Returns:
             The blocks of each request, by serial number.
@@ -253,7 +247,6 @@ class CapturedRowIndex(Generic[R]):
         """Return raw rows of some requests, which stay in the index. Blocks for those rows only.
 
         Args:
-            taps: the taps of the records.
             spans: [start, stop) of the positions, by serial number of the request.
             count: number of rows to expect over all requests; older steps are searched only until
                 that many are found.
@@ -285,12 +278,7 @@ class CapturedRowIndex(Generic[R]):
     # -- the table -------------------------------------------------------------------------------
 
     def _columns(self, serials: Ints, begin: int = 0) -> Ints:
-        """Return the columns with the runs of some requests, from a column on.
-
-        Args:
-            serials: serial numbers of the requests, ascending.
-            begin: the column.
-        """
+        """Return the columns with the runs of some requests, from a column on."""
         given = self._table[_SERIAL, begin : self._end]
         if serials.size > _FEW:
             mask = _among(given, serials)
@@ -387,7 +375,6 @@ def _in_order(table: Ints, rows: int) -> Ints:
     Args:
         table: int64 [5, runs]: serial, position, length, source and first of each run, in the order
             in which they were recorded.
-        rows: rows of a record.
     """
     ordered = table[:, np.lexsort((table[3], table[1], table[0]))]
     serial, position, length, source, first = ordered

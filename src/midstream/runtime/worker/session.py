@@ -36,8 +36,6 @@ class WorkerSession:
     even if the host runs ahead.
 
     Attributes:
-        requests: the requests with a plan.
-        collection: takes results of requests.
         bias: adds biases to logits; None where these are not tapped on this rank.
     """
 
@@ -59,20 +57,16 @@ class WorkerSession:
         add_up: SumOverRanks | None = None,
     ) -> None:
         """Args:
-        buffers: the rank's buffers.
         taps: the rank's taps and their indices.
         transport: owner of `buffers.ring`.
         arena: memory that the transport copies rows to.
-        max_model_len: most positions of a request.
         share: the part of the captured vectors that this rank transfers.
         checksum: receives every plan and step; None if ranks are not compared.
-        on_nonfinite: the setting of that name.
         only_armed: whether every forward pass that fires the taps is a step with a plan, as where
             all other steps run vLLM's own model.
         patterns: makes rows of attention and logits; None: no request asks for any.
         agree: see `RequestTable`.
         reductions: what requests reduce rows to; None: there is no room for any.
-        calls_functions: whether functions of requests are called.
         add_up: sums values over the ranks; None: there is one.
         """
         if reductions is None:
@@ -169,11 +163,7 @@ class WorkerSession:
             self.requests.settle()
 
     def check_integrity(self) -> None:
-        """Check invariants that hold between steps; cheap.
-
-        Raises:
-            AssertionError: one does not hold.
-        """
+        """Check invariants that hold between steps; cheap."""
         self._recorder.check_integrity()
         self._tables.check_integrity()
         self._reductions.check_integrity()

@@ -28,7 +28,6 @@ class SplitScores:
         """Args:
         rank: index of this rank in its tensor-parallel group.
         ranks: number of ranks.
-        add_up: sums values over the ranks.
         """
         self._rank = rank
         self._ranks = ranks
@@ -40,7 +39,6 @@ class SplitScores:
 
         Args:
             prepared: the step, whose forward pass is queued; the same on all ranks.
-            slots: the requests.
             scores: float32 [tokens, slots], the buffer of the device.
         """
         cells, is_mine = self._cells(prepared, slots, scores.shape[1])

@@ -72,7 +72,6 @@ class StepRecorder:
     rows are stored either.
 
     Attributes:
-        counts: totals over all steps.
         rows: index of captured rows.
         scores: index of probe scores; a record is one row with a column for each score.
         prepared: the step whose forward pass is queued next; None if it has no program.
@@ -95,16 +94,10 @@ class StepRecorder:
         split_scores: SplitScores | None = None,
     ) -> None:
         """Args:
-        buffers: the rank's buffers.
         transport: owner of `buffers.ring`.
         arena: memory that the transport copies rows to.
-        slots: the requests.
-        codecs: the encodings of captured rows.
-        taps: the rank's taps.
         only_armed: every forward pass that fires the taps is armed. Nothing is disarmed then.
         patterns: makes rows of attention; None: no request asks for any.
-        reductions: what rows are reduced to.
-        gate_states: what gates remember.
         split_scores: adds up parts of reported scores; None: there are none.
         """
         self.counts = StepCounts()
@@ -307,10 +300,6 @@ class StepRecorder:
             )
 
     def check_integrity(self) -> None:
-        """Check that no step is prepared and that the device has the armed tokens.
-
-        Raises:
-            AssertionError: that is not so.
-        """
+        """Check that no step is prepared and that the device has the armed tokens."""
         assert self.prepared is None
         self._armed.check_integrity()

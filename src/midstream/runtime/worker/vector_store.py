@@ -13,9 +13,6 @@ class VectorStore:
     """The vectors that front ends had this worker store, see `runtime.frontend.request.
     sent_vectors`. The worker computes each digest itself. A vector is dropped once every front end
     that added it has dropped it.
-
-    Attributes:
-        by_digest: the vectors; a view.
     """
 
     def __init__(self) -> None:
@@ -24,11 +21,7 @@ class VectorStore:
         self.by_digest: Mapping[str, Vector] = MappingProxyType(self._vectors)
 
     def update(self, update: VectorUpdate) -> None:
-        """Drop vectors of a front end, then store new ones.
-
-        Raises:
-            SpecError: what is to be stored is no vector.
-        """
+        """Drop vectors of a front end, then store new ones."""
         for digest in update.dropped:
             front_ends = self._front_ends.get(digest, set())
             front_ends.discard(update.front_end)

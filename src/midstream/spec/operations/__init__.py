@@ -59,11 +59,7 @@ __all__ = [
 
 
 def parse_edit(value: object) -> Edit:
-    """Read an edit, or its dict with `op`.
-
-    Raises:
-        SpecError: another form, or a field is unknown, missing or malformed.
-    """
+    """Read an edit, or its dict with `op`."""
     if isinstance(value, Edit):
         return value
     if not isinstance(value, Mapping):

@@ -29,14 +29,6 @@ def fill_edit(
     """Return an edit with the rows that it refers to: one per site and layer; or the edit itself.
 
     With `head`, each head gets its own part of the rows.
-
-    Args:
-        edit: the edit.
-        open_rows: returns the rows of an id.
-        shape: the model.
-
-    Raises:
-        SpecError: there are no such rows, or none at a site, layer or position.
     """
     if isinstance(edit, Gate):
         with at("edit"):

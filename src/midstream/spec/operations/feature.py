@@ -286,9 +286,6 @@ def read_changes(index: object, mode: object, value: object) -> dict[str, Any]:
         index: an id, several, or {id: value}.
         mode: one of `MODES`.
         value: one number for all, or one for each; None where `index` or the mode has them.
-
-    Raises:
-        SpecError: a field is malformed; its path starts with the field's name.
     """
     with at("mode"):
         word = read_word(mode, MODES)
@@ -325,9 +322,6 @@ def read_index(value: object) -> tuple[tuple[int, ...], tuple[float, ...] | None
 
     Args:
         value: an id, several, or {id: value}.
-
-    Raises:
-        SpecError: another form, an id below 0 or given twice, none or too many.
     """
     if value is None:
         raise SpecError("", "missing; give the id of a feature, several ids, or {id: value}")
@@ -355,11 +349,7 @@ def read_index(value: object) -> tuple[tuple[int, ...], tuple[float, ...] | None
 
 
 def read_sae(value: object) -> str:
-    """Read the name of a registered SAE.
-
-    Raises:
-        SpecError: another form.
-    """
+    """Read the name of a registered SAE."""
     if not isinstance(value, str):
         problem = f"expected the name of a registered SAE, `str`, got {kind(value)}"
         if hasattr(value, "features"):

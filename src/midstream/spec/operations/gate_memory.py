@@ -23,8 +23,6 @@ class Memory:
 
     Attributes:
         hold: see `Gate`.
-        smooth: likewise.
-        release: likewise.
     """
 
     hold: Hold | None
@@ -39,11 +37,7 @@ class Memory:
         threshold: float,
         sharpness: float | None,
     ) -> Memory:
-        """Read the arguments of a `Gate`.
-
-        Raises:
-            SpecError: one is malformed, or does not fit the others; its path is its name.
-        """
+        """Read the arguments of a `Gate`."""
         with at("hold"):
             held = None if hold is None else _read_hold(hold)
         with at("smooth"):
@@ -102,7 +96,6 @@ class Memory:
 
         Args:
             gate: as for `scan`.
-            slot: of the SCAN.
         """
         threshold = 0.5 if Flags.STEP in gate.flags else gate.b
         flags = gate.flags & ~Flags.FRESH

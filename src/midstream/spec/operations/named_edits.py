@@ -25,14 +25,6 @@ def bind_edit(
     A Steer whose vector is a name of whole edits stands for these edits, in their order. Its scale
     multiplies the scale of each of them that is a Steer, also within a gate. Edits of other kinds
     do not scale: bounds of a clamp, a replaced value or an affine map are absolute.
-
-    Args:
-        edit: the edit.
-        lookup, num_layers: see Operation.bind.
-
-    Raises:
-        SpecError: a name is unknown or has no vector for a requested tap; or the name has whole
-            edits, and the Steer has more than a scale or scales edits that do not scale by 0.
     """
     if isinstance(edit, Steer) and isinstance(edit.vector, Named):
         found = lookup(edit.vector.name)

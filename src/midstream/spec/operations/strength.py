@@ -35,14 +35,6 @@ def with_strength(
 
     The strength of an edit is its `scale`, `strength` or `alpha`, or the values of a Bias; that of
     a Gate is that of its edit.
-
-    Args:
-        edits: the edits.
-        factor: the factor.
-
-    Raises:
-        SpecError: an edit has no strength: a Feature, Reconstruct, LoReFT, Route or Scale; unless
-            the factor is 0 or 1.
     """
     if factor == 0 and not any(isinstance(edit, Gate) and edit.memory.emit() for edit in edits):
         return ()

@@ -23,10 +23,6 @@ def text_map(tokenizer: Any, token_ids: Sequence[int]) -> TextMap:
 
     Args:
         tokenizer: vLLM's tokenizer, or any with transformers' `decode`.
-        token_ids: token ids of the prompt.
-
-    Raises:
-        SpecError: the tokenizer decodes the prompt differently token by token than as a whole.
     """
     return _Decoding(tokenizer, list(token_ids)).run()
 
@@ -106,16 +102,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 
 def map_of_rendering(tokenizer: Any, text: str, token_ids: Sequence[int]) -> TextMap:
-    """Return the characters of each token in the text that was tokenized.
-
-    Args:
-        tokenizer: vLLM's tokenizer.
-        text: the text.
-        token_ids: token ids of the prompt.
-
-    Raises:
-        SpecError: the tokens are not those of the text.
-    """
+    """Return the characters of each token in the text that was tokenized."""
     wanted = list(token_ids)
     if getattr(tokenizer, "is_fast", False):
         for special in (False, True):

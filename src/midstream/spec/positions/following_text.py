@@ -27,8 +27,6 @@ def ids_after(
 
     Args:
         tokenizer: vLLM's tokenizer, or any with transformers' `encode` and `decode`.
-        before: token ids of the first text.
-        whole: token ids of both texts together.
         text: the second text.
 
     Returns:
@@ -45,11 +43,7 @@ def ids_after(
 
 
 def following_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text as it is spelt after other text, whatever that is.
-
-    Raises:
-        SpecError: the tokenizer has none.
-    """
+    """Return the token ids of a text as it is spelt after other text, whatever that is."""
     for first in _BEFORE:
         before = tokenizer.encode(first, add_special_tokens=False)
         whole = tokenizer.encode(first + text, add_special_tokens=False)
@@ -72,11 +66,7 @@ def _elsewhere(tokenizer: Any, text: str) -> Iterator[list[int]]:
 
 
 def one_token_id(tokenizer: Any, text: str) -> int:
-    """Return the id of the token that spells a text after other text: `" Paris"` with its space.
-
-    Raises:
-        SpecError: the text is several tokens.
-    """
+    """Return the id of the token that spells a text after other text: `" Paris"` with its space."""
     ids = following_ids(tokenizer, text)
     if len(ids) == 1:
         return int(ids[0])

@@ -49,11 +49,7 @@ Made = TypeVar("Made", Span, Window)
 def read_items(
     values: list[Any] | tuple[Any, ...], phase: str, words: Sequence[str]
 ) -> tuple[Item, ...]:
-    """Read a list of distinct items, each of which can select a token of the phase.
-
-    Raises:
-        SpecError: too many items, or one is malformed or listed twice; the path is its index.
-    """
+    """Read a list of distinct items, each of which can select a token of the phase."""
     if len(values) > MAX_ITEMS:
         raise SpecError("", f"expected at most {MAX_ITEMS} items, got {len(values)}; use slices")
     found: dict[Item, None] = {}
@@ -71,11 +67,7 @@ def read_items(
 
 
 def read_item(value: object, phase: str, words: Sequence[str]) -> Item:
-    """Read one item: one of the words, an int, a span in any form, an item value or its dict.
-
-    Raises:
-        SpecError: `value` has none of these forms, or cannot select a token of the phase.
-    """
+    """Read one item: one of the words, an int, a span in any form, an item value or its dict."""
     item: Item
     value = as_number(value)
     if isinstance(value, str):

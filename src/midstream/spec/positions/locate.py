@@ -40,7 +40,6 @@ class Locator:
     """Locates items in one prompt.
 
     Attributes:
-        prompt: the prompt.
         max_tokens: maximum number of generated tokens; None: unknown.
         phase: the phase to which spans with a step are restricted.
         budget: counts what is matched, before it is listed.
@@ -72,12 +71,7 @@ class Locator:
         """Return the ranges of an item.
 
         Args:
-            item: any item but "last" and TokenIds.
             max_ranges: maximum number of ranges to return.
-
-        Raises:
-            SpecError: a span or window with a step has too many positions or no end, this prompt
-                lacks the information to locate the item, or the budget is exceeded.
         """
         if isinstance(item, str):
             return Found((self._word(item),))
@@ -91,11 +85,7 @@ class Locator:
         return self._role(item)
 
     def check_ids(self) -> None:
-        """Check that the prompt's tokens can be selected by their ids.
-
-        Raises:
-            SpecError: the prompt has no token ids.
-        """
+        """Check that the prompt's tokens can be selected by their ids."""
         if self.prompt.token_ids is None:
             raise SpecError(
                 "",
@@ -104,11 +94,7 @@ class Locator:
             )
 
     def token_ranges(self, ids: Iterable[int]) -> Ranges:
-        """Return the positions of the prompt's tokens with one of these ids.
-
-        Raises:
-            SpecError: the budget is exceeded.
-        """
+        """Return the positions of the prompt's tokens with one of these ids."""
         index = self.prompt.token_index
         return () if index is None else index.find(ids, self.budget)
 

@@ -148,11 +148,7 @@ _LAST_WITH_EXCLUDE = (
 
 
 def _narrowed(value: Positions, phase: object, exclude: object) -> Positions:
-    """Return a copy with the phase and exclude fields applied.
-
-    Raises:
-        SpecError: they contradict the positions' own phase or exclude.
-    """
+    """Return a copy with the phase and exclude fields applied."""
     word: str = value.phase
     if phase is not None:
         with at("phase"):

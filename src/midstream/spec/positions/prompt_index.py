@@ -64,11 +64,7 @@ class TextIndex:
         """Return the numbers of the places at which a text occurs, ascending.
 
         Args:
-            wanted: at least one character.
             budget: counts the places before they are listed.
-
-        Raises:
-            SpecError: they exceed the budget.
         """
         found = self._kept.get(wanted)
         if found is not None:
@@ -104,7 +100,6 @@ class TextIndex:
 
         Args:
             numbers: the places of the occurrences, as `find` returns them.
-            size: characters of the text.
         """
         firsts = np.searchsorted(self._stops, self._firsts[numbers], "right")
         ends = self._ends[self._places[numbers] + size]
@@ -154,11 +149,7 @@ class TokenIndex:
         self._ids = ids[self._order]
 
     def find(self, ids: Iterable[int], budget: WorkBudget) -> Ranges:
-        """Return the positions of the tokens with one of these ids.
-
-        Raises:
-            SpecError: they exceed the budget.
-        """
+        """Return the positions of the tokens with one of these ids."""
         wanted = np.fromiter(ids, dtype=np.int64)
         first = np.searchsorted(self._ids, wanted, "left")
         counts = np.searchsorted(self._ids, wanted, "right") - first

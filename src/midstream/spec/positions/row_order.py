@@ -22,10 +22,6 @@ def check_row_order(positions: Positions, prompt_len: int | None) -> None:
         positions: the positions of a capture or probe, whose result has a row for each.
         prompt_len: number of the prompt's tokens; None: not known, and then only positions that are
             counted from the same end are compared.
-
-    Raises:
-        SpecError: one is listed after a later one, or two are the same. The path is relative to the
-            value with the field `positions`.
     """
     items = positions.include
     if len(items) < 2 or not all(map(_is_single, items)):

@@ -29,7 +29,6 @@ def select(
     """Return the positions selected in a prompt: (include − exclude) within the phase.
 
     Args:
-        positions: the selection.
         prompt: the prompt; its length is enough unless `positions.needs_prompt`.
         max_tokens: maximum number of generated tokens, at least 1; None: unknown.
         budget: of all selections of one plan; None: this is the only one.
@@ -37,11 +36,6 @@ def select(
     Returns:
         The selected positions. The result does not depend on `max_tokens`, except that ranges
         entirely past the last possible row are dropped. `matches` covers generated tokens only.
-
-    Raises:
-        SpecError: an item of `include` selects nothing (words and token ids may), the selection
-            is empty or has too many ranges, the prompt lacks the information to locate an item, or
-            the budget is exceeded. The path is relative to the value with the field `positions`.
     """
     locator = Locator(prompt, max_tokens, positions.phase, budget or WorkBudget())
     return _Selector(positions, locator).select()
@@ -79,10 +73,6 @@ def in_listed_order(
 
     Args:
         positions, prompt, max_tokens: see `select`, which must return bounded ranges alone.
-        most: positions to return at most.
-
-    Raises:
-        SpecError: see `select`.
     """
     selector = _Selector(positions, Locator(prompt, max_tokens, positions.phase))
     return selector.in_listed_order(most)
@@ -95,7 +85,6 @@ class _Located:
     Attributes:
         ranges: ranges of all items except TokenIds; they may exceed the phase.
         prompt: ranges of the prompt's tokens that match TokenIds.
-        ids: the ids of all TokenIds.
     """
 
     ranges: Ranges

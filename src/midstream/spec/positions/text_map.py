@@ -22,9 +22,6 @@ class TextMap:
         text: the whole prompt, including special tokens as text.
         starts: per token, index of its first character in `text`.
         stops: per token, index after its last character.
-
-    Raises:
-        ValueError: starts and stops differ in length, do not ascend, or exceed the text.
     """
 
     text: str

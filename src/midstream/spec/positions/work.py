@@ -35,11 +35,7 @@ class WorkBudget:
         self._matches = 0
 
     def match(self, count: int) -> None:
-        """Count tokens or ranges that a selection matches.
-
-        Raises:
-            SpecError: all selections of the plan together match more than the budget.
-        """
+        """Count tokens or ranges that a selection matches."""
         self._matches += count
         if self._matches > MAX_MATCHES:
             raise SpecError(
@@ -51,11 +47,7 @@ class WorkBudget:
 
 
 def check_taps(count: int) -> None:
-    """Check the number of taps of a plan: layers times sites of each part.
-
-    Raises:
-        SpecError: it is above the budget.
-    """
+    """Check the number of taps of a plan: layers times sites of each part."""
     if count > MAX_TAPS:
         raise SpecError(
             "",
@@ -71,9 +63,6 @@ def check_called(prompts: int, size: int) -> None:
     Args:
         prompts: number of prompts.
         size: taps and items of positions of the plan.
-
-    Raises:
-        SpecError: it is above the budget.
     """
     if prompts > 1 and prompts * size > MAX_CALLED:
         raise SpecError(
@@ -89,9 +78,6 @@ def check_overlaps(parts: Sequence[tuple[Ranges, int]], versions: int) -> None:
     Args:
         parts: of each part its positions, and the weight of its work in a combination, at least 1.
         versions: how many versions of the plan have about these parts.
-
-    Raises:
-        SpecError: it is above a budget.
     """
     bounds = sorted({bound for ranges, _ in parts for bound in _bounds(ranges)})
     count = versions * sum(
@@ -117,11 +103,7 @@ _OVERLAPS = (
 
 
 def check_rendered(count: int) -> None:
-    """Check the number of messages that are rendered to locate those of a chat.
-
-    Raises:
-        SpecError: it is above the budget.
-    """
+    """Check the number of messages that are rendered to locate those of a chat."""
     if count > MAX_RENDERED:
         raise SpecError(
             "",

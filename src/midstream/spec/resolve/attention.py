@@ -49,15 +49,8 @@ def resolve_attention(
     """Resolve an `Attention`.
 
     Args:
-        attention: what to return.
         source: its index in the plan.
-        where: the positions of its queries.
-        shape: the model.
         selections: those of the plan in its prompt.
-
-    Raises:
-        SpecError: a layer's attention cannot be read, a head does not exist, or the positions of a
-            `Mass` depend on generated tokens.
     """
     layers = _layers(attention.layers, shape, "layers")
     with at("reduce"):
@@ -78,13 +71,7 @@ def resolve_attention_probe(
     """Resolve a probe of attention.
 
     Args:
-        probe: what to read.
-        slot: column of its scores.
-        where: the positions of its queries.
         shape, selections: see `resolve_attention`.
-
-    Raises:
-        SpecError: see `resolve_attention`.
     """
     assert probe.attention is not None
     layers = _layers(probe.layers, shape, "layer")
@@ -113,11 +100,7 @@ def _pattern(
 
 
 def check_attention(captures: Sequence[ResolvedCapture]) -> None:
-    """Check that no two captures return attention of one layer under one name.
-
-    Raises:
-        SpecError: two do.
-    """
+    """Check that no two captures return attention of one layer under one name."""
     seen: dict[Tap, int] = {}
     for capture in captures:
         for tap in capture.taps if capture.pattern is not None else ():
@@ -134,8 +117,6 @@ def _layers(given: Layers, shape: ModelShape, field: str) -> list[int]:
     """Return the layers, ascending.
 
     Args:
-        given: the layers, as given.
-        shape: the model.
         field: name of the field that names them, for messages.
     """
     indices = given.indices
@@ -205,8 +186,6 @@ def _full_keys(word: str, where: Where, selections: PromptSelections) -> int:
     """Return the number of keys that a query at the last of some positions may see, rounded up.
 
     Args:
-        word: the reduction, for messages.
-        where: the positions.
         selections: those of the plan in its prompt.
     """
     last, max_tokens = where.possible[-1][1], selections.max_tokens

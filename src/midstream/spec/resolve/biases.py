@@ -13,11 +13,7 @@ from midstream.spec.positions.position_set import Where
 
 
 def bias_of(edit: Edit) -> Bias | None:
-    """Return the bias that an edit is, or that a gate has; None: there is none.
-
-    Raises:
-        SpecError: a gate reads no vector that is there before the logits.
-    """
+    """Return the bias that an edit is, or that a gate has; None: there is none."""
     if isinstance(edit, Bias):
         return edit
     if not isinstance(edit, Gate) or not isinstance(edit.edit, Bias):
@@ -32,11 +28,7 @@ def bias_of(edit: Edit) -> Bias | None:
 
 
 def check_sampled(where: Where, prompt_len: int) -> None:
-    """Check that a token is sampled from each of the positions.
-
-    Raises:
-        SpecError: there are positions before the prompt's last one.
-    """
+    """Check that a token is sampled from each of the positions."""
     first = min(start for ranges in _ranges(where) for start, _ in ranges)
     if first < prompt_len - 1:
         raise SpecError(
@@ -48,11 +40,7 @@ def check_sampled(where: Where, prompt_len: int) -> None:
 
 
 def with_switch(steps: tuple[Instruction, ...], nth: int, width: int) -> tuple[Instruction, ...]:
-    """Return a bias's instructions for the nth switch of a token.
-
-    Raises:
-        SpecError: there are not so many.
-    """
+    """Return a bias's instructions for the nth switch of a token."""
     if nth >= width:
         raise SpecError("", f"a request can have at most {width} biases in this model")
     return tuple(

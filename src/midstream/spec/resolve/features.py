@@ -19,13 +19,7 @@ def resolve_features(
     `with_weights`, which knows the SAE.
 
     Args:
-        asked: what to return.
         source: its index in the plan.
-        where: its positions.
-        shape: the model.
-
-    Raises:
-        SpecError: the model has no such layer, or its site is not tapped.
     """
     if asked.layer is None or asked.site is None:
         missing = "layer" if asked.layer is None else "site"

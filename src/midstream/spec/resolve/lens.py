@@ -22,14 +22,7 @@ def resolve_lens(lens: Lens, source: int, where: Where, shape: ModelShape) -> Re
     """Resolve a `Lens` whose tokens are ids.
 
     Args:
-        lens: what to return.
         source: its index in the plan.
-        where: its positions.
-        shape: the model.
-
-    Raises:
-        SpecError: the model has no such layer, its site is not tapped, or its stream cannot be
-            decoded.
     """
     reason = shape.reason((LENS, shape.num_layers - 1))
     if reason is not None:
@@ -45,11 +38,7 @@ def resolve_lens(lens: Lens, source: int, where: Where, shape: ModelShape) -> Re
 
 
 def check_names(captures: Sequence[ResolvedCapture]) -> None:
-    """Check that no two lenses have one name, and no two read-outs of SAEs.
-
-    Raises:
-        SpecError: two have.
-    """
+    """Check that no two lenses have one name, and no two read-outs of SAEs."""
     seen: dict[str, int] = {}
     for capture in captures:
         if capture.pattern is None or capture.pattern.kind not in _WORDS:
@@ -69,15 +58,7 @@ def lenses_of(plan: ResolvedPlan) -> list[ResolvedCapture]:
 
 
 def check_lenses(plan: ResolvedPlan, vllm_config: Any) -> None:
-    """Check that the engine can carry out the lenses of a plan.
-
-    Args:
-        plan: the plan.
-        vllm_config: the engine's settings.
-
-    Raises:
-        SpecError: it cannot, or there is no such token.
-    """
+    """Check that the engine can carry out the lenses of a plan."""
     for capture in lenses_of(plan):
         path = f"capture[{capture.source}]"
         vocabulary = int(vllm_config.model_config.get_vocab_size())

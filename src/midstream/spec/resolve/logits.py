@@ -22,13 +22,7 @@ def resolve_logits(logits: Logits, source: int, where: Where, shape: ModelShape)
     """Resolve a `Logits`. The size of rows of the whole vocabulary is 0 until `with_vocabulary`.
 
     Args:
-        logits: what to return.
         source: its index in the plan.
-        where: its positions.
-        shape: the model.
-
-    Raises:
-        SpecError: the engine does not tap `final_norm`, or the head reads something else.
     """
     read = "final_norm", shape.num_layers - 1
     why = shape.reason((HEAD, shape.num_layers - 1))
@@ -51,11 +45,7 @@ def resolve_logits(logits: Logits, source: int, where: Where, shape: ModelShape)
 
 
 def check_logits(captures: Sequence[ResolvedCapture]) -> None:
-    """Check that at most one capture returns logits.
-
-    Raises:
-        SpecError: two do.
-    """
+    """Check that at most one capture returns logits."""
     found = [one.source for one in captures if one.taps[0][0] == LOGITS]
     if len(found) > 1:
         raise SpecError(
@@ -65,15 +55,7 @@ def check_logits(captures: Sequence[ResolvedCapture]) -> None:
 
 
 def with_vocabulary(plan: ResolvedPlan, vllm_config: Any) -> ResolvedPlan:
-    """Return a plan whose logits the engine can return, with the sizes of their rows.
-
-    Args:
-        plan: the plan.
-        vllm_config: the engine's settings.
-
-    Raises:
-        SpecError: there is no such token.
-    """
+    """Return a plan whose logits the engine can return, with the sizes of their rows."""
     places = [nth for nth, one in enumerate(plan.captures) if one.taps[0][0] == LOGITS]
     if not places:
         return plan

@@ -28,15 +28,8 @@ def resolve_reduced(
     """Resolve a capture whose rows are reduced: one for each width of vectors.
 
     Args:
-        kind: the reduction.
         source: its index in the plan.
         taps: where rows are captured, in the order of a forward pass.
-        where: its positions.
-        prompt_len: P, in tokens.
-        shape: the model.
-
-    Raises:
-        SpecError: rows of generated tokens are selected, which cannot be counted as they come.
     """
     if kind in REDUCING:
         _check_prompt(kind, where, prompt_len)
@@ -65,11 +58,7 @@ def _check_prompt(kind: str, where: Where, prompt_len: int) -> None:
 
 
 def check_reduced(captures: Sequence[ResolvedCapture]) -> None:
-    """Check that what is reduced is captured once.
-
-    Raises:
-        SpecError: two captures select the rows of one site and layer, and one reduces them.
-    """
+    """Check that what is reduced is captured once."""
     seen: dict[Tap, tuple[int, bool]] = {}
     for capture in captures:
         reduced = capture.pattern is not None and is_reduced(capture.pattern)
@@ -90,11 +79,7 @@ def with_split_rows(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> ResolvedPla
     """Return a plan whose reduced rows are in parts where the ranks have parts of the vectors.
 
     Args:
-        plan: the plan.
         parts: number of parts of the vectors that ranks have in parts, by tap.
-
-    Raises:
-        SpecError: the norm of such a vector is asked for.
     """
     captures: list[ResolvedCapture] = []
     for capture in plan.captures:
@@ -126,11 +111,7 @@ def with_split_rows(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> ResolvedPla
 
 
 def check_codec(plan: ResolvedPlan) -> None:
-    """Check that what is captured beside reduced rows is not encoded.
-
-    Raises:
-        SpecError: it is.
-    """
+    """Check that what is captured beside reduced rows is not encoded."""
     reduced = [one for one in plan.captures if one.pattern is not None and is_reduced(one.pattern)]
     whole = [one for one in plan.captures if one.pattern is None]
     if reduced and whole and plan.codec != "raw":

@@ -74,17 +74,11 @@ def resolve(
 
     Args:
         plan: the request's plan, with names bound; None: server-wide edits and captures only.
-        shape: the model and its taps.
         prompt: the prompt; for most plans its length is enough.
         max_tokens: maximum number of generated tokens, at least 1; None: unknown.
         before: server-wide edits, applied before the plan's, and server-wide probes. Those that
             select nothing in this request are skipped rather than rejected.
         also: server-wide captures, added after the plan's; skipped likewise.
-
-    Raises:
-        SpecError: the model lacks a layer, a site is not tapped, a vector's size is not the
-            hidden size, a head does not exist, or nothing is selected. The path is relative to
-            `plan.to_dict()`.
     """
     return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before, also)
 
@@ -358,7 +352,6 @@ def _num_taps(plan: Plan | Nothing, others: Sequence[Any], num_layers: int) -> i
     """Return the number of taps of a plan, and of the versions that its probes switch to.
 
     Args:
-        plan: the request's plan.
         others: edits, probes and captures of every request.
         num_layers: number of layers of the model.
     """

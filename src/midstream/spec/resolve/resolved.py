@@ -105,7 +105,6 @@ class SaeEncoder(NamedTuple):
 
     Attributes:
         matrix: number of the first element of W_enc, [width, features].
-        features: their number.
         bias, threshold: of the first element of what is added to x W_enc, and of what an activation
             must exceed, [features] each.
         top_k: number of the largest activations that are kept; 0: all.
@@ -147,7 +146,6 @@ class Pattern:
         counts: for each of these, the number of heads that are computed, over all ranks; of reduced
             rows, the number of parts in which the ranks have a row.
         maps: of a lens that was registered, the map of each of these; else empty.
-        encoder: of features, that of the SAE.
     """
 
     kind: PatternKind
@@ -284,11 +282,7 @@ class ResolvedCapture:
 
 
 def limited(capture: ResolvedCapture, most: int | None) -> ResolvedCapture:
-    """Return a capture of the first `most` of its positions; None: of all.
-
-    Raises:
-        SpecError: which these are depends on what is generated.
-    """
+    """Return a capture of the first `most` of its positions; None: of all."""
     if most is None:
         return capture
     with at("max_rows"):
@@ -300,7 +294,6 @@ class ResolvedBias:
     """What one bias adds to logits; the nth of a plan has the nth switch of a token.
 
     Attributes:
-        tokens: token ids.
         values: what is added to the logit of each.
     """
 
@@ -313,9 +306,7 @@ class ResolvedFunction:
     """One `Local` at one tap, which the plan has as an edit too: that counts the tokens.
 
     Attributes:
-        site, layer: the tap.
         key, path: the function, see `midstream.spec.local_functions`.
-        name: what receipts call it.
         where: the positions; none depends on what is generated.
         source: index of the plan's edit.
     """

@@ -23,7 +23,6 @@ class RowPlacement:
     """Places the rows of edits of one prompt.
 
     Attributes:
-        prompt: the prompt.
         max_tokens: maximum number of generated tokens; None: unknown.
         order: for positions that were listed, the indices of their items by ascending position.
     """
@@ -39,15 +38,6 @@ class RowPlacement:
 
         One per run if the edit has several rows: the k-th listed position gets the k-th row. Items
         that select several positions list them in ascending order.
-
-        Args:
-            steps: instructions of one edit.
-            positions: its positions, as listed.
-            where: the same in this prompt.
-
-        Raises:
-            SpecError: the positions are not bounded, one is listed twice, or there are more or
-                fewer of them than rows. The path is relative to the edit.
         """
         rows = max(len(step.write) for step in steps)
         if rows <= 1:

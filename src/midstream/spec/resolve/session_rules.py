@@ -21,15 +21,6 @@ def check_growing(
     """Check that a plan's positions are well-defined in a streaming-input session.
 
     The prompt of such a session grows with every input, so positions must not depend on its end.
-
-    Args:
-        plan: the session's plan.
-        before: server-wide edits, applied before the plan's.
-        also: server-wide captures, added after the plan's.
-
-    Raises:
-        SpecError: a controller, an acting probe, or positions with a phase, or with an item that is
-            counted from the prompt's end or located in the prompt's text.
     """
     for index, edit in enumerate(before):
         with at(f"steering[{index}]"):

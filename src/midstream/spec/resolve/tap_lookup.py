@@ -20,11 +20,7 @@ def find_taps(
     Args:
         layers, sites: the selection; "all" means every layer at which the site is tapped. The
             layers of sites that have none are not chosen.
-        shape: the model and its taps.
         layer_field, site_field: names of the fields, for error paths.
-
-    Raises:
-        SpecError: the model lacks a layer, a layer is listed twice, or a site is not tapped.
     """
     names = sites.names
     taps: list[Tap] = []
@@ -75,7 +71,6 @@ def size_of(parts: Iterable[Any], num_layers: int) -> int:
     """Return the number of taps and of items of positions of captures, edits and probes.
 
     Args:
-        parts: the captures, edits and probes.
         num_layers: number of layers of the model.
     """
     size = 0
@@ -86,11 +81,7 @@ def size_of(parts: Iterable[Any], num_layers: int) -> int:
 
 
 def find_layer(index: int, shape: ModelShape) -> int:
-    """Return a layer's index counted from 0.
-
-    Raises:
-        SpecError: the model has no such layer.
-    """
+    """Return a layer's index counted from 0."""
     count = shape.num_layers
     if not -count <= index < count:
         raise SpecError(
@@ -102,11 +93,7 @@ def find_layer(index: int, shape: ModelShape) -> int:
 
 
 def check_tapped(tap: Tap, shape: ModelShape, site_path: str, layer_path: str) -> None:
-    """Check that a tap exists.
-
-    Raises:
-        SpecError: the tap does not exist; its path is `site_path` or `layer_path`.
-    """
+    """Check that a tap exists."""
     if tap in shape.taps:
         return
     site, layer = tap

@@ -119,7 +119,6 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
     """Pack a plan.
 
     Args:
-        plan: the plan.
         named: its vectors that the reader has; the bytes have the digest of each instead of its
             numbers.
     """
@@ -205,10 +204,6 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
     Args:
         data: the bytes.
         known: the vectors that the bytes may name, by digest.
-
-    Raises:
-        SpecError: `data` is anything else, or names another vector; the path leads to the wrong
-            field.
     """
     if not isinstance(data, bytes):
         raise SpecError("", f"expected `bytes`, got {kind(data)}")

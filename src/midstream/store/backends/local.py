@@ -27,11 +27,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def folder_of(root: str | os.PathLike[str]) -> Folder:
-    """Return the folder at a path or URL `s3://bucket/prefix`.
-
-    Raises:
-        StoreError: `root` is neither, or the URL has another scheme.
-    """
+    """Return the folder at a path or URL `s3://bucket/prefix`."""
     try:
         path = os.fsdecode(root)
     except TypeError:
@@ -45,11 +41,7 @@ def folder_of(root: str | os.PathLike[str]) -> Folder:
 
 
 def local_folder_of(root: str | os.PathLike[str]) -> LocalFolder:
-    """Return the local folder at a path.
-
-    Raises:
-        StoreError: `root` is not a path.
-    """
+    """Return the local folder at a path."""
     folder = folder_of(root)
     if not isinstance(folder, LocalFolder):
         raise StoreError(
@@ -133,11 +125,7 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the lock for operations that remove shards. Writers do not take this lock.
-
-        Raises:
-            StoreError: another process has the lock.
-        """
+        """Hold the lock for operations that remove shards. Writers do not take this lock."""
         with self._named():
             lock = os.open(os.path.join(self.root, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -44,12 +44,7 @@ class CloudFolder:
     """
 
     def __init__(self, url: str) -> None:
-        """Create the folder without contacting the server.
-
-        Raises:
-            StoreError: `url` is neither `s3://bucket` nor `s3://bucket/prefix`, or s3fs is not
-                installed.
-        """
+        """Create the folder without contacting the server."""
         match = _URL.fullmatch(url)
         if match is None:
             raise StoreError(f"{url!r}: expected a path or a string s3://bucket/prefix")
@@ -109,11 +104,7 @@ class CloudFolder:
         self._forget(name)
 
     def blocks(self, name: str, size: int, first: int, last: int) -> list[bytes]:
-        """Return blocks [first, last) of a shard; blocks that are not cached are fetched.
-
-        Raises:
-            StoreError: a block cannot be fetched.
-        """
+        """Return blocks [first, last) of a shard; blocks that are not cached are fetched."""
         found: dict[int, bytes] = {}
         with self._lock:
             for block in range(first, last):

@@ -22,19 +22,13 @@ class CheckedFile:
     returned is exactly what was written. Every StoreError begins with the shard's path.
 
     Attributes:
-        name: name of the file.
         size: its length in bytes.
-        layout: the contents of its header.
         head_bytes: number of bytes before its first tensor.
         places: where each tensor is, in bytes from the first tensor.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
-        """Open the file; read and check its header and the list of checksums.
-
-        Raises:
-            StoreError: the file is damaged, has an unknown version or is not a shard.
-        """
+        """Open the file; read and check its header and the list of checksums."""
         self.name = name
         self._folder = folder
         with self.named():
@@ -80,9 +74,6 @@ class CheckedFile:
         Args:
             tensor: name of a uint8 tensor [rows, row_bytes].
             rows: indices; the result is in their order.
-
-        Raises:
-            StoreError: the rows are damaged.
         """
         place = self.places[tensor]
         width = place.shape[1]

@@ -164,11 +164,7 @@ def _other_widths(widths: Any, hidden_size: int) -> dict[Tap, int]:
 
 
 def check_text(name: str, value: object, *, least: int = 0) -> str:
-    """Return `value` if it is a string of `least` to MAX_TEXT characters that UTF-8 can encode.
-
-    Raises:
-        StoreError: it is not; the message begins with `name`.
-    """
+    """Return `value` if it is a string of `least` to MAX_TEXT characters that UTF-8 can encode."""
     if not isinstance(value, str):
         raise StoreError(f"{name}: expected `str`, got {kind(value)}")
     if not least <= len(value) <= MAX_TEXT:
@@ -181,11 +177,7 @@ def check_text(name: str, value: object, *, least: int = 0) -> str:
 
 
 def check_number(name: str, value: object, least: int, most: int) -> int:
-    """Return `value` as an int if it is an integer in [least, most].
-
-    Raises:
-        StoreError: it is not; the message begins with `name`.
-    """
+    """Return `value` as an int if it is an integer in [least, most]."""
     # The common case first: `is_int` takes ten times as long.
     if type(value) is not int and not is_int(value):
         raise StoreError(f"{name}: expected `int`, got {kind(value)}")

@@ -44,9 +44,6 @@ def read_rows(taps: object, row_bytes: Callable[[Tap], int]) -> list[IndexedRows
     Args:
         taps: `Entry.taps`, TapRows by (site, layer).
         row_bytes: returns the length of a tap's rows.
-
-    Raises:
-        StoreError: the rows are malformed; the message names the tap.
     """
     if not isinstance(taps, Mapping):
         raise StoreError(f"taps: expected a dict, got {kind(taps)}")
@@ -103,11 +100,7 @@ class _Indices:
 
 
 def check_positions(positions: NDArray[np.int64], where: str) -> None:
-    """Check that positions ascend and are between 0 and MAX_POSITION.
-
-    Raises:
-        StoreError: they are not; the message begins with `where`.
-    """
+    """Check that positions ascend and are between 0 and MAX_POSITION."""
     if not len(positions):
         return
     if positions[0] < 0 or positions[-1] > MAX_POSITION or (positions[1:] <= positions[:-1]).any():

@@ -69,9 +69,7 @@ class Layout:
     """The contents of a shard's header.
 
     Attributes:
-        header: what all rows share.
         groups: in the shard's order.
-        requests_bytes: length of the requests' lines.
         metadata_bytes: length of the requests' metadata, padding included; see `padding`.
         replaces: names of the shards that this one was made from and replaces.
     """
@@ -163,10 +161,6 @@ def header_length(first: bytes, size: int) -> int:
 
     Args:
         first: the file's first 8 bytes.
-        size: the file's length.
-
-    Raises:
-        StoreError: the length exceeds the file or MAX_HEADER.
     """
     length = int.from_bytes(first, "little")
     if len(first) < 8 or 8 + length > size:
@@ -183,11 +177,6 @@ def read_head(head: bytes, size: int) -> Layout:
 
     Args:
         head: the file's first bytes: the header's length and the header.
-        size: the file's length.
-
-    Raises:
-        StoreError: `head` is not a shard's header, has an unknown version, contradicts itself or
-            does not match the file's length.
     """
     try:
         described = read_json(head[8:])

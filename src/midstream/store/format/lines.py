@@ -23,9 +23,7 @@ class Line:
     """One completion in a shard's list of requests.
 
     Attributes:
-        request: the request's id.
         child: index of the completion.
-        tag: as in the Entry.
         prompt_tokens: number of prompt tokens.
         rows: (group, number of rows) for each of its groups, ascending; the rows follow those of
             the preceding completions in the group.
@@ -59,11 +57,7 @@ def dump(value: object) -> bytes:
 
 
 def read_line(text: bytes) -> Line:
-    """Parse one line, without its newline.
-
-    Raises:
-        StoreError: it is not a line of `Line.emit`.
-    """
+    """Parse one line, without its newline."""
     if len(text) > MAX_LINE:
         raise StoreError(f"a request's line of {len(text)} bytes; the limit is {MAX_LINE}")
     try:
@@ -81,11 +75,7 @@ def read_line(text: bytes) -> Line:
 
 
 def emit_metadata(value: object) -> bytes:
-    """Return a request's metadata as a line of JSON.
-
-    Raises:
-        StoreError: `value` is not a dict, or not representable in JSON without loss.
-    """
+    """Return a request's metadata as a line of JSON."""
     if not isinstance(value, Mapping):
         raise StoreError(f"metadata: expected a dict, got `{type(value).__name__}`")
     try:
@@ -99,11 +89,7 @@ def emit_metadata(value: object) -> bytes:
 
 
 def read_metadata(text: bytes) -> dict[str, Any]:
-    """Parse a request's metadata.
-
-    Raises:
-        StoreError: it is not a JSON object, or is too long.
-    """
+    """Parse a request's metadata."""
     if len(text) > MAX_METADATA:
         raise StoreError(f"metadata of {len(text)} bytes; the limit is {MAX_METADATA}")
     try:

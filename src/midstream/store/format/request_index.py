@@ -34,11 +34,7 @@ class RequestIndex:
     """
 
     def __init__(self, layout: Layout, lines: Sequence[Line]) -> None:
-        """Assign the rows and metadata of a shard to its requests, in their order.
-
-        Raises:
-            StoreError: the lines contradict each other or the header.
-        """
+        """Assign the rows and metadata of a shard to its requests, in their order."""
         self._groups = layout.groups
         self.runs: list[tuple[Run, ...]] = []
         self.metadata: list[tuple[int, int]] = []

@@ -30,21 +30,13 @@ class Shard:
     All data returned is checked first; see `CheckedFile`.
 
     Attributes:
-        name: name of its file.
         size: length of its file in bytes.
-        header: what all rows share.
         head_bytes: number of bytes before its first tensor.
-        layout: the contents of its header.
         lines: its completions, in the order in which they were added.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
-        """Open a shard: read and check its header, checksums and list of requests.
-
-        Raises:
-            StoreError: the file is damaged, has an unknown version or is not a shard. The message
-                begins with its path.
-        """
+        """Open a shard: read and check its header, checksums and list of requests."""
         self._file = CheckedFile(folder, name)
         self.name = name
         self.size = self._file.size
@@ -103,13 +95,8 @@ class Shard:
         """Return rows [start, stop) of a group's index column, as a read-only view of the file.
 
         Args:
-            group: the group's number.
             name: "position" or "token_id", int64 [rows]; "request", int32 [rows].
-            start: the first row.
             stop: the end, exclusive; None for all.
-
-        Raises:
-            StoreError: the column is damaged.
         """
         tensor = f"g{group}.{name}"
         place = self._file.places[tensor]
@@ -129,19 +116,11 @@ class Shard:
         return np.frombuffer(part, np.uint8).reshape(stop - start, width)
 
     def gather(self, group: int, tap: Tap, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Copy rows of a tap by index to uint8 [n, row_bytes], in the order of `rows`.
-
-        Raises:
-            StoreError: the rows are damaged.
-        """
+        """Copy rows of a tap by index to uint8 [n, row_bytes], in the order of `rows`."""
         return self._file.gather(tap_name(group, tap), rows)
 
     def check(self) -> None:
-        """Compare every block with its checksum.
-
-        Raises:
-            StoreError: a block is damaged.
-        """
+        """Compare every block with its checksum."""
         self._file.check()
 
     def _read_lines(self) -> tuple[Line, ...]:

@@ -46,10 +46,6 @@ class ShardBuilder:
 
     Entries are referenced: the contents of their tensors must not change until the shard is
     written.
-
-    Attributes:
-        header: what all rows share.
-        nbytes: approximate length of the shard.
     """
 
     def __init__(self, header: Header, replaces: Sequence[str] = ()) -> None:
@@ -81,11 +77,7 @@ class ShardBuilder:
         return self._tensors >= _MANY_TENSORS or self._lines_bytes >= MAX_REQUESTS // 2
 
     def read(self, entry: Entry) -> tuple[Line, bytes, list[IndexedRows]]:
-        """Return the arguments of `add` for an entry.
-
-        Raises:
-            StoreError: the entry is malformed or does not match the header.
-        """
+        """Return the arguments of `add` for an entry."""
         if not isinstance(entry, Entry):
             raise StoreError(f"expected `Entry`, got `{type(entry).__name__}`")
         check_text("request", entry.request, least=1)
@@ -108,11 +100,6 @@ class ShardBuilder:
 
         Args:
             line: its line; `rows` of it is ignored and computed here.
-            metadata: its metadata, as JSON.
-            rows: its rows, each tap once.
-
-        Raises:
-            StoreError: the completion was added before.
         """
         known = line.request, line.child
         if known in self._known:
@@ -139,11 +126,7 @@ class ShardBuilder:
         self.nbytes += len(text) + len(metadata)
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yield the shard's bytes in order, without copying the rows.
-
-        Raises:
-            StoreError: the header would be longer than readers accept.
-        """
+        """Yield the shard's bytes in order, without copying the rows."""
         head = self._layout().head()
         if len(head) > MAX_HEADER:
             raise StoreError(f"header of {len(head)} bytes; the limit is {MAX_HEADER}")

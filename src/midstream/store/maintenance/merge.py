@@ -139,11 +139,7 @@ class _Contents:
         self._holders = {name: shard for shard in shards for name in names_for([shard])}
 
     def add(self, shard: Shard) -> bool:
-        """Add a shard of another store if its requests are missing; return whether it was added.
-
-        Raises:
-            StoreError: only a part of its requests was merged into the store before.
-        """
+        """Add a shard of another store if its requests are missing; return whether it was added."""
         names = names_for([shard])
         holders = {self._holders[name].name: self._holders[name] for name in names if name in self}
         if shard.name in self._holders:

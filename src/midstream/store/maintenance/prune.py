@@ -155,11 +155,7 @@ def _find(folder: LocalFolder, options: _Options) -> _Found:
 def _unwanted(
     shards: Sequence[Shard], duplicates: bool, requests: set[str], tags: set[str]
 ) -> list[tuple[Shard, set[int]]]:
-    """Return the indices of requests to remove, for each shard that has any.
-
-    Raises:
-        StoreError: a request or tag does not exist.
-    """
+    """Return the indices of requests to remove, for each shard that has any."""
     lines = [line for shard in shards for line in shard.lines]
     for name, wanted, known in (
         ("request", requests, {line.request for line in lines}),

@@ -16,11 +16,7 @@ _TIME = re.compile(r"\d{8}T\d{6}\.\d{6}-")
 
 
 def copy_requests(shard: Shard, draft: ShardBuilder, requests: Iterable[int]) -> None:
-    """Add requests of a shard, by index, to a draft, which references the shard's memory.
-
-    Raises:
-        StoreError: a request is already in the draft.
-    """
+    """Add requests of a shard, by index, to a draft, which references the shard's memory."""
     for index in requests:
         rows = [
             IndexedRows(
@@ -50,11 +46,7 @@ def successor(shards: Collection[Shard]) -> str:
 
 
 def find_replaced(folder: Folder, shards: Iterable[Shard]) -> list[str]:
-    """Return the names of replaced shards that an interrupted operation left in a folder.
-
-    Raises:
-        StoreError: a replacing shard is damaged, so that the replaced ones may be the only copy.
-    """
+    """Return the names of replaced shards that an interrupted operation left in a folder."""
     present = set(folder.names())
     found: set[str] = set()
     for shard in shards:

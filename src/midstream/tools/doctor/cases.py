@@ -33,10 +33,8 @@ class Case:
     Attributes:
         name: name of the operation; empty for a plain request.
         tap: tap of the operation; None for a plain request.
-        prompt: token ids.
         edit: edit with vectors by value, or None.
         probe: probe with its direction by value, or None.
-        tokens: greedy continuation, token ids.
         logits: float32 [T, V] over prompt and continuation, without the last token.
         values: float32 [T, H] by tap, of the taps that `compares` names.
         effect: norm of the edit's change at its tap, relative to the norm before the edit.
@@ -90,7 +88,6 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
 
     Args:
         reference: transformers' model, after `find_sites`.
-        seed: seed of the vectors.
     """
     count = len(reference.layers)
     prompt = prompts(reference.vocabulary, seed)[EDITED]

@@ -54,8 +54,6 @@ def same_rows(case: Case, output: Any, tie: float) -> tuple[int, str]:
     tokens. A divergence between tokens that are not equally likely is an error.
 
     Args:
-        case: the request.
-        output: its vLLM output.
         tie: largest difference of log-probabilities at which tokens count as equally likely; see
             `TIES`.
 
@@ -112,7 +110,6 @@ class ErrorLimits:
     """Limits that the engine's values are compared with.
 
     Attributes:
-        tolerance: largest relative error of a row.
         tie: how far a greedy token's log-probability may be below the best one; see `TIES`.
     """
 
@@ -135,9 +132,6 @@ def judge_operation(
     """Compare the result of one operation with its definition.
 
     Args:
-        case: the request.
-        output: its vLLM output.
-        limits: error limits.
         skipped: taps whose values already differ without edits.
     """
     assert case.tap is not None

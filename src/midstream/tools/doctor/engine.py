@@ -25,9 +25,6 @@ def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
         folder: folder or name of the model.
         dtype: dtype of the engine.
         **more: further arguments of `midstream.LLM`.
-
-    Raises:
-        UnsupportedError: midstream does not support the model.
     """
     from midstream import LLM
 

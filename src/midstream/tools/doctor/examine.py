@@ -31,7 +31,6 @@ class Options:
         model: folder or name; for a small copy its configuration is enough.
         size: size of the copy; None: examine the model itself.
         dtype: dtype of the engine; transformers always runs in float32.
-        seed: seed of weights and requests.
         architecture: architecture name for vLLM to load the copy; None: the class's own name.
         engine: further arguments of the engine, as (name, value).
     """
@@ -87,12 +86,7 @@ def _folder(options: Options, config: Any) -> Iterator[str]:
 
 @contextmanager
 def _as_cannot_build(what: str) -> Iterator[None]:
-    """Convert exceptions of transformers and vLLM raised in this block.
-
-    Raises:
-        MidstreamError: the block raised one, or one is in the exception's chain of causes.
-        CannotBuild: the block raised any other exception; `what` begins its message.
-    """
+    """Convert exceptions of transformers and vLLM raised in this block."""
     try:
         yield
     except Exception as error:

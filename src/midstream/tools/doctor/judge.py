@@ -32,7 +32,6 @@ class CaseOutputs:
     """Test requests with their vLLM outputs.
 
     Attributes:
-        cases: the requests.
         outputs: vLLM's outputs, in the same order.
     """
 
@@ -46,9 +45,6 @@ class Judgement:
 
     Attributes:
         sites: one finding for every site of every layer.
-        operations: one finding for each tested operation.
-        outcome, reason: overall result.
-        tolerance: largest accepted relative error.
     """
 
     sites: tuple[SiteFound, ...]

@@ -19,11 +19,7 @@ _BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types")
 
 
 def count_layers(config: Mapping[str, Any]) -> int:
-    """Return the number of layers of a configuration.
-
-    Raises:
-        ValueError: no known field contains it.
-    """
+    """Return the number of layers of a configuration."""
     for name in COUNTS:
         if isinstance(config.get(name), int):
             return int(config[name])
@@ -53,7 +49,6 @@ def keep(config: dict[str, Any], kept: Sequence[int]) -> None:
     """Remove all other layers from a configuration, in place.
 
     Args:
-        config: fields of the configuration.
         kept: layer indices, ascending; see `choose`.
     """
     total = count_layers(config)

@@ -53,11 +53,7 @@ def judge_operation(
     """Compare the result of one operation with its definition, applied to vLLM's own values.
 
     Args:
-        reference: transformers' model.
-        case: the request.
-        output: its vLLM output.
         plain: outputs of the same prompt without an edit, from other batches or batch positions.
-        limits: error limits.
     """
     assert case.tap is not None
     site, layer = case.tap

@@ -20,10 +20,6 @@ def small_config(config: Any, size: Size) -> Any:
 
     Args:
         config: transformers configuration; of a multimodal one, the language model's part is used.
-        size: size of the copy.
-
-    Raises:
-        ValueError: fields are missing or inconsistent.
     """
     text = config.get_text_config(decoder=True)
     fields = shrink(text.to_dict(), size)
@@ -34,13 +30,8 @@ def save_copy(config: Any, folder: Path, seed: int, architecture: str | None = N
     """Save a model of this configuration with random weights.
 
     Args:
-        config: small configuration.
         folder: created if missing.
-        seed: seed of the weights.
         architecture: architecture name for vLLM to load; None: the name of transformers' class.
-
-    Raises:
-        ValueError: transformers has no causal language model for this configuration.
     """
     from transformers import AutoModelForCausalLM
 

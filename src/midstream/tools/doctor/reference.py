@@ -37,12 +37,7 @@ class Reference(HookedModel):
     """A transformers model in float32, run without a KV cache."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Load the model.
-
-        Raises:
-            ValueError, ImportError: transformers cannot load it, or its decoder layers were not
-                found.
-        """
+        """Load the model."""
         from transformers import AutoModelForCausalLM
 
         super().__init__(
@@ -64,7 +59,6 @@ class Reference(HookedModel):
         """Run one forward pass.
 
         Args:
-            tokens: all token ids of the request.
             changes: edits by tap.
         """
         forward = ForwardPass(torch.empty(0), {}, {})
@@ -79,7 +73,6 @@ class Reference(HookedModel):
         """Generate greedily, with the whole request recomputed for each token.
 
         Args:
-            prompt: token ids.
             count: number of tokens to generate, at least 1.
             changes: edits by tap.
 

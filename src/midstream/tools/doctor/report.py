@@ -20,7 +20,6 @@ class SiteFound:
     """Result for one site of one layer.
 
     Attributes:
-        site, layer: the tap.
         outcome: `ok`; `wrong`; `lacking` (the layer does not have the site); or `not compared`.
         error: largest relative error of a row; None if it was not compared.
         reason: why the site is lacking or was not compared, or what is wrong.
@@ -39,7 +38,6 @@ class OperationFound:
 
     Attributes:
         name: name of the operation, for example `Steer`.
-        site, layer: the tap.
         outcome: `ok`, `wrong`, or `not compared`.
         error: largest relative error of a row at any compared tap, or of the probe's scores; None
             if it was not compared.
@@ -60,14 +58,11 @@ class Report:
 
     Attributes:
         model: folder or name, as given.
-        architecture: vLLM's name of the architecture.
         layer_classes: classes of vLLM's decoder layers, each once.
         copy: description of the examined model: the model itself, or a copy with its width.
         outcome: one of OK, WRONG, REFUSED, UNBUILT, UNCOMPARED, INCOMPARABLE.
         reason: reason of the outcome; for OK a note, or empty.
         sites: one result for every site of every layer.
-        operations: one result for each tested operation.
-        tolerance: largest accepted relative error.
         versions: (package, version) of midstream, vLLM, transformers and PyTorch.
     """
 

@@ -83,10 +83,6 @@ def shrink(config: dict[str, Any], size: Size) -> dict[str, Any]:
 
     Args:
         config: `PretrainedConfig.to_dict()` of a language model; not modified.
-        size: size of the copy.
-
-    Raises:
-        ValueError: no known field contains the number of layers.
     """
     found = {name: value for name, value in config.items() if name not in _DROPPED}
     kept = layers_kept.choose(found, size.layers)

@@ -43,12 +43,7 @@ _STYLE: Any = {
 
 
 def check_supported(path: Path) -> None:
-    """Check that a chart can be written to `path`, before any work is done.
-
-    Raises:
-        UnsupportedError: the file name does not end in .png or .svg, or matplotlib is not
-            installed.
-    """
+    """Check that a chart can be written to `path`, before any work is done."""
     if path.suffix.lower() not in FORMATS:
         raise UnsupportedError(f"{path}: expected a file name that ends in .png or .svg")
     try:
@@ -58,12 +53,7 @@ def check_supported(path: Path) -> None:
 
 
 def draw(norms: Norms, path: Path) -> None:
-    """Draw norms by layer and by position into a PNG or SVG file.
-
-    Raises:
-        UnsupportedError: see `check_supported`.
-        OSError: the file cannot be written.
-    """
+    """Draw norms by layer and by position into a PNG or SVG file."""
     check_supported(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure

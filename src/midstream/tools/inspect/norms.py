@@ -28,7 +28,6 @@ class Spread:
     """Percentiles of norms along layers or positions.
 
     Attributes:
-        name: name of the curve.
         x: float64 [n], layers or positions, ascending.
         percentiles: float64 [n, 5]; see `PERCENTILES`.
     """
@@ -45,7 +44,6 @@ class Norms:
     Attributes:
         codec: codec of the rows. Norms are those of the decoded rows: with `rp8` estimates, with
             `topk8` slightly too small.
-        by_layer: one spread for each site.
         by_position: spreads of the first, middle and last layer of one site, without layers that
             have no finite rows.
         site: the site of `by_position`.
@@ -67,12 +65,7 @@ class Norms:
         """Compute norms of a random sample of the rows of each site and layer.
 
         Args:
-            store: the store.
-            seed: seed of the sample.
             request: the request whose rows are meant; empty: all requests.
-
-        Raises:
-            StoreError: the store has no finite rows, rows of different codecs, or is damaged.
         """
         if not store.sites:
             raise StoreError(f"{store.root}: there are no rows to draw")

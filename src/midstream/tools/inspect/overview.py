@@ -16,8 +16,6 @@ class SiteCount:
     """Number of rows of one site.
 
     Attributes:
-        site: name of the site.
-        layers: layers that have rows, ascending.
         rows: number of rows of all these layers.
         widths: the distinct widths of their vectors before encoding, ascending.
     """
@@ -56,11 +54,7 @@ class Overview:
 
     @staticmethod
     def of(store: Store) -> Overview:
-        """Summarise a store without reading rows.
-
-        Raises:
-            StoreError: a shard is damaged.
-        """
+        """Summarise a store without reading rows."""
         shards = store.shards
         lines = [line for shard in shards for line in shard.lines]
         rows: Counter[tuple[str, int]] = Counter()
@@ -98,11 +92,7 @@ class Overview:
 
 
 def plain_request(one: StoredRequest) -> dict[str, Any]:
-    """Return one completion as JSON values, without its rows.
-
-    Raises:
-        StoreError: its index or metadata is damaged.
-    """
+    """Return one completion as JSON values, without its rows."""
     activations = one.activations()
     return {
         "request": one.request,

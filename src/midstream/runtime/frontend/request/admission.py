@@ -21,7 +21,6 @@ class _Admitted:
     """A request that was sent to an engine.
 
     Attributes:
-        need: capacity that it takes.
         replica: number of its engine.
         more: capacity that later versions of its plan take.
     """
@@ -36,7 +35,6 @@ class _Waiting:
     """A request that waits for capacity.
 
     Attributes:
-        need: capacity that it takes.
         allowed: numbers of the engines that it may go to.
         sends: functions that send its vLLM requests, in order.
     """
@@ -55,7 +53,6 @@ class Admission:
         """Create it for some engines.
 
         Args:
-            budgets: capacity of each engine.
             busy: returns the number of requests on each engine, including those without a plan.
                 None: not known, or there is one engine.
         """
@@ -73,8 +70,6 @@ class Admission:
         Args:
             uid: midstream's id. Several vLLM requests (n > 1) may share it and its capacity; they
                 go to one engine.
-            need: capacity that it takes.
-            send: sends the request to the engine.
             only: number of the engine that it must go to; None: any.
         """
         if uid in self._admitted or uid in self._ended:
@@ -102,9 +97,6 @@ class Admission:
         Args:
             needs: by midstream's id, what a later version of the request's plan takes, without
                 rows.
-
-        Raises:
-            BusyError: there is no capacity for all of it now; nothing is taken.
         """
         taken: list[tuple[CapacityBudget, Need]] = []
         for uid, need in needs.items():
@@ -131,12 +123,7 @@ class Admission:
         self._admit_waiting()
 
     def release_rows(self, uid: str, nbytes: int) -> None:
-        """Release the capacity for rows of a running request that were fetched.
-
-        Args:
-            uid: midstream's id.
-            nbytes: size of the rows.
-        """
+        """Release the capacity for rows of a running request that were fetched."""
         one = self._admitted.get(uid)
         if one is not None:
             need = one.need

@@ -9,15 +9,7 @@ from midstream.spec import ResolvedPlan
 
 
 def check_biases(plan: ResolvedPlan, vllm_config: Any) -> None:
-    """Check that an engine can add a plan's biases.
-
-    Args:
-        plan: the plan.
-        vllm_config: the engine's settings.
-
-    Raises:
-        SpecError: it cannot, or there is no such token.
-    """
+    """Check that an engine can add a plan's biases."""
     if not plan.biases:
         return
     source = next(edit.source for edit in plan.edits if edit.site == "logits")

@@ -116,15 +116,10 @@ def need_of(
     It is counted by the code that cuts the plan on the worker.
 
     Args:
-        plan: the resolved plan.
         taps: indices of all taps of the engine, over all pipeline stages.
-        room: capacity of a worker.
         edits_per_site: limit of instructions for one token at one site.
         hidden_size: size of the vectors that `room.bank_rows` counts; longer ones count as several.
         ranks: number of ranks in a tensor-parallel group.
-
-    Raises:
-        SpecError: the plan exceeds a limit on its own.
     """
     pieces, order = cut(plan, taps, WHOLE), list(taps)
     kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
@@ -161,11 +156,7 @@ def need_of(
 
 
 def check_tables(need: Need, room: Room) -> None:
-    """Check that a plan fits into the tables of an idle worker.
-
-    Raises:
-        SpecError: it does not.
-    """
+    """Check that a plan fits into the tables of an idle worker."""
     for kind, limit in _limits(room).items():
         count = need.total(kind)
         if count > limit:
@@ -345,8 +336,6 @@ def row_limit(workers: Sequence[RemoteWorker], config: Config, front_ends: int =
     The first rank of each stage counts: no other one transfers more rows.
 
     Args:
-        workers: the engine's workers.
-        config: its settings.
         front_ends: number of its front ends, which have equal shares.
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
@@ -370,8 +359,6 @@ def max_row_bytes(
     """Return the bytes of the rows that a plan can capture; where ranks share rows, of the first.
 
     Args:
-        plan: the resolved plan of one completion.
-        shape: the model.
         length: largest number of tokens of the request.
         ranks: number of ranks in a tensor-parallel group.
         parts: number of parts of the vectors that the ranks have in parts, by tap.
@@ -394,9 +381,6 @@ def max_row_bytes(
 
 def row_sizes(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, int]:
     """Return the bytes of an encoded row of each tap that a plan captures, which nobody may change.
-
-    Raises:
-        SpecError: the codec does not support vectors this short.
     """
 
     def make() -> dict[Tap, int]:
@@ -411,11 +395,7 @@ def row_sizes(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, int]:
 
 
 def check_rows(need: Need, room: RowLimit) -> None:
-    """Check that the rows of a request, and those of its read-outs, fit in an idle engine.
-
-    Raises:
-        SpecError: they do not.
-    """
+    """Check that the rows of a request, and those of its read-outs, fit in an idle engine."""
     # Leases of readers may take the other part.
     limit = None if room.limit is None else int(room.limit * (1 - MOST_HELD))
     if limit is not None and need.rows > limit:
@@ -449,12 +429,7 @@ def check_rows(need: Need, room: RowLimit) -> None:
 
 
 def returned_captures(plan: ResolvedPlan, own: Plan) -> tuple[int, ...]:
-    """Return the captures whose rows are returned to the caller of a request.
-
-    Args:
-        plan: the resolved plan of one completion.
-        own: the request's own plan.
-    """
+    """Return the captures whose rows are returned to the caller of a request."""
     return tuple(
         [
             nth
@@ -468,9 +443,7 @@ def prompt_bytes(plan: ResolvedPlan, captures: tuple[int, ...], shape: ModelShap
     """Return the bytes of the rows of a request's prompt that some of its captures select.
 
     Args:
-        plan: the resolved plan of one completion.
         captures: indices of the captures.
-        shape: the model.
     """
     if not captures:
         return 0
@@ -488,9 +461,6 @@ def check_returned(nbytes: int, most: int) -> None:
     Args:
         nbytes: bytes of these rows; see `prompt_bytes`.
         most: most bytes of rows.
-
-    Raises:
-        SpecError: they cannot.
     """
     if nbytes > most:
         raise SpecError(

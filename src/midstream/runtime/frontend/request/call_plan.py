@@ -45,16 +45,7 @@ class CallPlan:
         return self
 
     def spans(self, engine: Any, tokenizer: Any, tokens: Sequence[int]) -> tuple[Message, ...]:
-        """Return the position of each message in the prompt that was made of the conversation.
-
-        Args:
-            engine: vLLM's engine, for its renderer.
-            tokenizer: tokenizer of the model.
-            tokens: token ids of the prompt.
-
-        Raises:
-            SpecError: the prompt is not what the template makes of the messages.
-        """
+        """Return the position of each message in the prompt that was made of the conversation."""
         render = chat_renderer(engine.renderer, **self.template)
         return message_spans(tokenizer, self.messages, tokens, render=render)
 
@@ -71,10 +62,6 @@ def plan_of(params: Any) -> Plan | CallPlan | None:
 
     Args:
         params: vLLM's SamplingParams or PoolingParams.
-
-    Raises:
-        SpecError: the plan is malformed, or another key of `extra_args` asks for something that
-            would be ignored.
     """
     extra_args = getattr(params, "extra_args", None)
     if not extra_args:
@@ -114,9 +101,6 @@ def merged_plan(plan: Plan | None, params: Any) -> Plan | CallPlan | None:
 
     Returns:
         The plan; None if there is none. A CallPlan only if `params` has one.
-
-    Raises:
-        SpecError: the plan in `params` is malformed, or there are two.
     """
     attached = plan_of(params)
     if attached is None:
@@ -135,7 +119,6 @@ def with_plan(params: Any, plan: Plan | CallPlan | None) -> Any:
     """Return a shallow copy of sampling parameters with a plan in its `extra_args`.
 
     Args:
-        params: vLLM's SamplingParams; unchanged.
         plan: the plan to attach, in place of any in `params`; None: none, the copy has the
             `extra_args` of `params`.
     """

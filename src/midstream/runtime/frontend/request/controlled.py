@@ -37,15 +37,8 @@ def with_controller(
     one is chosen.
 
     Args:
-        prepared: the plan without them.
         plan: the request's own plan, bound; None: it has none.
-        prepare: prepares a version.
-        room: capacity of a worker.
         declared: the controllers of the engine, by name.
-
-    Raises:
-        SpecError: a version cannot be carried out for the request, or the engine has no such
-            controller.
     """
     controller = None if plan is None else plan.controller
     if plan is None or controller is None:

@@ -31,16 +31,11 @@ class ControllerRun:
     """A controller and one request.
 
     Attributes:
-        controller: the controller.
         source: source of the versions that it makes, and its stop reason.
         is_over: whether it is not called again.
     """
 
     def __init__(self, controller: Controller, request_id: str) -> None:
-        """Args:
-        controller: the controller.
-        request_id: id of the request.
-        """
         assert not isinstance(controller.decide, str)
         self.controller = controller
         self.source = control_source(controller.name)
@@ -68,11 +63,7 @@ class ControllerRun:
         return self._in_thread(Observed(self._request_id, tokens, scores, rows))
 
     def asked(self, answer: Answer) -> dict[str, Any]:
-        """Return what an answer asks for, as `read_answer`; nothing if that holds already.
-
-        Raises:
-            SpecError: it is no answer.
-        """
+        """Return what an answer asks for, as `read_answer`; nothing if that holds already."""
         found = read_answer(answer)
         return {} if found == {"scale": self._scale} else found
 
@@ -97,9 +88,6 @@ class ControllerRun:
     def fail(self, what: str) -> str | None:
         """Record that a call failed; return the problem if the request is to end, and log it
         otherwise.
-
-        Args:
-            what: what happened.
         """
         self.is_over = True
         problem = (
@@ -134,14 +122,6 @@ class ControllerRun:
 
 def check_beside(plan: Plan | None, params: Any, controller: Controller) -> None:
     """Check that a request has scores, and edits that a controller with `mode="async"` can change.
-
-    Args:
-        plan: the request's own plan.
-        params: vLLM's SamplingParams.
-        controller: the controller.
-
-    Raises:
-        SpecError: it has not.
     """
     if plan is None or not plan.probes:
         raise SpecError("controller", "it reads scores: give the request `probes`")

@@ -31,7 +31,6 @@ class Wait:
         """Begin to wait. Call on the engine's event loop.
 
         Args:
-            request_id: vLLM's.
             seconds: longest time; None: any.
             give_up: called with the error when that time is over.
             observe: see `WaitObserver`.
@@ -83,9 +82,6 @@ class Intake:
 
         Args:
             waiting: number of requests that wait.
-
-        Raises:
-            BusyError: as many as may wait do; or the engine shuts down.
         """
         if self._is_closed:
             raise BusyError("the engine shuts down; try another server, or again later", 5)
@@ -109,10 +105,6 @@ class Intake:
         """Accept no more requests with a plan, and wait until the calls with one have ended.
 
         Call from another thread than the event loop's, on which they end.
-
-        Args:
-            seconds: longest time.
-            has_calls: returns whether there are such calls.
 
         Returns:
             The seconds that are left of it.

@@ -12,7 +12,6 @@ class LaterPlan:
     """A version of a request's plan.
 
     Attributes:
-        plan: the resolved plan.
         source: who changed it: "update", or "probe:NAME" or "controller:NAME".
         scale: the factor on the strength of the edits given last.
     """

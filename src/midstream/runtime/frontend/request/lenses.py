@@ -26,10 +26,6 @@ def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
 
     Args:
         plan: a plan; None: there is none.
-        engine: vLLM's engine, for its tokenizer.
-
-    Raises:
-        SpecError: a text is not one token.
     """
     if plan is None:
         return None
@@ -51,12 +47,7 @@ def with_maps(
     """Return a plan with the maps of its lenses, and the names of the registered ones.
 
     Args:
-        plan: the resolved plan.
-        own: the plan that was resolved.
         registry: the registered lenses; None: there can be none.
-
-    Raises:
-        SpecError: there is no lens of a name, or it has no map of a layer.
     """
     names: dict[str, None] = {}
     captures = list(plan.captures)
@@ -83,27 +74,13 @@ def check_decodable(
     vllm_config: Any,
     workers: Sequence[WorkerInfo],
 ) -> None:
-    """Check that the engine can carry out the lenses of a plan.
-
-    Args:
-        lenses: the lenses, at least one.
-        plan: the resolved plan.
-        vllm_config: the engine's settings.
-        workers: descriptions of its workers.
-
-    Raises:
-        SpecError: it cannot.
-    """
+    """Check that the engine can carry out the lenses of a plan."""
     check_lenses(plan, vllm_config)
     _check_stage(lenses, workers)
 
 
 def _check_stage(lenses: Sequence[ResolvedCapture], workers: Sequence[WorkerInfo]) -> None:
-    """Check that all layers of lenses are where the final norm and the head are.
-
-    Raises:
-        SpecError: one is on another pipeline stage.
-    """
+    """Check that all layers of lenses are where the final norm and the head are."""
     last = max(worker.stage for worker in workers)
     there = {tap for worker in workers if worker.stage == last for tap in worker.taps}
     for capture in lenses:

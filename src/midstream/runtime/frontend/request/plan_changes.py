@@ -43,10 +43,7 @@ class _ValidChange:
     """A validated change of a request's plan.
 
     Attributes:
-        uid, history: the request's.
         given: the edits to be multiplied by `factor`, and their origins.
-        factor: the factor.
-        prepared: the plan with these edits.
     """
 
     uid: str
@@ -66,10 +63,7 @@ class PendingChange:
     """A validated change of a request's plan, which has capacity.
 
     Attributes:
-        history: the request's.
         replica: number of its engine.
-        message: for the engine core.
-        vectors: what the plan names.
         lacked: what the workers must do to have these, once that is known.
     """
 
@@ -101,8 +95,6 @@ class PlanChanges(RunningPlans):
         """Create it for one engine.
 
         Args:
-            resolver: resolves plans.
-            admission: the capacity of running requests.
             sent_vectors: the vectors of the workers of each replica.
             lookup: returns what is registered under a name.
             num_layers: number of layers of the model.
@@ -183,11 +175,7 @@ class PlanChanges(RunningPlans):
 
         Args:
             name: see `begin`.
-            reason: the stop reason of its completions.
             is_error: whether it ends with an error, and not as stopped.
-
-        Raises:
-            SpecError: the request is not running.
         """
         assert self.send is not None
         _, message = self._stop(name, reason, is_error)
@@ -223,13 +211,7 @@ class PlanChanges(RunningPlans):
                 with.
             edits: the requests' edits from now on, in any form; None: those given last.
             scale: factor on their strength; None: 1.
-            source: who changes them.
             checked: what `_check` returned for each request; empty: it was not called.
-
-        Raises:
-            SpecError: a request is not running, or the edits are malformed or cannot be carried out
-                for it. Nothing is changed.
-            BusyError: there is no capacity for them now; likewise.
         """
         found = checked or [self._check(name, edits, scale) for name in names]
         self._admission.extend({one.uid: one.need for one in found})
@@ -341,11 +323,7 @@ async def _fetch(directions: DirectionCache | None, given: Sequence[object]) -> 
 
 
 def _end(change: PendingChange, answers: Sequence[UpdatedPlan]) -> PlanUpdate:
-    """Return where a change holds.
-
-    Raises:
-        SpecError: the request has ended.
-    """
+    """Return where a change holds."""
     found = _update_of(change, answers)
     if found is None:
         raise ended(change.history.name)
@@ -353,12 +331,7 @@ def _end(change: PendingChange, answers: Sequence[UpdatedPlan]) -> PlanUpdate:
 
 
 def _update_of(change: PendingChange, answers: Sequence[UpdatedPlan]) -> PlanUpdate | None:
-    """Return where a change holds; None: the request has ended.
-
-    Args:
-        change: the change.
-        answers: the engine core's answer.
-    """
+    """Return where a change holds; None: the request has ended."""
     (answer,) = answers
     if not answer.positions:
         return None

@@ -70,7 +70,6 @@ class _Recent:
     Attributes:
         own: the request's own plan, which this keeps alive, so that its id stays its own.
         before, also: as for `PlanResolver.resolve`.
-        prepared: the result.
     """
 
     own: Plan | None
@@ -92,7 +91,6 @@ class PlanResolver:
         """Create the resolver.
 
         Args:
-            info: description of the engine.
             engine: vLLM's engine, for its tokenizer and renderer.
         """
         self._info = info
@@ -124,14 +122,8 @@ class PlanResolver:
         """Prepare the plan of a request.
 
         Args:
-            call_plan: the request's own plan.
-            before: edits that come before its own.
             also: captures of every request, which come after its own.
             lookup: returns what is registered under a name.
-            request: vLLM's EngineCoreRequest.
-
-        Raises:
-            SpecError: the plan cannot be carried out for this request.
         """
         own = call_plan.plan
         max_tokens = request.sampling_params.max_tokens
@@ -176,26 +168,17 @@ class PlanResolver:
         """Prepare the plan of a session of streaming input.
 
         Args:
-            plan: the session's own plan.
-            before: edits that come before its own.
             also: captures of every request, which come after its own.
             lookup: returns what is registered under a name.
             first: id of the first token. All others count as generated: a session allows only
                 positions that do not depend on the length of the prompt.
-
-        Raises:
-            SpecError: the plan cannot be carried out for a session.
         """
         check_growing(plan, before, also)
         own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
         return self._finish(own, before, also, Prompt(1, token_ids=(first,)), None)
 
     def check_captures(self, also: tuple[Capture, ...]) -> None:
-        """Check that requests can have these server-wide captures together.
-
-        Raises:
-            SpecError: they differ in codec or ranks, or exceed the staging ring or a table.
-        """
+        """Check that requests can have these server-wide captures together."""
         everywhere = tuple(replace(one, positions=Positions("all")) for one in also)
         if everywhere:
             self._finish(None, (), everywhere, Prompt(1), None)
@@ -402,12 +385,7 @@ def _check_gates(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
 
 
 def read_prompts(before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
-    """Return whether what applies to every request depends on more of a prompt than its length.
-
-    Args:
-        before: server-wide edits and probes.
-        also: server-wide captures.
-    """
+    """Return whether what applies to every request depends on more of a prompt than its length."""
     return any(
         one.needs_prompt
         for part in (*before, *also)
@@ -416,15 +394,7 @@ def read_prompts(before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
 
 
 def _common(name: str, values: Sequence[str]) -> str:
-    """Return the value that a field has in all captures of a request.
-
-    Args:
-        name: name of the field.
-        values: its value in each capture.
-
-    Raises:
-        SpecError: two values differ.
-    """
+    """Return the value that a field has in all captures of a request."""
     for nth, value in enumerate(values):
         if value != values[0]:
             raise SpecError(

@@ -20,10 +20,7 @@ class PreparedPlan:
     """A plan that was checked against the model and a prompt.
 
     Attributes:
-        plan: the resolved plan.
-        need: capacity that one completion takes.
         packed: the resolved plan as bytes.
-        keys: its prefix-cache keys.
         acts: its probes that end the request or switch its edits.
         control: its controller in the engine core; None: it has none.
         later: the versions that these change to, by number.
@@ -43,10 +40,6 @@ class PreparedPlan:
     def returned_bytes(self, own: Plan, shape: ModelShape) -> int:
         """Return the bytes of the rows of the prompt that are returned to the caller. They are
         counted once for the same captures.
-
-        Args:
-            own: the request's own plan.
-            shape: the model.
         """
         captures = returned_captures(self.plan, own)
         found = self._returned.get(captures)
@@ -58,7 +51,6 @@ class PreparedPlan:
         """Return the payload of a request.
 
         Args:
-            uid: midstream's request id.
             mm_prefix: see `RequestPayload`.
         """
         return RequestPayload(

@@ -36,11 +36,6 @@ def bound(plan: Plan | None, engine: Any, registries: Registries) -> Plan | None
 
     Args:
         plan: a plan; None: there is none.
-        engine: vLLM's engine, for its tokenizer.
-        registries: the registered weights.
-
-    Raises:
-        SpecError: a text is not one token, or there is no such SAE or lens.
     """
     plan = with_token_ids(plan, engine)
     if registries.directions is not None:
@@ -68,12 +63,7 @@ def with_weights(
     weights these are: (kind, name).
 
     Args:
-        plan: the resolved plan.
         own: the plan that was resolved, after `bound`.
-        registries: the registered weights.
-
-    Raises:
-        SpecError: there is no lens of a name, it has no map of a layer, or an SAE lacks a feature.
     """
     plan, lenses = with_maps(plan, own, registries.lenses)
     read = dict.fromkeys(("lens", name) for name in lenses)
@@ -100,13 +90,7 @@ def readout_rows(
     reconstruct in a step. Generated tokens that are computed again after a preemption do not count.
 
     Args:
-        plan: the resolved plan of the completion.
-        vllm_config: the engine's settings.
-        workers: descriptions of its workers.
         grows: whether the prompt grows, as that of a session does.
-
-    Raises:
-        SpecError: the engine cannot carry out the lenses.
     """
     lenses = lenses_of(plan)
     if lenses:
@@ -130,11 +114,7 @@ def readout_rows(
 
 
 def _check(asked: Features, features: int) -> None:
-    """Check that an SAE has what is asked for.
-
-    Raises:
-        SpecError: it has fewer features.
-    """
+    """Check that an SAE has what is asked for."""
     if asked.top > features:
         raise SpecError("top", f"the SAE {asked.sae!r} has {features} features")
     for nth, feature in enumerate(asked.features):

@@ -27,14 +27,7 @@ def read_saes(
     """Return the SAEs that the edits of a request reconstruct with: ("sae", name), each once.
 
     Args:
-        plan: the request's own plan, bound.
         before: server-wide edits, bound when they were set.
-        resolved: all of them.
-        saes: the registered SAEs.
-
-    Raises:
-        SpecError: an SAE was replaced or removed since the edit was bound, or the setting
-            `reconstruct` does not name the place of an edit.
     """
     found: dict[tuple[str, str], None] = {}
     own = () if plan is None else plan.edits
@@ -67,9 +60,6 @@ def reading(plan: ResolvedPlan) -> list[ResolvedEdit]:
 def check_same_saes(first: ResolvedPlan, later: ResolvedPlan) -> None:
     """Check that a version of a running request's plan reconstructs with SAEs, at places, of which
     its first plan has edits: capacity was counted for these, and no other request may replace them.
-
-    Raises:
-        SpecError: it does not.
     """
     if not _places(later) <= _places(first):
         raise SpecError(

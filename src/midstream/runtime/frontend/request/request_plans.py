@@ -31,10 +31,8 @@ class _Ahead:
     """A plan that was resolved before its request exists.
 
     Attributes:
-        tokens: token ids of the prompt.
         max_tokens: maximum number of generated tokens.
         others: server-wide edits and captures at that time.
-        resolved: the plan.
     """
 
     tokens: list[int]
@@ -56,10 +54,8 @@ class RequestPlans:
         """Create it.
 
         Args:
-            resolver: resolves plans.
             lookup: returns what is registered under a name.
             num_layers: number of layers of the model.
-            max_length: the longest request, in tokens.
         """
         self._resolver = resolver
         self._lookup = lookup
@@ -72,11 +68,6 @@ class RequestPlans:
 
         Args:
             request: vLLM's EngineCoreRequest, or as much of it as `PlanResolver.resolve` reads.
-            call_plan: the request's own plan.
-            others: server-wide edits, and server-wide captures.
-
-        Raises:
-            SpecError: the plan cannot be carried out for this request.
         """
         ahead = self._ahead.pop(call_plan, None)
         most = request.sampling_params.max_tokens
@@ -93,11 +84,6 @@ class RequestPlans:
         Args:
             call_plan: the plan. Pair with `forget`.
             prompt: the prompt, as vLLM's `generate` gets it.
-            params: its sampling parameters.
-            others: server-wide edits, and server-wide captures.
-
-        Raises:
-            SpecError: the plan cannot be carried out for this prompt.
         """
         request = _request_of(prompt, params, self._max_length)
         if request is None or not self._is_long(request, call_plan, *others):

@@ -44,10 +44,7 @@ class PlanHistory:
         completions: number of its completions.
         first: the plan with which it was sent, resolved.
         asked: its own plan as it was given, which no other request has.
-        call_plan: the same with names bound.
         before: server-wide edits when it was admitted, which it keeps.
-        also: server-wide captures, likewise.
-        prompt: its prompt.
         edits: the edits given last, with names bound.
         origins: see `Plan`, of these edits.
         later: versions of its plan by number, from 1 on.
@@ -112,11 +109,6 @@ class RunningPlans:
         """Add a request that is admitted.
 
         Args:
-            uid: midstream's request id.
-            first: its plan, resolved.
-            request: vLLM's EngineCoreRequest.
-            call_plan: its own plan.
-            before, also: server-wide edits and captures.
             later: the versions that its probes may switch to; gets all later ones.
         """
         own, asked = call_plan.plan, call_plan
@@ -161,9 +153,6 @@ class RunningPlans:
 
         Args:
             name: the id that its caller gave it, or the plan that it was sent with.
-
-        Raises:
-            SpecError: it is not running, or several have this id.
         """
         found = [
             (uid, one)

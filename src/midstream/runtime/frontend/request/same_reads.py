@@ -10,9 +10,6 @@ from midstream.spec import Plan, ResolvedPlan
 def check_same_reads(first: ResolvedPlan, later: ResolvedPlan) -> None:
     """Check that a version of a request's plan captures, probes and remembers what the request does
     from its beginning.
-
-    Raises:
-        SpecError: it does not.
     """
     _check_same_rows(first, later)
     _check_same_scans(first, later)
@@ -47,14 +44,7 @@ def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
 
 
 def check_edits_can_change(plan: Plan) -> None:
-    """Check that a request's rows do not depend on the edits that it began with.
-
-    Args:
-        plan: its own plan.
-
-    Raises:
-        SpecError: it has rows of earlier requests, which had the same edits.
-    """
+    """Check that a request's rows do not depend on the edits that it began with."""
     if any(getattr(one, "reuse", False) for one in plan.captures):
         raise SpecError(
             "", "a request that reuses rows (Capture(reuse=True)) keeps the edits it began with"

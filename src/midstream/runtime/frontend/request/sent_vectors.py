@@ -79,9 +79,6 @@ class SentVectors:
 
         Args:
             stored: number of vectors that each worker stores.
-
-        Raises:
-            AssertionError: one does not hold.
         """
         counts = list(stored)
         assert all(count == len(self._sizes) for count in counts), (counts, len(self._sizes))
@@ -93,7 +90,6 @@ class SentVectors:
 
         Args:
             uid: midstream's id. Further vLLM requests of it need nothing.
-            vectors: what the plan names.
 
         Returns:
             What the workers must do first, to be sent with the request; None: nothing.

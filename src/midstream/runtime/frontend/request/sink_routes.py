@@ -18,8 +18,6 @@ class SinkRoute:
     """The destination of the rows of some captures of a request.
 
     Attributes:
-        sink: name of the sink.
-        tag: tag of the captures.
         name: name of the rows in the sink; empty: they are on the output.
         metadata: metadata of the captures; one of them may give it for all.
         captures: indices of the resolved plan's captures.
@@ -46,10 +44,7 @@ def routes_of(
     """Return the routes of a request's rows: one for each destination.
 
     Args:
-        resolved: the request's resolved plan.
         own: the request's own plan; None: it has none.
-        every: captures of every request.
-        request_id: vLLM's request id.
         uid: midstream's id, which no other request has.
     """
     found: dict[tuple[str, str, str], list[int]] = {}
@@ -85,8 +80,6 @@ def unique_name(request_id: str, uid: str, nth: int) -> str:
     Request ids may be those of another process, and need not be valid file names.
 
     Args:
-        request_id: vLLM's request id.
-        uid: midstream's id.
         nth: index of the route among those to one sink without a given name.
     """
     plain = _NOT_IN_NAMES.sub("_", request_id)[:_KEPT_OF_ID].lstrip(".-") or "request"

@@ -33,13 +33,7 @@ def with_switches(
     a condition is met.
 
     Args:
-        prepared: the plan without them.
         plan: the request's own plan, bound; None: it has none.
-        prepare: prepares a version.
-        room: capacity of a worker.
-
-    Raises:
-        SpecError: a version cannot be carried out for the request.
     """
     later: dict[int, LaterPlan] = {}
     versions: dict[str, PlanVersion] = {}
@@ -70,10 +64,6 @@ def joint_need(needs: Sequence[Need], room: Room) -> Need:
 
     Args:
         needs: that of each version, the first one's with rows.
-        room: capacity of a worker.
-
-    Raises:
-        SpecError: together they exceed a limit.
     """
     kinds: dict[str, dict[Hashable, int]] = {}
     for need in needs:
@@ -94,12 +84,7 @@ def check_acts(plan: ResolvedPlan, is_controlled: bool, workers: Sequence[Worker
     needs are on the worker whose output it reads: the first rank of the last stage.
 
     Args:
-        plan: the plan.
         is_controlled: whether the request has a controller in the engine core.
-        workers: the workers.
-
-    Raises:
-        SpecError: they are not.
     """
     stages = {tap: worker.stage for worker in workers for tap in worker.taps}
     stage_of = {probe.name: stages[probe.tap] for probe in plan.probes if probe.name}

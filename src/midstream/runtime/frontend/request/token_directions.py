@@ -43,13 +43,10 @@ class DirectionCache:
     Attributes:
         carry_out: calls the workers; None: that has to be awaited, so that directions must be there
             before a plan is resolved: see `fetch`.
-        carry_out_later: what is awaited instead.
     """
 
     def __init__(self, lenses: LensRegistry, shape: ModelShape, engine: Any) -> None:
         """Args:
-        lenses: the registered lenses.
-        shape: the model.
         engine: vLLM's engine, for its tokenizer and settings.
         """
         self._lenses, self._shape, self._engine = lenses, shape, engine
@@ -62,11 +59,7 @@ class DirectionCache:
         self._found.clear()
 
     def bound(self, plan: Plan | None) -> Plan | None:
-        """Return a plan with vectors in place of tokens.
-
-        Raises:
-            SpecError: a token, a lens or its map does not exist, or the model's head is unknown.
-        """
+        """Return a plan with vectors in place of tokens."""
         if plan is None or not any(map(_has_token, plan.edits)):
             return plan
         return plan.expanded(self._expanded)
@@ -76,9 +69,6 @@ class DirectionCache:
 
         Args:
             keys: of `needed` or `key`, with the path of each in the plan, or an empty one.
-
-        Raises:
-            SpecError: see `bound`.
         """
         for key, path in keys.items():
             if key in self._found:
@@ -99,11 +89,7 @@ class DirectionCache:
         await self.carry_out_later(self.reading(keys))
 
     def needed(self, plan: Plan | None) -> dict[DirectionKey, str]:
-        """Return the directions that a plan needs, with the path of an edit that needs each.
-
-        Raises:
-            SpecError: see `bound`.
-        """
+        """Return the directions that a plan needs, with the path of an edit that needs each."""
         found: dict[DirectionKey, str] = {}
         for nth, edit in enumerate(() if plan is None else plan.edits):
             if _has_token(edit):
@@ -114,12 +100,7 @@ class DirectionCache:
         return found
 
     def get(self, key: DirectionKey) -> Vector:
-        """Return a direction.
-
-        Raises:
-            BusyError: it was forgotten since it was asked of the workers.
-            SpecError: see `bound`.
-        """
+        """Return a direction."""
         if key not in self._found:
             if self.carry_out is None:
                 raise BusyError("a lens was replaced meanwhile; ask again", 1)
@@ -129,11 +110,7 @@ class DirectionCache:
         return found
 
     def place(self, token: int | str, layer: int, lens: str, site: str) -> DirectionKey:
-        """Return what the direction of a token at a layer is stored under.
-
-        Raises:
-            SpecError: see `bound`, or there is no such layer or site.
-        """
+        """Return what the direction of a token at a layer is stored under."""
         with at("lens"):
             lens = read_kind(lens)
         with at("site"):
@@ -143,11 +120,7 @@ class DirectionCache:
         return self.key(read_token(token), (site, layer), lens)
 
     def key(self, token: int | str, tap: Tap, lens: str) -> DirectionKey:
-        """Return what a direction is stored under.
-
-        Raises:
-            SpecError: see `bound`.
-        """
+        """Return what a direction is stored under."""
         last = self._shape.num_layers - 1
         reason = self._shape.reason((LENS, last))
         if reason is not None:

@@ -53,10 +53,6 @@ def tokens_of_rows(
     there: its score was read. After a stop in the prompt there are rows up to that position.
 
     Args:
-        output: vLLM's RequestOutput.
-        completion: one of its CompletionOutputs.
-        plan: the resolved plan.
-        sent: the scores of the completion.
         controller: the request's controller in the engine core; None: it has none.
     """
     tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
@@ -95,11 +91,7 @@ def actions_of(
     """Return what the probes of a completion did, in the order of the plan.
 
     Args:
-        plan: the resolved plan.
-        completion: vLLM's CompletionOutput.
         num_rows: number of its rows.
-        probes: its scores.
-        held: the versions of its plan.
     """
     stopped = probe_that_stopped(plan, completion)
     starts = {one.later.source: one.start for one in held if one.later is not None}

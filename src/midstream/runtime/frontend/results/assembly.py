@@ -48,9 +48,7 @@ class CompletionResults:
         activations: all captured rows, or those that arrived at the end if earlier rows were
             delivered and are not kept; None: the plan has no captures.
         probes: scores of the named probes; None: there are none.
-        receipt: what was done for the completion.
         blocks: captured rows that arrived at the end.
-        tokens: token id of each row.
     """
 
     activations: Activations | None
@@ -73,10 +71,6 @@ def assemble(
     """Assemble the workers' results of a finished request.
 
     Args:
-        output: vLLM's RequestOutput; unchanged.
-        plan: the resolved plan.
-        answers: the answer of each worker.
-        shape: the model.
         before: per completion, rows that arrived while it ran; without their data if not kept.
         own: the request's own plan, as given; None: it has none.
         reused: rows that it may have from earlier requests; None: every row was computed.
@@ -134,7 +128,6 @@ class _Places:
     """Where the rows of taps that were captured at the same positions are.
 
     Attributes:
-        taps: the taps.
         positions: int64 [rows], ascending.
         blocks: indices of the blocks that have these rows.
         chosen, nothing: see `RowGroup`.
@@ -152,8 +145,6 @@ class _SharedResults:
     """What is equal in the results of completions of one plan of which the workers say the same.
 
     Attributes:
-        receipt: the receipt of one of them.
-        places: of the captured rows.
         numbers: index of each tap's place; see `GatheredRows`.
         forms: of each block, the index of its worker's results and its form; None: see
             `WorkerResult.forms`.
@@ -271,7 +262,6 @@ def select_final(plan: ResolvedPlan, tokens: Sequence[int]) -> Select:
     """Return the function that gives the positions selected by captures of an ended completion.
 
     Args:
-        plan: the resolved plan.
         tokens: token ids of all rows, prompt first.
     """
     length = len(tokens)
@@ -302,7 +292,6 @@ def activations_of(
     """Return the captured rows of some blocks.
 
     Args:
-        plan: the resolved plan.
         blocks: the rows; at most one per position and tap.
         select: returns the positions, ascending, that captures select, by their indices.
         tokens: token ids from position 0 on.

@@ -51,10 +51,6 @@ class AsyncCompletion:
         """Create it for one engine.
 
         Args:
-            config: its settings.
-            shape: the model.
-            sinks: its sinks.
-            streamer: delivers rows of running calls.
             abort: aborts requests by vLLM's ids.
             ended: is called when a call's requests have ended, before its results are fetched.
             collected: is called when its results were fetched.
@@ -69,15 +65,7 @@ class AsyncCompletion:
         self.totals = RequestTotals()
 
     async def complete(self, call: GenerateCall, output: Any) -> None:
-        """Set the results that exist by now on an output.
-
-        Args:
-            call: the call.
-            output: the call's next RequestOutput of vLLM.
-
-        Raises:
-            ReceiptError: it is the last output, and results differ from the plan.
-        """
+        """Set the results that exist by now on an output."""
         set_nothing(output)
         if call.admitted is None:
             return
@@ -111,9 +99,6 @@ class AsyncCompletion:
 
         Returns:
             vLLM's RequestOutput; None if there is nothing to add.
-
-        Raises:
-            ReceiptError: results differ from the plan.
         """
         if call.session is None or call.admitted is None:
             return None

@@ -41,10 +41,6 @@ class Parted(NamedTuple):
 def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
     """Return the captured vectors among some rows, the attention, the logits, the lenses and
     the features.
-
-    Args:
-        rows: rows of captures of a request.
-        admitted: the request.
     """
     widths = admitted.plan.pattern_widths
     if rows is None or not any(tap in widths for tap in rows):
@@ -177,9 +173,6 @@ def _rows_of(
     """Return the rows of attention of one layer, in memory of their own.
 
     Args:
-        rows: the rows.
-        tap: what the plan calls them.
-        pattern: what they are.
         count: number of heads that a row has.
         asked: the heads that the caller gets; None: all.
     """

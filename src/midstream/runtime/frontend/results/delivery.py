@@ -58,10 +58,6 @@ class FinishedRequest:
     """A request whose results were fetched.
 
     Attributes:
-        admitted: the request.
-        output: vLLM's RequestOutput, with all generated tokens.
-        shape: the model.
-        results: results of each completion.
         partial_rows: rows that were delivered before the end; None: none were.
     """
 
@@ -78,10 +74,8 @@ class SinkShare:
 
     Attributes:
         completion: index of the completion.
-        route: route of the rows.
         put: their delivery; None: the rows are for `memory`.
         rows: rows for `memory`; None: for another sink.
-        earlier: results of earlier pieces.
     """
 
     completion: int
@@ -102,7 +96,6 @@ class PendingDelivery:
         """Create it.
 
         Args:
-            finished: the request.
             shares: each share, with the results of its pieces.
         """
         self._finished = finished
@@ -163,10 +156,6 @@ def set_on_output(output: Any, finished: FinishedRequest) -> bool:
 
     Args:
         output: vLLM's RequestOutput; see `PendingDelivery.set_results`.
-        finished: the request.
-
-    Returns:
-        Whether they were set.
     """
     admitted, routes = finished.admitted, finished.admitted.routes
     if len(output.outputs) > 1 or admitted.plan.pattern_widths:
@@ -251,13 +240,7 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
 def _set_results(
     output: Any, finished: FinishedRequest, results: Sequence[tuple[SinkShare, CaptureResult]]
 ) -> None:
-    """Set the results on an output and its completions; problems of sinks go into the receipts.
-
-    Args:
-        output: vLLM's RequestOutput.
-        finished: the request.
-        results: the result of each share.
-    """
+    """Set the results on an output and its completions; problems of sinks go into the receipts."""
     plan = finished.admitted.plan
     every: dict[str, list[CaptureResult]] = {}
     for completion in output.outputs:

@@ -16,7 +16,6 @@ class HeldPlan:
 
     Attributes:
         number: number of the version; 0: the plan with which the request was sent.
-        plan: the version.
         start, stop: the positions at which it held, [start, stop).
         later: what is known of a later version; None: it is version 0.
     """
@@ -39,7 +38,6 @@ def held_plans(
     Args:
         first: the plan with which the request was sent.
         later: its later versions, by number.
-        parts: results of the workers.
         length: number of rows of the completion.
     """
     reported = parts[0].versions if parts else ()

@@ -36,7 +36,6 @@ class _Completion:
         unshown: blocks that no output has shown entirely.
         shown: position below which outputs have shown rows.
         undelivered: blocks that no sink was given yet.
-        requested: position below which rows were requested.
         progress: the completion when rows were last requested.
         counts: per route, the number of rows of each tap that its sink was given.
         results: per route, the result of each piece.
@@ -56,7 +55,6 @@ class PartialRows:
     """Rows of one request that are delivered before it ends.
 
     Attributes:
-        ids: vLLM's ids of its completions.
         is_over: whether no more rows are to be requested before the end.
         lock: an asynchronous engine holds it while it fetches and delivers rows.
     """
@@ -86,11 +84,8 @@ class PartialRows:
         """Create it for a request.
 
         Args:
-            admitted: the request.
             request_id: the request id that its caller gave.
             num_completions: number of completions.
-            sinks: the engine's sinks.
-            shape: the model.
         """
         self.ids: list[str] = []
         self.is_over = False
@@ -228,9 +223,7 @@ class PartialRows:
         """Return the rows of a completion's last piece, and their size in bytes.
 
         Args:
-            route: route of the sink.
             index: index of the completion.
-            blocks: blocks that arrived at its end.
             tokens: token ids of all rows, prompt first.
         """
         every = [*self._completions[index].undelivered, *blocks]

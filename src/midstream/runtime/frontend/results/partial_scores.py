@@ -26,12 +26,7 @@ class StreamState:
     """
 
     def __init__(self, plan: ResolvedPlan, prompt: Sequence[int]) -> None:
-        """Create it for a completion.
-
-        Args:
-            plan: the resolved plan.
-            prompt: token ids of the prompt.
-        """
+        """Create it for a completion."""
         self._prompt_len = len(prompt)
         self._tokens = _Growing(np.int64)
         self._tokens.extend(np.array(prompt, np.int64))
@@ -53,7 +48,6 @@ class StreamState:
         """Record the tokens of an output.
 
         Args:
-            completion: vLLM's CompletionOutput.
             is_delta: whether it has only the tokens since the previous output; otherwise all.
         """
         known = 0 if is_delta else len(self._tokens.values) - self._prompt_len
@@ -131,8 +125,6 @@ class ScoreSelection:
         """Return the selected positions in [start, stop).
 
         Args:
-            start: first position.
-            stop: position after the last.
             tokens: token ids from position 0 on.
         """
         positions = np.arange(start, stop)

@@ -12,7 +12,6 @@ class RequestProgress(NamedTuple):
     Attributes:
         prompt: text of the prompt; None: not given as text.
         prompt_token_ids: token ids of the prompt; None: given as embeddings.
-        generated: ids of the generated tokens.
     """
 
     prompt: str | None
@@ -25,7 +24,6 @@ def lengths_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, int]:
 
     Args:
         states: vLLM's states of running requests, by its ids.
-        ids: vLLM's ids of the completions.
     """
     return {one: len(states[one].detokenizer.output_token_ids) for one in ids if one in states}
 
@@ -35,7 +33,6 @@ def running_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, Reque
 
     Args:
         states: vLLM's states of running requests, by its ids.
-        ids: vLLM's ids of the completions.
     """
     found = {}
     for one in ids:

@@ -57,10 +57,6 @@ def make_receipt(
     """Return the receipt of one completion.
 
     Args:
-        request_id: vLLM's request id.
-        plan: the resolved plan.
-        parts: results of the workers.
-        completion: vLLM's CompletionOutput.
         tokens: token id of each row, prompt first.
         activations: captured rows of the completion; None: the plan has no captures.
         probes: scores of the completion; None: the plan has no named probes.
@@ -393,10 +389,6 @@ class ReceiptReporter:
 
         Args:
             outputs: outputs of the call, for the error.
-
-        Raises:
-            ReceiptError: there are problems, and `on_mismatch` is "raise". With "warn", each is a
-                ReceiptWarning instead.
         """
         receipts, self._receipts = self._receipts, []
         if not receipts:

@@ -14,12 +14,7 @@ from midstream.spec.resolve.resolved import Pattern, ResolvedCapture
 
 
 def num_reduced(rows: Activations, plan: ResolvedPlan) -> dict[Tap, int]:
-    """Return the number of rows that each reduced row is made of, by its tap in the plan.
-
-    Args:
-        rows: rows of a completion.
-        plan: its plan.
-    """
+    """Return the number of rows that each reduced row is made of, by its tap in the plan."""
     found = {}
     for capture in plan.captures:
         pattern = capture.pattern
@@ -40,8 +35,6 @@ def with_reduced(
 
     Args:
         whole: captured vectors of a completion; None: there are none.
-        rows: all rows of it.
-        plan: its plan.
     """
     captures = [one for one in plan.captures if one.pattern and is_reduced(one.pattern)]
     if not captures:

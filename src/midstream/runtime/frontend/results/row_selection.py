@@ -26,12 +26,7 @@ class RowSelection:
     """
 
     def __init__(self, plan: ResolvedPlan, shape: ModelShape) -> None:
-        """Create it for a plan.
-
-        Args:
-            plan: the resolved plan.
-            shape: the model.
-        """
+        """Create it for a plan."""
         self._plan = plan
         self._no_rows = no_rows(plan, shape)
         self.row_bytes = row_sizes(plan, shape)
@@ -68,7 +63,6 @@ class RowSelection:
             captures: indices of the plan's captures.
             blocks: the rows; at most one per position and tap.
             tokens: token ids from position 0 on.
-            start: first position.
         """
         plan = self._plan.only(captures)
         start = max(start, min((int(block.positions[0]) for block in blocks), default=0))

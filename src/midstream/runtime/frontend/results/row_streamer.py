@@ -31,7 +31,6 @@ class StepRowStreamer:
         """Create it for one engine.
 
         Args:
-            sinks: the engine's sinks.
             received: is called with the uid and the bytes of rows that were fetched.
             fetch: fetches rows, per uid, given the positions below which they are fetched, per uid
                 and vLLM's id.
@@ -106,9 +105,7 @@ class RowStreamer:
         """Create it for one engine.
 
         Args:
-            sinks: the engine's sinks.
             received: is called with the uid and the bytes of rows that were fetched.
-            tasks: runs deliveries.
         """
         self._sinks = sinks
         self._received = received
@@ -123,7 +120,6 @@ class RowStreamer:
         """Deliver rows in the background, as long as there are calls that have `partial_rows`.
 
         Args:
-            calls: returns the running calls.
             states: returns vLLM's states of running requests, by its ids.
         """
         if self._task is None:
@@ -148,7 +144,6 @@ class RowStreamer:
         """Return whether a sink should get rows of a call now, and no delivery is under way.
 
         Args:
-            call: the call.
             states: vLLM's states of running requests, by its ids.
         """
         assert call.partial_rows is not None
@@ -160,7 +155,6 @@ class RowStreamer:
         """Deliver the rows of a call that exist by now to sinks. Waits while a sink is full.
 
         Args:
-            call: the call.
             states: vLLM's states of running requests, by its ids.
         """
         partial = call.partial_rows
@@ -177,7 +171,6 @@ class RowStreamer:
         """Return the rows for an output of a call that is not its regular last one.
 
         Args:
-            call: the call.
             is_aborted: whether the call was aborted. Then rows are not fetched any more.
         """
         assert call.partial_rows is not None

@@ -16,16 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_sinks(vllm_config: Any, info: EngineInfo) -> SinkSet:
-    """Open the sinks of an engine's settings.
-
-    Args:
-        vllm_config: settings of the engine.
-        info: description of the engine.
-
-    Raises:
-        ConfigError: a setting is invalid.
-        Exception: any exception of a sink's `open`.
-    """
+    """Open the sinks of an engine's settings."""
     found = vllm_config.additional_config[KEY]
     settings = read_sinks(found.sinks if isinstance(found, Settings) else {})
     return SinkSet(settings, origin_of(vllm_config, info))

@@ -51,15 +51,8 @@ class Call(Protocol):
 def collect(workers: Sequence[RemoteWorker], uids: list[str]) -> Exchange[dict[str, WorkerAnswers]]:
     """Fetch all results of ended requests; the workers forget them.
 
-    Args:
-        workers: each worker.
-        uids: midstream's ids of the requests.
-
     Returns:
         Per uid, the answer of each worker, in their order.
-
-    Raises:
-        RankError: the checksums of two ranks differ.
     """
     found = yield from _fetch(workers, CollectResults(uids, *_reader(workers)), uids)
     return found
@@ -71,7 +64,6 @@ def collect_partial(
     """Fetch rows of running requests; the workers forget these rows. See `collect`.
 
     Args:
-        workers: each worker.
         stops: per uid and vLLM's id, the position below which rows are fetched.
     """
     request = CollectPartialRows(
@@ -156,16 +148,7 @@ def carry_on(exchange: Exchange[T], answers: list[Any], call: Call) -> T:
 def scores_by_uid(
     workers: Sequence[RemoteWorker], uids: Iterable[str], answers: Sequence[RunningScores]
 ) -> dict[str, list[ScoreBlock]]:
-    """Return the scores of running requests, by uid.
-
-    Args:
-        workers: each worker.
-        uids: midstream's ids of the requests.
-        answers: the answer of each worker.
-
-    Raises:
-        MessageError: an answer does not have the data that it describes.
-    """
+    """Return the scores of running requests, by uid."""
     found: dict[str, list[ScoreBlock]] = {uid: [] for uid in uids}
     for worker, answer in zip(workers, answers, strict=True):
         for uid, block in score_blocks(worker.info, answer.requests, answer.data):
@@ -177,11 +160,7 @@ def check_traces(workers: Sequence[WorkerInfo], checksums: Sequence[list[StepChe
     """Compare the workers' checksums, if all workers keep them.
 
     Args:
-        workers: each worker's description.
         checksums: those of each worker, in the same order.
-
-    Raises:
-        RankError: two ranks differ.
     """
     traces = [{one.step: one for one in found} for found in checksums]
     if not all(traces):

@@ -19,23 +19,14 @@ async def fetch_parameter(engine: Any, batcher: RpcBatcher, name: str) -> Tensor
     """Return a parameter of an asynchronous engine; see `read_parameter`.
 
     Args:
-        engine: vLLM's AsyncLLM.
         batcher: calls the workers of one replica; all have the same parameters.
-        name: name of the parameter.
-
-    Raises:
-        BusyError: the engine sleeps.
     """
     check_awake(await engine.is_sleeping())
     return await batcher.carry_out(read_parameter(name))
 
 
 def check_awake(is_sleeping: bool) -> None:
-    """Check that an engine has its weights on the device.
-
-    Raises:
-        BusyError: it sleeps.
-    """
+    """Check that an engine has its weights on the device."""
     if is_sleeping:
         raise BusyError("the engine sleeps, without its weights on the device; wake it up first", 5)
 
@@ -48,10 +39,6 @@ def read_parameter(name: str) -> Exchange[Tensor]:
 
     Returns:
         The whole parameter on the CPU, in its dtype.
-
-    Raises:
-        SpecError: there is no such parameter, or it cannot be read whole.
-        FetchError: no rank has some of its rows.
     """
     answers: list[ParameterRows] = yield ReadParameter(name, 0, 0)
     known = next((one for one in answers if one.shape), None)

@@ -17,16 +17,12 @@ class RemoteWorker:
     """One worker.
 
     Attributes:
-        info: the worker's description.
         front_end: number of this front end, among those of the engine.
-        arena_bytes: its part of the arena.
     """
 
     def __init__(self, info: WorkerInfo, front_end: int = 0, front_ends: int = 1) -> None:
         """Args:
-        info: the worker's description.
         front_end: number of this front end.
-        front_ends: how many the engine has.
         """
         self.info = info
         self.front_end = front_end
@@ -52,7 +48,6 @@ class RemoteWorker:
         """Map the segments that results lie in, and release retired ones.
 
         Args:
-            headers: headers of results.
             retired: numbers of segments that no longer exist.
         """
         if self._arena is not None:

@@ -33,7 +33,6 @@ class Replica:
 
     Attributes:
         number: index among the engines of this front end, by which vLLM sends it requests.
-        batcher: calls its workers.
     """
 
     number: int
@@ -41,12 +40,7 @@ class Replica:
 
 
 def replicas_of(client: Any, workers: Sequence[Sequence[RemoteWorker]]) -> list[Replica]:
-    """Return the engines of a client.
-
-    Args:
-        client: vLLM's client of its engine cores.
-        workers: workers of each engine.
-    """
+    """Return the engines of a client."""
     return [
         Replica(number, RpcBatcher(partial(call, client, number), mine))
         for number, mine in enumerate(workers)
@@ -62,15 +56,8 @@ async def call(
     """Return the answers of one engine's workers to a request.
 
     Args:
-        client: vLLM's client of its engine cores.
         number: number of the engine.
-        request: the request.
         complete: returns what to send in its place; it is called right before that is queued.
-
-    Raises:
-        EngineDeadError: an engine of the client has ended, and no answer will arrive.
-        RuntimeError: the engine was used on another event loop before.
-        BusyError: it has not answered for `ANSWER_SECONDS`.
     """
     check_loop(client)
 
@@ -108,12 +95,6 @@ def check_loop(client: Any) -> None:
 
     vLLM reads what the engine sends in a task of the first event loop. When that loop ends, it
     reports the engine as dead, without a reason.
-
-    Args:
-        client: vLLM's client of its engine cores.
-
-    Raises:
-        RuntimeError: the engine was used on another event loop before.
     """
     reader = getattr(client.resources, "output_queue_task", None)
     if reader is None or reader.get_loop() is asyncio.get_running_loop():
@@ -131,9 +112,6 @@ def busy(client: Any) -> list[int]:
     """Return the number of requests on each engine, as last reported to vLLM's load balancer.
 
     Engines report ten times a second.
-
-    Args:
-        client: vLLM's client of its engine cores.
     """
     if len(client.core_engines) == 1:
         return [0]

@@ -102,12 +102,7 @@ class RpcBatcher:
     """
 
     def __init__(self, call: AsyncCall, workers: Sequence[RemoteWorker]) -> None:
-        """Create it for one engine.
-
-        Args:
-            call: sends a request to all workers.
-            workers: each worker.
-        """
+        """Create it for one engine."""
         self._call = call
         self._workers = workers
         self._scores = _Queue(self._read_scores)
@@ -127,7 +122,6 @@ class RpcBatcher:
         """Return rows of a running request; the workers forget these rows.
 
         Args:
-            uid: midstream's id.
             stops: by vLLM's id, the position below which rows are fetched.
         """
         found: WorkerAnswers = await self._request(self._partial, uid, stops)

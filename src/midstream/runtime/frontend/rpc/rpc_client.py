@@ -22,11 +22,7 @@ Started = Future[list[object]]
 
 
 def start_rpc(engine: Any) -> Callable[[RpcRequest[Any]], Started]:
-    """Return a function that sends a request to all workers without waiting for the answers.
-
-    Args:
-        engine: vLLM's LLMEngine.
-    """
+    """Return a function that sends a request to all workers without waiting for the answers."""
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core_client import SyncMPClient
 
@@ -57,7 +53,6 @@ def carry_out_whole(
     interrupted, they are read all the same: nobody else frees the rows that they lease.
 
     Args:
-        exchange: fetches results.
         start: sends a request without waiting for the answers.
         call: sends a request and waits for the answers.
     """

@@ -74,7 +74,6 @@ class _OfRows:
             x: outputs of the final norm [n, hidden].
             lora_a_stacked: [slots, 1, rank, hidden].
             lora_b_stacked: [slots, 1, vocabulary, rank].
-            scale: a factor.
         """
         for slot in self._slots:
             small = x.float() @ lora_a_stacked[slot, 0].float().T * scale

@@ -39,11 +39,9 @@ class KeyLayout:
     Attributes:
         dim: dimension of the cache that counts blocks.
         offset: elements from the begin of a block to its first key.
-        size: tokens of a block.
         strides: elements between tokens, heads and numbers; None: they are at no equal distance.
         index: int64 [tokens, heads, head_dim], elements from `offset` on; None: see `strides`.
         heads: number of key-value heads.
-        head_dim: numbers of a key.
         dtype: format of the numbers, which vLLM may store as bytes; without the layer's scale.
         span: elements from the first number of a key to the last; only with `index`.
     """
@@ -73,7 +71,6 @@ class KeyLayout:
         """Return the keys of some blocks, [requests, tokens, heads, head_dim].
 
         Args:
-            cache: the layer's KV cache.
             blocks: integers [requests, blocks].
         """
         view = self.view(cache)
@@ -95,10 +92,6 @@ def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
     Args:
         attention: vLLM's `Attention`, with its cache allocated. No step may be in progress.
         num_blocks: number of blocks of the cache.
-        size: tokens of a block.
-
-    Raises:
-        UnsupportedError: the keys are not in the cache as they are written.
     """
     cache = cache_of(attention)
     write = getattr(attention.impl, "do_kv_cache_update", None)
@@ -138,9 +131,6 @@ def scale_of(attention: Any, of: str) -> float:
     Args:
         attention: vLLM's `Attention`.
         of: `k`, `v` or `q`.
-
-    Raises:
-        UnsupportedError: there is more than one.
     """
     if attention.kv_cache_dtype not in _QUANTISED:
         return 1.0

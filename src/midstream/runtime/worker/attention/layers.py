@@ -32,7 +32,6 @@ class AttentionLayer:
     Attributes:
         module: vLLM's `Attention`.
         group: number of its KV cache group, whose layers share a block table.
-        layout: where keys are in its cache.
         form: what it does with the products of queries and keys.
         key_heads: int64 [heads], key-value head of each query head.
         query_scale: attention reads queries as fp8, with this scale; None: as they are.
@@ -73,11 +72,8 @@ class RankAttention:
         block_size: BlockSize,
     ) -> None:
         """Args:
-        decoder: the layers.
         taps: the rank's taps and their indices.
-        runner: vLLM's model runner.
         context_parallel: number of ranks that share the keys of a request.
-        block_size: returns the tokens of a block.
         """
         self._decoder = decoder
         self._taps = taps
@@ -118,11 +114,7 @@ class RankAttention:
 
 
 def _check_queries(decoder: Decoder, layer: int, taps: Mapping[Tap, int]) -> None:
-    """Check that a tap has the queries as attention reads them.
-
-    Raises:
-        UnsupportedError: none has.
-    """
+    """Check that a tap has the queries as attention reads them."""
     rotated, plain = QUERY_SITES
     why = decoder.lacking.get((rotated, layer))
     if why is not None and why != NO_ROPE.format(plain):
@@ -160,11 +152,7 @@ def _attention_of(layer: DecoderLayer, runner: Any, block_size: BlockSize) -> At
 
 
 def _check(module: Any) -> None:
-    """Check that nothing is known of a layer's attention that is not computed here.
-
-    Raises:
-        UnsupportedError: something is.
-    """
+    """Check that nothing is known of a layer's attention that is not computed here."""
     impl, backend = module.impl, module.attn_backend.get_name()
     for name in ("scale", "logits_soft_cap", "alibi_slopes"):
         if not hasattr(impl, name):

@@ -68,14 +68,9 @@ class RankLens:
 
         Args:
             head: the token's row of the head, [width].
-            maps: the maps.
 
         Returns:
             float32 [maps, width], each of length 1.
-
-        Raises:
-            UnsupportedError: the final norm is neither an RMSNorm nor a LayerNorm, or a direction
-                is zero.
         """
         gain, is_centred = gain_of(self._norm, head.shape[0], head.device)
         read = gain * head.double()

@@ -43,7 +43,6 @@ class Head:
         adapters: HeadAdapters | None = None,
     ) -> None:
         """Args:
-        compute_logits: the model's, without biases.
         vocabulary: number of tokens. What `compute_logits` returns beyond it is padding; a token
             that the head lacks has the logit −∞.
         adapters: the head's LoRA adapters; None: the engine has no LoRA.
@@ -95,7 +94,6 @@ class LogitQuery(NamedTuple):
     Attributes:
         codec: number of the encoding.
         nth: number of its pattern.
-        columns: the pattern.
         rows: int64 [n], row of the batch of each record.
         units: int64 [n], unit of the step's part of the ring at which each record's vector begins.
         tokens: of `logits_of` and `lens`, the tokens of each record, int64 [n, tokens]; else
@@ -119,7 +117,6 @@ class LogitReader:
 
     def __init__(self, head: Head, workspace: int, lens: RankLens | None = None) -> None:
         """Args:
-        head: the model's head.
         workspace: see `Head.in_parts`.
         lens: applies maps and the final norm; None: no request asks for a lens.
         """
@@ -136,7 +133,6 @@ class LogitReader:
         Numbers of encodings, and with them the order of the queries, are each rank's own.
 
         Args:
-            queries: the records.
             units: [units, U], the step's part of the ring.
         """
         device = units.device
@@ -191,13 +187,11 @@ class _Stream:
     """Which vectors are the stream, and their maps.
 
     Attributes:
-        maps: the distinct maps.
         number: of each vector, the number of its map; −1: it is an output of the final norm.
     """
 
     def __init__(self, forms: Sequence[Sequence[LogitQuery]], order: Ints) -> None:
         """Args:
-        forms: the records, in groups.
         order: int64 [n], the number of each vector among all records, group after group.
         """
         numbers: dict[LensMap, int] = {}

@@ -27,10 +27,7 @@ def queries_of(
     """Return the position of each record of a batch, int64 [n], and the runs of its records.
 
     Args:
-        prepared: the step.
         batch: records of the step whose encoding has rows of attention.
-        slots: the requests.
-        device: where the positions are needed.
     """
     plan, step = prepared.plan.runs, prepared.batch
     rows, length = plan.row[batch.runs], plan.length[batch.runs]
@@ -66,9 +63,6 @@ def logits_of(
     """Return the records of a step whose logits are asked for, also those that are not returned.
 
     Args:
-        prepared: the step.
-        encoding: returns the encoding with a number.
-        slots: the requests.
         unit: numbers of a unit of the ring.
     """
     plan = prepared.plan.runs

@@ -80,9 +80,6 @@ class PatternReader:
         """Return the logits of all records of a step whose logits are asked for.
 
         Args:
-            prepared: the step.
-            encoding: returns the encoding with a number.
-            slots: the requests.
             ring: [units, U], the staging ring.
         """
         queries = logits_of(prepared, encoding, slots, ring.shape[1])
@@ -103,7 +100,6 @@ class PatternReader:
         """Return encoded records, uint8 [n, row_bytes], on the host if their logits are.
 
         Args:
-            encoding: their encoding.
             records: [n, numbers], the captured vectors, queries among them.
             positions: int64 [n], position of each record.
             runs: the runs of all records, in order.
@@ -175,7 +171,6 @@ class PatternReader:
         takes the host some time.
 
         Args:
-            reads: the rows.
             count: number of records.
         """
         alike: dict[tuple[object, ...], list[_Read]] = {}
@@ -238,11 +233,7 @@ class PatternReader:
         """Write the scores of one layer, float32 [runs, rows, heads, keys]; see `op.scores`.
 
         Args:
-            read: the layer.
             queries: [runs · rows, numbers], those of all heads.
-            tile: the rows.
-            table: blocks of the batch's requests.
-            out: to be written.
         """
         columns, layer, form = read.columns, read.layer, read.form
         stop = tile.begin + out.shape[-1]
@@ -280,8 +271,6 @@ class _Read:
 
     Attributes:
         nth: number of the pattern.
-        columns: what the row is.
-        layer: the layer.
     """
 
     nth: int

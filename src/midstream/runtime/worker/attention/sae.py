@@ -22,7 +22,6 @@ class SaeReader:
 
     def __init__(self, weights: RankWeights, workspace: int) -> None:
         """Args:
-        weights: the memory where the encoders are.
         workspace: device memory in bytes that the activations may take at a time; those of one
             vector may take more.
         """
@@ -36,7 +35,6 @@ class SaeReader:
 
         Args:
             nth: number of the pattern.
-            columns: what is asked for.
             records: [n, numbers], the captured vectors.
             runs: the runs of all records, in order.
         """

@@ -33,10 +33,7 @@ class StepPatterns:
     ) -> None:
         """Args:
         buffers: the rank's buffers; queries are in its ring.
-        slots: the requests.
-        codecs: the encodings of captured rows.
         reader: computes rows and scores; None: no request asks for any but reduced ones.
-        reductions: what rows are reduced to.
         """
         self._buffers = buffers
         self._slots = slots
@@ -59,11 +56,6 @@ class StepPatterns:
     ) -> Tensor | None:
         """Return the encoded records of a batch, uint8 [n, row_bytes]; None if they are made of
         the batch's units of the ring alone.
-
-        Args:
-            prepared: the step.
-            batch: the records.
-            logits: of the whole step.
         """
         encoding = self._codecs.encoding(batch.codec)
         if not isinstance(encoding, PatternEncoding):
@@ -150,9 +142,7 @@ def _logits_of(
     """Return the logits of some records of a step, by number of the pattern.
 
     Args:
-        prepared: the step.
         batch: the records, all or some of those of an encoding.
-        logits: of the whole step.
         units: ring units of a record.
     """
     if not logits:

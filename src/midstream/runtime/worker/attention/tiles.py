@@ -19,7 +19,6 @@ class Tile:
     """Rows that are computed together: several runs of one row, or some rows of one run.
 
     Attributes:
-        runs: the runs.
         at: their records, as an index of those of the step.
         positions: int64 [runs, rows].
         requests: int64 [runs], index of each one's request in the batch.
@@ -102,7 +101,6 @@ def _batches(
     run. The weights of a group take half of the workspace at most, if it has several rows.
 
     Args:
-        runs: the runs.
         heads: number of heads.
         window: see `AttentionForm`.
         workspace: bytes.

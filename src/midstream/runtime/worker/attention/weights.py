@@ -21,7 +21,6 @@ class AttentionForm:
     """What attention of a layer does with the products of queries and keys.
 
     Attributes:
-        scale: factor of the products.
         soft_cap: s becomes c · tanh(s / c); 0: it does not.
         window: number of keys that a query sees at most, its own included; 0: all before it.
         slopes: ALiBi, float32 [heads]: the slope times (position of the key − of the query) is
@@ -60,7 +59,6 @@ def scores(
     Args:
         queries: [requests, rows, heads, head_dim], as attention reads them.
         positions: int64 [requests, rows], position of each query.
-        keys: returns keys of the requests.
         begin, stop: positions of the keys. No query may see an earlier or a later one.
         key_heads: int64 [heads], key-value head of each query head. None: these are all query
             heads, of which as many neighbours share each key-value head.
@@ -115,7 +113,6 @@ def top_keys(weights: Tensor, begin: int, k: int) -> Tensor:
 
     Args:
         weights: [..., keys].
-        begin: position of the first key.
         k: number of keys.
 
     Returns:
@@ -153,9 +150,7 @@ def full(weights: Tensor, begin: int, size: int, outside: float = 0.0) -> Tensor
 
     Args:
         weights: [..., keys].
-        begin: position of the first key.
         size: number of keys to return.
-        outside: what the other keys have.
     """
     after = size - begin - weights.shape[-1]
     return torch.nn.functional.pad(weights, (begin, after), value=outside)

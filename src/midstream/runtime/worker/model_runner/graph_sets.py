@@ -14,7 +14,6 @@ class GraphSets:
     def __init__(self, runner: Any, manager: Any) -> None:
         """Args:
         runner: vLLM's model runner; its `model` is the one that a capture captures.
-        manager: the runner's graph manager.
         """
         self._runner = runner
         self._manager = manager

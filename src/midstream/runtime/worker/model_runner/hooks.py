@@ -26,7 +26,6 @@ class Hooks:
 
     def __init__(self, session: WorkerSession, switch: ModelSwitch, ahead: int) -> None:
         """Args:
-        session: the worker's session.
         switch: chooses the model that a forward pass runs.
         ahead: number of steps that the scheduler may decide on before it knows which draft tokens
             of a step were accepted.
@@ -74,7 +73,6 @@ class Hooks:
         """Return what the host does not know about a step's batch; None if it knows all.
 
         Args:
-            request_ids: vLLM's ids of the batch's requests.
             positions: returns the rows' positions on the device.
         """
         unknown = [drafted for drafted in self._unknown if drafted]

@@ -30,7 +30,6 @@ class ModelSwitch:
         check_taps: Callable[[Callable[[], object]], None],
     ) -> None:
         """Args:
-        worker: vLLM's worker, whose model is loaded.
         replacements: the modules that differ; none if there is only one model, which is tapped.
         lazy: whether a copied model is compiled by `prepare`, not while the engine starts.
         is_v2: whether the worker has vLLM's V2 model runner.
@@ -90,11 +89,7 @@ class ModelSwitch:
             runner.profile_cudagraph_memory = lambda: 2 * profile()
 
     def prepare(self) -> None:
-        """Compile the tapped model and capture its graphs, unless that is done.
-
-        Raises:
-            TapError: a tap does not fire.
-        """
+        """Compile the tapped model and capture its graphs, unless that is done."""
         if not self._is_lazy:
             return
         self._is_lazy = False

@@ -23,7 +23,6 @@ class ArmedBuffers:
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
         """Args:
-        buffers: the rank's buffers.
         only_armed: see `StepRecorder`.
         """
         self._buffers = buffers
@@ -76,11 +75,7 @@ class ArmedBuffers:
         self._tokens = tokens
 
     def check_integrity(self) -> None:
-        """Check that the device has what was armed last.
-
-        Raises:
-            AssertionError: it has not.
-        """
+        """Check that the device has what was armed last."""
         armed = self._tokens.shape[0]
         found = self._buffers.tokens[:armed].cpu().numpy().copy()
         if (self._tokens[:, layout.POSITION] < 0).any():  # the device has set these positions

@@ -20,10 +20,8 @@ class PreparedStep:
     """A step whose forward pass is queued next.
 
     Attributes:
-        plan: the step's plan.
         first: ring unit at which the plan's first record begins.
         positions: copy of each row's position to the host; None if the plan has the positions.
-        batch: the batch of the step.
     """
 
     plan: StepPlan
@@ -38,8 +36,6 @@ class InFlightStep:
 
     Attributes:
         number: number of the step, from 1.
-        prepared: the step as it was queued.
-        shipment: its results.
     """
 
     number: int

@@ -24,7 +24,6 @@ class _KeptStep:
     """A planned step.
 
     Attributes:
-        plan: its plan.
         of_run: for each run, the index of its request among those with a plan.
         position: position of the first row of each request.
         stop: position of the last row + 1.
@@ -42,9 +41,6 @@ class KeptSteps:
     """The plans of the last different steps with prompts."""
 
     def __init__(self, slots: SlotTable) -> None:
-        """Args:
-        slots: the requests.
-        """
         self._slots = slots
         self._kept: dict[StepKey, _KeptStep] = {}
 
@@ -52,9 +48,7 @@ class KeptSteps:
         """Return the key of a step; None: it cannot be repeated with other requests.
 
         Args:
-            batch: the batch of the step.
             chosen: indices of the batch's requests that have a plan.
-            slot: their slots.
         """
         # Steps without prompts repeat with the same requests: see `StepPlanner`.
         if batch.unknown is not None or batch.num_tokens == len(batch.request_ids):
@@ -70,7 +64,6 @@ class KeptSteps:
         """Return the plan of a step of some requests; None: no such step is kept.
 
         Args:
-            key: the step's key.
             slot: slots of the requests that have a plan.
         """
         found = self._kept.get(key)

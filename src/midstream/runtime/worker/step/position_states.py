@@ -20,9 +20,6 @@ class PositionStates:
     """Owner of the states of the requests in all slots; UNSEEN at first."""
 
     def __init__(self, max_model_len: int) -> None:
-        """Args:
-        max_model_len: most positions of a request.
-        """
         self._reached = np.zeros(0, np.int64)  # number of positions that each request has reached
         self._behind: tuple[Ints, Ints] | None = None  # arguments of the last `advance_by_one`
         self._states = np.zeros((0, max_model_len), np.uint16)
@@ -52,7 +49,6 @@ class PositionStates:
         computed were served from the prefix cache.
 
         Args:
-            slot: slot of each request.
             position: position of its first row, or a lower bound.
             stop: position of its last row + 1, or an upper bound.
         """
@@ -69,10 +65,6 @@ class PositionStates:
         """Record that requests reach one more position, without a look at the array: each call
         replaces the one before, until `advance` or `take` is called. Between two calls of
         `advance`, all calls of this method are for the same requests.
-
-        Args:
-            slot: slot of each request.
-            position: its position.
         """
         self._behind = slot, position
 

@@ -30,15 +30,10 @@ class SlotTable:
         last_step: int64 [slots], number of the last step with a row of the request; 0: none.
         reports: bool [slots], whether the scores of the request leave with each step's output.
         num_reporting: number of requests for which that is so.
-        states: the states of the requests' positions.
         nonfinite: vLLM's ids of running requests that had a value that is not finite.
     """
 
     def __init__(self, max_model_len: int, on_nonfinite: str = "raise") -> None:
-        """Args:
-        max_model_len: most positions of a request.
-        on_nonfinite: the setting of that name.
-        """
         self._ends_nonfinite = on_nonfinite == "raise"
         self.segments = np.zeros((0, columns.SEGMENT_COLUMNS), np.int64)
         self.failures: dict[str, Failure] = {}
@@ -143,7 +138,6 @@ class SlotTable:
         Args:
             request: a request without a problem so far.
             position: the first position that the problem may concern.
-            problem: what went wrong.
         """
         request.problem = problem
         if self.runs(request):
@@ -193,7 +187,6 @@ class SlotTable:
         """Record what the device counted for each active row of a step.
 
         Args:
-            plan: the step's plan.
             edits: number of edits.
             nonfinite: whether the row had a value that is not finite. Its request fails, or is
                 reported, by the setting `on_nonfinite`.

@@ -15,10 +15,8 @@ class TokenRuns:
     """Runs of consecutive rows of one request within one segment; each array has one entry per run.
 
     Attributes:
-        row: first row in the batch.
         length: number of rows.
         position: position of the first row in its request; see `exact`.
-        slot: slot of the request.
         program: index of each row's program.
         group: index of each row's capture group.
         vectors: number of vectors in each row's record.
@@ -57,7 +55,6 @@ class CodecBatch:
         runs: indices of the step's runs that these rows belong to.
         serial: serial number of each run's request.
         length: number of records of each run.
-        kind: kind of record of each run.
         record: ring unit of each run's first record, relative to `first`.
     """
 
@@ -118,7 +115,6 @@ class StepPlan:
             step's first ring unit.
         num_units: number of ring units that the step fills.
         active: rows of the batch that have a program, as an index.
-        slots: slot of each active row.
         positions: position of each active row; an upper bound if `runs` are not exact.
         fewest: smallest number of edits that each active row must get.
         most: largest number of edits that each active row may get; the difference to `fewest` is
@@ -128,7 +124,6 @@ class StepPlan:
         scored: whether a score of the step is returned to a caller.
         device_positions: whether a program reads positions that only the device knows. It must
             then fill in the column `POSITION` of `tokens`.
-        runs: the runs of the step.
         batches: captured rows by codec, in the order of the ring.
     """
 
@@ -159,7 +154,6 @@ class StepPlan:
 
         Args:
             slot: slot of the request of each run.
-            serial: its serial number.
         """
         runs = self.runs
         batches = tuple([batch.of(serial[batch.runs]) for batch in self.batches])

@@ -26,16 +26,13 @@ class _DecodeStep:
     positions.
 
     Attributes:
-        plan: the step's plan.
         slots: slots of the batch's requests; the same array as long as the requests are the same.
         computed: number of tokens of each request that were computed before the step.
         chosen: indices of the batch's requests that have a plan.
-        slot: slots of the chosen requests.
         start: first position of the segment of each chosen request.
         stop: last position + 1 of that segment.
         active: which of the chosen requests have a program there; None: all.
         by_position: which of the plan's runs have a program that reads positions; None: none.
-        position: position of each chosen request.
         more: how many more steps are within these segments, if each advances by one position.
     """
 
@@ -77,10 +74,6 @@ class StepPlanner:
     """Lays out each step for the device."""
 
     def __init__(self, slots: SlotTable, tables: ProgramTable) -> None:
-        """Args:
-        slots: the requests.
-        tables: the programs of their segments.
-        """
         self._slots = slots
         self._tables = tables
         self._decode: _DecodeStep | None = None
@@ -165,9 +158,7 @@ class StepPlanner:
         """Return the runs of a batch that have a program; None if there are none.
 
         Args:
-            batch: the batch.
             chosen: indices of its requests that have a plan.
-            slot: their slots.
         """
         length = batch.scheduled[chosen].astype(np.int64)
         row = (np.cumsum(batch.scheduled, dtype=np.int64) - batch.scheduled)[chosen]
@@ -324,7 +315,6 @@ def _rows_of(runs: TokenRuns, within: Ints) -> slice | Ints:
     """Return the rows of all runs, as an index. A slice is many times as fast to use.
 
     Args:
-        runs: the runs.
         within: see `within_runs`.
     """
     row, stop = runs.row, runs.row + runs.length

@@ -27,11 +27,7 @@ class CodecTable:
         """Return the number of the encoding of records.
 
         Args:
-            spec: text of the codec.
             taps: the taps of a record, as indices on this rank, in order.
-
-        Raises:
-            SpecError: there is no such codec, or its parameters are invalid.
         """
         widths = [self._buffers.width(tap) for tap in taps]
         return self._number(RowEncoding.of(parse_codec(spec), widths, self._buffers.unit))
@@ -46,13 +42,9 @@ class CodecTable:
         """Return the number of the encoding of records with queries.
 
         Args:
-            spec: text of the codec.
             taps: the taps of a record, as indices on this rank, in order.
             returned: those of them whose vectors are returned, in order.
             patterns: the rows of attention, logits, and scores.
-
-        Raises:
-            SpecError: there is no such codec, or its parameters are invalid.
         """
         width, start = self._buffers.width, 0
         starts = {}

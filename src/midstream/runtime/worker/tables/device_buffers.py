@@ -97,14 +97,10 @@ class Buffers:
             taps: the rank's taps, in the order of their indices, each with the width of its
                 vectors on this rank.
             max_tokens: most rows of a forward pass, padding included.
-            hidden_size: width of the residual stream.
-            room: limits of the tables.
             ring_rows: vectors of that width for which the ring has room.
             dtype: the model's dtype.
-            device: the rank's device.
             drafts: most draft tokens of a request in a step.
             sae: what reconstructions by SAEs need.
-            reconstructed: the taps of these.
         """
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:

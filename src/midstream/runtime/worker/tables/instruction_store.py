@@ -28,13 +28,9 @@ class InstructionStore:
     Attributes:
         bank: units of the vector bank in use.
         lists: entries of the lists of token ids in use.
-        ranges: instructions in use.
     """
 
     def __init__(self, buffers: Buffers) -> None:
-        """Args:
-        buffers: the rank's buffers.
-        """
         self._buffers = buffers
         self.reset()
 
@@ -55,9 +51,6 @@ class InstructionStore:
 
         Returns:
             The range of the instructions: its first and its length. Pair with `release`.
-
-        Raises:
-            NoRoomError: no free range is large enough; the message names the setting.
         """
         length = sum(len(edit.steps) for edit in edits)
         first = self.ranges.acquire(length)

@@ -28,7 +28,6 @@ class PatternColumns:
         slot: column of the score, which is not in the encoded row; None: it is a row.
         divisor: of a score, the number of heads over all ranks.
         map: of a lens, the map of its layer.
-        encoder: of features, that of the SAE.
     """
 
     capture: int

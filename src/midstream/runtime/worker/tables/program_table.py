@@ -42,7 +42,6 @@ class ProgramTable:
     """Owner of `Buffers.table`.
 
     Attributes:
-        instructions: owner of the programs' instructions.
         fewest: int32 [programs], the smallest number of edits that the device counts for a token
             of each program in one forward pass.
         most: int32 [programs], the largest number; the difference is in edits that depend on the
@@ -52,9 +51,6 @@ class ProgramTable:
     """
 
     def __init__(self, buffers: Buffers) -> None:
-        """Args:
-        buffers: the rank's buffers.
-        """
         self._buffers = buffers
         self._num_taps, self._rows, _ = buffers.table.shape
         self.instructions = InstructionStore(buffers)
@@ -72,9 +68,6 @@ class ProgramTable:
     def acquire_program(self, edits: Edits) -> int:
         """Return the index of the program of these edits, in this order. Pair with
         `release_program`.
-
-        Raises:
-            NoRoomError: the tables are full; the message names the setting.
         """
         if not edits:
             return layout.WATCH_PROGRAM
@@ -118,9 +111,6 @@ class ProgramTable:
     def acquire_group(self, taps: tuple[int, ...]) -> int:
         """Return the index of the group that captures these taps, in the order of its record. Pair
         with `release_group`.
-
-        Raises:
-            NoRoomError: the table is full; the message names the setting.
         """
         if not taps:
             return layout.NO_GROUP
@@ -152,11 +142,7 @@ class ProgramTable:
             self._unused_groups.add(taps)
 
     def check_integrity(self) -> None:
-        """Check that everything is either in use or free; cheap.
-
-        Raises:
-            AssertionError: something is neither.
-        """
+        """Check that everything is either in use or free; cheap."""
         assert all(
             (program.users == 0) == (edits in self._unused)
             for edits, program in self._programs.items()
@@ -188,9 +174,6 @@ class ProgramTable:
     def _find_room(self, edits: Edits, index: int) -> _Program:
         """Write a program to the device. If there is no free range for it, drop programs that no
         request uses, and then close the gaps between the others.
-
-        Raises:
-            NoRoomError: no free range is large enough after that.
         """
         with suppress(NoRoomError):
             return self._place(edits, index)
@@ -210,12 +193,7 @@ class ProgramTable:
             program.first = self._place(edits, program.index).first
 
     def _place(self, edits: Edits, index: int) -> _Program:
-        """Write a program to the device, or nothing.
-
-        Raises:
-            NoRoomError: no free range is large enough.
-            ValueError: a MAP is not the first that changes h at its tap.
-        """
+        """Write a program to the device, or nothing."""
         # The taps of a request may be in any order; the edits of one tap keep theirs.
         ordered = sorted(edits, key=lambda edit: edit.tap)
         kinds = {

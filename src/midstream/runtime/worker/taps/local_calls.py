@@ -22,14 +22,7 @@ from midstream.spec.local_functions import find_function
 
 @dataclass(slots=True)
 class _Call:
-    """A call in the step that is queued next.
-
-    Attributes:
-        request: the request.
-        use: its function.
-        rows: rows of the batch, ascending.
-        positions: their positions.
-    """
+    """A call in the step that is queued next."""
 
     request: RequestState
     use: FunctionUse
@@ -47,8 +40,6 @@ class LocalCalls:
     def __init__(self, taps: dict[Tap, int], buffers: Buffers, slots: SlotTable) -> None:
         """Args:
         taps: the rank's taps and their indices.
-        buffers: the rank's buffers.
-        slots: the running requests.
         """
         self._addresses = {tap: buffers.table[nth].data_ptr() for tap, nth in taps.items()}
         self._slots = slots
@@ -56,12 +47,7 @@ class LocalCalls:
         self._token_ids: Callable[[], Tensor] = lambda: torch.zeros(0)
 
     def load(self, plan: ResolvedPlan) -> list[FunctionUse]:
-        """Return the functions of a plan at this rank's taps.
-
-        Raises:
-            LookupError: this process has not one of them.
-            ImportError: the module of one of them cannot be imported.
-        """
+        """Return the functions of a plan at this rank's taps."""
         return [
             FunctionUse(nth, one, find_function(one.key, one.path))
             for nth, one in enumerate(plan.functions)
@@ -73,7 +59,6 @@ class LocalCalls:
 
         Args:
             plan: the step's plan, with exact positions; None: no row has a program.
-            batch: its batch.
         """
         self._pending.clear()
         if plan is None:
@@ -103,7 +88,6 @@ class LocalCalls:
         """Call the functions of one tap.
 
         Args:
-            address: of the tap's table.
             hidden: [T, width], the stream, or one half of it. Mutated.
             residual: [T, width] or None, the other half. Mutated.
         """

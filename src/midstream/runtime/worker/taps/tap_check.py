@@ -43,11 +43,7 @@ def check_taps(buffers: Buffers, taps: Iterable[Tap], run: Callable[[], object])
 
     Args:
         buffers: the rank's buffers; no token has a program before and after.
-        taps: the rank's taps.
         run: runs the tapped model on at least one row.
-
-    Raises:
-        TapError: a tap did not fire once.
     """
     buffers.tally[:1].zero_()
     buffers.tokens[:1, layout.PROGRAM].fill_(layout.WATCH_PROGRAM)

@@ -42,9 +42,6 @@ class Replacement:
 
     Attributes:
         owner: the module whose child it is; None for the model itself.
-        name: name of the child.
-        plain: the module of vLLM's own model.
-        tapped: its copy.
     """
 
     owner: nn.Module | None
@@ -62,10 +59,6 @@ class TappedCopies:
     """
 
     def __init__(self, model: nn.Module, targets: Collection[nn.Module]) -> None:
-        """Args:
-        model: the loaded model; it is unchanged.
-        targets: the modules to copy.
-        """
         self._targets = {id(target) for target in targets}
         self._holds: dict[int, bool] = {}
         self._copies: dict[int, nn.Module] = {}
@@ -145,18 +138,10 @@ def add_taps(
     The model itself is tapped if the settings say so, or if it cannot be copied.
 
     Args:
-        model: the loaded model.
-        decoder: its layers.
         taps: the rank's taps, with their indices in `buffers.table`.
-        buffers: the rank's buffers.
-        vllm_config: the engine's settings.
-        config: midstream's settings.
 
     Returns:
         The modules that differ between the model and the copy; none if there is no copy.
-
-    Raises:
-        UnsupportedError: a layer differs from its convention.
     """
     copies = TappedCopies(model, _targets(decoder, taps))
     reason = _why_one_model(copies, vllm_config, config)

@@ -120,8 +120,6 @@ class _Columns(NamedTuple):
     """A site that is columns of a tensor.
 
     Attributes:
-        table: the table of the tap.
-        start: the first of the columns.
         by_head: whether they are of heads, which are a dimension of their own in some models.
         parameter: (name, index) of the parameter that gets the tensor; not read at an exit.
         copies: whether the module gets a copy of the tensor, which is tapped.
@@ -141,7 +139,6 @@ class _Role:
     Attributes:
         attribute: attribute of `TappedModule` for the table of the tap.
         path: name of the module within the layer.
-        site: the site.
         copies: whether the module's input is copied before the tap.
         parameter: name of the parameter that gets the module's input; None: the first one.
     """
@@ -154,15 +151,7 @@ class _Role:
 
 
 def modules_to_tap(layer: DecoderLayer, sites: Collection[str]) -> list[nn.Module]:
-    """Return the layer, and the modules in it and beside it whose class `tap_layer` replaces.
-
-    Args:
-        layer: the layer.
-        sites: the layer's tapped sites.
-
-    Raises:
-        UnsupportedError: the layer differs from its convention.
-    """
+    """Return the layer, and the modules in it and beside it whose class `tap_layer` replaces."""
     roles = [role for role in _roles(layer.convention) if role.site in sites]
     paths = [(role.path, role.site) for role in roles]
     paths += [(place.path, site) for site, place in layer.inner.items() if site in sites]
@@ -177,10 +166,6 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
         layer: the layer; its class, and the classes of the modules at its other sites, are replaced
             in place.
         taps: every tap of this rank, with its index in `buffers.table`.
-        buffers: the rank's buffers.
-
-    Raises:
-        UnsupportedError: the layer differs from its convention.
     """
     module: Any = layer.module
     convention = layer.convention
@@ -408,9 +393,6 @@ def check_drafter(runner: Any) -> None:
 
     Args:
         runner: vLLM's model runner, whose model is tapped.
-
-    Raises:
-        UnsupportedError: the drafter shares a tapped module; the message names it.
     """
     drafter = _drafter(runner)
     if drafter is None:

@@ -26,9 +26,6 @@ def named_refusals() -> Iterator[None]:
     """Raise the errors of vLLM or a chat template for a prompt as SpecError.
 
     The error of an engine that is dead is raised as it is.
-
-    Raises:
-        SpecError: the prompt is rejected.
     """
     from jinja2 import TemplateError
     from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError

@@ -23,9 +23,6 @@ def tokenize(engine: Any, prompt: Any, template: Mapping[str, Any]) -> Prompt:
         engine: vLLM's engine, for its tokenizer and renderer.
         prompt: text, token ids, a dict of either, or messages.
         template: arguments of the chat template, for messages.
-
-    Raises:
-        SpecError: another form, or no tokens; or this engine has no tokenizer.
     """
     if isinstance(prompt, Mapping) and "role" not in prompt:
         prompt = _of_dict(prompt)
@@ -64,22 +61,14 @@ def token_texts(engine: Any, prompt: Prompt) -> tuple[str, ...]:
 
 
 def texts_of(engine: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, decoded alone.
-
-    Raises:
-        SpecError: the engine has no tokenizer.
-    """
+    """Return the text of each token, decoded alone."""
     tokenizer = _tokenizer(engine, "the text of a token")
     known = {one: decode(tokenizer, [one]) for one in set(ids)}
     return [known[one] for one in ids]
 
 
 def token_id(engine: Any, text: str) -> int:
-    """Return the id of a text that is one token; see `one_token_id`.
-
-    Raises:
-        SpecError: it is several, or the engine has no tokenizer.
-    """
+    """Return the id of a text that is one token; see `one_token_id`."""
     return one_token_id(_tokenizer(engine, "a token's text"), text)
 
 
