@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def visible(text: str) -> str:
     """Escape control characters, which a terminal would act on."""
     return "".join(
-        each if each.isprintable() or each == "\n" else f"\\x{ord(each):02x}" for each in text
+        char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in text
     )
 
 
@@ -145,8 +145,8 @@ def _read(log: IO[bytes]) -> str:
 
 def _refusal(logged: str) -> MidstreamError | None:
     """Return the last midstream error in the log of an engine process; None if there is none."""
-    found = _REFUSED.findall(logged)
-    return _REFUSALS[found[-1][0]](found[-1][1]) if found else None
+    matches = _REFUSED.findall(logged)
+    return _REFUSALS[matches[-1][0]](matches[-1][1]) if matches else None
 
 
 def _tail(logged: str) -> str:

@@ -67,7 +67,7 @@ async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
     """Return the results of awaitables, which run at the same time. If one fails, or the caller is
     cancelled, the others are cancelled, and have ended when the error is raised.
     """
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -115,10 +115,10 @@ class TunedLens(LinearLens):
             parts[match[2]][int(match[1])] = value
         if sorted(parts["weight"]) != list(range(layers)):
             raise SpecError("params", f"expected translators of {layers} layers, 0.weight, …")
-        found = TunedLens(parts["weight"], parts["bias"])
-        if found.width != width:
-            raise SpecError("params", f"config.json has d_model {width}, the tensors {found.width}")
-        return found
+        lens = TunedLens(parts["weight"], parts["bias"])
+        if lens.width != width:
+            raise SpecError("params", f"config.json has d_model {width}, the tensors {lens.width}")
+        return lens
 
 
 class JacobianLens(LinearLens):
@@ -153,12 +153,12 @@ class JacobianLens(LinearLens):
             SpecError: the file is not that of a Jacobian lens.
             OSError: the file cannot be read.
         """
-        found = _load(Path(path))
-        found = found.get("J", found)
-        if not isinstance(found, Mapping):
-            raise SpecError("J", f"expected matrices by layer, got {kind(found)}")
+        tensors = _load(Path(path))
+        tensors = tensors.get("J", tensors)
+        if not isinstance(tensors, Mapping):
+            raise SpecError("J", f"expected matrices by layer, got {kind(tensors)}")
         matrices = {}
-        for name, value in found.items():
+        for name, value in tensors.items():
             text = str(name).removesuffix(".weight").removeprefix("J.")
             if not text.isdecimal():
                 raise SpecError("", f"unknown tensor {show(str(name))}; expected numbers of layers")
@@ -181,16 +181,16 @@ def _read_config(path: Path) -> tuple[int, int]:
     """Return the number of layers, and the width."""
     if check_regular(path).st_size > _MAX_CONFIG_BYTES:
         raise SpecError("", f"more than {_MAX_CONFIG_BYTES} bytes")
-    found = read_json(path.read_bytes())
-    if not isinstance(found, dict):
-        raise SpecError("", f"expected an object, got {kind(found)}")
-    lens_type = found.get("lens_type", "linear_tuned_lens")
+    config = read_json(path.read_bytes())
+    if not isinstance(config, dict):
+        raise SpecError("", f"expected an object, got {kind(config)}")
+    lens_type = config.get("lens_type", "linear_tuned_lens")
     if lens_type != "linear_tuned_lens":
         raise SpecError("lens_type", f'expected "linear_tuned_lens", got {show(str(lens_type))}')
     sizes = []
     for name in ("num_hidden_layers", "d_model"):
         with at(name):
-            sizes.append(read_int(found.get(name)))
+            sizes.append(read_int(config.get(name)))
     return sizes[0], sizes[1]
 
 
@@ -210,9 +210,9 @@ def _load(path: Path) -> dict[Any, Any]:
     import torch
 
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise SpecError("", f"{path.name} is no file of tensors: {error}") from error
-    if not isinstance(found, Mapping):
+    if not isinstance(tensors, Mapping):
         raise SpecError("", f"{path.name} has no tensors by name")
-    return dict(found)
+    return dict(tensors)

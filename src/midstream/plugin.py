@@ -91,8 +91,8 @@ def _enables(value: Any) -> bool:
     if _is_worker(getattr(value, "__dict__", {}).get("worker_cls")):
         return True
     for holder in (value, getattr(value, "__dict__", {}).get("vllm_config")):
-        found = getattr(holder, "__dict__", {}).get("additional_config")
-        if isinstance(found, dict) and found.get(_KEY) not in (None, False):
+        additional = getattr(holder, "__dict__", {}).get("additional_config")
+        if isinstance(additional, dict) and additional.get(_KEY) not in (None, False):
             return True
     return False
 

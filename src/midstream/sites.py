@@ -251,8 +251,8 @@ def transformer_lens_name(tap: Tap) -> str:
 
 def canonical(name: str) -> str | None:
     """Return the canonical form of a site's name; None for an unknown name, or with a layer."""
-    found = parse(name)
-    return found[0] if found and found[1] is None else None
+    parsed = parse(name)
+    return parsed[0] if parsed and parsed[1] is None else None
 
 
 def _plain(suffix: str) -> str:

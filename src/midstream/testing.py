@@ -91,7 +91,7 @@ class LLMView(EngineView):
         """Return the counts that should be 0 once an engine is idle, and are not."""
         self.check_integrity()
         front = self._front
-        found = {
+        counts = {
             "requests under way": len(front._running),
             "requests in flight": self.in_flight(),
             "requests waiting": self.waiting(),
@@ -102,27 +102,27 @@ class LLMView(EngineView):
             **{f"capacity used: {name}": count for name, count in self.capacity_used().items()},
         }
         if self._llm.llm_engine.has_unfinished_requests():
-            found["unfinished requests"] = self._llm.llm_engine.get_num_unfinished_requests()
+            counts["unfinished requests"] = self._llm.llm_engine.get_num_unfinished_requests()
         endpoint = self._endpoint()
         if endpoint is not None:
             session = endpoint._session
-            found |= {
+            counts |= {
                 "requests on the worker": len(session.requests),
                 "programs in use": session._tables.in_use,
                 "changed plans of no request": len(session.requests._early),
                 "requests to be collected": len(session.requests._finished),
                 "results to be read": len(endpoint._results._data),
             }
-        return {name: count for name, count in found.items() if count}
+        return {name: count for name, count in counts.items() if count}
 
     def _endpoint(self) -> WorkerEndpoint | None:
         """The worker's end, where it is in this process."""
         executor = getattr(self._llm.llm_engine, "model_executor", None)
         driver: Any = getattr(executor, "driver_worker", None)
-        found: WorkerEndpoint | None = getattr(
+        endpoint: WorkerEndpoint | None = getattr(
             getattr(driver, "worker", None), "midstream_rpc", None
         )
-        return found
+        return endpoint
 
 
 class AsyncLLMView(EngineView):

@@ -30,8 +30,8 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "The token that was sampled with the score that stops its request is shown",
         "probe_stops:_cut",
-        "kept = max(firing.position + 1 - one.known, 0)",
-        "kept = max(firing.position + 2 - one.known, 0)",
+        "kept = max(firing.position + 1 - evaluation.known, 0)",
+        "kept = max(firing.position + 2 - evaluation.known, 0)",
         ENGINE + "::test_a_preempted_completion_stops_where_it_would_have",
     ),
     Fault(
@@ -71,8 +71,8 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "A probe that meets its condition again switches the edits again",
         "advance",
-        "each[nth] = None",
-        "each[nth] = Progress()",
+        "probe_progress[probe_index] = None",
+        "probe_progress[probe_index] = Progress()",
         SWITCHES + "::test_several_probes_switch_one_after_the_other_and_a_stop_ends_it",
     ),
     Fault(
@@ -106,7 +106,7 @@ ACTS: tuple[Fault, ...] = (
     Fault(
         "A request brings the vectors of its own edits, and not those that it may switch to",
         "joint_need",
-        "tuple(dict.fromkeys(one for need in needs for one in need.vectors))",
+        "tuple(dict.fromkeys(vector for need in needs for vector in need.vectors))",
         "needs[0].vectors",
         SWITCHES + "::test_vectors_that_the_workers_lack_are_sent_with_the_request",
     ),

@@ -22,7 +22,7 @@ ATTENTION = (
     Fault(
         "A sink that keeps vectors alone is given attention, which it loses",
         "SinkSet.check",
-        "not found.keeps_attention",
+        "not destination.keeps_attention",
         "not sink",
         f"{_ENGINE}test_sinks_that_keep_vectors_alone_are_rejected_by_name",
     ),
@@ -123,7 +123,7 @@ ATTENTION = (
     Fault(
         "The mass of one layer's keys is read in all layers",
         "reader:_reduced",
-        "same = all(each is chosen[0] for each in chosen)",
+        "same = all(keys is chosen[0] for keys in chosen)",
         "same = True",
         "tests/unit/runtime/worker/attention/test_reader.py"
         "::test_rows_are_those_of_each_query_by_itself",
@@ -169,8 +169,8 @@ ATTENTION = (
     Fault(
         "Logits of a request are those of another request's tokens",
         "queries:_tokens",
-        "return np.repeat(np.array(each, np.int64), length, axis=0)",
-        "return np.repeat(np.array(each[::-1], np.int64), length, axis=0)",
+        "return np.repeat(np.array(tokens, np.int64), length, axis=0)",
+        "return np.repeat(np.array(tokens[::-1], np.int64), length, axis=0)",
         f"{_BIAS}test_logits_that_are_asked_for_together_are_each_requests_own",
     ),
     Fault(
@@ -204,8 +204,8 @@ ATTENTION = (
     Fault(
         "A token steers along the image of its row, instead of that of the transposed map",
         "RankLens._pulled_back",
-        "found += read[part] @ rows[part].double()",
-        "found[part] += rows[part].double() @ read",
+        "image += read[part] @ rows[part].double()",
+        "image[part] += rows[part].double() @ read",
         f"{_LENS}test_steering_with_a_token_adds_the_direction_of_its_lens",
     ),
     Fault(
@@ -242,15 +242,15 @@ ATTENTION = (
     Fault(
         "Features are encoded without the encoder's bias",
         "SaeReader.encode",
-        "found += self._at(encoder.bias, count)",
+        "activations += self._at(encoder.bias, count)",
         "",
         f"{_FEATURES}test_every_architecture_encodes_as_its_formulas_do",
     ),
     Fault(
         "Of several features of one edit, each reads what those before it made of the vector",
         "Feature.instructions",
-        "one_edit([self._change(*each) for each in given], self.norm)",
-        "one_edit([self._change(*each) for each in given], self.norm, in_turn=True)",
+        "one_edit([self._change(*change) for change in changes], self.norm)",
+        "one_edit([self._change(*change) for change in changes], self.norm, in_turn=True)",
         "tests/unit/sae/test_sae.py::test_features_of_one_edit_read_the_same_vector",
     ),
     Fault(
@@ -263,7 +263,7 @@ ATTENTION = (
     Fault(
         "A feature gets the value of another one of its edit",
         "read_changes",
-        "(values[nth] for nth in order)",
+        "(values[place] for place in order)",
         "values",
         "tests/unit/spec/operations/test_fields.py"
         "::test_features_of_a_name_have_one_form_whatever_their_order",
@@ -278,15 +278,15 @@ ATTENTION = (
     Fault(
         "Chosen features of a request are those of another request",
         "SaeReader.rows",
-        "[[feature for feature, _ in run.keys[nth]] for run in runs]",
-        "[[feature for feature, _ in run.keys[nth]] for run in runs[::-1]]",
+        "[[feature for feature, _ in run.keys[index]] for run in runs]",
+        "[[feature for feature, _ in run.keys[index]] for run in runs[::-1]]",
         f"{_FEATURES}test_features_that_are_asked_for_together_are_each_requests_own",
     ),
     Fault(
         "The gate of a gated SAE is open where its magnitude is positive",
         "reduced",
-        'found["threshold"] = found["b_mag"] - factor * found["b_gate"]',
-        'found["threshold"] = 0 * found["b_mag"]',
+        'weights["threshold"] = weights["b_mag"] - factor * weights["b_gate"]',
+        'weights["threshold"] = 0 * weights["b_mag"]',
         "tests/unit/sae/test_sae.py::test_every_architecture_encodes_as_its_formulas_do",
     ),
     Fault(
@@ -300,8 +300,8 @@ ATTENTION = (
     Fault(
         "The rank of a token in a lens counts tokens that are as likely",
         "_lens_row",
-        "logits > chosen[:, nth : nth + 1]",
-        "logits >= chosen[:, nth : nth + 1]",
+        "logits > chosen[:, column : column + 1]",
+        "logits >= chosen[:, column : column + 1]",
         f"{_LENS}test_ranks_are_those_of_the_whole_vocabulary",
     ),
     Fault(
@@ -366,7 +366,7 @@ ATTENTION = (
     Fault(
         "Biases are those of the latest version of a plan at every position",
         "RequestState.biases_at",
-        "if one.position <= position:",
+        "if version.position <= position:",
         "if True:",
         "tests/unit/runtime/worker/test_logit_bias.py"
         "::test_before_the_first_position_of_a_new_version_the_biases_are_those_of_the_old_one",

@@ -88,11 +88,11 @@ CORE: tuple[Fault, ...] = (
     Fault(
         "Results of ten or more prompts are in the text order of their ids",
         "FrontEnd._receive",
-        "one.delivery = self._deliver(one, data[one.admitted.uid])",
+        "request.delivery = self._deliver(request, data[request.admitted.uid])",
         """
         names = sorted(batch, key=lambda each: each.output.request_id)
-        other = names[batch.index(one)]
-        one.delivery = self._deliver(one, data[other.admitted.uid])
+        other = names[batch.index(request)]
+        request.delivery = self._deliver(request, data[other.admitted.uid])
         """,
         ENGINE
         + "test_isolation.py::test_more_than_ten_prompts_come_back_in_order_each_with_its_own_rows",
@@ -272,7 +272,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         "A tap that does not fire is not reported",
         "tap_check:check_taps",
-        "if found != signature.signature:",
+        "if actual != signature.signature:",
         "if False:",
         ENGINE + "test_front_door.py::test_a_tap_that_does_not_fire_stops_the_engine_as_it_starts",
     ),

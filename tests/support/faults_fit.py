@@ -22,8 +22,8 @@ FIT: tuple[Fault, ...] = (
     Fault(
         "Moments of a held-out fold are among those of the training rows",
         "_Accumulated.training",
-        "[one for nth, one in enumerate(parts) if nth != fold]",
-        "[one for nth, one in enumerate(parts)]",
+        "[moments for index, moments in enumerate(parts) if index != fold]",
+        "[moments for index, moments in enumerate(parts)]",
         "tests/unit/fit/test_references.py::test_moments_give_what_the_rows_give",
     ),
     Fault(
@@ -37,8 +37,8 @@ FIT: tuple[Fault, ...] = (
     Fault(
         "What an answer shows is read from the steered model's prompt too",
         "tune:_read",
-        "slice(len(prompts[nth]), len(prompts[nth] + answers[nth]))",
-        "slice(0, len(prompts[nth] + answers[nth]))",
+        "slice(len(prompts[index]), len(prompts[index] + answers[index]))",
+        "slice(0, len(prompts[index] + answers[index]))",
         "tests/engine/test_tune.py::test_the_grid_is_that_of_single_requests",
     ),
     Fault(

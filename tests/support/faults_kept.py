@@ -180,8 +180,8 @@ KEPT: tuple[Fault, ...] = (
     Fault(
         "A flipped bit in a shard is read as a number",
         "CheckedFile._check",
-        "wrong = np.flatnonzero(found != self._sums[start:stop])",
-        "wrong = np.flatnonzero(found != found)",
+        "wrong = np.flatnonzero(checksums != self._sums[start:stop])",
+        "wrong = np.flatnonzero(checksums != checksums)",
         "tests/unit/store/test_hostile.py::test_a_flipped_bit_is_refused_by_name",
     ),
     Fault(
@@ -382,7 +382,7 @@ KEPT: tuple[Fault, ...] = (
     Fault(
         "Rows that the server keeps for one client patch another's request",
         "opened_rows",
-        "if not owns(found[0]):",
+        "if not owns(opened[0]):",
         "if False:",
         "tests/unit/server/test_patched_rows.py::test_rows_of_another_client_are_not_there",
     ),
@@ -434,7 +434,7 @@ KEPT: tuple[Fault, ...] = (
     Fault(
         "A layer given to a site that has none is ignored",
         "read_taps",
-        'if found is not None and found.indices != "all":',
+        'if chosen_layers is not None and chosen_layers.indices != "all":',
         "if False:",
         "tests/unit/test_sites.py::test_a_layer_at_a_site_without_one_is_refused",
     ),

@@ -12,8 +12,8 @@ LIVE: tuple[Fault, ...] = (
     Fault(
         "An update changes every running request with an id that a client chose twice",
         "RunningRequests.find",
-        "if (count := len({call.request for call in found})) > 1:",
-        "if (count := len({call.request for call in found})) > 99:",
+        "if (count := len({call.request for call in calls})) > 1:",
+        "if (count := len({call.request for call in calls})) > 99:",
         "tests/unit/server/routes/test_requests.py",
     ),
     Fault(
@@ -93,8 +93,8 @@ LIVE: tuple[Fault, ...] = (
     Fault(
         "A controller that still computes is called once more",
         "StepControllers.step",
-        "if one.call is not None or one.run.is_over:",
-        "if one.run.is_over:",
+        "if controlled.call is not None or controlled.run.is_over:",
+        "if controlled.run.is_over:",
         "tests/unit/runtime/frontend/test_step_controllers.py"
         "::test_one_that_computes_delays_nobody_and_is_forgotten_with_its_request",
     ),
@@ -118,13 +118,13 @@ LIVE: tuple[Fault, ...] = (
         "controllers:decide",
         """
         if answered is not None:
-            found[nth] = requests[nth].take_answer(answered.answer, answered.error)
+            decisions[index] = requests[index].take_answer(answered.answer, answered.error)
         """,
         """
         if answered is None:
-            requests[nth].unseen.clear()
+            requests[index].unseen.clear()
         else:
-            found[nth] = requests[nth].take_answer(answered.answer, answered.error)
+            decisions[index] = requests[index].take_answer(answered.answer, answered.error)
         """,
         CONTROLLERS + "test_a_step_waits_no_longer_than_the_limit_and_the_others_are_called_in_the_"
         "next_one",
@@ -132,7 +132,7 @@ LIVE: tuple[Fault, ...] = (
     Fault(
         "A controller in the engine core that failed is called again",
         "_failed",
-        "one.has_failed = True",
+        "running.has_failed = True",
         "",
         CONTROLLERS + "test_an_answer_is_a_version_a_stop_or_a_failure",
     ),

@@ -68,7 +68,7 @@ OPERATIONS: tuple[Fault, ...] = (
     Fault(
         "Each rank's rows of a parameter are placed at the beginning of what was requested",
         "read_parameter",
-        "at = slice(one.first - first, one.first - first + rows.shape[0])",
+        "at = slice(piece.first - first, piece.first - first + rows.shape[0])",
         "at = slice(0, rows.shape[0])",
         "tests/unit/runtime/frontend/rpc/test_parameters.py"
         "::test_a_parameter_is_put_together_from_any_split_over_ranks_and_parts",

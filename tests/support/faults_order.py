@@ -34,8 +34,8 @@ ORDER: tuple[Fault, ...] = (
     Fault(
         "A capture of positions that do not ascend returns rows in another order than it lists",
         "row_order:_check",
-        "if one < other:",
-        "if one != other:",
+        "if place < other:",
+        "if place != other:",
         _ROWS + "test_a_list_that_rows_would_not_follow_is_rejected",
     ),
     Fault(
@@ -91,8 +91,8 @@ ORDER: tuple[Fault, ...] = (
     Fault(
         "A text is scored with a space that it does not have, as it is tokenized apart",
         "batches:_after",
-        "found = ids_after(tokenizer, before, whole, text)",
-        'found = list(tokenizer(text, add_special_tokens=False)["input_ids"])',
+        "token_ids = ids_after(tokenizer, before, whole, text)",
+        'token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])',
         _TEXTS + "test_a_space_is_not_put_before_a_text_that_goes_on",
     ),
     Fault(
@@ -147,7 +147,7 @@ ORDER: tuple[Fault, ...] = (
     Fault(
         "llm.sites() tells to add a site to the settings that the layers do not have",
         "WorkerEndpoint.__init__",
-        "{**all_lacks(model, *given, *limits), **self._decoder.lacking}",
+        "{**all_lacks(model, *args, *limits), **self._decoder.lacking}",
         "dict(self._decoder.lacking)",
         "tests/engine/test_sites.py::test_sites_that_a_model_lacks_are_refused_by_name",
     ),

@@ -24,8 +24,8 @@ RANKS: tuple[Fault, ...] = (
     Fault(
         "A rank that cannot run a request's plan runs vLLM's own model beside ranks that can",
         "PlanTable.without_work",
-        "bare = [one._replace(edits=(), taps=(), scored=False, patterns=()) for one in pieces]",
-        "[one._replace(edits=(), taps=(), scored=False, patterns=()) for one in pieces]",
+        "bare = [piece._replace(edits=(), taps=(), scored=False, patterns=()) for piece in pieces]",
+        "[piece._replace(edits=(), taps=(), scored=False, patterns=()) for piece in pieces]",
         "tests/unit/runtime/worker/test_rank_check.py"
         "::test_a_rank_that_cannot_run_a_plan_runs_the_tapped_model_where_others_do",
     ),

@@ -25,8 +25,8 @@ READERS: tuple[Fault, ...] = (
     Fault(
         "A key of a vector file with another tool's name is of another layer",
         "parse:_read_name",
-        "found = parse(key)",
-        'found = parse(key.replace("15", "14"))',
+        "pair = parse(key)",
+        'pair = parse(key.replace("15", "14"))',
         "tests/unit/steering/test_files.py::test_keys_are_any_name_of_a_site_and_a_layer",
     ),
     Fault(

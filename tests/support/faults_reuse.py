@@ -49,8 +49,8 @@ REUSE: tuple[Fault, ...] = (
     Fault(
         "KV that a function made is served to a request with another function",
         "cache_keys:_parts",
-        "parts.append((one.where.ranges, [one.site, one.layer, one.key]))",
-        "parts.append((one.where.ranges, [one.site, one.layer]))",
+        "parts.append((function.where.ranges, [function.site, function.layer, function.key]))",
+        "parts.append((function.where.ranges, [function.site, function.layer]))",
         _LOCAL + "test_kv_is_shared_by_requests_with_the_same_function_alone",
     ),
     Fault(

@@ -8,7 +8,7 @@ SAES: tuple[Fault, ...] = (
     Fault(
         "KV of tokens that one SAE reconstructed is served for another of the same name",
         "Reconstruct._code",
-        "float(int(code.digest[4 * nth : 4 * nth + 4], 16))",
+        "float(int(code.digest[4 * index : 4 * index + 4], 16))",
         "0.0",
         "tests/engine/test_saelens.py::test_kv_of_reconstructed_tokens_is_shared_by_equal_requests"
         "_alone",
@@ -23,8 +23,8 @@ SAES: tuple[Fault, ...] = (
     Fault(
         "A kernel keeps one activation too many of a TopK SAE",
         "change_kernel",
-        "least = tl.where(found >= top_k, middle, least)",
-        "least = tl.where(found > top_k, middle, least)",
+        "least = tl.where(kept_count >= top_k, middle, least)",
+        "least = tl.where(kept_count > top_k, middle, least)",
         "tests/unit/ops/test_site_triton.py::test_the_interpreted_kernels_do_what_their_references"
         "_do",
     ),

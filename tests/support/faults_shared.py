@@ -73,17 +73,17 @@ SHARED: tuple[Fault, ...] = (
     Fault(
         "Scores are sent with the tokens of other positions",
         "Probes.rows_from",
-        "tokens = [given[position] for position in positions]",
-        "tokens = list(given[first : first + len(positions)])",
+        "tokens = [token_ids[position] for position in positions]",
+        "tokens = list(token_ids[first : first + len(positions)])",
         "tests/unit/results/test_probe_scores.py"
         "::test_a_copy_has_the_tokens_whether_or_not_they_were_looked_at",
     ),
     Fault(
         "All tokens of a request are read for each of its probes",
         "Probes.rows_from",
-        "tokens = [given[position] for position in positions]",
+        "tokens = [token_ids[position] for position in positions]",
         """
-        every = list(given)
+        every = list(token_ids)
         tokens = [every[position] for position in positions]
         """,
         "tests/unit/results/test_probe_scores.py"

@@ -10,8 +10,8 @@ SWEEPS: tuple[Fault, ...] = (
     Fault(
         "A position is patched from the same number of a prompt of another length",
         "PatchRows.of",
-        "self.places[tap][self.aligned[one]]",
-        "self.places[tap].get(one, 0)",
+        "self.places[tap][self.aligned[position]]",
+        "self.places[tap].get(position, 0)",
         ENGINE + "::test_prompts_of_different_lengths_are_aligned",
     ),
     Fault(
@@ -24,8 +24,8 @@ SWEEPS: tuple[Fault, ...] = (
     Fault(
         "The activation of a source's feature lacks the SAE's bias",
         "FeaturePatch.activations",
-        "rows.astype(np.float64) @ one.encoder[0].numpy() + one.bias[0]",
-        "rows.astype(np.float64) @ one.encoder[0].numpy()",
+        "rows.astype(np.float64) @ feature.encoder[0].numpy() + feature.bias[0]",
+        "rows.astype(np.float64) @ feature.encoder[0].numpy()",
         ENGINE + "::test_features_are_patched_one_by_one",
     ),
     Fault(
@@ -38,7 +38,7 @@ SWEEPS: tuple[Fault, ...] = (
     Fault(
         "The feature of a group is patched at all positions with each of the activations",
         "FeaturePatch.edits",
-        "[[one] for one in positions]",
+        "[[position] for position in positions]",
         "[list(positions)] * len(values)",
         ENGINE + "::test_a_feature_of_a_group_has_the_activation_of_each_of_its_positions",
     ),

@@ -8,8 +8,8 @@ TOOLS: tuple[Fault, ...] = (
     Fault(
         "`midstream docs` opens a file outside of the documents",
         "docs",
-        "if SITE.resolve() not in found.parents or not found.is_file():",
-        "if not found.is_file():",
+        "if SITE.resolve() not in file.parents or not file.is_file():",
+        "if not file.is_file():",
         "tests/unit/cli/test_docs.py::test_an_unknown_page_is_rejected_and_the_pages_are_named",
     ),
     Fault(

@@ -64,7 +64,7 @@ WORK: tuple[Fault, ...] = (
     Fault(
         "The versions of a plan, and its overlapping parts, are resolved however many they are",
         "_Resolver.resolve",
-        "check_overlaps(weighed(found), 1 + len(plan.switches))",
+        "check_overlaps(weighed(resolved), 1 + len(plan.switches))",
         "",
         TEST_WORK + "::test_combinations_of_parts_have_a_budget_in_all_versions_of_a_plan",
     ),

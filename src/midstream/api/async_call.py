@@ -89,8 +89,8 @@ class AsyncEngineCall:
             if plan is None and self._is_plain(prompt, sampling_params):
                 is_plain = True
                 front.plain.begin(request_id)
-                given = (prompt, sampling_params, request_id)
-                stream = VllmAsyncLLM.generate(self._llm, *given, **vllm_args)
+                args = (prompt, sampling_params, request_id)
+                stream = VllmAsyncLLM.generate(self._llm, *args, **vllm_args)
                 async for output in stream:
                     set_nothing(output)
                     yield output
@@ -124,11 +124,11 @@ class AsyncEngineCall:
             if last is not None:
                 yield last
         except Exception as error:
-            found = _own(error)
-            if isinstance(found, SpecError):
-                raise self._arguments.explain(found) from None
-            if found is not None and found is not error:
-                raise found from None
+            own_error = _own(error)
+            if isinstance(own_error, SpecError):
+                raise self._arguments.explain(own_error) from None
+            if own_error is not None and own_error is not error:
+                raise own_error from None
             raise
         finally:
             if controlled is not None:
@@ -213,17 +213,17 @@ class AsyncEngineCall:
         generated = call.stream.generated if call.is_delta and call.stream else None
         wanted = requests_of(self._default, output, prompt, params, layers, length, generated)
         if wanted:
-            ids = [f"{output.request_id}-last-{nth}" for nth in range(len(wanted))]
-            found = await all_of(map(self._compute, wanted, ids))
+            ids = [f"{output.request_id}-last-{index}" for index in range(len(wanted))]
+            outputs = await all_of(map(self._compute, wanted, ids))
             check_epoch(epoch, self._front)
-            for one, last in zip(wanted, found, strict=True):
-                one.add(last)
+            for request, last in zip(wanted, outputs, strict=True):
+                request.add(last)
 
     async def _compute(self, wanted: LastTokenRequest, request_id: str) -> RequestOutput:
         """Return the output of a request that computes a last token's row."""
         alone = AsyncEngineCall(self._llm, only_front(self._front), CallArguments())
-        given = {"lora_request": wanted.lora_request}
-        outputs = alone.outputs(wanted.prompt, wanted.params, request_id, given)
+        vllm_args = {"lora_request": wanted.lora_request}
+        outputs = alone.outputs(wanted.prompt, wanted.params, request_id, vllm_args)
         return [output async for output in outputs][-1]
 
 

@@ -103,7 +103,7 @@ def check_controlled(plan: Plan | None, params: Any, controller: Controller) -> 
             "controller",
             "it reads scores while the request runs: use an output_kind of CUMULATIVE or DELTA",
         )
-    if params.output_kind.name == "DELTA" and any(one.stream for one in plan.captures):
+    if params.output_kind.name == "DELTA" and any(capture.stream for capture in plan.captures):
         raise SpecError(
             "controller",
             "it is given all rows so far, and with DELTA an output has the new ones only; use "

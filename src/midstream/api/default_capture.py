@@ -133,8 +133,8 @@ class DefaultCapture:
 
     def _indices(self, num_layers: int) -> set[int] | None:
         """Return the layers counted from 0; None: all of them."""
-        given = self.layers.indices
-        return None if given == "all" else {int(layer) % num_layers for layer in given}
+        indices = self.layers.indices
+        return None if indices == "all" else {int(layer) % num_layers for layer in indices}
 
     def _split(
         self, completion: Any, layers: set[int] | None, prompt_len: int

@@ -41,8 +41,8 @@ class Evaluations:
             SpecError: an argument is malformed.
         """
         if self.model_config.runner_type == "pooling":  # type: ignore[attr-defined]
-            found: Any = super().score(texts, prompts, **vllm_args)  # type: ignore[misc]
-            return list(found)
+            outputs: Any = super().score(texts, prompts, **vllm_args)  # type: ignore[misc]
+            return list(outputs)
         for name in vllm_args:
             raise SpecError(name, "unknown argument; known: texts, prompts, edits")
         tokenizer: Callable[[], Any] = self.get_tokenizer  # type: ignore[attr-defined]

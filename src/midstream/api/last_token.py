@@ -59,12 +59,12 @@ def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
         "with last_token_row, the last token is computed in a second request, in which generated "
         "tokens are part of the prompt; use edits of all positions"
     )
-    for nth, edit in enumerate(() if plan is None else plan.edits):
+    for index, edit in enumerate(() if plan is None else plan.edits):
         if edit.positions != Positions():
-            raise SpecError(f"edits[{nth}].positions", problem)
+            raise SpecError(f"edits[{index}].positions", problem)
         for name in edit.names():
             raise SpecError(
-                f"edits[{nth}]",
+                f"edits[{index}]",
                 f"with last_token_row, vectors must be given by value: {name!r} may stand for "
                 "edits of some positions, or be registered anew before the second request",
             )
@@ -118,10 +118,10 @@ def check_prompts(default: DefaultCapture | None, prompts: Sequence[Any]) -> Non
     """
     if default is None or not default.last_token:
         return
-    for nth, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         for field in sorted(_other_parts(prompt)):
             raise SpecError(
-                f"prompts[{nth}]",
+                f"prompts[{index}]",
                 f"with last_token_row, a prompt must be text or token ids; got {field!r}",
             )
 
@@ -161,7 +161,7 @@ def requests_of(
     plan = plan_of(params)
     own = plan.plan if isinstance(plan, CallPlan) else plan
     again = default.plan_of_last(() if own is None else own.edits)
-    found = []
+    requests = []
     for completion in output.outputs:
         tokens = list(completion.token_ids if generated is None else generated)
         if not tokens or completion.finish_reason in ("abort", "error"):
@@ -174,10 +174,12 @@ def requests_of(
                 stacklevel=2,
             )
             continue
-        given = {"prompt_token_ids": whole}
+        tokens_prompt = {"prompt_token_ids": whole}
         if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-            given["cache_salt"] = prompt["cache_salt"]
-        one = with_plan(_ONE_TOKEN, again)
+            tokens_prompt["cache_salt"] = prompt["cache_salt"]
+        one_token = with_plan(_ONE_TOKEN, again)
         lora = output.lora_request
-        found.append(LastTokenRequest(given, one, lora, completion, default, num_layers))
-    return found
+        requests.append(
+            LastTokenRequest(tokens_prompt, one_token, lora, completion, default, num_layers)
+        )
+    return requests

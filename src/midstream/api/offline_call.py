@@ -65,30 +65,33 @@ class OfflineCall:
         if sampling_params is None:
             sampling_params = self._llm.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
-            given = [sampling_params] * count
+            params_list = [sampling_params] * count
         else:
-            given = list(sampling_params)
-            if len(given) != count:
+            params_list = list(sampling_params)
+            if len(params_list) != count:
                 raise SpecError(
-                    "sampling_params", f"{len(given)} for {count} prompts; give one, or one each"
+                    "sampling_params",
+                    f"{len(params_list)} for {count} prompts; give one, or one each",
                 )
         plans: dict[tuple[int, ...], Plan | None] = {}
         out = []
-        for nth, (params, asked) in enumerate(zip(given, arguments.per_prompt(count), strict=True)):
-            beside, one = asked.split_controller()
-            key = (id(params), *one.key)
+        for index, (params, asked) in enumerate(
+            zip(params_list, arguments.per_prompt(count), strict=True)
+        ):
+            beside, prompt_arguments = asked.split_controller()
+            key = (id(params), *prompt_arguments.key)
             if key not in plans:
                 try:
-                    plans[key] = self._plan(params, one)
+                    plans[key] = self._plan(params, prompt_arguments)
                 except SpecError as error:
-                    raise arguments.explain(error, nth) from None
+                    raise arguments.explain(error, index) from None
             plan = plans[key]
-            attached = call_plan(nth, plan)
+            attached = call_plan(index, plan)
             if beside is not None:
                 try:
                     attached = self._controlled(attached, params, beside)
                 except SpecError as error:
-                    raise arguments.explain(error, nth) from None
+                    raise arguments.explain(error, index) from None
             # A copy in any case: vLLM's offline engine sets fields of its parameters.
             out.append(with_plan(params, attached))
         return out
@@ -119,12 +122,12 @@ class OfflineCall:
             raise
         except BaseException as error:
             # Otherwise the next call would return the outputs of this call's requests.
-            mine = [str(nth) for nth in range(before, llm.request_counter.counter)]
+            mine = [str(number) for number in range(before, llm.request_counter.counter)]
             llm.llm_engine.abort_request(mine)
             front.drop(set(mine))
             if isinstance(error, SpecError):
-                nth = llm.request_counter.counter - before - 1
-                raise self._arguments.explain(error, nth) from None
+                index = llm.request_counter.counter - before - 1
+                raise self._arguments.explain(error, index) from None
             raise
         return outputs
 
@@ -137,34 +140,34 @@ class OfflineCall:
         layers = self._front_end.info.shape.num_layers
         length = self._llm.model_config.max_model_len
         wanted = []
-        for output, prompt, given in zip(outputs, self._prompts, params, strict=True):
+        for output, prompt, sampling_params in zip(outputs, self._prompts, params, strict=True):
             self._default.attach(output, layers)
-            wanted += requests_of(self._default, output, prompt, given, layers, length)
+            wanted += requests_of(self._default, output, prompt, sampling_params, layers, length)
         if not wanted:
             return
-        adapters = [one.lora_request for one in wanted]
-        found = VllmLLM.generate(
+        adapters = [request.lora_request for request in wanted]
+        last_outputs = VllmLLM.generate(
             self._llm,
-            [one.prompt for one in wanted],
-            [one.params for one in wanted],
+            [request.prompt for request in wanted],
+            [request.params for request in wanted],
             use_tqdm=False,
             lora_request=adapters if any(adapters) else None,
         )
         check_epoch(self._epoch, self._front_end)
-        for one, output in zip(wanted, found, strict=True):
-            one.add(output)
+        for last_request, output in zip(wanted, last_outputs, strict=True):
+            last_request.add(output)
 
     def _controlled(
         self, attached: Plan | CallPlan | None, params: SamplingParams, controller: Controller
     ) -> CallPlan:
         """Return the plan of one prompt with a controller in `mode="async"`."""
-        found = attached if isinstance(attached, CallPlan) else CallPlan(attached)
-        check_beside(found.plan, params, controller)
+        call_plan = attached if isinstance(attached, CallPlan) else CallPlan(attached)
+        check_beside(call_plan.plan, params, controller)
         check_controller(self._default)
-        return replace(found, controller=controller)
+        return replace(call_plan, controller=controller)
 
-    def _plan(self, params: SamplingParams, one: PromptArguments) -> Plan | None:
-        plan = merged_plan(one.plan(), params)
+    def _plan(self, params: SamplingParams, arguments: PromptArguments) -> Plan | None:
+        plan = merged_plan(arguments.plan(), params)
         assert not isinstance(plan, CallPlan), "no caller attaches one to parameters of its own"
         if self._default is not None:
             check(self._default, plan, self._front_end)

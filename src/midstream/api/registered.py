@@ -37,8 +37,8 @@ class Registered(Generic[Weights]):
             name: their name; what is registered under it is replaced.
         """
         with self._registry.adding(name, weights) as messages:
-            for one in messages:
-                self._registry.write(one)
+            for message in messages:
+                self._registry.write(message)
 
     def remove(self, name: str) -> None:
         """Forget weights."""
@@ -59,8 +59,8 @@ class AsyncRegistered(Generic[Weights]):
     async def register(self, name: str, weights: Weights) -> None:
         """Send weights to the workers of all replicas; see `Registered.register`."""
         with self._registry.adding(name, weights) as messages:
-            for one in messages:
-                await self._registry.write(one)
+            for message in messages:
+                await self._registry.write(message)
 
     def remove(self, name: str) -> None:
         """Forget weights; see `Registered.remove`."""
@@ -90,8 +90,8 @@ class Lenses(Registered[LinearLens]):
         Returns:
             float32 [width], of length 1.
         """
-        found = self._directions.get(self._directions.place(token, layer, lens, site))
-        return torch.from_numpy(found.numpy().copy())
+        direction = self._directions.get(self._directions.place(token, layer, lens, site))
+        return torch.from_numpy(direction.numpy().copy())
 
 
 class AsyncLenses(AsyncRegistered[LinearLens]):

@@ -32,19 +32,19 @@ class PlanForm(dict[str, Any]):
 class _Factory(type):
     """Metaclass whose call creates vLLM's object; every `vllm.SamplingParams` is an instance."""
 
-    def __call__(cls, *args: Any, **given: Any) -> VllmSamplingParams:
-        vllm_args = {name: value for name, value in given.items() if name not in OWN}
+    def __call__(cls, *args: Any, **arguments: Any) -> VllmSamplingParams:
+        vllm_args = {name: value for name, value in arguments.items() if name not in OWN}
         check_names("SamplingParams", vllm_args, _vllm())
-        plan = read_plan({name: given[name] for name in OWN if given.get(name) is not None})
+        plan = read_plan({name: arguments[name] for name in OWN if arguments.get(name) is not None})
         made = _vllm()(*args, **vllm_args)
         if plan is not None:
-            given = made.extra_args or {}
-            if KEY in given:
+            arguments = made.extra_args or {}
+            if KEY in arguments:
                 raise SpecError(
                     f"extra_args[{KEY!r}]",
                     f"there is a plan here and in {listed(OWN)}; give it in one place",
                 )
-            made.extra_args = {**given, KEY: PlanForm(plan.to_dict())}
+            made.extra_args = {**arguments, KEY: PlanForm(plan.to_dict())}
         return made
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -111,17 +111,17 @@ class SamplingParams(metaclass=_Factory):
         def __init__(self, *args: Any, **arguments: Any) -> None: ...
 
 
-def read_plan(given: dict[str, Any]) -> Plan | None:
+def read_plan(arguments: dict[str, Any]) -> Plan | None:
     """Return the plan of some arguments of SamplingParams, by name; None if none is given."""
-    own = Plan.make(**{name: given[name] for name in _PLAN if name in given})
-    found = tuple(read_edits(given))
+    own = Plan.make(**{name: arguments[name] for name in _PLAN if name in arguments})
+    edits = tuple(read_edits(arguments))
     if own is None:
-        return Plan(edits=found) if found else None
-    return replace(own, edits=(*found, *own.edits))
+        return Plan(edits=edits) if edits else None
+    return replace(own, edits=(*edits, *own.edits))
 
 
 def _vllm() -> type[VllmSamplingParams]:
     import vllm
 
-    found: type[VllmSamplingParams] = vllm.SamplingParams
-    return found
+    params_class: type[VllmSamplingParams] = vllm.SamplingParams
+    return params_class

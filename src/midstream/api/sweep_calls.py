@@ -105,9 +105,9 @@ class OfflineSweeps:
         if is_chat(prompt) or is_chat(source):
             # vLLM's default is the template that the engine was created with.
             template = {"chat_template": getattr(llm, "chat_template", None), **template}
-        found = prepare(llm.llm_engine, front, prompt, request, template, sampling_params)
+        prepared = prepare(llm.llm_engine, front, prompt, request, template, sampling_params)
         vllm_args = {"use_tqdm": use_tqdm, "lora_request": lora_request}
-        return run_offline(llm, front, found, vllm_args)
+        return run_offline(llm, front, prepared, vllm_args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ class AsyncSweeps:
         """
         llm: Any = self
         states = llm.output_processor.request_states
-        others = [each for name, each in states.items() if not name.startswith(RUN_ID)]
-        starting = sum(each.is_prefilling for each in others)
+        others = [state for name, state in states.items() if not name.startswith(RUN_ID)]
+        starting = sum(state.is_prefilling for state in others)
         engines = len(llm.engine_core.core_engines)
         seats = llm.vllm_config.scheduler_config.max_num_seqs * engines
         waiting = self._front._admission.waiting  # noqa: SLF001
@@ -179,9 +179,9 @@ class AsyncSweeps:
         """
         request = SweepRequest(source, metric, **fields)
         await self.ready()
-        found = self.prepare_sweep(prompt, request, template or {}, sampling_params)
+        prepared = self.prepare_sweep(prompt, request, template or {}, sampling_params)
         vllm_args = {"lora_request": lora_request, "priority": priority}
-        return await self.run_sweep(found, vllm_args, on_cell=on_cell)
+        return await self.run_sweep(prepared, vllm_args, on_cell=on_cell)
 
     def prepare_sweep(
         self,
@@ -189,19 +189,19 @@ class AsyncSweeps:
         request: SweepRequest,
         template: Mapping[str, Any],
         sampling_params: SamplingParams | None = None,
-        **given: Any,
+        **options: Any,
     ) -> PreparedSweep:
         """Check a sweep against the engine; see `midstream.api.sweep.prepare`. May be called in any
         thread. Raises RuntimeError before `ready()`.
         """
         from midstream.api.sweep import prepare
 
-        return prepare(self, self._front, prompt, request, template, sampling_params, **given)
+        return prepare(self, self._front, prompt, request, template, sampling_params, **options)
 
     async def run_sweep(
-        self, sweep: PreparedSweep, vllm_args: Mapping[str, Any], **given: Any
+        self, sweep: PreparedSweep, vllm_args: Mapping[str, Any], **options: Any
     ) -> Sweep:
         """Carry out a sweep; see `midstream.api.sweep.run_async`."""
         from midstream.api.sweep import run_async
 
-        return await run_async(self, self._front, sweep, vllm_args, **given)
+        return await run_async(self, self._front, sweep, vllm_args, **options)

@@ -29,8 +29,8 @@ class Updates:
             SpecError, BusyError: see `AsyncLLM.update`. BusyError: another thread uses the engine.
         """
         with self._front_end.use.call():
-            found: PlanUpdate = self._front_end.changes.update(request_id, edits, scale)
-        return found
+            update: PlanUpdate = self._front_end.changes.update(request_id, edits, scale)
+        return update
 
 
 class AsyncUpdates:
@@ -67,8 +67,8 @@ class AsyncUpdates:
                 out for it. Its plan is unchanged.
             BusyError: the request waits for capacity, or there is none for another version.
         """
-        found: PlanUpdate = await self._front.changes.update_later(request_id, edits, scale)
-        return found
+        update: PlanUpdate = await self._front.changes.update_later(request_id, edits, scale)
+        return update
 
     async def update_all(
         self,
@@ -91,5 +91,5 @@ class AsyncUpdates:
             SpecError, BusyError: see `update`. No plan has changed.
         """
         changes = self._front.changes
-        found: list[PlanUpdate | None] = await changes.update_all_later(requests, edits, scale)
-        return found
+        updates: list[PlanUpdate | None] = await changes.update_all_later(requests, edits, scale)
+        return updates

@@ -48,8 +48,8 @@ class Attribution:
     @property
     def effects(self) -> NDArray[np.float32]:
         """The estimated change of the metric by each patch: (clean − corrupt) · gradient."""
-        found: NDArray[np.float32] = self.sweep.values - np.float32(self.base)
-        return found
+        effects: NDArray[np.float32] = self.sweep.values - np.float32(self.base)
+        return effects
 
     @property
     def base(self) -> float:

@@ -55,7 +55,7 @@ class AttributionCheck:
         rows = [names]
         for cell in self.cells:
             rows.append([_show(cell[name]) for name in names])
-        widths = [max(len(row[nth]) for row in rows) for nth in range(len(names))]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
         lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
         return "\n".join([*lines, f"correlation {self.correlation:.3f}"])
 
@@ -115,19 +115,19 @@ def _outputs(llm: Any, metric: Metric, runs: Sequence[SweepRun]) -> list[Any]:
             )
         params.logprob_token_ids = [int(token) for token in metric.tokens]
     plans = [run.plan for run in runs]
-    found: list[Any] = llm.generate(
+    outputs: list[Any] = llm.generate(
         [{"prompt_token_ids": list(run.token_ids)} for run in runs],
         params,
         capture=[None if plan is None else list(plan.captures) or None for plan in plans],
         edits=[None if plan is None else list(plan.edits) or None for plan in plans],
         use_tqdm=False,
     )
-    return found
+    return outputs
 
 
 def _cell(estimated: Sweep, measured: Sweep, index: tuple[int, ...]) -> dict[str, Any]:
     names = zip(estimated.dims, index, strict=True)
-    labels = {name: estimated.coords[name][nth] for name, nth in names}
+    labels = {name: estimated.coords[name][place] for name, place in names}
     return {
         **labels,
         "token": estimated.tokens[index[estimated.dims.index("position")]],

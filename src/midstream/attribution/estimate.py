@@ -104,10 +104,10 @@ def attribution_patching(
     grid = plan_grid(request, twin.shape, prompt, aligned)
     check_sizes(request, frozenset(cell.tap for cell in grid.cells), twin.shape)
     shown = read_metric(metric) if isinstance(request.metric, Metric) else name_of(metric)
-    found = _Estimate(twin, llm, request, shown, grid, aligned, clean_ids, corrupt_ids).run()
+    sweep = _Estimate(twin, llm, request, shown, grid, aligned, clean_ids, corrupt_ids).run()
     texts = tuple(twin.prompts.texts(corrupt_ids))
     return Attribution(
-        found, request, twin.shape, SweepPrompt(prompt, texts), twin.prompts.located(clean_ids)
+        sweep, request, twin.shape, SweepPrompt(prompt, texts), twin.prompts.located(clean_ids)
     )
 
 
@@ -132,8 +132,10 @@ class _Estimate:
 
     def __post_init__(self) -> None:
         # In the corrupt prompt, ascending, and where they are in the clean one.
-        self._targets = sorted({one for cell in self.grid.cells for one in cell.positions})
-        self._sources = [self.aligned[one] for one in self._targets]
+        self._targets = sorted(
+            {position for cell in self.grid.cells for position in cell.positions}
+        )
+        self._sources = [self.aligned[position] for position in self._targets]
         self._taps = sorted({cell.tap for cell in self.grid.cells}, key=order)
         self._from: dict[Tap, Tensor] = {}  # rows of the corrupt prompt, if the engine gives them
         self._to: dict[Tap, Tensor] = {}  # rows of the clean prompt
@@ -195,10 +197,10 @@ class _Estimate:
                     "is nothing to recover",
                 )
             base, scale = 0.0, 1.0 / (clean - corrupt)
-        place = {position: nth for nth, position in enumerate(self._targets)}
+        place = {position: row for row, position in enumerate(self._targets)}
         values = np.full(self.grid.shape, np.nan, np.float32)
         for cell in self.grid.cells:
-            change = self._change[cell.tap][[place[one] for one in cell.positions]]
+            change = self._change[cell.tap][[place[position] for position in cell.positions]]
             if cell.head is not None:
                 change = change[:, cell.head]
             values[cell.index] = base + scale * float(change.sum())
@@ -211,7 +213,7 @@ class _Estimate:
             corrupt,
             clean,
             math.nan,
-            tuple("".join(texts[one] for one in places) for places in self.grid.places),
+            tuple("".join(texts[position] for position in places) for places in self.grid.places),
         )
 
 
@@ -232,8 +234,8 @@ def captured_rows(
         check_tapped((site, layer), shape, "sites", "layers")
         layers.setdefault(site, []).append(layer)
     captures = [
-        Capture(sorted(each), site, sorted(set(positions)), codec="raw")
-        for site, each in layers.items()
+        Capture(sorted(site_layers), site, sorted(set(positions)), codec="raw")
+        for site, site_layers in layers.items()
     ]
     (output,) = llm.generate(
         [{"prompt_token_ids": list(tokens)}],
@@ -241,10 +243,12 @@ def captured_rows(
         capture=[captures],
         use_tqdm=False,
     )
-    found = {}
+    by_tap = {}
     for tap in taps:
         rows = output.activations[tap]
         known = output.activations.positions_of(*tap).tolist()
-        place = {position: nth for nth, position in enumerate(known)}
-        found[tap] = rows.reshape(len(rows), -1).float()[[place[one] for one in positions]]
-    return found
+        place = {position: row for row, position in enumerate(known)}
+        by_tap[tap] = rows.reshape(len(rows), -1).float()[
+            [place[position] for position in positions]
+        ]
+    return by_tap

@@ -50,14 +50,14 @@ def gradient_pass(
     pending = set(taps)
     starts: dict[Tap, Tensor] = {}
 
-    def record(tap: Tap, given: Tensor) -> Tensor:
+    def record(tap: Tap, values: Tensor) -> Tensor:
         # A copy, as a hook may write it into the tensor that was given.
-        node = given.clone()
+        node = values.clone()
         is_first = tap in pending  # False: the layer is computed again, for the backward pass
         if is_first:
             pending.remove(tap)
             if rows is not None:
-                rows(tap, given.detach())
+                rows(tap, values.detach())
         if tap in starts or not node.requires_grad:
             node = node.detach().requires_grad_()
             starts.setdefault(tap, node)
@@ -92,8 +92,8 @@ def plain_pass(
         last_only: whether only the last token's logits are computed.
     """
 
-    def record(tap: Tap, given: Tensor) -> None:
-        rows(tap, given)
+    def record(tap: Tap, values: Tensor) -> None:
+        rows(tap, values)
 
     with model.recording({tap: partial(record, tap) for tap in taps}):
         return _logits(model, tokens, last_only)
@@ -104,8 +104,8 @@ def _logits(model: HookedModel, tokens: Sequence[int], last_only: bool) -> Tenso
     arguments: dict[str, Any] = {"use_cache": False}
     if last_only and "logits_to_keep" in inspect.signature(model.model.forward).parameters:
         arguments["logits_to_keep"] = 1
-    found: Tensor = model.model(model.ids(tokens), **arguments).logits[0].float()
-    return found[-1:] if last_only else found
+    logits: Tensor = model.model(model.ids(tokens), **arguments).logits[0].float()
+    return logits[-1:] if last_only else logits
 
 
 @contextmanager

@@ -44,21 +44,27 @@ def load_model(files: ModelFiles, *, dtype: Any, device: Any) -> HookedModel:
             loaded = AutoModelForCausalLM.from_pretrained(
                 files.model, dtype=number, attn_implementation="eager", **files.arguments
             )
-            found = HookedModel(loaded.requires_grad_(False).to(place))
-            step = max(1, found.vocabulary // _PROBE)
-            found.find_sites([token * step % found.vocabulary for token in range(_PROBE)])
+            hooked = HookedModel(loaded.requires_grad_(False).to(place))
+            step = max(1, hooked.vocabulary // _PROBE)
+            hooked.find_sites([token * step % hooked.vocabulary for token in range(_PROBE)])
         except _FAILURES as error:
             raise _unloadable(files, error) from error
-    return found
+    return hooked
 
 
 def check_plain(model: str, config: Any) -> None:
     """Check that a model's weights are not quantised."""
     text = config.get_text_config(decoder=True)
-    found = [getattr(one, "quantization_config", None) for one in (config, text)]
-    given = next(filter(None, found), None)
-    if given is not None:
-        method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
+    quantizations = [
+        getattr(model_config, "quantization_config", None) for model_config in (config, text)
+    ]
+    quantization = next(filter(None, quantizations), None)
+    if quantization is not None:
+        method = (
+            quantization.get("quant_method")
+            if isinstance(quantization, dict)
+            else quantization.quant_method
+        )
         raise UnsupportedError(QUANTISED.format(model, getattr(method, "value", method)))
 
 

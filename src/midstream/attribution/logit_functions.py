@@ -52,11 +52,11 @@ def read_with_ids(metric: Any, id_of: Callable[[str], int], vocabulary: int) -> 
     if callable(metric) and not isinstance(metric, Metric):
         return metric
     with at("metric"):
-        found = read_metric(metric).with_ids(id_of)
-        for token in _ids(found):
+        parsed = read_metric(metric).with_ids(id_of)
+        for token in _ids(parsed):
             if token >= vocabulary:
                 raise SpecError("", f"token ids go from 0 to {vocabulary - 1}, got {token}")
-    return found
+    return parsed
 
 
 def logit_function(metric: Any, clean: Tensor | None = None) -> LogitFunction:

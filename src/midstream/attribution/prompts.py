@@ -35,29 +35,29 @@ class PromptReader:
 
     def ids(self, prompt: Any) -> list[int]:
         """Return the token ids of a prompt."""
-        found = self._ids(prompt)
-        if not found:
+        token_ids = self._ids(prompt)
+        if not token_ids:
             raise SpecError("", "the prompt has no tokens")
-        if self._max_length is not None and len(found) > self._max_length:
+        if self._max_length is not None and len(token_ids) > self._max_length:
             raise SpecError(
-                "", f"the prompt has {len(found)} tokens; this model takes {self._max_length}"
+                "", f"the prompt has {len(token_ids)} tokens; this model takes {self._max_length}"
             )
-        return found
+        return token_ids
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, Mapping):
-            given = {name: as_list(prompt.get(name)) for name in ("prompt_token_ids", "prompt")}
-            known = [name for name, value in given.items() if not _is_empty(value)]
-            if not known or not set(prompt) <= set(given):
+            fields = {name: as_list(prompt.get(name)) for name in ("prompt_token_ids", "prompt")}
+            known = [name for name, value in fields.items() if not _is_empty(value)]
+            if not known or not set(prompt) <= set(fields):
                 names = sorted(map(str, prompt))
                 raise SpecError("", f"{_FORMS}, got a dict with the fields {names}")
             with at(known[0]):
-                return self._ids(given[known[0]])
+                return self._ids(fields[known[0]])
         if isinstance(prompt, str):
             return list(self._need("a text")(prompt)["input_ids"])
         prompt = as_list(prompt)
         if isinstance(prompt, (list, tuple)) and prompt:
-            if all(isinstance(one, Mapping) for one in prompt):
+            if all(isinstance(message, Mapping) for message in prompt):
                 self._need("a chat")
                 return list(
                     self.tokenizer.apply_chat_template(
@@ -70,10 +70,12 @@ class PromptReader:
 
     def _id(self, place: int, token: Any) -> int:
         with at(f"[{place}]"):
-            found = read_int(token)
-            if not 0 <= found < self._vocabulary:
-                raise SpecError("", f"token ids go from 0 to {self._vocabulary - 1}, got {found}")
-            return found
+            token_id = read_int(token)
+            if not 0 <= token_id < self._vocabulary:
+                raise SpecError(
+                    "", f"token ids go from 0 to {self._vocabulary - 1}, got {token_id}"
+                )
+            return token_id
 
     def _need(self, what: str) -> Any:
         if self.tokenizer is None:
@@ -98,9 +100,9 @@ class PromptReader:
     def select(self, positions: Any, ids: list[int]) -> list[int]:
         """Return the selected positions of a prompt, ascending."""
         with at("positions"):
-            found = Positions.parse(positions)
-        check_row_order(found, len(ids))
-        where = select(found, self.located(ids), 1)
+            parsed = Positions.parse(positions)
+        check_row_order(parsed, len(ids))
+        where = select(parsed, self.located(ids), 1)
         return [
             position
             for start, stop in where.final(len(ids), ids)

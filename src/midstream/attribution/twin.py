@@ -125,9 +125,9 @@ class Twin:
     ) -> dict[Tap, Tensor]:
         """Return activations; the arguments and the result are those of `gradients`."""
         tokens, taps, places = self._select(prompt, layers, sites, positions)
-        found: dict[Tap, Tensor] = {}
-        plain_pass(self.hooked, tokens, taps, partial(_keep, found, places))
-        return {tap: found[tap] for tap in taps}
+        by_tap: dict[Tap, Tensor] = {}
+        plain_pass(self.hooked, tokens, taps, partial(_keep, by_tap, places))
+        return {tap: by_tap[tap] for tap in taps}
 
     def gradients(
         self,
@@ -161,9 +161,9 @@ class Twin:
         tokens, taps, places = self._select(prompt, layers, sites, positions)
         known = read_with_ids(metric, self.prompts.id_of, self.hooked.vocabulary)
         function = logit_function(known)
-        found: dict[Tap, Tensor] = {}
-        gradient_pass(self.hooked, tokens, function, taps, gradients=partial(_keep, found, places))
-        return {tap: found[tap] for tap in taps}
+        by_tap: dict[Tap, Tensor] = {}
+        gradient_pass(self.hooked, tokens, function, taps, gradients=partial(_keep, by_tap, places))
+        return {tap: by_tap[tap] for tap in taps}
 
     def find_taps(self, layers: object, sites: object) -> tuple[Tap, ...]:
         """Return the selected (site, layer), in the order of a forward pass.
@@ -194,9 +194,9 @@ class Twin:
         return f"Twin({self.model}, {dtype} on {weight.device})"
 
 
-def _keep(found: dict[Tap, Tensor], places: list[int], tap: Tap, rows: Tensor) -> None:
+def _keep(by_tap: dict[Tap, Tensor], places: list[int], tap: Tap, rows: Tensor) -> None:
     """Add rows at some positions to what was found, float32 on the CPU."""
-    found[tap] = rows[places].float().cpu()
+    by_tap[tap] = rows[places].float().cpu()
 
 
 def _shape_of(hooked: HookedModel) -> ModelShape:

@@ -17,8 +17,8 @@ def main() -> None:
     try:
         app()
     except ModuleNotFoundError as error:
-        found = MissingExtraError.of(error, "this command")
-        if found is error and not isinstance(error, MissingExtraError):
+        missing = MissingExtraError.of(error, "this command")
+        if missing is error and not isinstance(error, MissingExtraError):
             raise
-        print(f"error: {found}", file=sys.stderr)  # noqa: T201
+        print(f"error: {missing}", file=sys.stderr)  # noqa: T201
         sys.exit(2)

@@ -287,11 +287,11 @@ def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]
 
     The first signal stops a job that has begun cleanly; a second one interrupts it.
     """
-    found: list[int] = []
+    received: list[int] = []
     before: dict[int, Any] = {}
 
     def record(number: int, frame: FrameType | None) -> None:
-        found.append(number)
+        received.append(number)
         if stop.is_set() or not capturing.has_begun:
             stop.set()
             # Repeat the interrupt: an exception raised inside a callback is lost.
@@ -306,7 +306,7 @@ def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]
     try:
         for number in _SIGNALS:
             before[number] = signal.signal(number, record)
-        yield found
+        yield received
     finally:
         if signal.SIGALRM in before:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -333,10 +333,10 @@ def with_address(arguments: Sequence[str]) -> list[str]:
 
     Arguments after `--` are not options.
     """
-    found: list[str] = []
+    words: list[str] = []
     left = list(arguments)
     while left and left[0] != "--":
-        found.append(left.pop(0))
-        if found[-1] == "--ray" and not (left and _ADDRESS.fullmatch(left[0])):
-            found.append("auto")
-    return found + left
+        words.append(left.pop(0))
+        if words[-1] == "--ray" and not (left and _ADDRESS.fullmatch(left[0])):
+            words.append("auto")
+    return words + left

@@ -36,13 +36,15 @@ def docs(
             " build them with scripts/site.sh, or read docs/*.md"
         )
     name = page.removesuffix(".md").removesuffix(".html")
-    found = (SITE / f"{name}.html").resolve()
-    if SITE.resolve() not in found.parents or not found.is_file():
-        names = sorted(one.stem for one in SITE.glob("*.html") if one.stem != "404")
+    file = (SITE / f"{name}.html").resolve()
+    if SITE.resolve() not in file.parents or not file.is_file():
+        names = sorted(
+            page_file.stem for page_file in SITE.glob("*.html") if page_file.stem != "404"
+        )
         _fail(f"page: there is no page {page!r}; there are {', '.join(names)}")
-    sys.stdout.write(f"{found.as_uri()}\n")
+    sys.stdout.write(f"{file.as_uri()}\n")
     if not only_print:
-        webbrowser.open(found.as_uri())
+        webbrowser.open(file.as_uri())
 
 
 def _fail(problem: str) -> None:

@@ -92,9 +92,9 @@ def doctor(
         from midstream.tools.doctor.table import render_environment
 
         with defaults(ENVIRONMENT), quiet(verbose=verbose) as console:
-            found = inspect_environment()
-            _write(found.to_dict(), render_environment(found), console, output)
-        raise typer.Exit(1 if found.problems else 0)
+            environment = inspect_environment()
+            _write(environment.to_dict(), render_environment(environment), console, output)
+        raise typer.Exit(1 if environment.problems else 0)
     with defaults(ENVIRONMENT), quiet(verbose=verbose) as console:
         from midstream.tools.doctor.examine import Options, examine
         from midstream.tools.doctor.small_config import Size

@@ -50,8 +50,8 @@ def _whole(store: Store) -> tuple[Any, RenderableType]:
     from midstream.tools.inspect.overview import Overview
     from midstream.tools.inspect.table import render
 
-    found = Overview.of(store)
-    return found.to_dict(), render(found)
+    overview = Overview.of(store)
+    return overview.to_dict(), render(overview)
 
 
 def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
@@ -59,10 +59,10 @@ def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
     from midstream.tools.inspect.overview import plain_request
     from midstream.tools.inspect.table import render_request
 
-    found = [each for each in store.requests if each.request == request]
-    if not found:
+    requests = [stored for stored in store.requests if stored.request == request]
+    if not requests:
         store.find(request)  # raises an error that names the existing requests
-    return [plain_request(each) for each in found], render_request(found)
+    return [plain_request(stored) for stored in requests], render_request(requests)
 
 
 def _draw(store: Store, path: Path, request: str) -> None:

@@ -78,14 +78,14 @@ def read_numbers(name: str, text: str) -> list[int] | None:
 def read_positions(text: str) -> Any:
     """Parse positions: comma-separated words or numbers, or JSON that `Positions` accepts."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         if text.lstrip().startswith(("[", "{")):
             raise typer.BadParameter(f"positions: expected JSON: {error}; got {text}") from None
         return [_number_or_word(part.strip()) for part in text.split(",")]
-    if found is None:
+    if value is None:
         raise typer.BadParameter("positions: expected words, numbers or JSON of them, got null")
-    return found
+    return value
 
 
 def _number_or_word(text: str) -> int | str:

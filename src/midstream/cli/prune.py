@@ -48,20 +48,20 @@ def prune(
     with refusals(as_json):
         from midstream import store as stores
 
-        found = (stores.prune if yes else stores.find_prunable)(store, **arguments)
+        pruned = (stores.prune if yes else stores.find_prunable)(store, **arguments)
     if as_json:
-        print_json({"status": 0, "done": yes, **asdict(found)})
+        print_json({"status": 0, "done": yes, **asdict(pruned)})
     else:
-        typer.echo("\n".join(describe(found, yes)))
+        typer.echo("\n".join(describe(pruned, yes)))
 
 
-def describe(found: Pruned, done: bool) -> list[str]:
+def describe(pruned: Pruned, done: bool) -> list[str]:
     """Return the removed, or removable, parts as lines of text."""
     parts = {
-        "files of interrupted writes": found.temporaries,
-        "shards replaced by a merged shard": found.replaced,
-        "damaged shards": found.damaged,
-        "requests": [f"{name} ({child})" if child else name for name, child in found.requests],
+        "files of interrupted writes": pruned.temporaries,
+        "shards replaced by a merged shard": pruned.replaced,
+        "damaged shards": pruned.damaged,
+        "requests": [f"{name} ({child})" if child else name for name, child in pruned.requests],
     }
     lines = []
     for what, names in parts.items():

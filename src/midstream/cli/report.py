@@ -72,12 +72,12 @@ def report(
     Example: midstream report --model meta-llama/Llama-3.2-1B-Instruct --pairs pairs.jsonl
     """
     try:
-        found, asked = _read(pairs, positive, negative, questions)
+        text_pairs, asked = _read(pairs, positive, negative, questions)
     except SpecError as error:
         raise typer.BadParameter(str(error)) from None
     MissingExtraError.require("vllm", "midstream report")
     options = ReportOptions(
-        pairs=found,
+        pairs=text_pairs,
         questions=asked,
         classes=classes,
         find_model=partial(_find_model, model),
@@ -103,12 +103,12 @@ def _read(
     from midstream.report.pairs import read_pairs, read_questions, read_two_files
 
     if pairs is not None and positive is None and negative is None:
-        found = read_pairs(pairs)
+        text_pairs = read_pairs(pairs)
     elif pairs is None and positive is not None and negative is not None:
-        found = read_two_files(positive, negative)
+        text_pairs = read_two_files(positive, negative)
     else:
         raise SpecError("", "expected --pairs FILE, or --positive FILE and --negative FILE")
-    return found, QUESTIONS if questions is None else read_questions(questions)
+    return text_pairs, QUESTIONS if questions is None else read_questions(questions)
 
 
 def _find_model(model: str, stages: Stages) -> str:

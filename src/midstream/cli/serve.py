@@ -69,23 +69,23 @@ def serve(
     All other options are passed to `vllm serve`: --port, --api-key, --dtype, …
     midstream's settings may also be in its --config FILE; options of this command take precedence.
     """
-    given = read_json_option("--settings", settings) if settings is not None else {}
-    if not isinstance(given, dict):
+    options = read_json_option("--settings", settings) if settings is not None else {}
+    if not isinstance(options, dict):
         raise typer.BadParameter(f"--settings: expected a JSON object, got {settings}")
     if sites is not None:
-        given["sites"] = [name.strip() for name in sites.split(",")]
+        options["sites"] = [name.strip() for name in sites.split(",")]
     if layers is not None:
-        given["layers"] = layers if layers == "all" else _indices(layers)
+        options["layers"] = layers if layers == "all" else _indices(layers)
     if vectors:
-        given["vectors"] = dict(named_file(word) for word in vectors)
+        options["vectors"] = dict(named_file(word) for word in vectors)
     if steering is not None:
-        given["steering"] = read_json_option("--steering", steering)
+        options["steering"] = read_json_option("--steering", steering)
     # Replace this process, so that signals and the exit status are the server's.
-    os.execv(sys.executable, server_command(model, given, context.args, sinks))
+    os.execv(sys.executable, server_command(model, options, context.args, sinks))
 
 
 def server_command(
-    model: str, given: dict[str, Any], words: list[str], sinks: list[str] | None = None
+    model: str, settings: dict[str, Any], words: list[str], sinks: list[str] | None = None
 ) -> list[str]:
     """Return the command that starts vLLM's server with midstream.
 
@@ -102,20 +102,20 @@ def server_command(
             f"{ADDITIONAL} in --config: expected an object of settings as {KEY!r}, "
             f"got {in_additional!r}"
         )
-    given = _merged(in_additional, given)
+    settings = _merged(in_additional, settings)
     try:
         if sinks:
-            given["sinks"] = {**plain_sinks(given.get("sinks", {})), **plain_sinks(sinks)}
-        configured = Config.parse(given).sinks
+            settings["sinks"] = {**plain_sinks(settings.get("sinks", {})), **plain_sinks(sinks)}
+        configured = Config.parse(settings).sinks
         if configured:
             # Else a wrong name is found when the engine has started.
             from midstream.runtime.vllm.additional_config import check_sinks
 
-            check_sinks({name: one for name, one in configured.items() if "class" not in one})
+            check_sinks({name: sink for name, sink in configured.items() if "class" not in sink})
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    words += [ADDITIONAL, json.dumps({**additional, KEY: given})]
+    words += [ADDITIONAL, json.dumps({**additional, KEY: settings})]
     rest = [*words, *_one_front_end([*words, *(f"--{name}" for name in in_file)])]
     _enable_plugin()
     return [sys.executable, "-m", *_server(model, rest), *rest]
@@ -137,19 +137,19 @@ def _enable_plugin() -> None:
         os.environ[PLUGINS] = ",".join(filter(None, [*named.split(","), KEY]))
 
 
-def _one_front_end(given: list[str]) -> list[str]:
+def _one_front_end(arguments: list[str]) -> list[str]:
     """Return arguments for a single API server process, if the server has replicas.
 
     vLLM starts one per replica by default, and each would have only its part of the capacity.
     """
-    has_replicas = _has(given, _REPLICAS)
-    is_explicit = _has(given, _COUNT) or _has(given, _HEADLESS)
+    has_replicas = _has(arguments, _REPLICAS)
+    is_explicit = _has(arguments, _COUNT) or _has(arguments, _HEADLESS)
     return ["--api-server-count", "1"] if has_replicas and not is_explicit else []
 
 
-def _has(given: list[str], option: tuple[str, str, str]) -> bool:
+def _has(arguments: list[str], option: tuple[str, str, str]) -> bool:
     """Return whether an option is among arguments for vLLM's server."""
-    return any(_means(word.partition("=")[0], option) for word in given)
+    return any(_means(word.partition("=")[0], option) for word in arguments)
 
 
 def _means(word: str, option: tuple[str, str, str]) -> bool:
@@ -160,7 +160,7 @@ def _means(word: str, option: tuple[str, str, str]) -> bool:
     return is_long or (bool(short) and name == short)
 
 
-def _server(model: str, given: list[str]) -> list[str]:
+def _server(model: str, arguments: list[str]) -> list[str]:
     """Return the module of vLLM's server and its first arguments."""
     MissingExtraError.require("vllm", "midstream serve")
     try:
@@ -168,7 +168,7 @@ def _server(model: str, given: list[str]) -> list[str]:
     except PackageNotFoundError:
         # vLLM's command needs its package metadata, which CPU builds have under another name; its
         # server module does not, but starts one API server process only.
-        if _has(given, _COUNT):
+        if _has(arguments, _COUNT):
             return ["midstream.cli.vllm_serve", "serve", model]
         return ["vllm.entrypoints.openai.api_server", "--model", model]
     return ["vllm.entrypoints.cli.main", "serve", model]
@@ -188,12 +188,12 @@ def _read_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
 
     try:
         with open(path, encoding="utf-8") as file:
-            found = yaml.safe_load(file)
+            options = yaml.safe_load(file)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"--config {path}: cannot be read: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(options, dict):
         raise typer.BadParameter(f"--config {path}: expected options and their values")
-    return split, {str(name).replace("_", "-"): value for name, value in found.items()}
+    return split, {str(name).replace("_", "-"): value for name, value in options.items()}
 
 
 def _split(word: str, option: str) -> list[str]:
@@ -207,12 +207,12 @@ def _take_additional_config(
     """Return vLLM's arguments without `--additional-config`, and its value joined with the one of
     the file.
     """
-    found: dict[str, Any] = {}
+    additional: dict[str, Any] = {}
     for name, value in in_file.items():
         if _is_additional(f"--{name}"):
             _check_whole(name)
             # vLLM takes a mapping, or JSON as text.
-            found = _merged(found, _object(value))
+            additional = _merged(additional, _object(value))
     left: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -227,8 +227,8 @@ def _take_additional_config(
                 f"{ADDITIONAL}: expected a JSON object without {KEY!r}; use this command's options "
                 "for midstream's settings"
             )
-        found = _merged(found, there)
-    return left, found
+        additional = _merged(additional, there)
+    return left, additional
 
 
 def _is_additional(option: str) -> bool:
@@ -245,22 +245,22 @@ def _check_whole(option: str) -> None:
 
 
 def _object(value: object) -> dict[str, Any]:
-    found = read_json_option(ADDITIONAL, value) if isinstance(value, str) else value
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{ADDITIONAL}: expected a JSON object, got {found!r}")
-    return found
+    parsed = read_json_option(ADDITIONAL, value) if isinstance(value, str) else value
+    if not isinstance(parsed, dict):
+        raise typer.BadParameter(f"{ADDITIONAL}: expected a JSON object, got {parsed!r}")
+    return parsed
 
 
 def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of both; those of the second take precedence, field by field."""
-    found = dict(first)
+    merged = dict(first)
     for name, value in second.items():
-        before = found.get(name)
+        before = merged.get(name)
         if isinstance(before, dict) and isinstance(value, dict):
             # A tier is one value: a mixture of two would be neither's.
             value = {**before, **value} if name == "steering" else _merged(before, value)
-        found[name] = value
-    return found
+        merged[name] = value
+    return merged
 
 
 def named_file(word: str) -> tuple[str, str]:
@@ -272,7 +272,7 @@ def named_file(word: str) -> tuple[str, str]:
 
 def _indices(text: str) -> list[int]:
     try:
-        return [int(each) for each in text.split(",")]
+        return [int(index) for index in text.split(",")]
     except ValueError:
         raise typer.BadParameter(
             f"--layers: expected all or comma-separated indices, got {text!r}"

@@ -50,19 +50,19 @@ def studio(
     look into layers. All other options are passed to `vllm serve`: --dtype, --max-model-len, …
     Ctrl-C ends the server.
     """
-    given: Any = read_json_option("--settings", settings) if settings is not None else {}
-    if not isinstance(given, dict):
+    options: Any = read_json_option("--settings", settings) if settings is not None else {}
+    if not isinstance(options, dict):
         raise typer.BadParameter(f"--settings: expected a JSON object, got {settings}")
-    http = given.get("http", {})
+    http = options.get("http", {})
     if http is True or http is None:
         http = {}
     if not isinstance(http, dict):
         raise typer.BadParameter(f"--settings: Studio needs http, got {http!r}")
-    given["http"] = {**http, "studio": True}
+    options["http"] = {**http, "studio": True}
     if vectors:
-        given["vectors"] = dict(named_file(word) for word in vectors)
+        options["vectors"] = dict(named_file(word) for word in vectors)
     words = [*context.args, "--host", host, "--port", str(port)]
-    command = server_command(model, given, words)
+    command = server_command(model, options, words)
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     shown = f"[{shown}]" if ":" in shown else shown
     has_tls = any(word.startswith("--ssl-keyfile") for word in words)

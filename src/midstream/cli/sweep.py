@@ -137,12 +137,12 @@ def sweep(
             alpha=alpha,
             repeats=repeats,
         )
-        given = _as_chat(prompt, chat)
+        patched_prompt = _as_chat(prompt, chat)
         if url:
             from rich.console import Console
 
             console = Console(stderr=True)
-            found = _of_server(url, model, given, request, console)
+            result = _of_server(url, model, patched_prompt, request, console)
         else:
             with (
                 failures(verbose),
@@ -151,15 +151,15 @@ def sweep(
             ):
                 console.print(f"starting an engine with {model}")
                 settings = {"model": model, "dtype": dtype, **arguments}
-                found = _of_engine(settings, given, request, sae, console.file)
+                result = _of_engine(settings, patched_prompt, request, sae, console.file)
         if out:
-            found.save(Path(out).expanduser())
+            result.save(Path(out).expanduser())
         if html:
-            found.picture().save(html)
+            result.picture().save(html)
     if as_json:
-        print_json(found.to_json())
+        print_json(result.to_json())
         return
-    _show(found, best)
+    _show(result, best)
     for path in filter(None, (out, html)):
         typer.echo(f"written: {path}")
 
@@ -182,7 +182,9 @@ def read_metric_option(text: str) -> Any:
         return {"recovered": read_metric_option(text.removeprefix("recovered:"))}
     name, *tokens = _PART.findall(text)[: text.count(":") + 1]
     tokens = [
-        read_json_option("--metric", one) if one.startswith('"') else one for one in tokens if one
+        read_json_option("--metric", token) if token.startswith('"') else token
+        for token in tokens
+        if token
     ]
     if _METRICS.get(name) != len(tokens):
         raise typer.BadParameter(
@@ -241,7 +243,7 @@ def _of_server(url: str, model: str, prompt: Any, request: SweepRequest, console
 
     from midstream.client import Client
 
-    given = _arguments_of(request) | ({"model": model} if model else {})
+    arguments = _arguments_of(request) | ({"model": model} if model else {})
     try:
         with (
             Client(url, api_key=os.environ.get("VLLM_API_KEY")) as client,
@@ -252,7 +254,7 @@ def _of_server(url: str, model: str, prompt: Any, request: SweepRequest, console
             def on_cell(*_: Any) -> None:
                 progress.advance(task)
 
-            return client.sweep(prompt, on_cell=on_cell, **given)
+            return client.sweep(prompt, on_cell=on_cell, **arguments)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise OSError(f"--url {url}: {error}") from error
 
@@ -262,21 +264,21 @@ def _arguments_of(request: SweepRequest) -> dict[str, Any]:
     return {**request.to_dict(), "source": request.source, "metric": request.metric}
 
 
-def _show(found: Sweep, best: int) -> None:
+def _show(result: Sweep, best: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    typer.echo(repr(found))
-    typer.echo(str(found.receipts))
+    typer.echo(repr(result))
+    typer.echo(str(result.receipts))
     if not best:
         return
     table = Table()
-    for name in (*found.dims, "token", "value"):
+    for name in (*result.dims, "token", "value"):
         table.add_column(name, justify="right" if name in ("layer", "feature", "value") else "left")
-    for cell in found.best(best):
+    for cell in result.best(best):
         token = json.dumps(cell["token"], ensure_ascii=False)
-        labels = [str(cell[name]) for name in found.dims]
+        labels = [str(cell[name]) for name in result.dims]
         table.add_row(*labels, token, f"{cell['value']:.4f}")
     console.print(table)
 

@@ -21,9 +21,9 @@ def verify(
     with refusals(as_json):
         from midstream.store import verify as check
 
-        found = check(store)
+        verified = check(store)
     if as_json:
-        print_json({"status": int(not found.ok), **asdict(found)})
+        print_json({"status": int(not verified.ok), **asdict(verified)})
     else:
-        typer.echo(str(found))
-    raise typer.Exit(int(not found.ok))
+        typer.echo(str(verified))
+    raise typer.Exit(int(not verified.ok))

@@ -67,9 +67,11 @@ class AsyncClient:
     ) -> AsyncIterator[ServedOutput]:
         """Yield the accumulated output after each event; see `Client.stream`."""
         stream = protocol.OutputStream(given, prompt, messages)
-        one = stream.request
+        request = stream.request
         with named_failures(self._http):
-            async with self._http.stream(one.method, one.path, json=one.json) as response:
+            async with self._http.stream(
+                request.method, request.path, json=request.json
+            ) as response:
                 if response.status_code >= 400:
                     protocol.check(response.status_code, await response.aread())
                 async for data in response.aiter_bytes():
@@ -88,9 +90,11 @@ class AsyncClient:
     ) -> Sweep:
         """Patch a prompt at each cell of a grid; see `Client.sweep`."""
         stream = SweepStream(sweep_body(prompt, source, metric, given), on_cell)
-        one = stream.request
+        request = stream.request
         with named_failures(self._http):
-            async with self._http.stream(one.method, one.path, json=one.json) as response:
+            async with self._http.stream(
+                request.method, request.path, json=request.json
+            ) as response:
                 if response.status_code >= 400:
                     protocol.check(response.status_code, await response.aread())
                 async for data in response.aiter_bytes():
@@ -179,11 +183,13 @@ class AsyncClient:
     async def _run(self, exchange: Exchange[T]) -> T:
         """Return the result of an exchange."""
         try:
-            one = next(exchange)
+            request = next(exchange)
             while True:
                 with named_failures(self._http):
-                    response = await self._http.request(one.method, one.path, json=one.json)
-                one = exchange.send(HttpResponse(response.status_code, response.content))
+                    response = await self._http.request(
+                        request.method, request.path, json=request.json
+                    )
+                request = exchange.send(HttpResponse(response.status_code, response.content))
         except StopIteration as end:
             result: T = end.value
             return result

@@ -250,9 +250,9 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _bytes_of(self, one: HttpRequest) -> Iterator[bytes]:
+    def _bytes_of(self, request: HttpRequest) -> Iterator[bytes]:
         """Yield the response of a streamed request as it comes."""
-        stream = self._http.stream(one.method, one.path, json=one.json)
+        stream = self._http.stream(request.method, request.path, json=request.json)
         with named_failures(self._http), stream as response:
             if response.status_code >= 400:
                 protocol.check(response.status_code, response.read())
@@ -261,11 +261,11 @@ class Client:
     def _run(self, exchange: Exchange[T]) -> T:
         """Return the result of an exchange."""
         try:
-            one = next(exchange)
+            request = next(exchange)
             while True:
                 with named_failures(self._http):
-                    response = self._http.request(one.method, one.path, json=one.json)
-                one = exchange.send(HttpResponse(response.status_code, response.content))
+                    response = self._http.request(request.method, request.path, json=request.json)
+                request = exchange.send(HttpResponse(response.status_code, response.content))
         except StopIteration as end:
             result: T = end.value
             return result

@@ -36,12 +36,12 @@ def connected(
 
 def _headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
     """Return the headers of every request."""
-    found = {}
+    headers = {}
     if api_key is not None:
-        found["authorization"] = f"Bearer {api_key}"
+        headers["authorization"] = f"Bearer {api_key}"
     if admin_key is not None:
-        found[ADMIN_HEADER] = admin_key
-    return found
+        headers[ADMIN_HEADER] = admin_key
+    return headers
 
 
 def _server_url(base_url: str) -> str:
@@ -50,8 +50,7 @@ def _server_url(base_url: str) -> str:
 
 
 def _check(http: Any, *keys: str | None) -> None:
-    """Check that a caller's own HTTP client is not combined with keys, and that its URLs are right.
-    """
+    """Check that a caller's own HTTP client has no keys beside it, and that its URLs are right."""
     if any(key is not None for key in keys):
         raise ConfigError(
             "http: api_key and admin_key are unsupported with it; set the keys in its own headers"

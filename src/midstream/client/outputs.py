@@ -91,44 +91,44 @@ class ServedOutput:
     @property
     def activations(self) -> Activations | None:
         """Activations of the only choice; None with several choices."""
-        found: Activations | None = self._only("activations")
-        return found
+        activations: Activations | None = self._only("activations")
+        return activations
 
     @property
     def attention(self) -> AttentionResults | None:
         """Attention weights of the only choice; None with several choices."""
-        found: AttentionResults | None = self._only("attention")
-        return found
+        attention: AttentionResults | None = self._only("attention")
+        return attention
 
     @property
     def logits(self) -> LogitRows | None:
         """Logits of the only choice; None with several choices."""
-        found: LogitRows | None = self._only("logits")
-        return found
+        logits: LogitRows | None = self._only("logits")
+        return logits
 
     @property
     def lens(self) -> LensResults | None:
         """Tokens of layers of the only choice; None with several choices."""
-        found: LensResults | None = self._only("lens")
-        return found
+        lens: LensResults | None = self._only("lens")
+        return lens
 
     @property
     def features(self) -> FeatureResults | None:
         """Active features of SAEs of the only choice; None with several choices."""
-        found: FeatureResults | None = self._only("features")
-        return found
+        features: FeatureResults | None = self._only("features")
+        return features
 
     @property
     def probes(self) -> Probes | None:
         """Probe scores of the only choice; None with several choices."""
-        found: Probes | None = self._only("probes")
-        return found
+        probes: Probes | None = self._only("probes")
+        return probes
 
     @property
     def receipt(self) -> Receipt | None:
         """Receipt of the only choice; None with several choices."""
-        found: Receipt | None = self._only("receipt")
-        return found
+        receipt: Receipt | None = self._only("receipt")
+        return receipt
 
     def _only(self, name: str) -> Any:
         return getattr(self.outputs[0], name) if len(self.outputs) == 1 else None
@@ -148,9 +148,9 @@ class Reader:
         """Return the URLs of rows that are cached on the server."""
         fields = [*_calls(value), *(choice.get(KEY) for choice in value.get("choices") or ())]
         urls = [
-            one["activations"]["url"]
-            for one in fields
-            if one and "url" in (one.get("activations") or {})
+            result["activations"]["url"]
+            for result in fields
+            if result and "url" in (result.get("activations") or {})
         ]
         for url in urls:
             # The request to this URL includes the client's keys: never send them elsewhere.
@@ -170,14 +170,14 @@ class Reader:
         self.output.raw = value
         self.output.request_id = value.get("id", self.output.request_id)
         for choice in value.get("choices") or ():
-            one = self._choice(choice["index"])
-            one.text += _text(choice)
-            one.finish_reason = choice.get("finish_reason") or one.finish_reason
-            self._add_results(one, choice.get(KEY), fetched)
+            completion = self._choice(choice["index"])
+            completion.text += _text(choice)
+            completion.finish_reason = choice.get("finish_reason") or completion.finish_reason
+            self._add_results(completion, choice.get(KEY), fetched)
         if value.get("object") == "response":
             self._choice(0).text = _responses_text(value)
-        for nth, results in enumerate(_calls(value)):
-            self._add_results(self._choice(nth), results, fetched)
+        for index, results in enumerate(_calls(value)):
+            self._add_results(self._choice(index), results, fetched)
         return self.output
 
     def _choice(self, index: int) -> ServedCompletion:
@@ -186,42 +186,49 @@ class Reader:
         return self.output.outputs[index]
 
     def _add_results(
-        self, one: ServedCompletion, results: Mapping[str, Any] | None, fetched: Mapping[str, bytes]
+        self,
+        completion: ServedCompletion,
+        results: Mapping[str, Any] | None,
+        fetched: Mapping[str, bytes],
     ) -> None:
         if not results:
             return
         if "receipt" in results:
-            one.receipt = Receipt.from_dict(results["receipt"])
+            completion.receipt = Receipt.from_dict(results["receipt"])
         if "probes" in results:
-            one.probes = self._probes(one.index, results["probes"])
+            completion.probes = self._probes(completion.index, results["probes"])
         if "captures" in results:
-            one.capture_results = {
-                sink: CaptureResult(each["status"], each["reason"], tuple(each["paths"]))
-                for sink, each in results["captures"].items()
+            completion.capture_results = {
+                sink: CaptureResult(result["status"], result["reason"], tuple(result["paths"]))
+                for sink, result in results["captures"].items()
             }
         for rows in results.get("rows", ()):
-            one.rows.append(unpack(base64.b64decode(rows["base64"])))
-        one.attention_rows += [from_json(each) for each in results.get("attention_rows", ())]
+            completion.rows.append(unpack(base64.b64decode(rows["base64"])))
+        completion.attention_rows += [
+            from_json(attention) for attention in results.get("attention_rows", ())
+        ]
         if "attention" in results:
-            one.attention = from_json(results["attention"])
-        one.lens_rows += [LensResults.from_json(each) for each in results.get("lens_rows", ())]
+            completion.attention = from_json(results["attention"])
+        completion.lens_rows += [
+            LensResults.from_json(lens) for lens in results.get("lens_rows", ())
+        ]
         if "lens" in results:
-            one.lens = LensResults.from_json(results["lens"])
-        one.feature_rows += [
-            FeatureResults.from_json(each) for each in results.get("feature_rows", ())
+            completion.lens = LensResults.from_json(results["lens"])
+        completion.feature_rows += [
+            FeatureResults.from_json(features) for features in results.get("feature_rows", ())
         ]
         if "features" in results:
-            one.features = FeatureResults.from_json(results["features"])
+            completion.features = FeatureResults.from_json(results["features"])
         if "logits" in results:
-            one.logits = LogitRows.from_json(results["logits"])
+            completion.logits = LogitRows.from_json(results["logits"])
         rows = results.get("activations")
         if rows is not None:
             if "base64" in rows:
-                one.activations = unpack(base64.b64decode(rows["base64"]))
+                completion.activations = unpack(base64.b64decode(rows["base64"]))
             elif rows["url"] in fetched:
-                one.activations = unpack(fetched[rows["url"]])
+                completion.activations = unpack(fetched[rows["url"]])
             else:
-                one.captured = CapturedRows(rows["id"])
+                completion.captured = CapturedRows(rows["id"])
 
     def _probes(self, index: int, results: Mapping[str, Any]) -> Probes:
         """Return all scores so far; each event has new scores only."""
@@ -251,8 +258,8 @@ class _Scores:
     def probes(self) -> Probes:
         """Return the scores so far."""
         return Probes(
-            {name: one.copy() for name, one in self._scores.items()},
-            {name: one.copy() for name, one in self._positions.items()},
+            {name: scores.copy() for name, scores in self._scores.items()},
+            {name: positions.copy() for name, positions in self._positions.items()},
             self._tokens.copy(),
         )
 
@@ -288,10 +295,10 @@ class _Numbers:
 
 def _calls(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the results at the top level of a response: of each call of the model."""
-    found = value.get(KEY)
-    if found is None:
+    results_field = value.get(KEY)
+    if results_field is None:
         return []
-    return list(found["turns"]) if "turns" in found else [found]
+    return list(results_field["turns"]) if "turns" in results_field else [results_field]
 
 
 def _responses_text(value: Mapping[str, Any]) -> str:

@@ -70,17 +70,17 @@ def call(method: str, path: str, json: Any = None) -> Exchange[Any]:
     return check(response.status, response.content)
 
 
-def complete(path: str, given: Mapping[str, Any], **more: Any) -> Exchange[ServedOutput]:
+def complete(path: str, arguments: Mapping[str, Any], **more: Any) -> Exchange[ServedOutput]:
     """Return the output of a completion, with its rows.
 
     Args:
-        given, more: see `body_of`.
+        arguments, more: see `body_of`.
     """
-    if given.get("stream"):
+    if arguments.get("stream"):
         raise SpecError("stream", "this returns the whole answer; use the client's stream()")
-    body = body_of(given, **more)
+    body = body_of(arguments, **more)
     value = yield from call("POST", path, body)
-    output = yield from read(value, _keeps(given))
+    output = yield from read(value, _keeps(arguments))
     return check_enabled(body, output)
 
 
@@ -95,20 +95,20 @@ def read(answer: Any, keep: bool = False) -> Exchange[ServedOutput]:
     return reader.read(value, (yield from _fetch_rows(reader, value, keep)))
 
 
-def _keeps(given: Mapping[str, Any]) -> bool:
+def _keeps(arguments: Mapping[str, Any]) -> bool:
     """Return whether cached rows stay on the server."""
-    return bool(given.get("activations") == KEEP)
+    return bool(arguments.get("activations") == KEEP)
 
 
 def _fetch_rows(reader: Reader, value: dict[str, Any], keep: bool) -> Exchange[dict[str, bytes]]:
     """Fetch the rows that the server has cached for a response, and delete them there."""
-    found: dict[str, bytes] = {}
+    by_url: dict[str, bytes] = {}
     if keep:
-        return found
+        return by_url
     for url in reader.handles(value):
-        found[url] = yield from _fetch(url)
+        by_url[url] = yield from _fetch(url)
         yield HttpRequest("DELETE", url)
-    return found
+    return by_url
 
 
 def _fetch(url: str) -> Exchange[bytes]:
@@ -122,7 +122,7 @@ def _fetch(url: str) -> Exchange[bytes]:
 class OutputStream:
     """A streamed completion."""
 
-    def __init__(self, given: Mapping[str, Any], prompt: Any, messages: Any) -> None:
+    def __init__(self, arguments: Mapping[str, Any], prompt: Any, messages: Any) -> None:
         """Prepare the request.
 
         Args:
@@ -132,9 +132,9 @@ class OutputStream:
         if prompt is not None and messages is not None:
             raise SpecError("messages", "a stream has a prompt or messages; give one of them")
         path = COMPLETIONS if messages is None else CHAT
-        body = body_of(given, prompt=prompt, messages=messages, stream=True)
+        body = body_of(arguments, prompt=prompt, messages=messages, stream=True)
         self.request = HttpRequest("POST", path, body)
-        self._keeps = _keeps(given)
+        self._keeps = _keeps(arguments)
         self._stream = Stream()
         self._reader = Reader()
 
@@ -187,12 +187,12 @@ def _fit_options(
         raise SpecError("method", 'a server fits by the name of a method, such as "mean"')
     with naming_fields():
         capture = read_capture(layers, site, positions, reduce).to_dict()
-    found = {"method": method, "site": site, "reduce": reduce, "folds": folds, "seed": seed}
-    found |= {name: capture[name] for name in ("layers", "positions") if name in capture}
+    options = {"method": method, "site": site, "reduce": reduce, "folds": folds, "seed": seed}
+    options |= {name: capture[name] for name in ("layers", "positions") if name in capture}
     if groups is not None:
         is_two = isinstance(groups, tuple) and len(groups) == 2
-        found["groups"] = [list(one) for one in groups] if is_two else list(groups)
-    return found
+        options["groups"] = [list(keys) for keys in groups] if is_two else list(groups)
+    return options
 
 
 def delete(captured: CapturedRows) -> Exchange[None]:
@@ -202,30 +202,30 @@ def delete(captured: CapturedRows) -> Exchange[None]:
 
 def update(request_id: str, edits: Any, scale: float | None) -> Exchange[PlanUpdate]:
     """Change the edits of a running request; return where the version begins in each choice."""
-    given: dict[str, Any] = {}
+    body: dict[str, Any] = {}
     if edits is not None:
         is_empty = isinstance(edits, (list, tuple)) and not edits
-        given["edits"] = [] if is_empty else extra_body(edits=edits)[KEY]["edits"]
+        body["edits"] = [] if is_empty else extra_body(edits=edits)[KEY]["edits"]
     if scale is not None:
-        given["scale"] = scale
+        body["scale"] = scale
     path = f"{REQUESTS}/{quote(request_id, safe='')}/update"
-    choices = (yield from call("POST", path, given))["choices"]
+    choices = (yield from call("POST", path, body))["choices"]
     return PlanUpdate(
-        max(one["version"] for one in choices),
-        {one["index"]: one["position"] for one in choices},
+        max(choice["version"] for choice in choices),
+        {choice["index"]: choice["position"] for choice in choices},
     )
 
 
 def register_vectors(name: str, vectors: Any) -> Exchange[dict[str, Any]]:
     """Register vectors under a name; return its properties."""
-    found: dict[str, Any] = yield from call("PUT", path_of(name), upload_of(vectors))
-    return found
+    properties: dict[str, Any] = yield from call("PUT", path_of(name), upload_of(vectors))
+    return properties
 
 
 def list_vectors() -> Exchange[list[dict[str, Any]]]:
     """Return the registered names with their properties."""
-    found: list[dict[str, Any]] = (yield from call("GET", VECTORS))["vectors"]
-    return found
+    registered: list[dict[str, Any]] = (yield from call("GET", VECTORS))["vectors"]
+    return registered
 
 
 def remove_vectors(name: str) -> Exchange[None]:
@@ -239,19 +239,19 @@ def parameter(name: str) -> Exchange[Any]:
     return load_tensors(content)[name]
 
 
-def body_of(given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def body_of(arguments: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Return the JSON body of a request.
 
     Args:
-        given: keyword arguments of the call: midstream's, and fields of the server's API.
+        arguments: keyword arguments of the call: midstream's, and fields of the server's API.
         more: fields that the call itself sets; those that are None are omitted.
     """
-    fields = {name: given[name] for name in FIELDS if name in given}
-    if _keeps(given):
+    fields = {name: arguments[name] for name in FIELDS if name in arguments}
+    if _keeps(arguments):
         fields["activations"] = "handle"
-    if fields and KEY in given:
+    if fields and KEY in arguments:
         raise SpecError(KEY, f"the call has {listed(fields)} too; give them in one place")
-    body = {name: value for name, value in given.items() if name not in FIELDS}
+    body = {name: value for name, value in arguments.items() if name not in FIELDS}
     body |= {name: value for name, value in more.items() if value is not None}
     return {**body, **extra_body(**fields)} if fields else body
 
@@ -259,7 +259,7 @@ def body_of(given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 def check_enabled(body: Mapping[str, Any], output: ServedOutput) -> ServedOutput:
     """Return the output, after checking that it has receipts if the request had a plan."""
     fields = body.get(KEY, {}).keys() & set(PLAN)
-    if fields and any(one.receipt is None for one in output.outputs):
+    if fields and any(completion.receipt is None for completion in output.outputs):
         raise ServerError(
             500,
             "the server ignored the field `midstream`: midstream is not enabled there. Start it "
@@ -271,8 +271,8 @@ def check_enabled(body: Mapping[str, Any], output: ServedOutput) -> ServedOutput
 
 def plain(answer: Any) -> dict[str, Any]:
     """Return the JSON of a response that another client received."""
-    found: dict[str, Any] = answer.model_dump() if hasattr(answer, "model_dump") else dict(answer)
-    return found
+    fields: dict[str, Any] = answer.model_dump() if hasattr(answer, "model_dump") else dict(answer)
+    return fields
 
 
 def path_of(name: str) -> str:
@@ -362,7 +362,7 @@ def tiers_of(tiers: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tier(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and not (len(value) == 2 and isinstance(value[0], str)):
-        return [_tier(each) for each in value]
+        return [_tier(part) for part in value]
     if isinstance(value, Probe):
         return emit_server_wide(value)
     return value.to_dict() if hasattr(value, "to_dict") else value

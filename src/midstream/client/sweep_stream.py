@@ -18,10 +18,14 @@ SWEEP = "/v1/midstream/sweep"
 TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
-def sweep_body(prompt: Any, source: Any, metric: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def sweep_body(
+    prompt: Any, source: Any, metric: Any, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the JSON body of a request for a sweep; see `Client.sweep`."""
-    others = {name: given[name] for name in ("model", *TEMPLATE) if given.get(name) is not None}
-    fields = {name: each for name, each in given.items() if name not in ("model", *TEMPLATE)}
+    others = {
+        name: arguments[name] for name in ("model", *TEMPLATE) if arguments.get(name) is not None
+    }
+    fields = {name: value for name, value in arguments.items() if name not in ("model", *TEMPLATE)}
     return {"prompt": prompt, **SweepRequest(source, metric, **fields).to_dict(), **others}
 
 
@@ -45,11 +49,11 @@ class SweepStream:
         """Read more bytes of the response."""
         for value in self._stream.feed(data):
             try:
-                found = self._read(value)
+                update = self._read(value)
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise ServerError(500, f"the server sent an invalid event: {error!r}") from None
-            if found is not None and self._on_cell is not None:
-                self._on_cell(*found)
+            if update is not None and self._on_cell is not None:
+                self._on_cell(*update)
 
     def end(self) -> Sweep:
         """Return the sweep, once its response is complete."""
@@ -89,7 +93,7 @@ class SweepStream:
     def _cell(self, index: tuple[int, ...]) -> SweepCell:
         coords, dims = self._start["coords"], self._start["dims"]
         at = dict(zip(dims, index, strict=True))
-        labels = {name: coords[name][nth] for name, nth in at.items()}
+        labels = {name: coords[name][place] for name, place in at.items()}
         places = tuple(self._start["positions"][at["position"]])
         tap = (labels["site"], labels["layer"])
         return SweepCell(index, tap, places, labels.get("head"), labels.get("feature"))

@@ -72,18 +72,18 @@ def _parse(text: str) -> Codec:
 
 def _parameters(codec: str, known: tuple[str, ...], text: str) -> dict[str, Any]:
     """Read parameters such as `k=512,seed=0`; `known` are the codec's parameters."""
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name not in known:
             takes = listed(known) if known else "no parameters"
             raise SpecError("", f"`{codec}` takes {takes}, got {show(part)}{hint(name, known)}")
-        if name in found:
+        if name in parameters:
             raise SpecError(name, "duplicate parameter")
         if name == "dtype":
-            found[name] = value
+            parameters[name] = value
             continue
         if not _NUMBER.fullmatch(value):
             raise SpecError(name, f"expected a decimal number, got {show(value)}")
-        found[name] = int(value)
-    return found
+        parameters[name] = int(value)
+    return parameters

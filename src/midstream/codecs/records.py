@@ -70,10 +70,10 @@ class RowEncoding:
         rows = units.view(-1, self.units * units.shape[1])
         if len(self.parts) == 1:
             return self.codec.encode(rows)
-        found, start = [], 0
+        blocks, start = [], 0
         for width, count in self.parts:
             vectors = rows[:, start : start + width * count].reshape(-1, width)
             encoded = self.codec.encode(vectors)
-            found.append(encoded.reshape(rows.shape[0], count * encoded.shape[1]))
+            blocks.append(encoded.reshape(rows.shape[0], count * encoded.shape[1]))
             start += width * count
-        return torch.cat(found, 1)
+        return torch.cat(blocks, 1)

@@ -36,14 +36,14 @@ _SELECTORS = tuple(
 )
 
 
-def read_plan(given: Mapping[str, object]) -> Plan:
+def read_plan(fields: Mapping[str, object]) -> Plan:
     """Return the plan of `steering`.
 
     Args:
-        given: `{"steering": {"vectors": [{"data": {…}, "apply": {…}, …}], "conflict": …}}`.
+        fields: `{"steering": {"vectors": [{"data": {…}, "apply": {…}, …}], "conflict": …}}`.
     """
     with at("steering"):
-        value = given["steering"]
+        value = fields["steering"]
         if not isinstance(value, Mapping) and hasattr(value, "model_dump"):
             value = value.model_dump()
         if isinstance(value, bool):
@@ -62,9 +62,9 @@ def read_plan(given: Mapping[str, object]) -> Plan:
         layers: list[int] = []
         for index, vector in enumerate(vectors):
             with at(f"vectors[{index}]"):
-                found = list(_read_vector(vector))
-            edits += [edit for _, edit in found]
-            layers += sorted({layer for layer, _ in found})
+                pairs = list(_read_vector(vector))
+            edits += [edit for _, edit in pairs]
+            layers += sorted({layer for layer, _ in pairs})
             if len(edits) > MAX_PARTS:
                 raise SpecError("vectors", f"expected at most {MAX_PARTS} edits")
         with at("conflict"):
@@ -80,31 +80,31 @@ def read_plan(given: Mapping[str, object]) -> Plan:
 
 def _read_vector(value: object) -> Iterator[tuple[int, Edit]]:
     """Yield the edits of one vector, each with its layer."""
-    given = read_fields(value, required=("apply",), optional=_OPTIONAL)
+    fields = read_fields(value, required=("apply",), optional=_OPTIONAL)
     with at("algorithm"):
-        algorithm = read_word(given.get("algorithm", "direct"), _ALGORITHMS)
-    if given.get("params"):
+        algorithm = read_word(fields.get("algorithm", "direct"), _ALGORITHMS)
+    if fields.get("params"):
         raise SpecError("params", f"`{algorithm}` has no parameters")
-    if given.get("source") is not None:
+    if fields.get("source") is not None:
         raise SpecError(
             "source",
             "no file of the server is read for a request: register it as a name, and give "
             '`edits`: Steer("name"); or send the vectors in `data`',
         )
     with at("scale"):
-        scale = read_float32(given.get("scale", 1.0))
-    normalize = given.get("normalize", False)
+        scale = read_float32(fields.get("scale", 1.0))
+    normalize = fields.get("normalize", False)
     if not isinstance(normalize, bool):
         raise SpecError("normalize", f"expected `bool`, got {kind(normalize)}")
     if normalize and algorithm != "direct":
         raise SpecError("normalize", f"has no equal here for `{algorithm}`")
     with at("data"):
-        rows = _read_payload(given.get("data"))
-    layers = given.get("layers")
+        rows = _read_payload(fields.get("data"))
+    layers = fields.get("layers")
     with at("layers"):
         rows = rows if layers is None else _only(rows, layers)
     with at("apply"):
-        places = _read_clause(given["apply"])
+        places = _read_clause(fields["apply"])
     for layer, row in rows.items():
         for place in places:
             yield layer, _edit(algorithm, row, layer, scale, normalize, place)
@@ -128,17 +128,17 @@ def _read_payload(value: object) -> dict[int, Any]:
         raise SpecError("", "missing: send the vectors")
     if not isinstance(value, Mapping) and hasattr(value, "to_wire"):
         value = value.to_wire()
-    given = read_fields(
+    fields = read_fields(
         value, required=("kind", "tensors"), optional=("version", "extra", "sha256")
     )
-    if given.get("version", 1) != 1:
+    if fields.get("version", 1) != 1:
         raise SpecError("version", "expected 1")
     with at("kind"):
-        read_word(given["kind"], ("direction",))
-    tensors = given["tensors"]
+        read_word(fields["kind"], ("direction",))
+    tensors = fields["tensors"]
     if not isinstance(tensors, Mapping) or not tensors:
         raise SpecError("tensors", f"expected a dict of tensors, got {kind(tensors)}")
-    found = {}
+    rows = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"layer\.(0|[1-9][0-9]{0,5})", name) if isinstance(name, str) else None
         with at(f"tensors[{show(str(name))}]"):
@@ -147,8 +147,8 @@ def _read_payload(value: object) -> dict[int, Any]:
             packed = read_fields(tensor, required=("shape", "data"))
             row = read_array(packed["data"], packed["shape"])
             Vector.parse(row)
-            found[int(match[1])] = row
-    return found
+            rows[int(match[1])] = row
+    return rows
 
 
 def _only(rows: dict[int, Any], layers: object) -> dict[int, Any]:
@@ -164,19 +164,19 @@ def _read_clause(value: object) -> list[dict[str, Any]]:
     """Return the positions, phase and exclusions of each phase that a clause covers."""
     if not isinstance(value, Mapping) and hasattr(value, "model_dump"):
         value = value.model_dump()
-    given = read_fields(value, required=(), optional=("phases", *_PHASES, *_SELECTORS))
-    given = {name: part for name, part in given.items() if part is not None}
-    phases = given.pop("phases", None)
+    fields = read_fields(value, required=(), optional=("phases", *_PHASES, *_SELECTORS))
+    fields = {name: part for name, part in fields.items() if part is not None}
+    phases = fields.pop("phases", None)
     if phases is not None:
-        given = {**given, **_whole(phases, given)}
+        fields = {**fields, **_whole(phases, fields)}
     places = []
     for phase, word in _PHASES.items():
-        is_whole = phase in given
+        is_whole = phase in fields
         if is_whole:
             with at(phase):
-                read_word(given[phase], ("all",))
-        include = _items(given, phase, "")
-        exclude = _items(given, phase, "exclude_")
+                read_word(fields[phase], ("all",))
+        include = _items(fields, phase, "")
+        exclude = _items(fields, phase, "exclude_")
         if exclude and not (is_whole or include):
             raise SpecError("", f"excludes {phase} tokens, but selects none")
         if is_whole or include:
@@ -193,43 +193,43 @@ def _read_clause(value: object) -> list[dict[str, Any]]:
     return places
 
 
-def _whole(phases: object, given: Mapping[str, object]) -> dict[str, str]:
+def _whole(phases: object, fields: Mapping[str, object]) -> dict[str, str]:
     """Return the form without `phases`, which an earlier EasySteer had."""
-    if not isinstance(phases, list) or any(one not in list(_PHASES) for one in phases):
+    if not isinstance(phases, list) or any(phase not in list(_PHASES) for phase in phases):
         raise SpecError("phases", f"expected some of {listed(_PHASES)}")
-    if given:
+    if fields:
         raise SpecError("phases", "give `prompt` and `generation`, or selectors, without it")
     return dict.fromkeys(phases, "all")
 
 
-def _items(given: Mapping[str, object], phase: str, exclude: str) -> list[Item]:
+def _items(fields: Mapping[str, object], phase: str, exclude: str) -> list[Item]:
     """Return the items of a phase's selectors."""
-    found: list[Item] = []
+    items: list[Item] = []
     generated = phase == "generation"
     name = f"{exclude}{phase}_tokens"
-    if name in given:
+    if name in fields:
         with at(name):
-            found.append(TokenIds(given[name]))
+            items.append(TokenIds(fields[name]))
     name = f"{exclude}{phase}_positions"
-    if name in given:
+    if name in fields:
         with at(name):
-            for index in _ints(given[name], generated):
-                found.append(Window(index, index + 1) if generated else index)
+            for index in _ints(fields[name], generated):
+                items.append(Window(index, index + 1) if generated else index)
     name = f"{exclude}{phase}_window"
-    if name in given:
+    if name in fields:
         with at(name):
-            start, stop = _bounds(given[name], generated)
-            found.append(Window(start, stop) if generated else Span(start, stop))
-    return found
+            start, stop = _bounds(fields[name], generated)
+            items.append(Window(start, stop) if generated else Span(start, stop))
+    return items
 
 
 def _ints(value: object, generated: bool) -> list[int]:
     if not isinstance(value, (list, tuple)) or not value:
         raise SpecError("", f"expected a list of positions, got {kind(value)}")
-    for index, one in enumerate(value):
-        if not is_int(one) or (generated and one < 0):
+    for index, position in enumerate(value):
+        if not is_int(position) or (generated and position < 0):
             raise SpecError(f"[{index}]", "expected an `int`" + " from 0" * generated)
-    return [int(one) for one in value]
+    return [int(number) for number in value]
 
 
 def _bounds(value: object, generated: bool) -> tuple[int, int | None]:

@@ -58,8 +58,8 @@ class ForeignField(NamedTuple):
 
 def _call(kind: type, *values: str, **named: str) -> str:
     """Return a call as it is written, such as `Capture(layers=[…])`."""
-    given = [*values, *(f"{name}={one}" for name, one in named.items())]
-    return f"{kind.__name__}({', '.join(given)})"
+    arguments = [*values, *(f"{name}={value}" for name, value in named.items())]
+    return f"{kind.__name__}({', '.join(arguments)})"
 
 
 def _sites(*names: str) -> str:
@@ -223,7 +223,7 @@ def _is_slip(name: str, own: str) -> bool:
 def _has_form(value: object, depth: int = 0) -> bool:
     """Return whether a value looks like a part of a plan, or a list of these."""
     if isinstance(value, (list, tuple)):
-        return depth < _DEPTH and any(_has_form(each, depth + 1) for each in value[:8])
+        return depth < _DEPTH and any(_has_form(part, depth + 1) for part in value[:8])
     if isinstance(value, Mapping):
         return any(name in value for name in _FORM)
     return type(value).__module__.startswith("midstream.spec.")
@@ -238,8 +238,8 @@ def _is_suspect(key: bytes) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _nearest(name: str) -> str:
     """Return the name of midstream that is at most two edits away; empty: none."""
-    found = [(_distance(name, own), own) for own in (KEY, *OWN) if _may_be(name, own)]
-    distance, nearest = min(found, default=(_NEAR + 1, ""))
+    candidates = [(_distance(name, own), own) for own in (KEY, *OWN) if _may_be(name, own)]
+    distance, nearest = min(candidates, default=(_NEAR + 1, ""))
     return nearest if distance <= _NEAR else ""
 
 
@@ -257,8 +257,8 @@ def _may_be(name: str, own: str) -> bool:
 def _distance(first: str, second: str) -> int:
     """Return the number of letters to insert, delete or replace between two names."""
     row = list(range(len(second) + 1))
-    for i, one in enumerate(first, 1):
+    for i, letter in enumerate(first, 1):
         before, row[0] = row[0], i
         for j, other in enumerate(second, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (one != other))
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (letter != other))
     return row[-1]

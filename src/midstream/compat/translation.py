@@ -32,14 +32,14 @@ def translate(fields: Mapping[str, object], known: Container[str] = ()) -> Plan 
         return None
     plans = []
     for tool, module in _TOOLS.items():
-        given = {
+        tool_fields = {
             name: fields[name]
             for name in module.FIELDS
             if name not in known and is_translated(name, fields.get(name))
         }
-        if given:
-            plan: Plan = module.read_plan(given)
-            plans.append(replace(plan, coming_from=tuple((name, tool) for name in given)))
+        if tool_fields:
+            plan: Plan = module.read_plan(tool_fields)
+            plans.append(replace(plan, coming_from=tuple((name, tool) for name in tool_fields)))
     return _joined(plans)
 
 

@@ -88,7 +88,7 @@ def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Pat
     # A request may have the name of another one's tag: its folder, which has that one's in it, must
     # be there first.
     for place, (shard, request, parts) in sorted(
-        zip(places, requests, strict=True), key=lambda each: len(each[0].parts)
+        zip(places, requests, strict=True), key=lambda pair: len(pair[0].parts)
     ):
         place.parent.mkdir(parents=True, exist_ok=True)
         unfinished = place.parent / f".{uuid.uuid4().hex}.part"
@@ -104,7 +104,7 @@ def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Pat
 
 def _by_request(selection: Selection) -> list[tuple[Shard, int, list[_Part]]]:
     """Return the completions of a selection, in the order of shards, with their rows."""
-    found: dict[tuple[str, int], tuple[Shard, int, list[_Part]]] = {}
+    completions: dict[tuple[str, int], tuple[Shard, int, list[_Part]]] = {}
     for segment in selection.segments:
         owners, bounds = segment.shard.owners(segment.group)
         runs = np.searchsorted(bounds, segment.rows, side="right") - 1
@@ -112,9 +112,9 @@ def _by_request(selection: Selection) -> list[tuple[Shard, int, list[_Part]]]:
         for rows in np.split(segment.rows, cuts):
             request = int(owners[np.searchsorted(bounds, rows[0], side="right") - 1])
             key = segment.shard.name, request
-            _, _, parts = found.setdefault(key, (segment.shard, request, []))
+            _, _, parts = completions.setdefault(key, (segment.shard, request, []))
             parts.append(_Part(segment.tap, segment.group, rows))
-    return [found[key] for key in sorted(found)]
+    return [completions[key] for key in sorted(completions)]
 
 
 def _with_several(requests: Sequence[tuple[Shard, int]]) -> set[tuple[str, str]]:

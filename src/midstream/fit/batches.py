@@ -58,8 +58,8 @@ def run_steps(llm: Any, steps: Steps[Result]) -> Result:
             )
             batch = steps.send(outputs)
     except StopIteration as end:
-        found: Result = end.value
-        return found
+        result: Result = end.value
+        return result
 
 
 async def run_steps_async(llm: Any, steps: Steps[Result]) -> Result:
@@ -77,8 +77,8 @@ async def run_steps_async(llm: Any, steps: Steps[Result]) -> Result:
             )
             batch = steps.send(outputs)
     except StopIteration as end:
-        found: Result = end.value
-        return found
+        result: Result = end.value
+        return result
 
 
 async def capture_rows_async(
@@ -98,9 +98,9 @@ async def capture_rows_async(
 
     capture = read_capture(layers, site, positions, reduce)
     ids = [
-        one
+        token_ids
         for path, prompts in (("positive", positive), ("negative", negative))
-        for one in encode_prompts(path, prompts, llm.get_tokenizer)
+        for token_ids in encode_prompts(path, prompts, llm.get_tokenizer)
     ]
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
 
@@ -123,24 +123,24 @@ async def _last(
     return last
 
 
-def _each(name: str, given: Any, count: int) -> list[Any]:
+def _each(name: str, argument: Any, count: int) -> list[Any]:
     """Return the value of an argument for each prompt, as `LLM.generate` reads it."""
-    if not isinstance(given, (list, tuple)):
-        return [given] * count
+    if not isinstance(argument, (list, tuple)):
+        return [argument] * count
     if name != "capture" and not any(
-        one is None or isinstance(one, (list, tuple)) for one in given
+        value is None or isinstance(value, (list, tuple)) for value in argument
     ):
-        if count > 1 and len(given) > 1:
+        if count > 1 and len(argument) > 1:
             raise SpecError(
                 name,
-                f"a flat list of {len(given)} {name} for {count} prompts can be read two ways; "
+                f"a flat list of {len(argument)} {name} for {count} prompts can be read two ways; "
                 "give one list per prompt: [[a], [b]] for one each, [[a, b], [a, b]] for all of "
                 "them each; a single value without a list is for all prompts",
             )
-        return [given] * count
-    if len(given) != count:
-        raise SpecError(name, f"{len(given)} entries for {count} prompts; give one, or one each")
-    return list(given)
+        return [argument] * count
+    if len(argument) != count:
+        raise SpecError(name, f"{len(argument)} entries for {count} prompts; give one, or one each")
+    return list(argument)
 
 
 def encode_prompts(path: str, prompts: Any, tokenizer_of: Callable[[], Any]) -> list[list[int]]:
@@ -151,13 +151,14 @@ def encode_prompts(path: str, prompts: Any, tokenizer_of: Callable[[], Any]) -> 
             that ends with the assistant's turn goes on with it.
         tokenizer_of: returns the engine's tokenizer; called for texts and chats alone.
     """
-    found = [
-        _encode(path, nth, one, tokenizer_of) for nth, one in enumerate(read_prompts(path, prompts))
+    encoded = [
+        _encode(path, index, prompt, tokenizer_of)
+        for index, prompt in enumerate(read_prompts(path, prompts))
     ]
-    for nth, ids in enumerate(found):
+    for prompt_index, ids in enumerate(encoded):
         if not ids:
-            raise SpecError(f"{path}[{nth}]", "expected at least one token")
-    return found
+            raise SpecError(f"{path}[{prompt_index}]", "expected at least one token")
+    return encoded
 
 
 def encode_texts(
@@ -174,18 +175,18 @@ def encode_texts(
         prompts: as many prompts; see `encode_prompts`.
         tokenizer_of: returns the engine's tokenizer; called for texts and chats alone.
     """
-    given = encode_prompts("prompts", prompts, tokenizer_of)
+    prompt_ids = encode_prompts("prompts", prompts, tokenizer_of)
     read = read_prompts(path, texts)
-    if len(given) != len(read):
-        raise SpecError("prompts", f"{len(given)} for {len(read)} {path}; give one each")
-    found = []
-    for nth, (one, prompt, before) in enumerate(zip(read, prompts, given, strict=True)):
-        with at(f"{path}[{nth}]"):
-            after = _after(one, prompt, before, tokenizer_of) if isinstance(one, str) else None
-            found.append((before, _ids("", one) if after is None else after))
-            if not found[-1][1]:
+    if len(prompt_ids) != len(read):
+        raise SpecError("prompts", f"{len(prompt_ids)} for {len(read)} {path}; give one each")
+    pairs = []
+    for index, (text, prompt, before) in enumerate(zip(read, prompts, prompt_ids, strict=True)):
+        with at(f"{path}[{index}]"):
+            after = _after(text, prompt, before, tokenizer_of) if isinstance(text, str) else None
+            pairs.append((before, _ids("", text) if after is None else after))
+            if not pairs[-1][1]:
                 raise SpecError("", "expected at least one token")
-    return found
+    return pairs
 
 
 def _after(text: str, prompt: Any, before: list[int], tokenizer_of: Callable[[], Any]) -> list[int]:
@@ -197,18 +198,18 @@ def _after(text: str, prompt: Any, before: list[int], tokenizer_of: Callable[[],
     # A template already has the special tokens.
     special = isinstance(prompt, str)
     whole = tokenizer(start + text, add_special_tokens=special)["input_ids"]
-    found = ids_after(tokenizer, before, whole, text)
-    if found is None:
+    token_ids = ids_after(tokenizer, before, whole, text)
+    if token_ids is None:
         raise SpecError(
             "",
             f"after its prompt, {show(text)} has no tokens of its own: a token spans the end of "
             "the prompt and the beginning of the text; move the space between them into the other "
             "one, or give token ids",
         )
-    return found
+    return token_ids
 
 
-def _encode(path: str, nth: int, prompt: Any, tokenizer_of: Callable[[], Any]) -> list[int]:
+def _encode(path: str, index: int, prompt: Any, tokenizer_of: Callable[[], Any]) -> list[int]:
     if isinstance(prompt, str):
         return list(tokenizer_of()(prompt)["input_ids"])
     if is_chat(prompt):
@@ -216,7 +217,7 @@ def _encode(path: str, nth: int, prompt: Any, tokenizer_of: Callable[[], Any]) -
         # The template already has the special tokens.
         text = _rendered(prompt, tokenizer)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return _ids(f"{path}[{nth}]", prompt)
+    return _ids(f"{path}[{index}]", prompt)
 
 
 def _rendered(chat: Any, tokenizer: Any) -> str:
@@ -238,7 +239,8 @@ def _ids(path: str, prompt: Any) -> list[int]:
     if isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
         prompt = prompt["prompt_token_ids"]
     if isinstance(prompt, (list, tuple)) and all(
-        isinstance(one, (int, np.integer)) and not isinstance(one, bool) for one in prompt
+        isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
+        for token_id in prompt
     ):
-        return [int(one) for one in prompt]
+        return [int(token_id) for token_id in prompt]
     raise SpecError(path, f"expected a text, or a list of token ids, got {kind(prompt)}")

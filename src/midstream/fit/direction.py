@@ -50,8 +50,10 @@ class Direction:
     def unit(self) -> NDArray[np.float32]:
         """The direction with length 1, float32 [width]; zeros if the class means are equal."""
         gap = self.gap
-        found: NDArray[np.float32] = (self.vector / gap if gap else self.vector).astype(np.float32)
-        return found
+        unit_vector: NDArray[np.float32] = (self.vector / gap if gap else self.vector).astype(
+            np.float32
+        )
+        return unit_vector
 
     def steer(self, scale: NumberLike = 1.0, **where: Any) -> Steer:
         """Return the edit that adds the vector: h ← h + scale · v.

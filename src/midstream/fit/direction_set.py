@@ -58,10 +58,10 @@ class DirectionSet:
         if not is_int(layer) or layer not in self.layers:
             shown = show(int(layer)) if is_int(layer) else repr(layer)
             raise SpecError("layer", f"expected one of {list(self.layers)}, got {shown}")
-        nth = self.layers.index(int(layer))
-        midpoint = None if self.midpoints is None else self.midpoints[nth]
+        index = self.layers.index(int(layer))
+        midpoint = None if self.midpoints is None else self.midpoints[index]
         return Direction(
-            self.vectors[nth], int(layer), self.site, midpoint, self.scores.get(int(layer))
+            self.vectors[index], int(layer), self.site, midpoint, self.scores.get(int(layer))
         )
 
     def __iter__(self) -> Iterator[Direction]:
@@ -80,13 +80,13 @@ class DirectionSet:
             SpecError: one has no direction.
         """
         wanted = sorted(set(read_layers(layers)))
-        found = [self[layer] for layer in wanted]
-        nth = [self.layers.index(one.layer) for one in found]
+        directions = [self[layer] for layer in wanted]
+        indices = [self.layers.index(direction.layer) for direction in directions]
         return replace(
             self,
-            vectors=self.vectors[nth],
+            vectors=self.vectors[indices],
             layers=tuple(wanted),
-            midpoints=None if self.midpoints is None else self.midpoints[nth],
+            midpoints=None if self.midpoints is None else self.midpoints[indices],
             scores=MappingProxyType({n: self.scores[n] for n in wanted if n in self.scores}),
         )
 
@@ -117,8 +117,8 @@ class DirectionSet:
         half_gap = np.square(vectors).sum(-1) / 2
         # If the class means are equal, the layer separates nothing: every projection is 0.
         half_gap[half_gap == 0] = np.inf
-        found = np.einsum("ltd,ld->lt", seen, vectors) / half_gap[:, None]
-        projected: NDArray[np.float32] = found.astype(np.float32)
+        projections = np.einsum("ltd,ld->lt", seen, vectors) / half_gap[:, None]
+        projected: NDArray[np.float32] = projections.astype(np.float32)
         return projected
 
     def cosine(self, rows: Any) -> NDArray[np.float32]:
@@ -130,8 +130,8 @@ class DirectionSet:
         seen, vectors = self._less_midpoint(rows)
         norms = np.linalg.norm(seen, axis=-1) * np.linalg.norm(vectors, axis=-1)[:, None]
         norms[norms == 0] = np.inf
-        found: NDArray[np.float32] = (np.einsum("ltd,ld->lt", seen, vectors) / norms).astype("f4")
-        return found
+        cosines: NDArray[np.float32] = (np.einsum("ltd,ld->lt", seen, vectors) / norms).astype("f4")
+        return cosines
 
     def steer(self, scale: NumberLike = 1.0, **where: Any) -> Steer:
         """Return the edit that adds the vector of each layer at that layer; see `Direction.steer`.
@@ -146,7 +146,7 @@ class DirectionSet:
 
     def register(self, llm: Any, name: str) -> Any:
         """Register the vectors of all layers under a name; see `Direction.register`."""
-        vectors = {(self.site, one.layer): one.vector for one in self}
+        vectors = {(self.site, direction.layer): direction.vector for direction in self}
         return llm.vectors.register(name, vectors)
 
     def by_layer(self) -> dict[int, NDArray[np.float32]]:
@@ -159,26 +159,26 @@ class DirectionSet:
             raise SpecError("midpoints", "a file of vectors alone has no midpoints; fit them")
         if hasattr(rows, "detach"):
             rows = rows.detach().cpu()
-        given = to_numpy(rows) if hasattr(rows, "dtype") else np.asarray(rows, np.float64)
+        array = to_numpy(rows) if hasattr(rows, "dtype") else np.asarray(rows, np.float64)
         shape = (len(self), self.vectors.shape[1])
-        if given.ndim != 3 or (given.shape[0], given.shape[2]) != shape:
-            got = list(given.shape)
+        if array.ndim != 3 or (array.shape[0], array.shape[2]) != shape:
+            got = list(array.shape)
             raise SpecError("rows", f"expected [{shape[0]}, tokens, {shape[1]}], got {got}")
-        seen = given.astype(np.float64) - self.midpoints[:, None]
+        seen = array.astype(np.float64) - self.midpoints[:, None]
         return seen, self.vectors.astype(np.float64)
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [
             (
-                f"{one.layer}{' *' if self.scores and one.layer == self.best_layer else ''}",
+                f"{d.layer}{' *' if self.scores and d.layer == self.best_layer else ''}",
                 *(
                     (f"{s.auc:.3f}", f"{s.accuracy:.3f}", f"{s.d_prime:.2f}")
-                    if (s := one.score)
+                    if (s := d.score)
                     else ("", "", "")
                 ),
-                f"{one.gap:.3g}",
+                f"{d.gap:.3g}",
             )
-            for one in self
+            for d in self
         ]
 
     def __repr__(self) -> str:

@@ -179,11 +179,13 @@ class Directions(DirectionSet):
         estimates: Mapping[int, Estimate], site: str, method: str, folds: int, model_type: str = ""
     ) -> Directions:
         return Directions(
-            np.stack([one.vector for one in estimates.values()]).astype(np.float32),
+            np.stack([estimate.vector for estimate in estimates.values()]).astype(np.float32),
             tuple(estimates),
             site,
-            np.stack([one.midpoint for one in estimates.values()]).astype(np.float32),
-            MappingProxyType({n: one.score for n, one in estimates.items() if one.score}),
+            np.stack([estimate.midpoint for estimate in estimates.values()]).astype(np.float32),
+            MappingProxyType(
+                {n: estimate.score for n, estimate in estimates.items() if estimate.score}
+            ),
             method,
             folds,
             model_type,

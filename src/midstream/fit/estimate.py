@@ -40,8 +40,8 @@ class Estimate:
         half_gap = float(self.vector @ self.vector) / 2
         if half_gap == 0:
             return np.zeros(len(rows))  # the class means are equal: nothing is separated
-        found: Floats = (rows.astype(np.float64) - self.midpoint) @ self.vector / half_gap
-        return found
+        projections: Floats = (rows.astype(np.float64) - self.midpoint) @ self.vector / half_gap
+        return projections
 
 
 def estimate(
@@ -52,16 +52,16 @@ def estimate(
     Args:
         seed: seed of the random signs of `lat`.
     """
-    found: _Kept | _Accumulated
+    training_data: _Kept | _Accumulated
     count = len(positive) + len(negative)
     if method.classifier is not None or (method.needs_scatter and count <= positive.width):
-        found = _Kept(positive, negative, layer, method, folds, seed)
+        training_data = _Kept(positive, negative, layer, method, folds, seed)
     else:
-        found = _Accumulated(positive, negative, layer, method, folds, seed)
-    whole = _oriented(method, found.training(None))
+        training_data = _Accumulated(positive, negative, layer, method, folds, seed)
+    whole = _oriented(method, training_data.training(None))
     if not folds.count:
         return whole
-    parts = [_oriented(method, found.training(fold)) for fold in range(folds.count)]
+    parts = [_oriented(method, training_data.training(fold)) for fold in range(folds.count)]
     held_out = [
         np.concatenate(
             [_project(parts, rows, fold_of) for rows, fold_of in _aligned(samples, layer, fold)]
@@ -71,10 +71,10 @@ def estimate(
     return Estimate(whole.vector, whole.midpoint, LayerScore.of(*held_out))
 
 
-def _oriented(method: Method, given: TrainingSet) -> Estimate:
+def _oriented(method: Method, training: TrainingSet) -> Estimate:
     """Return a method's direction with positives higher, as long as the class means are apart."""
-    upper, lower = given.positive.mean, given.negative.mean
-    direction = method.direction(given)
+    upper, lower = training.positive.mean, training.negative.mean
+    direction = method.direction(training)
     length = float(np.linalg.norm(direction))
     unit = direction / length if length > 0 else direction
     # As long as the class means are apart along it; the sign of that distance orients it.
@@ -83,11 +83,11 @@ def _oriented(method: Method, given: TrainingSet) -> Estimate:
 
 def _project(parts: list[Estimate], rows: NDArray[Any], folds: NDArray[np.int64]) -> Floats:
     """Project each row onto the direction that was fitted without its fold."""
-    found = np.empty(len(rows))
+    projections = np.empty(len(rows))
     for fold in np.unique(folds):
         mine = folds == fold
-        found[mine] = parts[int(fold)].project(rows[mine])
-    return found
+        projections[mine] = parts[int(fold)].project(rows[mine])
+    return projections
 
 
 def _aligned(
@@ -133,7 +133,7 @@ class _Kept:
             for folds in (self._folds.positive, self._folds.negative)
         ]
         rows = self._rows[0][kept[0]], self._rows[1][kept[1]]
-        upper, lower = (Moments.of(one, with_scatter=False) for one in rows)
+        upper, lower = (Moments.of(class_rows, with_scatter=False) for class_rows in rows)
         return TrainingSet(upper, lower, rows=rows, signs=self._signs[kept[0]])
 
 
@@ -157,8 +157,8 @@ class _Accumulated:
             (self._classes[0], positive, folds.positive),
             (self._classes[1], negative, folds.negative),
         ):
-            for rows, each in _aligned(samples, layer, fold_of):
-                _add(mine, rows, each, with_scatter)
+            for rows, row_folds in _aligned(samples, layer, fold_of):
+                _add(mine, rows, row_folds, with_scatter)
         self._differences: list[Moments] | None = None
         if method.needs_pairs:
             self._differences = [empty] * count
@@ -167,16 +167,16 @@ class _Accumulated:
                 _aligned(positive, layer, folds.positive), negative.blocks(layer), strict=True
             )
             start = 0
-            for (upper, each), lower in blocks:
+            for (upper, row_folds), lower in blocks:
                 sign = signs[start : start + len(upper), None]
                 start += len(upper)
                 rows = (upper.astype(np.float64) - lower.astype(np.float64)) * sign
-                _add(self._differences, rows, each, with_scatter=True)
+                _add(self._differences, rows, row_folds, with_scatter=True)
 
     def training(self, fold: int | None) -> TrainingSet:
         """Return the moments of the rows that are not in a fold; None: of all rows."""
         first, second, *differences = [
-            together([one for nth, one in enumerate(parts) if nth != fold])
+            together([moments for index, moments in enumerate(parts) if index != fold])
             for parts in (*self._classes, *([self._differences] if self._differences else []))
         ]
         return TrainingSet(first, second, differences[0] if differences else None)

@@ -53,28 +53,28 @@ Loaded = tuple[
 """The fields of `Directions`, in their order."""
 
 
-def save(found: DirectionSet, path: str | os.PathLike[str]) -> None:
+def save(directions: DirectionSet, path: str | os.PathLike[str]) -> None:
     """Write directions to a safetensors file; see `Directions.save`."""
     from safetensors.numpy import save as to_bytes
 
     name = os.fspath(path)
     if os.path.splitext(name)[1].lower() != _SUFFIX:
         raise SpecError("path", f"expected a name that ends in {_SUFFIX}, got {show(name)}")
-    tensors = {f"{found.site}.{one.layer}": one.vector for one in found}
+    tensors = {f"{directions.site}.{direction.layer}": direction.vector for direction in directions}
     midpoints = {
-        str(one.layer): Vector.parse(one.midpoint).emit()
-        for one in found
-        if one.midpoint is not None
+        str(direction.layer): Vector.parse(direction.midpoint).emit()
+        for direction in directions
+        if direction.midpoint is not None
     }
     extra = {
         "version": VERSION,
-        "method": found.method,
-        "num_folds": found.num_folds,
-        "model_type": found.model_type,
+        "method": directions.method,
+        "num_folds": directions.num_folds,
+        "model_type": directions.model_type,
         "midpoints": midpoints,
         "scores": {
             str(layer): [score.auc, score.accuracy, score.d_prime]
-            for layer, score in found.scores.items()
+            for layer, score in directions.scores.items()
         },
     }
     data = to_bytes(tensors, {KEY: json.dumps(extra, allow_nan=False)})
@@ -104,10 +104,10 @@ def load_gguf(path: str | os.PathLike[str]) -> Loaded:
     name = os.fspath(path)
     if os.path.splitext(name)[1].lower() != ".gguf":
         raise SpecError("path", f"expected a name that ends in .gguf, got {show(name)}")
-    *found, _ = load(name)
+    *fields, _ = load(name)
     with open(name, "rb") as file:
         hint = read_gguf(file.read()).metadata.get(_HINT, "")
-    return (*found, hint if isinstance(hint, str) else "")  # type: ignore[return-value]
+    return (*fields, hint if isinstance(hint, str) else "")  # type: ignore[return-value]
 
 
 def check_site(site: str) -> None:
@@ -149,8 +149,8 @@ def write_gguf(
 
 def of_repeng(control_vector: Any) -> Loaded:
     """Read repeng's `ControlVector`; see `Directions.from_repeng`."""
-    given = getattr(control_vector, "directions", None)
-    if not isinstance(given, Mapping) or not given:
+    vectors = getattr(control_vector, "directions", None)
+    if not isinstance(vectors, Mapping) or not vectors:
         raise SpecError(
             "control_vector",
             "expected an object with `directions`, {layer: vector}, and `model_type`, got "
@@ -158,28 +158,28 @@ def of_repeng(control_vector: Any) -> Loaded:
         )
     placed = []
     with at("control_vector.directions"):
-        for layer, vector in given.items():
+        for layer, vector in vectors.items():
             with at(f"[{layer!r}]"):
                 if not is_int(layer) or layer < 0:
                     raise SpecError("", "expected a layer from 0, `int`")
                 placed.append(Placed("", DEFAULT_SITE, int(layer), Vector.parse(vector)))
-        *found, _ = _placed(placed)
-    return (*found, str(getattr(control_vector, "model_type", "")))  # type: ignore[return-value]
+        *fields, _ = _placed(placed)
+    return (*fields, str(getattr(control_vector, "model_type", "")))  # type: ignore[return-value]
 
 
 def _placed(placed: Any) -> Loaded:
     """Return the fields of directions of vectors by tap."""
-    sites = sorted({one.site for one in placed})
+    sites = sorted({place.site for place in placed})
     if len(sites) > 1:
         raise SpecError("", f"expected vectors of one site, got {', '.join(sites)}")
-    found: dict[int, NDArray[np.float32]] = {}
-    for one in sorted(placed, key=lambda one: int(one.layer)):
-        if isinstance(one.vector, Matrix) or one.layer < 0:
-            raise SpecError(one.path, "expected a vector of a layer from 0")
-        found[one.layer] = one.vector.numpy()
-    if len({len(vector) for vector in found.values()}) > 1:
+    by_layer: dict[int, NDArray[np.float32]] = {}
+    for placed_vector in sorted(placed, key=lambda place: int(place.layer)):
+        if isinstance(placed_vector.vector, Matrix) or placed_vector.layer < 0:
+            raise SpecError(placed_vector.path, "expected a vector of a layer from 0")
+        by_layer[placed_vector.layer] = placed_vector.vector.numpy()
+    if len({len(vector) for vector in by_layer.values()}) > 1:
         raise SpecError("", "expected vectors of one width")
-    return np.stack(list(found.values())), tuple(found), sites[0], None, {}, "", 0, ""
+    return np.stack(list(by_layer.values())), tuple(by_layer), sites[0], None, {}, "", 0, ""
 
 
 def _metadata(name: str) -> str | None:
@@ -187,31 +187,31 @@ def _metadata(name: str) -> str | None:
     from safetensors import safe_open
 
     with safe_open(name, framework="numpy") as file:
-        found = (file.metadata() or {}).get(KEY)
-    if found is not None and len(found) > _MAX_METADATA:
-        raise SpecError("", f"{name}: metadata of {len(found)} bytes; at most {_MAX_METADATA}")
-    return found
+        text = (file.metadata() or {}).get(KEY)
+    if text is not None and len(text) > _MAX_METADATA:
+        raise SpecError("", f"{name}: metadata of {len(text)} bytes; at most {_MAX_METADATA}")
+    return text
 
 
 def _with_metadata(loaded: Loaded, text: str) -> Loaded:
     vectors, layers, site, *_ = loaded
-    given = read_fields(read_json(text), required=_FIELDS)
-    if given["version"] != VERSION:
-        raise SpecError("version", f"expected {VERSION}, got {show(str(given['version']))}")
+    fields = read_fields(read_json(text), required=_FIELDS)
+    if fields["version"] != VERSION:
+        raise SpecError("version", f"expected {VERSION}, got {show(str(fields['version']))}")
     for field in ("method", "model_type"):
-        if not isinstance(given[field], str):
-            raise SpecError(field, f"expected `str`, got {kind(given[field])}")
+        if not isinstance(fields[field], str):
+            raise SpecError(field, f"expected `str`, got {kind(fields[field])}")
     with at("num_folds"):
-        num_folds = read_int(given["num_folds"])
+        num_folds = read_int(fields["num_folds"])
     midpoints = None
-    if given["midpoints"]:
-        rows = _by_layer("midpoints", given["midpoints"], layers, Vector.parse)
-        if set(rows) != set(layers) or any(one.size != vectors.shape[1] for one in rows.values()):
+    if fields["midpoints"]:
+        rows = _by_layer("midpoints", fields["midpoints"], layers, Vector.parse)
+        if set(rows) != set(layers) or any(row.size != vectors.shape[1] for row in rows.values()):
             raise SpecError("midpoints", "expected one of the vectors' width at each layer")
         midpoints = np.stack([rows[layer].numpy() for layer in layers])
-    scores = _by_layer("scores", given["scores"], layers, _read_score)
+    scores = _by_layer("scores", fields["scores"], layers, _read_score)
     return (
-        vectors, layers, site, midpoints, scores, given["method"], num_folds, given["model_type"],
+        vectors, layers, site, midpoints, scores, fields["method"], num_folds, fields["model_type"],
     )  # fmt: skip
 
 
@@ -221,13 +221,13 @@ def _by_layer(
     if not isinstance(value, Mapping):
         raise SpecError(field, f"expected an object by layer, got {kind(value)}")
     known = {str(layer): layer for layer in layers}
-    found = {}
-    for key, one in value.items():
+    values = {}
+    for key, json_value in value.items():
         with at(f"{field}[{show(str(key))}]"):
             if key not in known:
                 raise SpecError("", "the file has no vector of this layer")
-            found[known[key]] = read(one)
-    return found
+            values[known[key]] = read(json_value)
+    return values
 
 
 def _read_score(value: object) -> LayerScore:

@@ -40,9 +40,9 @@ class Folds:
         shuffle = np.random.default_rng(seed).permutation
         kinds = (sides[0] & sides[1], sides[0] - sides[1], sides[1] - sides[0])
         # Groups of one kind are dealt in turn, so each fold has its share of them.
-        dealt = [int(one) for kind in kinds for one in shuffle(sorted(kind))]
+        dealt = [int(group) for kind in kinds for group in shuffle(sorted(kind))]
         count = min(most, len(dealt))
-        fold_of = {group: nth % count for nth, group in enumerate(dealt)}
+        fold_of = {group: index % count for index, group in enumerate(dealt)}
         # If a class has two groups, and the other class has one of them too, both may be in one
         # fold. Training without that fold would have nothing of the class.
         for side, own in zip(sides, (sides[0] - sides[1], sides[1] - sides[0]), strict=True):

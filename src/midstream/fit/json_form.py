@@ -23,39 +23,42 @@ _LAYER = ("layer", "vector", "midpoint", "gap", "score")
 _SCORE = ("auc", "accuracy", "d_prime")
 
 
-def to_json(found: DirectionSet) -> dict[str, Any]:
+def to_json(directions: DirectionSet) -> dict[str, Any]:
     """Return directions as JSON values: by layer the vector, the midpoint, the gap and the scores
     on held-out rows; null where there is none.
     """
     return {
         "format": FORMAT,
-        "site": found.site,
-        "method": found.method,
-        "num_folds": found.num_folds,
-        "model_type": found.model_type,
-        "best_layer": found.best_layer if found.scores else None,
+        "site": directions.site,
+        "method": directions.method,
+        "num_folds": directions.num_folds,
+        "model_type": directions.model_type,
+        "best_layer": directions.best_layer if directions.scores else None,
         "layers": [
             {
-                "layer": one.layer,
-                "vector": Vector.parse(one.vector).emit(),
-                "midpoint": None if one.midpoint is None else Vector.parse(one.midpoint).emit(),
-                "gap": one.gap,
-                "score": one.score and {name: getattr(one.score, name) for name in _SCORE},
+                "layer": direction.layer,
+                "vector": Vector.parse(direction.vector).emit(),
+                "midpoint": None
+                if direction.midpoint is None
+                else Vector.parse(direction.midpoint).emit(),
+                "gap": direction.gap,
+                "score": direction.score
+                and {name: getattr(direction.score, name) for name in _SCORE},
             }
-            for one in found
+            for direction in directions
         ],
     }
 
 
 def from_json(value: object) -> Loaded:
     """Read what `to_json` made, as the fields of `Directions`."""
-    given = read_fields(value, required=_FIELDS, optional=())
-    if given["format"] != FORMAT:
-        raise SpecError("format", f"expected {FORMAT!r}, got {given['format']!r}")
+    fields = read_fields(value, required=_FIELDS, optional=())
+    if fields["format"] != FORMAT:
+        raise SpecError("format", f"expected {FORMAT!r}, got {fields['format']!r}")
     parts: dict[int, dict[str, Any]] = {}
-    for nth, each in enumerate(_list(given["layers"])):
-        with at(f"layers[{nth}]"):
-            part = _read_layer(each)
+    for index, layer_json in enumerate(_list(fields["layers"])):
+        with at(f"layers[{index}]"):
+            part = _read_layer(layer_json)
             if part["layer"] in parts:
                 raise SpecError("layer", f"{part['layer']} is given twice")
             parts[part["layer"]] = part
@@ -65,25 +68,25 @@ def from_json(value: object) -> Loaded:
         raise SpecError("layers", "expected vectors of one width")
     midpoints = [part["midpoint"] for part in parts.values()]
     has_midpoints = midpoints[0] is not None
-    for nth, one in enumerate(midpoints):
-        if (one is not None) != has_midpoints:
-            raise SpecError(f"layers[{nth}].midpoint", "expected one at every layer, or at none")
+    for index, midpoint in enumerate(midpoints):
+        if (midpoint is not None) != has_midpoints:
+            raise SpecError(f"layers[{index}].midpoint", "expected one at every layer, or at none")
     for name in ("method", "model_type"):
-        if not isinstance(given[name], str):
-            raise SpecError(name, f"expected `str`, got {kind(given[name])}")
+        if not isinstance(fields[name], str):
+            raise SpecError(name, f"expected `str`, got {kind(fields[name])}")
     with at("num_folds"):
-        num_folds = read_int(given["num_folds"])
+        num_folds = read_int(fields["num_folds"])
     with at("site"):
-        site = read_site(given["site"])
+        site = read_site(fields["site"])
     return (
         np.stack([part["vector"] for part in parts.values()]),
         tuple(parts),
         site,
         np.stack(midpoints) if has_midpoints else None,
         {layer: part["score"] for layer, part in parts.items() if part["score"] is not None},
-        given["method"],
+        fields["method"],
         num_folds,
-        given["model_type"],
+        fields["model_type"],
     )
 
 
@@ -94,19 +97,19 @@ def _list(value: object) -> list[Any]:
 
 
 def _read_layer(value: object) -> dict[str, Any]:
-    given = read_fields(value, required=_LAYER, optional=())
-    if not is_int(given["layer"]) or given["layer"] < 0:
-        raise SpecError("layer", f"expected an index from 0, got {kind(given['layer'])}")
+    fields = read_fields(value, required=_LAYER, optional=())
+    if not is_int(fields["layer"]) or fields["layer"] < 0:
+        raise SpecError("layer", f"expected an index from 0, got {kind(fields['layer'])}")
     with at("vector"):
-        vector = Vector.parse(given["vector"]).numpy()
-    midpoint, score = given["midpoint"], None
+        vector = Vector.parse(fields["vector"]).numpy()
+    midpoint, score = fields["midpoint"], None
     if midpoint is not None:
         with at("midpoint"):
             midpoint = Vector.parse(midpoint).numpy()
             if midpoint.shape != vector.shape:
                 raise SpecError("", f"expected {len(vector)} numbers, got {len(midpoint)}")
-    if given["score"] is not None:
+    if fields["score"] is not None:
         with at("score"):
-            numbers: Mapping[str, Any] = read_fields(given["score"], required=_SCORE, optional=())
+            numbers: Mapping[str, Any] = read_fields(fields["score"], required=_SCORE, optional=())
             score = LayerScore(*(float(read_float32(numbers[name])) for name in _SCORE))
-    return {"layer": given["layer"], "vector": vector, "midpoint": midpoint, "score": score}
+    return {"layer": fields["layer"], "vector": vector, "midpoint": midpoint, "score": score}

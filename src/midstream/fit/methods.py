@@ -76,46 +76,46 @@ class Method:
         """Whether moments of second order replace the rows."""
         return self.name in ("pca", "lat", "lda")
 
-    def direction(self, given: TrainingSet) -> Floats:
+    def direction(self, training: TrainingSet) -> Floats:
         """Return the direction, float64 [width], of any length and sign."""
         if self.classifier is not None:
-            assert given.rows is not None
-            return _classified(self.classifier, *given.rows)
+            assert training.rows is not None
+            return _classified(self.classifier, *training.rows)
         if self.needs_pairs:
-            return _largest_axis(given)
-        between = given.positive.mean - given.negative.mean
-        return between if self.name == "mean" else _discriminant(given, between)
+            return _largest_axis(training)
+        between = training.positive.mean - training.negative.mean
+        return between if self.name == "mean" else _discriminant(training, between)
 
 
-def _largest_axis(given: TrainingSet) -> Floats:
+def _largest_axis(training: TrainingSet) -> Floats:
     """Return the first principal component of the pairs' differences, less their mean.
 
     By the eigenvectors of the smaller of the two products of the centred differences.
     """
-    if given.rows is None:
-        assert given.differences is not None
-        assert given.differences.scatter is not None
-        return _top_eigenvector(given.differences.scatter)
-    assert given.signs is not None
-    differences = (given.rows[0] - given.rows[1]) * given.signs[:, None]
+    if training.rows is None:
+        assert training.differences is not None
+        assert training.differences.scatter is not None
+        return _top_eigenvector(training.differences.scatter)
+    assert training.signs is not None
+    differences = (training.rows[0] - training.rows[1]) * training.signs[:, None]
     centred = differences - differences.mean(0)
     if len(centred) >= centred.shape[1]:
         return _top_eigenvector(centred.T @ centred)
-    found: Floats = centred.T @ _top_eigenvector(centred @ centred.T)
-    return found
+    axis: Floats = centred.T @ _top_eigenvector(centred @ centred.T)
+    return axis
 
 
 def _top_eigenvector(matrix: Floats) -> Floats:
-    found: Floats = np.linalg.eigh(matrix)[1][:, -1]
-    return found
+    eigenvector: Floats = np.linalg.eigh(matrix)[1][:, -1]
+    return eigenvector
 
 
-def _discriminant(given: TrainingSet, between: Floats) -> Floats:
+def _discriminant(training: TrainingSet, between: Floats) -> Floats:
     """Return S⁻¹ · between, with S = 0.9 · C + 0.1 · mean(diag C) · I, C the covariance within."""
-    count = given.positive.count + given.negative.count
+    count = training.positive.count + training.negative.count
     width = len(between)
-    if given.rows is not None:
-        centred = np.concatenate([rows - rows.mean(0) for rows in given.rows])
+    if training.rows is not None:
+        centred = np.concatenate([rows - rows.mean(0) for rows in training.rows])
         ridge = SHRINKAGE * float(np.square(centred).sum()) / count / width
         if ridge == 0:
             return between
@@ -124,9 +124,9 @@ def _discriminant(given: TrainingSet, between: Floats) -> Floats:
         inner = centred @ centred.T + (ridge / a) * np.eye(len(centred))
         kept: Floats = (between - centred.T @ np.linalg.solve(inner, centred @ between)) / ridge
         return kept
-    assert given.positive.scatter is not None
-    assert given.negative.scatter is not None
-    within = (given.positive.scatter + given.negative.scatter) / count
+    assert training.positive.scatter is not None
+    assert training.negative.scatter is not None
+    within = (training.positive.scatter + training.negative.scatter) / count
     ridge = SHRINKAGE * float(np.trace(within)) / width
     if ridge == 0:
         return between

@@ -99,12 +99,12 @@ def run_prompts(llm: Any, prompts: list[Any], capture: Capture) -> list[Any]:
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     chats = [is_chat(prompt) for prompt in prompts]
     if not any(chats):
-        given = [
+        inputs = [
             {"prompt_token_ids": list(prompt)} if isinstance(prompt, (list, tuple)) else prompt
             for prompt in prompts
         ]
-        found: list[Any] = llm.generate(given, params, capture=capture, use_tqdm=False)
-        return found
+        outputs: list[Any] = llm.generate(inputs, params, capture=capture, use_tqdm=False)
+        return outputs
     if not all(chats):
         raise SpecError("positive", "expected either chats alone, or texts and token ids alone")
     ends = {prompt[-1]["role"] == "assistant" for prompt in prompts}
@@ -131,12 +131,12 @@ def _class(outputs: Sequence[Any], site: str) -> CapturedClass:
     rows = {
         layer: [to_numpy(output.activations[site, layer]) for output in outputs] for layer in layers
     }
-    counts = {tuple(map(len, each)) for each in rows.values()}
-    if len(counts) > 1 or any(one.ndim != 2 for one in rows[layers[0]]):
+    counts = {tuple(map(len, arrays)) for arrays in rows.values()}
+    if len(counts) > 1 or any(array.ndim != 2 for array in rows[layers[0]]):
         raise SpecError(
             "site", f"the vectors of {site} are of heads; fit a site as wide as the model"
         )
     return CapturedClass(
-        {layer: np.concatenate(each) for layer, each in rows.items()},
+        {layer: np.concatenate(arrays) for layer, arrays in rows.items()},
         np.repeat(np.arange(len(outputs)), counts.pop()),
     )

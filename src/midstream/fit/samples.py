@@ -61,11 +61,11 @@ class ArraySamples:
         if isinstance(value, Mapping):
             if layers is not None:
                 raise SpecError("layers", f"`{path}` is a dict by layer, which has them; omit it")
-            layers_of = [_layer(path, one) for one in value]
+            layers_of = [_layer(path, key) for key in value]
             if len(set(layers_of)) < len(layers_of):
                 raise SpecError(path, f"expected each layer once, got {layers_of}")
-            each = zip(layers_of, value.values(), strict=True)
-            given = {layer: _floats(path, one, 2) for layer, one in each}
+            pairs = zip(layers_of, value.values(), strict=True)
+            arrays = {layer: _floats(path, rows, 2) for layer, rows in pairs}
         else:
             array = _floats(path, value, 3)
             indices = list(range(array.shape[1])) if layers is None else read_layers(layers)
@@ -75,12 +75,12 @@ class ArraySamples:
                     f"expected {array.shape[1]} distinct layers, one for each of `{path}`'s second "
                     f"dimension, got {indices}",
                 )
-            given = {layer: array[:, nth] for nth, layer in enumerate(indices)}
-        if not given or min(given) < 0:
+            arrays = {layer: array[:, column] for column, layer in enumerate(indices)}
+        if not arrays or min(arrays) < 0:
             raise SpecError(path, "expected layers from 0, and at least one")
-        if len({one.shape for one in given.values()}) > 1:
+        if len({rows.shape for rows in arrays.values()}) > 1:
             raise SpecError(path, "expected as many rows, of one width, at every layer")
-        return ArraySamples(dict(sorted(given.items())))
+        return ArraySamples(dict(sorted(arrays.items())))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -164,14 +164,16 @@ class StoredSamples:
     def _check_requests(self) -> None:
         """Check that the rows of all layers are of the same requests, in the same order."""
         parts: dict[int, list[tuple[str, int, Indices]]] = {}
-        for one in self.selection.segments:
-            parts.setdefault(one.tap[1], []).append((one.shard.name, one.group, one.rows))
+        for segment in self.selection.segments:
+            parts.setdefault(segment.tap[1], []).append(
+                (segment.shard.name, segment.group, segment.rows)
+            )
         first, *others = parts
         owners = None
         for layer in others:
             # Layers that were captured together share their index.
-            if [(*one[:2], id(one[2])) for one in parts[layer]] == [
-                (*one[:2], id(one[2])) for one in parts[first]
+            if [(*part[:2], id(part[2])) for part in parts[layer]] == [
+                (*part[:2], id(part[2])) for part in parts[first]
             ]:
                 continue
             owners = self._owners(first) if owners is None else owners
@@ -184,16 +186,16 @@ class StoredSamples:
 
     def _owners(self, layer: int) -> list[tuple[str, list[int]]]:
         """Return the shards of a layer's rows, and the completion of each row by its index."""
-        found: list[tuple[str, list[int]]] = []
-        for one in self.selection.segments:
-            if one.tap[1] == layer:
-                owners, bounds = one.shard.owners(one.group)
-                each = owners[np.searchsorted(bounds, one.rows, side="right") - 1]
-                if found and found[-1][0] == one.shard.name:
-                    found[-1][1].extend(each.tolist())
+        shards: list[tuple[str, list[int]]] = []
+        for segment in self.selection.segments:
+            if segment.tap[1] == layer:
+                owners, bounds = segment.shard.owners(segment.group)
+                completions = owners[np.searchsorted(bounds, segment.rows, side="right") - 1]
+                if shards and shards[-1][0] == segment.shard.name:
+                    shards[-1][1].extend(completions.tolist())
                 else:
-                    found.append((one.shard.name, each.tolist()))
-        return found
+                    shards.append((segment.shard.name, completions.tolist()))
+        return shards
 
     def requests(self) -> list[str]:
         """Return the request of each row of a layer, as all layers have them."""
@@ -238,22 +240,22 @@ def _floats(path: str, value: object, ndim: int) -> NDArray[Any]:
             raise SpecError(path, f"expected an array {form}, got {kind(value)}") from None
     if hasattr(value, "detach"):
         value = value.detach().cpu()
-    found = to_numpy(value)
+    array = to_numpy(value)
     with at(path):
-        check_unmasked(found)
-    if found.ndim != ndim or not found.size or found.dtype.kind not in "fiu":
-        got = f"{found.dtype} {list(found.shape)}"
+        check_unmasked(array)
+    if array.ndim != ndim or not array.size or array.dtype.kind not in "fiu":
+        got = f"{array.dtype} {list(array.shape)}"
         raise SpecError(path, f"expected real numbers {form}, with at least one row, got {got}")
-    if not np.isfinite(found).all():
+    if not np.isfinite(array).all():
         raise SpecError(path, "has numbers that are not finite")
-    return found
+    return array
 
 
 def read_layers(value: Any) -> list[int]:
     """Read a layer, or several, in the given order."""
     if isinstance(value, (str, bytes)):
         raise SpecError("layers", f"expected a layer, or a list of layers, got {kind(value)}")
-    return [_layer("layers", one) for one in (value if hasattr(value, "__iter__") else [value])]
+    return [_layer("layers", layer) for layer in (value if hasattr(value, "__iter__") else [value])]
 
 
 def _layer(path: str, value: object) -> int:

@@ -91,7 +91,8 @@ def reading_params() -> Any:
 def logprobs_of(output: Any, start: int) -> NDArray[np.float32]:
     """Return the log probabilities of a prompt's tokens from `start`, float32 [tokens]."""
     tokens = output.prompt_token_ids
-    each = output.prompt_logprobs
+    logprobs = output.prompt_logprobs
     return np.array(
-        [each[nth][tokens[nth]].logprob for nth in range(start, len(tokens))], np.float32
+        [logprobs[position][tokens[position]].logprob for position in range(start, len(tokens))],
+        np.float32,
     )

@@ -41,7 +41,7 @@ def fit_rows(
         ArraySamples.read(path, value, layers)
         for path, value in (("positive", positive), ("negative", negative))
     ]
-    owners = [np.arange(len(each)) for each in samples]
+    owners = [np.arange(len(class_samples)) for class_samples in samples]
     return _fit(samples[0], samples[1], method, site, folds, _keyed(groups, owners), seed)
 
 
@@ -78,18 +78,20 @@ class PromptFit:
 
     def fit(self, llm: Any, classes: Sequence[CapturedClass]) -> Fitted:
         """Fit the rows of both classes, the positives first, captured on `llm`."""
-        samples = [ArraySamples(one.rows) for one in classes]
+        samples = [ArraySamples(captured.rows) for captured in classes]
         check_alike(*samples)
-        owners = [one.owners for one in classes]
-        if self.method.needs_pairs and any(len(set(one.tolist())) < len(one) for one in owners):
+        owners = [captured.owners for captured in classes]
+        if self.method.needs_pairs and any(
+            len(set(class_owners.tolist())) < len(class_owners) for class_owners in owners
+        ):
             raise SpecError(
                 "positions",
                 f'method="{self.method.name}" compares one row of each prompt, got several; '
                 'select one token, or give reduce="mean"',
             )
         keys = _keyed(self.groups, owners, self.counts)
-        found = _fit(samples[0], samples[1], self.method, self.site, self.folds, keys, self.seed)
-        return (*found[:4], _model_type(llm))
+        fitted = _fit(samples[0], samples[1], self.method, self.site, self.folds, keys, self.seed)
+        return (*fitted[:4], _model_type(llm))
 
 
 def fit_store(
@@ -101,7 +103,7 @@ def fit_store(
         raise SpecError(
             "negative", f"its rows are of {samples[1].site}, those of positive {samples[0].site}"
         )
-    requests = [one.requests() for one in samples]
+    requests = [class_samples.requests() for class_samples in samples]
     if groups is None:
         counts = len(set(requests[0])), len(set(requests[1]))
         keys = pair_up(requests[0], requests[1], counts)
@@ -147,11 +149,11 @@ def _fit(
     assigned = Folds.assign(*groups, most, seed)
     if chosen.needs_pairs and not np.array_equal(assigned.positive, assigned.negative):
         raise SpecError("groups", "the two rows of a pair must be of one group")
-    found = {
+    estimates = {
         layer: estimate(positive, negative, layer, chosen, assigned, seed)
         for layer in positive.layers
     }
-    return found, site, chosen.name, assigned.count, ""
+    return estimates, site, chosen.name, assigned.count, ""
 
 
 def _keyed(
@@ -172,7 +174,10 @@ def _keyed(
         raise SpecError("groups", f"expected a list of keys, got {kind(groups)}")
     sides = [groups, groups]
     is_two = isinstance(groups, tuple) and len(groups) == 2
-    if is_two and all(hasattr(one, "__len__") and not isinstance(one, str) for one in groups):
+    if is_two and all(
+        hasattr(class_groups, "__len__") and not isinstance(class_groups, str)
+        for class_groups in groups
+    ):
         sides = [list(groups[0]), list(groups[1])]
     for side, count, name in zip(sides, (first, second), ("positive", "negative"), strict=True):
         if len(side) != count:

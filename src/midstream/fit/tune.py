@@ -93,28 +93,28 @@ def read_tune(
     if reading is not None:
         reading.probe("effect")  # it has a midpoint
     shape: ModelShape = llm.info.shape
-    for one in chosen.values():
+    for direction in chosen.values():
         with at("layers"):
-            check_tapped((one.site, one.layer), shape, "", "")
-        one.steer(**where)
+            check_tapped((direction.site, direction.layer), shape, "", "")
+        direction.steer(**where)
     if reading is not None:
         with at("read_layer"):
             check_tapped((reading.site, reading.layer), shape, "", "")
     if isinstance(guard, MaxKL):
         with at("guard"):
             check_tapped(("final_norm", shape.num_layers - 1), shape, "", "")
-    given = encode_prompts("prompts", prompts, llm.get_tokenizer)
+    prompt_ids = encode_prompts("prompts", prompts, llm.get_tokenizer)
     max_model_len = llm.model_config.max_model_len
     params = _read_params(sampling_params)
-    for nth, ids in enumerate(given):
+    for index, ids in enumerate(prompt_ids):
         if len(ids) + params.max_tokens >= max_model_len:
             raise SpecError(
-                f"prompts[{nth}]",
+                f"prompts[{index}]",
                 f"{len(ids)} tokens and max_tokens={params.max_tokens} leave no room to read the "
                 f"answer within max_model_len={max_model_len}",
             )
     return TuneRequest(
-        chosen, given, _read_scales(scales), reading, effect, guard, params, dict(where)
+        chosen, prompt_ids, _read_scales(scales), reading, effect, guard, params, dict(where)
     )
 
 
@@ -140,7 +140,7 @@ def tune_steps(request: TuneRequest) -> Steps[Tuning]:
         edits=edits,
     )
     read = yield from _read(request, prompts, written)
-    parts = [slice(nth * count, (nth + 1) * count) for nth in range(len(cells))]
+    parts = [slice(index * count, (index + 1) * count) for index in range(len(cells))]
     return _gather(request, cells, [(read[part], written[part]) for part in parts])
 
 
@@ -149,34 +149,35 @@ def _read(
 ) -> Steps[list[_Reading]]:
     """Have the unsteered model read every answer that has tokens."""
     answers = [list(output.outputs[0].token_ids) for output in written]
-    full = [nth for nth, answer in enumerate(answers) if answer]
+    full = [index for index, answer in enumerate(answers) if answer]
     first = request.kl_tokens
     batch = PromptBatch(
-        [[*prompts[nth], *answers[nth]] for nth in full],
+        [[*prompts[index], *answers[index]] for index in full],
         [reading_params()] * len(full),
-        capture=[_first_logits(len(prompts[nth]), len(answers[nth]), first) for nth in full]
+        capture=[_first_logits(len(prompts[index]), len(answers[index]), first) for index in full]
         if first
         else None,
         probes=[
             [
                 request.reading.probe(
-                    "effect", positions=slice(len(prompts[nth]), len(prompts[nth] + answers[nth]))
+                    "effect",
+                    positions=slice(len(prompts[index]), len(prompts[index] + answers[index])),
                 )
             ]
-            for nth in full
+            for index in full
         ]
         if request.reading is not None
         else None,
     )
     outputs = (yield batch) if full else []
-    found = [_Reading(math.nan, np.empty(0), np.empty(0))] * len(written)
-    for nth, output in zip(full, outputs, strict=True):
-        found[nth] = _Reading(
-            _effect_of(request, output, written[nth]),
-            logprobs_of(output, len(prompts[nth])).astype(np.float64),
-            _divergences(written[nth].logits, output.logits) if first else np.empty(0),
+    readings = [_Reading(math.nan, np.empty(0), np.empty(0))] * len(written)
+    for answer_index, output in zip(full, outputs, strict=True):
+        readings[answer_index] = _Reading(
+            _effect_of(request, output, written[answer_index]),
+            logprobs_of(output, len(prompts[answer_index])).astype(np.float64),
+            _divergences(written[answer_index].logits, output.logits) if first else np.empty(0),
         )
-    return found
+    return readings
 
 
 def _first_logits(prompt: int, answer: int, first: int) -> Logits:
@@ -193,9 +194,9 @@ def _effect_of(request: TuneRequest, read: Any, written: Any) -> float:
 def _divergences(steered: Any, plain: Any) -> Any:
     """Return KL(steered ‖ plain) of each position, float64 [positions], in nats."""
     p, q = (
-        to_numpy(one.values).astype(np.float64)
-        - to_numpy(one.logsumexp).astype(np.float64)[:, None]
-        for one in (steered, plain)
+        to_numpy(logits.values).astype(np.float64)
+        - to_numpy(logits.logsumexp).astype(np.float64)[:, None]
+        for logits in (steered, plain)
     )
     weights = np.exp(p)
     # A token that cannot follow has −∞ in both, or in the steered model alone.
@@ -205,20 +206,20 @@ def _divergences(steered: Any, plain: Any) -> Any:
 def _gather(
     request: TuneRequest,
     cells: Sequence[tuple[int, float] | None],
-    found: Sequence[tuple[Sequence[_Reading], Sequence[Any]]],
+    cell_results: Sequence[tuple[Sequence[_Reading], Sequence[Any]]],
 ) -> Tuning:
     numbers = [
         (
-            _mean([one.effect for one in read]),
-            perplexity_of(_mean(np.concatenate([one.logprobs for one in read]))),
-            _mean(np.concatenate([one.kl for one in read])),
+            _mean([reading.effect for reading in read]),
+            perplexity_of(_mean(np.concatenate([reading.logprobs for reading in read]))),
+            _mean(np.concatenate([reading.kl for reading in read])),
         )
-        for read, _ in found
+        for read, _ in cell_results
     ]
-    texts = [tuple(output.outputs[0].text for output in written) for _, written in found]
+    texts = [tuple(output.outputs[0].text for output in written) for _, written in cell_results]
     shape = len(request.directions), len(request.scales)
     effect, perplexity, kl = (
-        np.array(each[1:]).reshape(shape) for each in zip(*numbers, strict=True)
+        np.array(column[1:]).reshape(shape) for column in zip(*numbers, strict=True)
     )
     return Tuning(
         layers=tuple(request.directions),
@@ -253,7 +254,7 @@ def _read_layers(directions: Any, layers: Any) -> dict[int, Direction]:
     if isinstance(layers, str):
         if layers != "all":
             raise SpecError("layers", f'expected layers or "all", got {layers!r}')
-        return {one.layer: one for one in directions}
+        return {direction.layer: direction for direction in directions}
     listed = [layers] if is_int(layers) else list(layers)
     if not listed or len(set(listed)) < len(listed):
         raise SpecError("layers", "expected at least one layer, each once")
@@ -280,13 +281,13 @@ def _direction_at(path: str, directions: DirectionSet, layer: Any) -> Direction:
 def _read_scales(scales: Any) -> tuple[float, ...]:
     if isinstance(scales, (str, bytes)) or not hasattr(scales, "__iter__"):
         raise SpecError("scales", f"expected a list of numbers, got {kind(scales)}")
-    found = []
-    for nth, one in enumerate(scales):
-        with at(f"scales[{nth}]"):
-            found.append(read_float32(one))
-    if not found or len(set(found)) < len(found):
+    numbers = []
+    for index, scale in enumerate(scales):
+        with at(f"scales[{index}]"):
+            numbers.append(read_float32(scale))
+    if not numbers or len(set(numbers)) < len(numbers):
         raise SpecError("scales", "expected at least one number, each once")
-    return tuple(found)
+    return tuple(numbers)
 
 
 def _read_params(sampling_params: Any) -> Any:
@@ -301,6 +302,6 @@ def _read_params(sampling_params: Any) -> Any:
         )
     if sampling_params.n != 1 or sampling_params.max_tokens is None:
         raise SpecError("sampling_params", "expected n=1 and a number of max_tokens")
-    found = copy.copy(sampling_params)
-    found.output_kind = RequestOutputKind.FINAL_ONLY
-    return found
+    params = copy.copy(sampling_params)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params

@@ -102,10 +102,10 @@ class Tuning:
         Raises:
             SpecError: it holds nowhere.
         """
-        found = [cell for cell in self if cell.holds and np.isfinite(cell.effect)]
-        if not found:
+        cells = [cell for cell in self if cell.holds and np.isfinite(cell.effect)]
+        if not cells:
             raise SpecError("guard", f"{self.guard} holds nowhere; try smaller scales:\n{self}")
-        return max(found, key=lambda cell: cell.effect)
+        return max(cells, key=lambda cell: cell.effect)
 
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row per cell: layer, scale, effect, perplexity, kl, holds.
@@ -117,13 +117,13 @@ class Tuning:
         import pandas
 
         names = ("layer", "scale", "effect", "perplexity", "kl", "holds")
-        return pandas.DataFrame([{name: getattr(one, name) for name in names} for one in self])
+        return pandas.DataFrame([{name: getattr(cell, name) for name in names} for cell in self])
 
     def __str__(self) -> str:
         rows = [("plain", "0", *_numbers(self.plain_effect, self.plain_perplexity, None), "")]
-        for one in self:
-            numbers = _numbers(one.effect, one.perplexity, one.kl)
-            rows.append((str(one.layer), f"{one.scale:g}", *numbers, "" if one.holds else "no"))
+        for cell in self:
+            numbers = _numbers(cell.effect, cell.perplexity, cell.kl)
+            rows.append((str(cell.layer), f"{cell.scale:g}", *numbers, "" if cell.holds else "no"))
         return text_table(("layer", "scale", "effect", "perplexity", "KL", "holds"), rows)
 
     def __repr__(self) -> str:

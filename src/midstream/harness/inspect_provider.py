@@ -102,10 +102,10 @@ class MidstreamAPI(VLLMAPI):
         self, input: Any, tools: Any, tool_choice: Any, config: GenerateConfig
     ) -> Any:
         """Return Inspect's output, whose metadata has the results as `midstream`."""
-        found = await super().generate(input, tools, tool_choice, config)
-        if not isinstance(found, tuple):
-            return found
-        output, call = found
+        generated = await super().generate(input, tools, tool_choice, config)
+        if not isinstance(generated, tuple):
+            return generated
+        output, call = generated
         answer = call.response or {}
         results = logged_results(answer)
         if results is None and self._has_plan(config) and answer.get("choices"):
@@ -147,7 +147,7 @@ class MidstreamAPI(VLLMAPI):
         for name in [name for name, value in options.items() if value is False]:
             del options[name]
             command.append(f"--no-{name.replace('_', '-')}")
-        url, process, found = start_local_server(
+        url, process, bound_port = start_local_server(
             command,
             host=host,
             port=port,
@@ -156,7 +156,7 @@ class MidstreamAPI(VLLMAPI):
             timeout=timeout,
             server_args=options,
         )
-        return url, process, found
+        return url, process, bound_port
 
 
 # Arguments of Inspect's provider that are no options of a server.
@@ -173,6 +173,7 @@ def _without_results(answer: Mapping[str, Any]) -> dict[str, Any]:
     left = {name: value for name, value in answer.items() if name != KEY}
     if "choices" in left:
         left["choices"] = [
-            {name: value for name, value in one.items() if name != KEY} for one in left["choices"]
+            {name: value for name, value in choice.items() if name != KEY}
+            for choice in left["choices"]
         ]
     return left

@@ -30,10 +30,10 @@ def joined_field(first: Mapping[str, Any], second: object) -> dict[str, Any] | N
         call = {} if second is None else read_fields(
             second, required=(), optional=(*PLAN, "activations")
         )  # fmt: skip
-    given = {name: value for name, value in {**first, **call}.items() if value is not None}
-    if not given:
+    arguments = {name: value for name, value in {**first, **call}.items() if value is not None}
+    if not arguments:
         return None
-    returned = given.get("activations", "handle")
+    returned = arguments.get("activations", "handle")
     if returned not in _RETURNS:
         raise SpecError(
             f"{KEY}.activations",
@@ -41,7 +41,7 @@ def joined_field(first: Mapping[str, Any], second: object) -> dict[str, Any] | N
             "answer would be in the log",
         )
     with at(KEY):
-        field: dict[str, Any] = extra_body(**given)[KEY]
+        field: dict[str, Any] = extra_body(**arguments)[KEY]
     if _has_numbers(field):
         raise SpecError(
             KEY,
@@ -62,8 +62,8 @@ def logged_results(answer: Mapping[str, Any]) -> Any:
     """
     if answer.get(KEY) is not None:
         return _logged(answer[KEY])
-    found = [choice.get(KEY) for choice in answer.get("choices") or ()]
-    return [one and _logged(one) for one in found] if any(found) else None
+    fields = [choice.get(KEY) for choice in answer.get("choices") or ()]
+    return [field and _logged(field) for field in fields] if any(fields) else None
 
 
 def _logged(field: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def _short(value: Any) -> Any:
     if isinstance(value, list):
         if len(value) > MOST:
             return f"<{len(value)} values omitted>"
-        return [_short(one) for one in value]
+        return [_short(part) for part in value]
     if isinstance(value, Mapping):
-        return {name: _short(one) for name, one in value.items()}
+        return {name: _short(part) for name, part in value.items()}
     return value
 
 

@@ -68,13 +68,13 @@ class Events:
         # A large event arrives in many pieces: bytes that were searched are not searched again.
         start = max(0, len(self._rest) - _LONGEST_END)
         self._rest += data
-        found, begin = [], 0
+        events, begin = [], 0
         while end := _END.search(self._rest, start):
             start = end.end()
-            found.append(_read(bytes(self._rest[begin:start])))
+            events.append(_read(bytes(self._rest[begin:start])))
             begin = start
         del self._rest[:begin]
-        return found
+        return events
 
     @property
     def rest(self) -> bytes:

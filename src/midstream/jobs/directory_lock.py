@@ -92,12 +92,12 @@ def join_writers(job: Job, marker: str) -> None:
         # Never closed, because that would release the lock.
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        found = b""
+        content = b""
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}") from None
     else:
-        found = os.pread(file, 1024, 0)
-    if found != marker.encode():
+        content = os.pread(file, 1024, 0)
+    if content != marker.encode():
         raise StoreError(
             f"{job.out}: on {os.uname().nodename} this path is not the job's directory; use a "
             "directory that all machines share, or s3://…"
@@ -140,9 +140,9 @@ def _lock_within(file: int, how: int) -> bool:
 
 @contextmanager
 def _locked(root: str) -> Iterator[None]:
-    found = os.stat(root)
+    root_stat = os.stat(root)
     # Of the process: a forked one, which may outlive it, has no lock.
-    key = os.getpid(), found.st_dev, found.st_ino
+    key = os.getpid(), root_stat.st_dev, root_stat.st_ino
     mine = object()
     if _HELD.setdefault(key, mine) is not mine:
         raise _is_taken(root)

@@ -153,12 +153,12 @@ class VllmEngine:
         if engine.has_unfinished_requests():
             self._ended += [output for output in engine.step() if output.finished]
         # Results arrive for many requests together, some steps after these have ended.
-        found = [self._reply(output) for output in self._ended if output.receipt is not None]
+        replies = [self._reply(output) for output in self._ended if output.receipt is not None]
         self._ended = [output for output in self._ended if output.receipt is None]
         if engine.has_unfinished_requests() or self._ended:
-            return found
+            return replies
         lost, self._lines = self._lines, {}
-        return [*found, *(Failed(line, "vLLM gave no output") for line in lost.values())]
+        return [*replies, *(Failed(line, "vLLM gave no output") for line in lost.values())]
 
     def _add_chat(self, messages: Any) -> None:
         from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan

@@ -84,18 +84,18 @@ class LocalExecutor:
         self._loop.add(request, record)
 
     def step(self) -> Sequence[CapturedLine | Failed]:
-        found: list[CapturedLine | Failed] = []
+        outcomes: list[CapturedLine | Failed] = []
         # The job reads the receipts, so warnings about them would be duplicates.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReceiptWarning)
             replies = self._loop.step()
         for request, reply in replies:
             if isinstance(reply, Failed):
-                found.append(reply)
+                outcomes.append(reply)
             else:
-                found.append(CapturedLine(reply.line, *self._writer.put(request, reply)))
+                outcomes.append(CapturedLine(reply.line, *self._writer.put(request, reply)))
         self._writer.check()
-        return found
+        return outcomes
 
     def close(self) -> Sequence[CapturedLine | Failed]:
         self._writer.close()

@@ -72,8 +72,7 @@ def read_value(line: int, value: object, field: str, chat: bool) -> Record | Fai
 
 
 def read_prompt(value: object, chat: bool) -> Prompt:
-    """Parse a prompt: a text; with `chat`, a list of messages or the text of a single user message.
-    """
+    """Parse a prompt: a text; with `chat`, a list of messages or the text of one user message."""
     if isinstance(value, str):
         check_text(value)
         return [{"role": "user", "content": value}] if chat else value

@@ -60,10 +60,10 @@ class CompletedLines:
         requests = () if store is None else store.requests
         if requests:
             _check_terms(job, requests[0])
-        found = np.fromiter(map(self._read, requests), _LINE, len(requests))
+        lines = np.fromiter(map(self._read, requests), _LINE, len(requests))
         # A line that is stored twice counts once.
-        self._lines, first = np.unique(found["line"], return_index=True)
-        self._digests = found["digest"][first]
+        self._lines, first = np.unique(lines["line"], return_index=True)
+        self._digests = lines["digest"][first]
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -103,12 +103,12 @@ class CompletedLines:
         return int(match[1]), int(match[2], 16)
 
 
-def _check_terms(job: Job, one: StoredRequest) -> None:
+def _check_terms(job: Job, req: StoredRequest) -> None:
     """Compare the job's terms with those of a stored request."""
-    stored = one.metadata.get(TERMS)
+    stored = req.metadata.get(TERMS)
     if not isinstance(stored, dict):
         raise StoreError(
-            f"{one.shard}: request {show(one.request)} is not a line of a dataset capture; choose "
+            f"{req.shard}: request {show(req.request)} is not a line of a dataset capture; choose "
             "another directory"
         )
     ours: dict[str, Any] = json.loads(json.dumps(job.terms, default=str))

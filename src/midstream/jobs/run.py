@@ -253,14 +253,14 @@ class CaptureRun:
         self._at_end = True
 
     def _record(self, finished: Sequence[CapturedLine | Failed]) -> None:
-        for one in finished:
-            self._running.remove(one.line)
-            if isinstance(one, Failed):
-                self._fail(one)
+        for outcome in finished:
+            self._running.remove(outcome.line)
+            if isinstance(outcome, Failed):
+                self._fail(outcome)
             else:
                 self.counts.captured += 1
-                self.counts.rows += one.rows
-                self.counts.nbytes += one.nbytes
+                self.counts.rows += outcome.rows
+                self.counts.nbytes += outcome.nbytes
 
     def _fail(self, failed: Failed) -> None:
         self.counts.failed += 1

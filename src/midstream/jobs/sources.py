@@ -62,8 +62,8 @@ def open_source(job: Job) -> Source:
 
 def _check_whole(job: Job) -> None:
     """Check that no part of a file is asked for that only a Hugging Face dataset has."""
-    for name, given, default in (("subset", job.subset, ""), ("split", job.split, SPLIT)):
-        if given != default:
+    for name, value, default in (("subset", job.subset, ""), ("split", job.split, SPLIT)):
+        if value != default:
             raise SpecError(
                 name, f"{show(job.data)} is a file, and only Hugging Face datasets have it; omit it"
             )
@@ -81,8 +81,8 @@ class Limited:
         return self.source.can_be_read_again
 
     def count(self) -> int | None:
-        found = self.source.count()
-        return found if found is None or self.limit is None else min(found, self.limit)
+        total = self.source.count()
+        return total if total is None or self.limit is None else min(total, self.limit)
 
     def __iter__(self) -> Iterator[Record | Failed]:
         return islice(iter(self.source), self.limit)
@@ -204,8 +204,8 @@ class HubRows:
         self._split = job.split
 
     def count(self) -> int | None:
-        found = (self._rows.info.splits or {}).get(self._split)
-        return found.num_examples or None if found is not None else None
+        split_info = (self._rows.info.splits or {}).get(self._split)
+        return split_info.num_examples or None if split_info is not None else None
 
     def __iter__(self) -> Iterator[Record | Failed]:
         for number, row in enumerate(self._rows, 1):

@@ -203,7 +203,7 @@ def kind_of(ops: Sequence[Op], plain: bool) -> int:
     """
     if ops.count(Op.RECONSTRUCT) > 1:
         raise ValueError("two RECONSTRUCTs of one token at one site")
-    places = [nth for nth, op in enumerate(ops) if op in (Op.MAP, Op.CODE)]
+    places = [index for index, op in enumerate(ops) if op in (Op.MAP, Op.CODE)]
     if not places:
         return PLAIN if plain else ANY
     if len(places) > 1:

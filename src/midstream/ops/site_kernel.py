@@ -107,8 +107,8 @@ def is_listed(lists, count, token):
     hits = tl.zeros([_IDS_BLOCK], dtype=tl.int32)
     for first in range(0, count, _IDS_BLOCK):
         inside = first + lanes < count
-        each = tl.load(lists + first + lanes, mask=inside, other=0)
-        hits += (inside & (each == token)).to(tl.int32)
+        listed_ids = tl.load(lists + first + lanes, mask=inside, other=0)
+        hits += (inside & (listed_ids == token)).to(tl.int32)
     return tl.sum(hits, axis=0) > 0
 
 
@@ -462,9 +462,11 @@ def site_kernel(
                     other = tl.load(rest, mask=inside, other=0.0)
                 delta, done = _product(start, instructions, numbers, bank, columns, inside, unit)
                 for at in range(start + 1, start + count):
-                    added, one = _product(at, instructions, numbers, bank, columns, inside, unit)
+                    added, counted = _product(
+                        at, instructions, numbers, bank, columns, inside, unit
+                    )
                     delta = delta + added
-                    done += one
+                    done += counted
                 tl.store(totals + _EDITS, edits + done)
                 _write(
                     delta, None, value, other, half, rest, target, captured, totals, inside, limit,

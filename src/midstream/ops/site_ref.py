@@ -21,10 +21,10 @@ from midstream.ops.sae.reference import SaeBuffers, reconstruct
 
 # Plain integers: IntFlag operations create objects, at ten times the cost.
 _FRESH, _GATED, _KEEP, _COUNTED = (
-    int(each) for each in (Flags.FRESH, Flags.GATED, Flags.KEEP, Flags.COUNTED)
+    int(flag) for flag in (Flags.FRESH, Flags.GATED, Flags.KEEP, Flags.COUNTED)
 )
 _ROW_BY_POSITION, _STEP, _OTHER_IDS = (
-    int(each) for each in (Flags.ROW_BY_POSITION, Flags.STEP, Flags.OTHER_IDS)
+    int(flag) for flag in (Flags.ROW_BY_POSITION, Flags.STEP, Flags.OTHER_IDS)
 )
 _ADDS, _UNITS = int(Flags.ADDS), int(Flags.UNITS)
 _READING = (Op.CLIP, Op.LINEAR, Op.FEATURE)
@@ -142,9 +142,9 @@ def _edit(
         delta, counted = device.sum_plain(int(starts[0]), int(starts[0] + counts[0]))
         return counted, write_rows(hidden, residual, where, delta)
     work = _Work(device, hidden, residual, where, rows, words, reads=not plain)
-    for nth in range(int(counts.max())):
-        here = (counts > nth).nonzero()[0]
-        work.step(here, starts[here] + nth)
+    for step in range(int(counts.max())):
+        here = (counts > step).nonzero()[0]
+        work.step(here, starts[here] + step)
     spoiled = write_rows(hidden, residual, where, work.stream.delta, work.stream.whole)
     return work.done, work.spoiled | spoiled
 
@@ -205,16 +205,16 @@ class _Work:
         listed = words[:, layout.IDS_COUNT] > 0
         if not listed.any():
             return None
-        found = ~listed
+        mask = ~listed
         ids = self._device.ids[self._rows[at]]
-        for each in np.unique(which[listed]):
-            mine = which == each
-            word = self._device.instructions[each]
+        for instruction in np.unique(which[listed]):
+            mine = which == instruction
+            word = self._device.instructions[instruction]
             start = word[layout.IDS_START]
             wanted = self._device.lists[start : start + word[layout.IDS_COUNT]]
             others = bool(word[layout.FLAGS] & _OTHER_IDS)
-            found[mine] = np.isin(ids[mine], wanted, invert=others)
-        return found
+            mask[mine] = np.isin(ids[mine], wanted, invert=others)
+        return mask
 
     def _execute(self, op: Op, at: Rows, which: Ints, words: Ints) -> None:
         """Execute one operation on rows `at`."""

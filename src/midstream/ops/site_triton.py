@@ -160,8 +160,8 @@ def site_triton(
             has_saes=has_saes,
             **options,
         )
-    addresses = [None if each is None else each.data_ptr() for each in tensors]
-    is_aligned = not reduce(or_, [each for each in addresses if each is not None]) % 16
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    is_aligned = not reduce(or_, [address for address in addresses if address is not None]) % 16
     # On HIP, a kernel also depends on the sizes of tensors.
     if has_maps or has_saes or not is_aligned or kernel is None or torch.version.hip is not None:
         return None

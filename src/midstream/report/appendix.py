@@ -125,17 +125,17 @@ def receipts_section(result: Result) -> str:
     rows = [
         [
             _KINDS.get(kind, kind),
-            f"{sum(one.content.get('status') == 'ok' for one in some)} of {len(some)}",
+            f"{sum(receipt.content.get('status') == 'ok' for receipt in some)} of {len(some)}",
             _of(_sum(_count_rows, some)),
             _of(_sum(_count_edits, some)),
         ]
         for kind, some in kinds.items()
     ]
-    found = tag("p", escape(words)) + _table(["requests", "ok", "vectors", "edits"], rows)
+    section = tag("p", escape(words)) + _table(["requests", "ok", "vectors", "edits"], rows)
     if bad:
         names = ["request", "status", "vectors", "edits", "problems"]
-        found += _table(names, [_receipt_cells(receipt) for receipt in bad])
-    return found
+        section += _table(names, [_receipt_cells(receipt) for receipt in bad])
+    return section
 
 
 def _receipt_cells(receipt: RequestReceipt) -> list[str]:

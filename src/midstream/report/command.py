@@ -114,16 +114,16 @@ class ReportOptions:
 
 def repeat_scales(arguments: list[str]) -> list[str]:
     """Return the arguments with `--scales` before each of its values: `-2 2` after one option."""
-    found: list[str] = []
+    repeated: list[str] = []
     in_scales = False
     for argument in arguments:
         if in_scales and _is_value(argument):
             # The first value follows the option itself.
-            found += [argument] if found[-1] == "--scales" else ["--scales", argument]
+            repeated += [argument] if repeated[-1] == "--scales" else ["--scales", argument]
             continue
         in_scales = argument == "--scales"
-        found.append(argument)
-    return found
+        repeated.append(argument)
+    return repeated
 
 
 def _is_value(argument: str) -> bool:
@@ -222,9 +222,9 @@ def find_folder(model: str) -> str:
 
 def _shown_arguments(engine: MidstreamEngine) -> dict[str, Any]:
     """Return the arguments of `LLM` with which the page's code computes the same."""
-    given = engine.arguments
-    eager = {"enforce_eager": True} if given["enforce_eager"] else {}
-    return {"dtype": given["dtype"], "max_model_len": given["max_model_len"], **eager}
+    arguments = engine.arguments
+    eager = {"enforce_eager": True} if arguments["enforce_eager"] else {}
+    return {"dtype": arguments["dtype"], "max_model_len": arguments["max_model_len"], **eager}
 
 
 def _shown_path(source: str) -> str:

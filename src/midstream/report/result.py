@@ -133,10 +133,10 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all but the two files as plain values."""
-        found = asdict(self)
-        found.pop("vectors")
-        found.pop("gguf")
-        return found
+        fields = asdict(self)
+        fields.pop("vectors")
+        fields.pop("gguf")
+        return fields
 
 
 def _number(value: float | None) -> float:

@@ -81,7 +81,7 @@ def run(engine: ReportEngine, plan: ReportPlan, stage: Stage) -> Result:
         classes=plan.classes,
         pairs=list(plan.pairs),
         num_folds=fitted.num_folds,
-        scores=tuple(fitted.scores[each] for each in fitted.layers),
+        scores=tuple(fitted.scores[fitted_layer] for fitted_layer in fitted.layers),
         best_layer=fitted.best_layer,
         layer=layer,
         gap_norm=fitted[layer].gap,
@@ -165,14 +165,14 @@ class _Job:
         asked = [self._encode_chat(question) for question in self.plan.questions]
         starts = [start for start, row in zip(asked, written, strict=True) for _ in row]
         logprobs = self._logprobs(starts, [reply.output_ids for reply in replies])
-        found = iter(
+        answers = iter(
             Answer(scale, reply.text.strip(), reading, logprob, _repetition(reply.output_ids))
             for scale, reply, reading, logprob in zip(
                 self._scales * len(written), replies, readings, logprobs, strict=True
             )
         )
         return [
-            Question(prompt, [next(found) for _ in row])
+            Question(prompt, [next(answers) for _ in row])
             for prompt, row in zip(self.plan.questions, written, strict=True)
         ]
 

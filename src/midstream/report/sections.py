@@ -73,7 +73,7 @@ def maps_section(result: Result) -> str:
         " whatever the class. The first two maps show a pair that the directions were fitted on. In"
         " the answers, the activations are those recorded while they were generated."
     )
-    maps = "".join(_map(one, result, limit).body for one in result.token_maps)
+    maps = "".join(_map(token_map, result, limit).body for token_map in result.token_maps)
     return _words(words) + tag("div", maps, "maps") + _words(caution)
 
 
@@ -102,7 +102,9 @@ def _map(token_map: TokenMap, result: Result, limit: float) -> viz.Picture:
 
 def color_limit(token_maps: list[TokenMap]) -> float:
     """Return the limit of the colours of all maps: 98 % of the cells are below it."""
-    sizes = sorted(abs(value) for one in token_maps for row in one.cosine for value in row)
+    sizes = sorted(
+        abs(value) for token_map in token_maps for row in token_map.cosine for value in row
+    )
     return sizes[int(0.98 * (len(sizes) - 1))] or 1.0 if sizes else 1.0
 
 

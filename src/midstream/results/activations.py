@@ -89,7 +89,7 @@ class Activations:
         self._positions = positions
         self._given_tokens = tokens
         self.num_layers = num_layers
-        self.heads = {tap: one for tap, one in (heads or {}).items() if tap in values}
+        self.heads = {tap: tap_heads for tap, tap_heads in (heads or {}).items() if tap in values}
 
     def __getitem__(self, key: tuple[str, int] | str | int) -> Tensor:
         """Return captured vectors, in the model's dtype.
@@ -114,12 +114,12 @@ class Activations:
     @property
     def codec(self) -> Codec:
         """The codec that encoded the rows on the device."""
-        given = self._given
-        if isinstance(given, GatheredRows) and given.groups:  # rows are made when looked at
-            return given.groups[0].nothing.codec
+        values = self._given
+        if isinstance(values, GatheredRows) and values.groups:  # rows are made when looked at
+            return values.groups[0].nothing.codec
         from midstream.codecs import Raw
 
-        return next((rows.codec for rows in given.values() if isinstance(rows, Rows)), Raw())
+        return next((rows.codec for rows in values.values() if isinstance(rows, Rows)), Raw())
 
     def encoded(self, site: str, layer: int) -> Tensor:
         """Return the encoded rows of one site and layer, uint8 [rows, bytes of a row]; all heads.
@@ -160,8 +160,8 @@ class Activations:
     @property
     def sites(self) -> tuple[str, ...]:
         """The captured sites, in the order in which a layer reaches them."""
-        found = {site for site, _ in self._given}
-        return tuple(name for name in sites.NAMES if name in found)
+        captured = {site for site, _ in self._given}
+        return tuple(name for name in sites.NAMES if name in captured)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -177,8 +177,8 @@ class Activations:
         """
         every = list(self._positions.values()) or [self._tokens[:0]]
         # In most cases all of them share one tensor.
-        others = {id(one): one for one in every[1:] if one is not every[0]}.values()
-        if any(len(one) != len(every[0]) or bool((one != every[0]).any()) for one in others):
+        others = {id(other): other for other in every[1:] if other is not every[0]}.values()
+        if any(len(other) != len(every[0]) or bool((other != every[0]).any()) for other in others):
             raise ValueError(
                 "sites or layers were captured at different positions; "
                 "use positions_of(site, layer) and token_ids_of(site, layer)"
@@ -260,11 +260,11 @@ class Activations:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and copies have: these rows, encoded, and no other memory."""
-        given = {
+        values = {
             tap: rows.alone() if isinstance(rows, Rows) else rows
             for tap, rows in self._given.items()
         }
-        return {**self.__dict__, "_given": given, "_values": {}, "_positions": {**self._positions}}
+        return {**self.__dict__, "_given": values, "_values": {}, "_positions": {**self._positions}}
 
     def __repr__(self) -> str:
         return _describe(self)
@@ -279,8 +279,8 @@ class Activations:
         return self._given_tokens
 
     def _rows(self, tap: Tap) -> Rows:
-        given = self._given[tap]
-        return given if isinstance(given, Rows) else rows_of(given)
+        values = self._given[tap]
+        return values if isinstance(values, Rows) else rows_of(values)
 
     def _value(self, tap: Tap) -> Tensor:
         if tap not in self._values:
@@ -290,10 +290,10 @@ class Activations:
 
 def groups_of(activations: Activations) -> tuple[RowGroup, ...]:
     """Return the encoded rows by the sites and layers that were captured together."""
-    given, positions = activations._given, activations._positions  # noqa: SLF001
-    if isinstance(given, GatheredRows):
-        return given.groups
-    return tuple(_group_of(tap, activations._rows(tap), positions[tap]) for tap in given)  # noqa: SLF001
+    values, positions = activations._given, activations._positions  # noqa: SLF001
+    if isinstance(values, GatheredRows):
+        return values.groups
+    return tuple(_group_of(tap, activations._rows(tap), positions[tap]) for tap in values)  # noqa: SLF001
 
 
 def tokens_of(activations: Activations) -> NDArray[np.int64]:
@@ -303,8 +303,8 @@ def tokens_of(activations: Activations) -> NDArray[np.int64]:
 
 def owns_memory(activations: Activations) -> bool:
     """Return whether all rows are known to be in memory of this process alone."""
-    given = activations._given  # noqa: SLF001
-    return isinstance(given, GatheredRows) and given.owns_memory
+    values = activations._given  # noqa: SLF001
+    return isinstance(values, GatheredRows) and values.owns_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,26 +324,26 @@ def _group_of(tap: Tap, rows: Rows, positions: Tensor) -> RowGroup:
 
 
 def _decoded(
-    given: Mapping[Tap, Tensor | Rows], tap: Tap, heads: Mapping[Tap, Heads]
+    values: Mapping[Tap, Tensor | Rows], tap: Tap, heads: Mapping[Tap, Heads]
 ) -> Iterable[tuple[Tap, Tensor]]:
     """Return the rows of a tap, and of those that are decoded together with it."""
     mine = heads.get(tap)
-    if isinstance(given, GatheredRows):
+    if isinstance(values, GatheredRows):
         from midstream.results.interleaved_rows import mark_interleaved
 
-        group = given.group(tap)
+        group = values.group(tap)
         views = group.decoded()
         if views is not None and not heads:
             mark_interleaved(views)
             return zip(group.taps, views, strict=True)
         if views is not None:
-            found = dict(zip(group.taps, views, strict=True))
-            for each in found.keys() & heads.keys():
-                found[each] = heads[each].of(found[each])
-            chosen = {each for each, one in heads.items() if one.chosen is not None}
-            mark_interleaved([rows for each, rows in found.items() if each not in chosen])
-            return found.items()
-    rows = given[tap]
+            rows_by_tap = dict(zip(group.taps, views, strict=True))
+            for head_tap in rows_by_tap.keys() & heads.keys():
+                rows_by_tap[head_tap] = heads[head_tap].of(rows_by_tap[head_tap])
+            chosen = {key for key, tap_heads in heads.items() if tap_heads.chosen is not None}
+            mark_interleaved([rows for key, rows in rows_by_tap.items() if key not in chosen])
+            return rows_by_tap.items()
+    rows = values[tap]
     if not isinstance(rows, Rows):
         return [(tap, rows if mine is None else mine.of(rows))]
     from midstream.results.interleaved_rows import interleaved
@@ -385,34 +385,34 @@ def rows_after(
 
 def _find(rows: Activations, key: Any) -> Tap:
     """Return the captured tap that a key means."""
-    given = rows._given  # noqa: SLF001
+    values = rows._given  # noqa: SLF001
     try:
-        is_tap = key in given
+        is_tap = key in values
     except TypeError:  # unhashable, such as a slice
         is_tap = False
     if is_tap:
         return key  # type: ignore[no-any-return]
     tap = _tap_of(rows, key)
-    if tap is None or tap not in given:
+    if tap is None or tap not in values:
         raise KeyError(_explain(rows, key, tap))
     return tap
 
 
 def _tap_of(rows: Activations, key: Any) -> Tap | None:
     """Return the tap that a key means, captured or not; None: it means none."""
-    found: tuple[str, Any] | None = None
+    pair: tuple[str, Any] | None = None
     if isinstance(key, str):
-        found = sites.parse(key)
-        if found is not None and found[0] in sites.ENDS:
-            return next((tap for tap in rows if tap[0] == found[0]), None)
+        pair = sites.parse(key)
+        if pair is not None and pair[0] in sites.ENDS:
+            return next((tap for tap in rows if tap[0] == pair[0]), None)
     elif is_int(as_number(key)) and len(rows.sites) == 1:
-        found = rows.sites[0], as_number(key)
+        pair = rows.sites[0], as_number(key)
     elif isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str):
         site = sites.canonical(key[0])
-        found = None if site is None else (site, as_number(key[1]))
-    if found is None or not is_int(found[1]):
+        pair = None if site is None else (site, as_number(key[1]))
+    if pair is None or not is_int(pair[1]):
         return None
-    site, layer = found[0], int(found[1])
+    site, layer = pair[0], int(pair[1])
     if site in sites.ENDS and (site, layer) not in rows._given:  # noqa: SLF001
         return None
     if layer < 0 and rows.num_layers is not None:
@@ -479,8 +479,8 @@ def _describe(acts: Activations) -> str:
 def _sizes(acts: Activations) -> list[str]:
     """Return the distinct sizes of the vectors, ascending; of each only one tap is decoded."""
     taps = {}
-    for tap, given in acts._given.items():  # noqa: SLF001
-        width = given.hidden if isinstance(given, Rows) else given.shape[1]
+    for tap, values in acts._given.items():  # noqa: SLF001
+        width = values.hidden if isinstance(values, Rows) else values.shape[1]
         taps[width, acts.heads.get(tap)] = tap
     shapes = sorted({tuple(acts[tap].shape[1:]) for tap in taps.values()})
     return [show_size(shape) for shape in shapes]

@@ -63,21 +63,20 @@ def to_base64(values: Any, sent: str) -> str:
 
 def from_base64(text: str, shape: tuple[int, ...], sent: str, kept: str) -> Tensor:
     """Return what `to_base64` was given, in this shape and of the dtype `kept`."""
-    found = np.frombuffer(base64.b64decode(text), sent).reshape(shape)
-    return array_of(found.astype(kept), kept)
+    array = np.frombuffer(base64.b64decode(text), sent).reshape(shape)
+    return array_of(array.astype(kept), kept)
 
 
 def load_tensors(data: bytes) -> Mapping[str, Tensor]:
-    """Return the tensors of a safetensors file by name; NumPy arrays where torch is not installed.
-    """
+    """Return a safetensors file's tensors by name; NumPy arrays where torch is not installed."""
     try:
         from safetensors.torch import load
     except ModuleNotFoundError:
         from safetensors import deserialize
 
-        return {name: _array(each) for name, each in deserialize(data)}  # type: ignore[no-untyped-call]
-    found: Mapping[str, Tensor] = load(data)
-    return found
+        return {name: _array(view) for name, view in deserialize(data)}  # type: ignore[no-untyped-call]
+    tensors: Mapping[str, Tensor] = load(data)
+    return tensors
 
 
 def save_tensors(
@@ -88,17 +87,17 @@ def save_tensors(
     Args:
         rows: tensors or arrays, none of which overlaps another.
     """
-    if any(isinstance(each, np.ndarray) for each in rows.values()):
+    if any(isinstance(tensor, np.ndarray) for tensor in rows.values()):
         from safetensors.numpy import save_file
 
-        every = {name: np.array(each) for name, each in {**rows, **indices}.items()}
+        every = {name: np.array(tensor) for name, tensor in {**rows, **indices}.items()}
         save_file(every, target, metadata)
         return
     from safetensors.torch import save_file
 
-    tensors = {name: each.contiguous() for name, each in rows.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in rows.items()}
     # safetensors rejects tensors that share memory: copy them.
-    tensors |= {name: each.clone() for name, each in indices.items()}
+    tensors |= {name: tensor.clone() for name, tensor in indices.items()}
     save_file(tensors, target, metadata)
 
 
@@ -115,11 +114,11 @@ def encode_blocks(rows: Mapping[str, Any], codec: str) -> tuple[dict[str, Any], 
     """
     if codec != PER_DIM:
         raise SpecError("codec", f'expected None or "{PER_DIM}", got {codec!r}')
-    if any(isinstance(each, np.ndarray) for each in rows.values()):
+    if any(isinstance(tensor, np.ndarray) for tensor in rows.values()):
         raise UnsupportedError(f"{PER_DIM} requires torch, which is not installed")
     from midstream.codecs import Full8PerDim
 
-    encoded = {name: Full8PerDim().encode(each) for name, each in rows.items()}
+    encoded = {name: Full8PerDim().encode(tensor) for name, tensor in rows.items()}
     metadata = {"codec": PER_DIM}
     for first in list(rows.values())[:1]:
         dtype = str(first.dtype).removeprefix("torch.")
@@ -140,20 +139,20 @@ def to_numpy(values: Any) -> NDArray[np.generic]:
     """Return a tensor as an array; bfloat16, which NumPy lacks, becomes float32."""
     if isinstance(values, np.ndarray):
         return values
-    found: NDArray[np.generic] = (
+    array: NDArray[np.generic] = (
         values.float() if str(values.dtype) == "torch.bfloat16" else values
     ).numpy()
-    return found
+    return array
 
 
-def _array(each: Mapping[str, Any]) -> Any:
-    if each["dtype"] == "BF16":
-        halves = np.frombuffer(each["data"], np.uint16).astype(np.uint32) << 16
-        return halves.view(np.float32).reshape(each["shape"])
-    dtype = _DTYPES.get(each["dtype"])
+def _array(view: Mapping[str, Any]) -> Any:
+    if view["dtype"] == "BF16":
+        halves = np.frombuffer(view["data"], np.uint16).astype(np.uint32) << 16
+        return halves.view(np.float32).reshape(view["shape"])
+    dtype = _DTYPES.get(view["dtype"])
     if dtype is None:
-        raise ValueError(f"dtype {each['dtype']} requires torch")
-    return np.frombuffer(each["data"], dtype).reshape(each["shape"])
+        raise ValueError(f"dtype {view['dtype']} requires torch")
+    return np.frombuffer(view["data"], dtype).reshape(view["shape"])
 
 
 def stack_layers(rows: Any, site: str) -> Tensor:

@@ -100,7 +100,7 @@ class AttentionResults(Mapping[Key, AttentionRows]):
                 number += self._num_layers
             if (name, number) in self._rows:
                 return self._rows[name, number]
-        known = ", ".join(repr(one if one[0] else one[1]) for one in self._rows)
+        known = ", ".join(repr(pair if pair[0] else pair[1]) for pair in self._rows)
         raise KeyError(f"there is no attention of {key!r}; there is {known}")
 
     def __contains__(self, key: object) -> bool:

@@ -22,9 +22,9 @@ def to_json(results: AttentionResults) -> list[dict[str, Any]]:
     Its fields are `name`, `layer`, `reduce`, `positions` and `heads`, and as little-endian bytes in
     base64 `values`, float32 of the shape `shape`, and `keys` of `top_keys`, int32 of that shape.
     """
-    found = []
+    objects = []
     for (name, layer), rows in results.items():
-        one = {
+        fields = {
             "name": name,
             "layer": layer,
             "reduce": rows.reduce,
@@ -34,22 +34,22 @@ def to_json(results: AttentionResults) -> list[dict[str, Any]]:
             "values": to_base64(rows.values, "<f4"),
         }
         if rows.keys is not None:
-            one["keys"] = to_base64(rows.keys, "<i4")
-        found.append(one)
-    return found
+            fields["keys"] = to_base64(rows.keys, "<i4")
+        objects.append(fields)
+    return objects
 
 
 def from_json(values: Sequence[Mapping[str, Any]]) -> AttentionResults:
     """Read what `to_json` returned."""
-    found: dict[Key, AttentionRows] = {}
-    for one in values:
-        shape = tuple(one["shape"])
-        keys = from_base64(one["keys"], shape, "<i4", "int64") if "keys" in one else None
-        found[one["name"], one["layer"]] = AttentionRows(
-            one["reduce"],
-            from_base64(one["values"], shape, "<f4", "float32"),
+    rows: dict[Key, AttentionRows] = {}
+    for fields in values:
+        shape = tuple(fields["shape"])
+        keys = from_base64(fields["keys"], shape, "<i4", "int64") if "keys" in fields else None
+        rows[fields["name"], fields["layer"]] = AttentionRows(
+            fields["reduce"],
+            from_base64(fields["values"], shape, "<f4", "float32"),
             keys,
-            array_of(one["positions"], "int64"),
-            tuple(one["heads"]),
+            array_of(fields["positions"], "int64"),
+            tuple(fields["heads"]),
         )
-    return AttentionResults(found)
+    return AttentionResults(rows)

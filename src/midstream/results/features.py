@@ -75,12 +75,15 @@ class FeatureRows:
         for row, cells in self._cells(top):
             position = int(self.positions[row])
             word = [] if tokens is None else [repr(tokens[position])]
-            lines.append([str(position), *word, *(f"{one} {value:.3g}" for one, value in cells)])
+            lines.append(
+                [str(position), *word, *(f"{feature} {value:.3g}" for feature, value in cells)]
+            )
         columns = max(map(len, lines), default=0)
         widths = [
-            max(len(each[nth]) for each in lines if nth < len(each)) for nth in range(columns)
+            max(len(line[column]) for line in lines if column < len(line))
+            for column in range(columns)
         ]
-        return "\n".join("  ".join(map(str.ljust, each, widths)).rstrip() for each in lines)
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
     def picture(self, tokens: Any = None, top: int = _SHOWN, rows: slice = slice(None)) -> Picture:
         """Return the table as a picture: features coloured by their activations.
@@ -115,7 +118,7 @@ class FeatureRows:
             limits=(0, max(values)) if values else None,
             fmt=".3g",
             texts=[
-                ["" if one < 0 else str(one) for one, _ in _padded(pairs, width)]
+                ["" if feature < 0 else str(feature) for feature, _ in _padded(pairs, width)]
                 for _, pairs in cells
             ],
         )
@@ -154,12 +157,12 @@ class FeatureRows:
         """Read what `to_json` returned."""
         shape, features = tuple(value["shape"]), tuple(value["features"])
         shapes = {"l0": shape[:1], "feature_values": (*shape[:1], len(features))}
-        found: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         for name, (sent, kept) in _ARRAYS.items():
-            found[name] = from_base64(value[name], shapes.get(name, shape), sent, kept)
+            arrays[name] = from_base64(value[name], shapes.get(name, shape), sent, kept)
         positions = array_of(value["positions"], "int64")
         where = {"site": value["site"], "layer": value["layer"]}
-        return FeatureRows(**found, features=features, positions=positions, **where)
+        return FeatureRows(**arrays, features=features, positions=positions, **where)
 
 
 class FeatureResults(Mapping[str, FeatureRows]):

@@ -78,8 +78,8 @@ class RowGroup:
     @property
     def places(self) -> NDArray[np.int64]:
         """The positions as an array, which may be shared and is only read."""
-        given = self._positions
-        return given if isinstance(given, np.ndarray) else given.numpy()
+        positions = self._positions
+        return positions if isinstance(positions, np.ndarray) else positions.numpy()
 
     def rows_of(self, tap: Tap) -> Rows:
         """Return the rows of one tap."""
@@ -138,15 +138,17 @@ class RowGroup:
         every = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         if self.chosen is not None:
             every = every[self.chosen.numpy()]
-        found: NDArray[np.uint8] = every.transpose(1, 0, 2)
-        return found
+        encoded: NDArray[np.uint8] = every.transpose(1, 0, 2)
+        return encoded
 
 
 def _arrays(chunks: Sequence[Chunk]) -> list[NDArray[np.uint8]]:
     """Return the chunks of a block as arrays that are only read."""
     if isinstance(chunks, UnreadChunks):
         return [chunks.array]
-    return [(one.records() if isinstance(one, Scattered) else one).numpy() for one in chunks]
+    return [
+        (chunk.records() if isinstance(chunk, Scattered) else chunk).numpy() for chunk in chunks
+    ]
 
 
 class GatheredRows(Mapping[Tap, Rows]):
@@ -186,7 +188,7 @@ class GatheredRows(Mapping[Tap, Rows]):
 
     def counts(self) -> dict[Tap, int]:
         """Return the number of rows of each tap."""
-        return {tap: len(self.groups[nth]) for tap, nth in self._numbers.items()}
+        return {tap: len(self.groups[index]) for tap, index in self._numbers.items()}
 
     def __getitem__(self, tap: Tap) -> Rows:
         return self.group(tap).rows_of(tap)
@@ -229,5 +231,5 @@ def numbers_of(taps: Iterable[Tap], groups: Sequence[_HasTaps]) -> dict[Tap, int
         taps: all taps of the groups; the result has their order.
         groups: what has taps; no tap is in two of them.
     """
-    found = {tap: nth for nth, group in enumerate(groups) for tap in group.taps}
-    return {tap: found[tap] for tap in taps}
+    indices = {tap: index for index, group in enumerate(groups) for tap in group.taps}
+    return {tap: indices[tap] for tap in taps}

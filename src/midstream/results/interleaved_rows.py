@@ -20,8 +20,8 @@ class InterleavedRows(Tensor):
 
     def alone(self) -> Tensor:
         """Return a copy with a storage of its own."""
-        found = self.detach().clone(memory_format=torch.contiguous_format)
-        return found.requires_grad_(self.requires_grad)
+        copy = self.detach().clone(memory_format=torch.contiguous_format)
+        return copy.requires_grad_(self.requires_grad)
 
     def share_memory_(self) -> InterleavedRows:
         """Move these rows, without the others of the storage, to shared memory."""
@@ -32,8 +32,8 @@ class InterleavedRows(Tensor):
         return self.alone().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = found = self.alone()
-        return found
+        memo[id(self)] = copy = self.alone()
+        return copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.as_subclass(Tensor))
@@ -53,6 +53,6 @@ def mark_interleaved(views: Sequence[Tensor]) -> None:
         views: tensors that only the caller refers to, as their class changes.
     """
     if views and views[0].untyped_storage().nbytes() != views[0].nbytes:
-        for one in views:
+        for view in views:
             # A third of the time of `as_subclass`, which makes another view.
-            one.__class__ = InterleavedRows
+            view.__class__ = InterleavedRows

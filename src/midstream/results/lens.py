@@ -72,12 +72,12 @@ class LensRows:
         show = shown_by(tokenizer)
         top = min(top, self.ids.shape[2])
         lines = []
-        for nth, layer in _from_last(self.layers):
+        for index, layer in _from_last(self.layers):
             ids, logprobs = (
-                self.ids[row, nth, :top].tolist(),
-                self.logprobs[row, nth, :top].tolist(),
+                self.ids[row, index, :top].tolist(),
+                self.logprobs[row, index, :top].tolist(),
             )
-            ranks = self.ranks[row, nth].tolist()
+            ranks = self.ranks[row, index].tolist()
             lines.append(
                 [
                     LensCell(str(layer)),
@@ -97,9 +97,11 @@ class LensRows:
         show = shown_by(tokenizer)
         ids, logprobs = self.ids[..., :1], self.logprobs[..., :1]
         lines = []
-        for nth, layer in _from_last(self.layers):
+        for index, layer in _from_last(self.layers):
             pairs = zip(
-                ids[:, nth].reshape(-1).tolist(), logprobs[:, nth].reshape(-1).tolist(), strict=True
+                ids[:, index].reshape(-1).tolist(),
+                logprobs[:, index].reshape(-1).tolist(),
+                strict=True,
             )
             lines.append([LensCell(str(layer)), *(token_cell(show, *pair) for pair in pairs)])
         top = self.positions.tolist() if self.ids.shape[2] else []
@@ -133,13 +135,13 @@ class LensRows:
         """Read what `to_json` returned."""
         shape, tokens = tuple(value["shape"]), tuple(value["tokens"])
         shapes = {"values": shape, "ids": shape, "logsumexp": shape[:2]}
-        found: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         for name in (*_FLOATS, *_INTS):
             sent, kept = ("<f4", "float32") if name in _FLOATS else ("<i4", "int64")
             size = shapes.get(name, (*shape[:2], len(tokens)))
-            found[name] = from_base64(value[name], size, sent, kept)
+            arrays[name] = from_base64(value[name], size, sent, kept)
         positions = array_of(value["positions"], "int64")
-        return LensRows(**found, tokens=tokens, positions=positions, layers=tuple(value["layers"]))
+        return LensRows(**arrays, tokens=tokens, positions=positions, layers=tuple(value["layers"]))
 
 
 class LensResults(Mapping[str, LensRows]):

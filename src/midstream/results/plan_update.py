@@ -33,5 +33,5 @@ class PlanUpdate:
     def from_dict(plain: dict[str, Any]) -> PlanUpdate:
         """Create from the values of `to_dict`."""
         return PlanUpdate(
-            plain["version"], {one["index"]: one["position"] for one in plain["choices"]}
+            plain["version"], {choice["index"]: choice["position"] for choice in plain["choices"]}
         )

@@ -78,11 +78,11 @@ class Probes(Mapping[str, "Tensor"]):
         """
         scores = self[name].numpy()[first:]
         positions = self._positions[name].numpy()[first:].tolist()
-        given = self._given_tokens
-        if isinstance(given, Sequence):
-            tokens = [given[position] for position in positions]
+        token_ids = self._given_tokens
+        if isinstance(token_ids, Sequence):
+            tokens = [token_ids[position] for position in positions]
         else:
-            tokens = given.numpy()[positions].tolist()
+            tokens = token_ids.numpy()[positions].tolist()
         return scores.tolist(), positions, tokens
 
     @property
@@ -114,7 +114,7 @@ class Probes(Mapping[str, "Tensor"]):
         places = list(range(scored[0], scored[-1] + 1)) if scored else []
         of_place = dict(zip(scored, scores, strict=True))
         ids = [int(self._tokens[place]) for place in places]
-        texts = [f" {one}" if tokenizer is None else tokenizer.decode([one]) for one in ids]
+        texts = [f" {token}" if tokenizer is None else tokenizer.decode([token]) for token in ids]
         values = [of_place.get(place, float("nan")) for place in places]
         return viz.tokens(texts, values, title=f"probe {name}", positions=places)
 
@@ -124,7 +124,9 @@ class Probes(Mapping[str, "Tensor"]):
         """
         from midstream import viz
 
-        every = sorted({place for one in self._positions.values() for place in one.tolist()})
+        every = sorted(
+            {place for positions in self._positions.values() for place in positions.tolist()}
+        )
         shown = every[:_SHOWN]
         rows = []
         for name, scores in self.items():

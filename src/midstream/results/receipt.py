@@ -200,9 +200,9 @@ class CaptureResult:
         if len(results) == 1:
             return results[0]
         return CaptureResult(
-            max((one.status for one in results), key=STATUSES.index),
-            "; ".join(dict.fromkeys(one.reason for one in results if one.reason)),
-            tuple(path for one in results for path in one.paths),
+            max((result.status for result in results), key=STATUSES.index),
+            "; ".join(dict.fromkeys(result.reason for result in results if result.reason)),
+            tuple(path for result in results for path in result.paths),
         )
 
     @staticmethod
@@ -292,7 +292,8 @@ class Receipt:
         if not counts:
             return self
         captured = tuple(
-            replace(one, reused=counts.get((one.site, one.layer), 0)) for one in self.captured
+            replace(record, reused=counts.get((record.site, record.layer), 0))
+            for record in self.captured
         )
         return replace(self, captured=captured)
 
@@ -307,37 +308,43 @@ class Receipt:
             # There may be one for each layer.
             "captured": [
                 {
-                    "site": one.site,
-                    "layer": one.layer,
-                    "expected": one.expected,
-                    "actual": one.actual,
-                    **({"reused": one.reused} if one.reused else {}),
+                    "site": captured.site,
+                    "layer": captured.layer,
+                    "expected": captured.expected,
+                    "actual": captured.actual,
+                    **({"reused": captured.reused} if captured.reused else {}),
                 }
-                for one in self.captured
+                for captured in self.captured
             ],
             "edited": None if self.edited is None else _plain(self.edited),
-            "probed": [_plain(one) for one in self.probed],
+            "probed": [_plain(probed) for probed in self.probed],
             "selected": [
                 {
-                    "what": one.what,
-                    "positions": [list(each) for each in one.positions],
-                    **({"left_out": one.left_out} if one.left_out else {}),
+                    "what": selected.what,
+                    "positions": [list(span) for span in selected.positions],
+                    **({"left_out": selected.left_out} if selected.left_out else {}),
                 }
-                for one in self.selected
+                for selected in self.selected
             ],
             "dropped": self.dropped,
             "problems": list(self.problems),
             "kept": [
-                {"sink": sink, "status": one.status, "reason": one.reason, "paths": [*one.paths]}
-                for sink, one in self.kept
+                {
+                    "sink": sink,
+                    "status": result.status,
+                    "reason": result.reason,
+                    "paths": [*result.paths],
+                }
+                for sink, result in self.kept
             ],
             "nonfinite": None if self.nonfinite is None else asdict(self.nonfinite),
             "coming_from": dict(self.coming_from),
-            "called": [_plain(one) for one in self.called],
+            "called": [_plain(called) for called in self.called],
             "versions": [
-                {**_plain(one), "positions": list(one.positions)} for one in self.versions
+                {**_plain(version), "positions": list(version.positions)}
+                for version in self.versions
             ],
-            "actions": [_plain(one) for one in self.actions],
+            "actions": [_plain(action) for action in self.actions],
         }
 
     @staticmethod
@@ -347,32 +354,32 @@ class Receipt:
             request_id=plain["request_id"],
             prompt_tokens=plain["prompt_tokens"],
             generated_tokens=plain["generated_tokens"],
-            captured=tuple(Captured(**one) for one in plain["captured"]),
+            captured=tuple(Captured(**captured) for captured in plain["captured"]),
             edited=None if plain["edited"] is None else Edited(**plain["edited"]),
-            probed=tuple(Probed(**one) for one in plain["probed"]),
+            probed=tuple(Probed(**probed) for probed in plain["probed"]),
             selected=tuple(
                 Selected(
-                    one["what"],
-                    tuple((start, stop) for start, stop in one["positions"]),
-                    one.get("left_out", 0),
+                    selected["what"],
+                    tuple((start, stop) for start, stop in selected["positions"]),
+                    selected.get("left_out", 0),
                 )
-                for one in plain["selected"]
+                for selected in plain["selected"]
             ),
             dropped=plain["dropped"],
             nonfinite=None if not plain.get("nonfinite") else Nonfinite(**plain["nonfinite"]),
             problems=tuple(plain["problems"]),
             kept=tuple(
-                (one["sink"], CaptureResult(one["status"], one["reason"], tuple(one["paths"])))
-                for one in plain["kept"]
+                (kept["sink"], CaptureResult(kept["status"], kept["reason"], tuple(kept["paths"])))
+                for kept in plain["kept"]
             ),
             # Servers of earlier versions do not send it.
             coming_from=tuple(plain.get("coming_from", {}).items()),
-            called=tuple(Called(**one) for one in plain.get("called", ())),
+            called=tuple(Called(**called) for called in plain.get("called", ())),
             versions=tuple(
-                Version(**{**one, "positions": tuple(one["positions"])})
-                for one in plain.get("versions", ())
+                Version(**{**version, "positions": tuple(version["positions"])})
+                for version in plain.get("versions", ())
             ),
-            actions=tuple(Action(**one) for one in plain.get("actions", ())),
+            actions=tuple(Action(**action) for action in plain.get("actions", ())),
         )
 
     def __str__(self) -> str:
@@ -381,9 +388,9 @@ class Receipt:
             f"{self.generated_tokens} generated tokens"
         ]
         if self.captured:
-            expected = sum(one.expected for one in self.captured)
-            actual = sum(one.actual for one in self.captured)
-            earlier = sum(one.reused for one in self.captured)
+            expected = sum(captured.expected for captured in self.captured)
+            actual = sum(captured.actual for captured in self.captured)
+            earlier = sum(captured.reused for captured in self.captured)
             lines.append(
                 f"  captured {actual} of {expected} rows, at {len(self.captured)} sites of layers"
                 + (f"; {earlier} were reused" if earlier else "")
@@ -403,16 +410,17 @@ class Receipt:
                 f"{reused}"
             )
         lines += [
-            f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed
+            f"  probe {probed.name}: {probed.actual} of {probed.expected} scores"
+            for probed in self.probed
         ]
         lines += [
-            f"  {one.name} at {one.site} of layer {one.layer}: {one.rows} rows in {one.calls} calls"
-            for one in self.called
+            f"  {fn.name} at {fn.site} of layer {fn.layer}: {fn.rows} rows in {fn.calls} calls"
+            for fn in self.called
         ]
-        lines += [f"  {one}" for one in self.versions]
+        lines += [f"  {version}" for version in self.versions]
         lines += [
-            f"  {one.kind} by probe {one.name} at position {one.position}: {one.score:.6g}"
-            for one in self.actions
+            f"  {act.kind} by probe {act.name} at position {act.position}: {act.score:.6g}"
+            for act in self.actions
         ]
         lines += [f"  {one}" for one in self.selected]
         lines += [f"  {name}: a field of {tool}" for name, tool in self.coming_from]
@@ -425,4 +433,4 @@ class Receipt:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-_all_but_id = attrgetter(*[one.name for one in fields(Receipt)][1:])
+_all_but_id = attrgetter(*[field.name for field in fields(Receipt)][1:])

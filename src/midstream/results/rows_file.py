@@ -76,18 +76,18 @@ def read_rows_file(
         tokens.append((np.asarray(positions[tap]), np.asarray(ids)))
     # Pages of zeros that nothing is written to take no memory.
     length = max((int(where.max()) + 1 for where, _ in tokens if len(where)), default=0)
-    found = np.zeros(length, np.int64)
+    token_ids = np.zeros(length, np.int64)
     for where, ids in tokens:
-        found[where] = ids
+        token_ids[where] = ids
     count = metadata.get("num_layers", "")
     num_layers = int(count) if _NUMBER.fullmatch(count) else None
-    return values, positions, array_of(found, "int64"), num_layers, heads_of_taps
+    return values, positions, array_of(token_ids, "int64"), num_layers, heads_of_taps
 
 
 def header_of(num_layers: int | None) -> dict[str, str]:
     """Return the metadata that every file of captured rows has; None: the number is unknown."""
-    found = {"format": FORMAT, "version": VERSION}
-    return found if num_layers is None else {**found, "num_layers": str(num_layers)}
+    header = {"format": FORMAT, "version": VERSION}
+    return header if num_layers is None else {**header, "num_layers": str(num_layers)}
 
 
 def widths_of(widths: Mapping[str, int], hidden: int) -> dict[str, str]:
@@ -109,7 +109,7 @@ def heads_of(heads: Mapping[Tap, Heads]) -> dict[str, str]:
     """Return the metadata of rows of heads, which replace those of `header_of`; an empty dict if
     there are none.
     """
-    named = {f"{site}.{layer}": one for (site, layer), one in heads.items()}
+    named = {f"{site}.{layer}": tap_heads for (site, layer), tap_heads in heads.items()}
     text = json.dumps(named, separators=(",", ":"))
     return {"version": WIDTHS_VERSION, "heads": text} if named else {}
 
@@ -142,17 +142,17 @@ def _heads(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Heads
     if text is None:
         return {}
     try:
-        found = msgspec.convert(read_json(text), dict[str, Heads])
+        heads = msgspec.convert(read_json(text), dict[str, Heads])
     except (SpecError, msgspec.ValidationError):
-        found = {}
-    if metadata["version"] == VERSION or not found or not set(found) <= set(names):
+        heads = {}
+    if metadata["version"] == VERSION or not heads or not set(heads) <= set(names):
         raise SpecError(
             "",
             f"version {metadata['version']}, heads {show(str(text))}: expected version "
             f"{WIDTHS_VERSION} and [number of heads, those to show or null] of some of the file's "
             "tensors by name",
         )
-    return found
+    return heads
 
 
 def _checked_heads(name: str, rows: Any, heads: Heads) -> Heads:
@@ -200,31 +200,31 @@ def _checker(
                 f"rows of codec {metadata['codec']!r} are decoded by torch, which is not "
                 "installed; install torch, or capture with the codec `raw`"
             ) from None
-        return lambda name, found: _sized(name, found, None, width(name))
+        return lambda name, tensor: _sized(name, tensor, None, width(name))
     if metadata.get("codec") == PER_DIM:
-        return lambda name, found: _decoded_block(name, found, width(name))
+        return lambda name, tensor: _decoded_block(name, tensor, width(name))
     codec = parse_codec(metadata.get("codec", "raw"))
     dtype = getattr(torch, metadata.get("dtype", ""), None)
     if not isinstance(dtype, torch.dtype):
         raise invalid
     if isinstance(codec, Raw):
-        return lambda name, found: _sized(name, found, dtype, width(name))
+        return lambda name, tensor: _sized(name, tensor, dtype, width(name))
 
-    def encoded(name: str, found: Any) -> Rows:
+    def encoded(name: str, tensor: Any) -> Rows:
         if width(name) > MAX_WIDTH:
             raise SpecError("", f"{name}: rows of {width(name)} numbers; at most {MAX_WIDTH}")
-        rows = _sized(name, found, torch.uint8, codec.row_bytes(width(name), dtype))
+        rows = _sized(name, tensor, torch.uint8, codec.row_bytes(width(name), dtype))
         return Rows(codec, width(name), dtype, (rows[:, None],), (0,))
 
     return encoded
 
 
-def _decoded_block(name: str, found: Any, width: int) -> Tensor:
+def _decoded_block(name: str, block: Any, width: int) -> Tensor:
     """Return rows of `Activations.save(codec="full8:per=dim")`, decoded."""
     from midstream.codecs import Full8PerDim
 
     try:
-        rows = Full8PerDim().decode(found)
+        rows = Full8PerDim().decode(block)
     except CodecError as error:
         raise SpecError("", f"{name}: {error}") from None
     if rows.shape[1] != width:
@@ -232,49 +232,56 @@ def _decoded_block(name: str, found: Any, width: int) -> Tensor:
     return rows
 
 
-def _sized(name: str, found: Any, dtype: torch.dtype | None, width: int) -> Any:
-    if (dtype is not None and found.dtype != dtype) or found.ndim != 2 or found.shape[1] != width:
+def _sized(name: str, tensor: Any, dtype: torch.dtype | None, width: int) -> Any:
+    if (
+        (dtype is not None and tensor.dtype != dtype)
+        or tensor.ndim != 2
+        or tensor.shape[1] != width
+    ):
         raise SpecError("", f"{name}: expected {dtype or 'numbers'} [rows, {width}]")
-    return found
+    return tensor
 
 
 def _taps(tensors: Mapping[str, Any]) -> list[Tap]:
     """Return the (site, layer) pairs of a file's tensors."""
-    found = []
+    taps = []
     for name in tensors:
         match = _TAP.fullmatch(name)
         if match is None or match["site"] not in sites.NAMES:
             raise SpecError("", f"unknown tensor {show(name)}; expected {{site}}.{{layer}}")
         if match["what"] is None:
-            found.append((match["site"], int(match["layer"])))
+            taps.append((match["site"], int(match["layer"])))
         elif name.rpartition(".")[0] not in tensors:
             raise SpecError("", f"{show(name)}: the tensor of its rows is missing")
-    return found
+    return taps
 
 
 def _indices(tensors: Mapping[str, Any], name: str, what: str, rows: int, limit: int) -> Any:
-    found = tensors.get(f"{name}.{what}")
+    indices = tensors.get(f"{name}.{what}")
     if (
-        found is None
-        or str(found.dtype).removeprefix("torch.") != "int64"
-        or found.shape != (rows,)
+        indices is None
+        or str(indices.dtype).removeprefix("torch.") != "int64"
+        or indices.shape != (rows,)
     ):
         raise SpecError("", f"{name}.{what}: expected int64 [{rows}]")
-    if rows and (int(found.min()) < 0 or int(found.max()) > limit):
+    if rows and (int(indices.min()) < 0 or int(indices.max()) > limit):
         raise SpecError("", f"{name}.{what}: out of range")
-    return found
+    return indices
 
 
 def _metadata(data: bytes) -> dict[str, Any]:
     (size,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + size])
-    found = header.get("__metadata__") if isinstance(header, dict) else None
-    return found if isinstance(found, dict) else {}
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _described(tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the width and dtype of decoded rows, which `Activations.save` writes without them."""
-    for name, each in tensors.items():
-        if name.count(".") == 1 and each.ndim == 2:
-            return {"hidden": str(each.shape[1]), "dtype": str(each.dtype).removeprefix("torch.")}
+    for name, tensor in tensors.items():
+        if name.count(".") == 1 and tensor.ndim == 2:
+            return {
+                "hidden": str(tensor.shape[1]),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+            }
     return {"hidden": "1", "dtype": "float32"}

@@ -82,7 +82,7 @@ class SiteTable:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return (site, layers, width, state) rows for display, with equal layers grouped."""
-        found = []
+        rows = []
         for site in sites.NAMES:
             alike: dict[tuple[str, str], list[int]] = {}
             for state in self.states:
@@ -91,8 +91,8 @@ class SiteTable:
                     alike.setdefault((state.shape, shown), []).append(state.layer)
             for (shape, shown), layers in alike.items():
                 where = "–" if site in sites.ENDS else format_ranges(layers)
-                found.append((site, where, shape, shown))
-        return found
+                rows.append((site, where, shape, shown))
+        return rows
 
     def __str__(self) -> str:
         rows = [("site", "layers", "width", ""), *self.rows()]

@@ -35,37 +35,41 @@ def stack(
     Raises:
         SpecError: an output has no activations, or not these, or the numbers of rows differ.
     """
-    found = [_activations_of(nth, each) for nth, each in enumerate(outputs)]
-    if not found:
+    activations = [
+        _activations_of(output_index, output) for output_index, output in enumerate(outputs)
+    ]
+    if not activations:
         raise SpecError("outputs", "expected at least one output")
     chosen, sites = read_taps(layers, site, "layers", "site")
-    if sites is None and len(found[0].sites) != 1:
-        raise SpecError("site", f"give one of the captured: {', '.join(found[0].sites) or 'none'}")
-    names = found[0].sites if sites is None else sites.names
+    if sites is None and len(activations[0].sites) != 1:
+        raise SpecError(
+            "site", f"give one of the captured: {', '.join(activations[0].sites) or 'none'}"
+        )
+    names = activations[0].sites if sites is None else sites.names
     if len(names) != 1:
         raise SpecError("site", f"expected one site, got {len(names)}")
-    indices = found[0].layers if chosen is None else _indices(chosen, found[0])
+    indices = activations[0].layers if chosen is None else _indices(chosen, activations[0])
     nth_row = None if row is None else read_int(row)
     stacked: list[Any] = []
-    for nth, each in enumerate(found):
+    for index, captured in enumerate(activations):
         try:
             values = (
-                [each[names[0]]]
+                [captured[names[0]]]
                 if names[0] in ENDS
-                else [each[names[0], layer] for layer in indices]
+                else [captured[names[0], layer] for layer in indices]
             )
             if nth_row is not None:
                 values = [value[nth_row] for value in values]
         except (KeyError, IndexError) as error:
-            raise SpecError(f"outputs[{nth}]", str(error.args[0])) from None
+            raise SpecError(f"outputs[{index}]", str(error.args[0])) from None
         shapes = {tuple(value.shape) for value in values}
         first_dim = 1 if nth_row is None else 0
         sizes = {shape[first_dim:] for shape in shapes}
-        sizes |= {tuple(one.shape[1 + first_dim :]) for one in stacked}
+        sizes |= {tuple(tensor.shape[1 + first_dim :]) for tensor in stacked}
         if len(sizes) > 1:
             shown = ", ".join(map(show_size, sorted(sizes)))
             raise SpecError(
-                f"outputs[{nth}]",
+                f"outputs[{index}]",
                 f"its vectors differ in width from layer to layer or from others: {shown}, which "
                 "no tensor can have; give `layers` of one width",
             )
@@ -73,7 +77,7 @@ def stack(
         if shapes != {first}:
             shown = ", ".join(str(shape[0]) for shape in sorted(shapes))
             raise SpecError(
-                f"outputs[{nth}]",
+                f"outputs[{index}]",
                 f"has {shown} rows where others have {first[0]}, which no tensor can have; give "
                 'row=-1 for one row of each, or capture as many, as positions="last_prompt" does',
             )
@@ -86,11 +90,13 @@ def _indices(layers: Layers, activations: Activations) -> tuple[int, ...]:
     return activations.layers if layers.indices == "all" else layers.indices
 
 
-def _activations_of(nth: int, output: Any) -> Activations:
-    found = output if isinstance(output, Activations) else getattr(output, "activations", None)
-    if isinstance(found, Activations):
-        return found
+def _activations_of(index: int, output: Any) -> Activations:
+    activations = (
+        output if isinstance(output, Activations) else getattr(output, "activations", None)
+    )
+    if isinstance(activations, Activations):
+        return activations
     problem = "has no activations; give generate a `capture`"
     if len(getattr(output, "outputs", ())) > 1:
         problem = "has several completions; give these, its `outputs`, in its place"
-    raise SpecError(f"outputs[{nth}]", problem)
+    raise SpecError(f"outputs[{index}]", problem)

@@ -79,13 +79,13 @@ def _in_folder(folder: Path) -> Path:
     )
 
 
-def sae_of(given: Any, scale: float | None) -> dict[str, Any]:
+def sae_of(sae: Any, scale: float | None) -> dict[str, Any]:
     """Read an object of the package `sae_lens`; see `SAE.from_saelens`."""
     scale = _read_scale(scale)
-    config, state = getattr(given, "cfg", None), getattr(given, "state_dict", None)
+    config, state = getattr(sae, "cfg", None), getattr(sae, "state_dict", None)
     to_dict = getattr(config, "to_dict", None)
     if not callable(state) or not callable(to_dict):
-        raise SpecError("", f"expected an SAE of the package sae_lens, got {kind(given)}")
+        raise SpecError("", f"expected an SAE of the package sae_lens, got {kind(sae)}")
     fields = dict(to_dict())
     architecture = fields.get("architecture", getattr(config, "architecture", "standard"))
     fields["architecture"] = architecture() if callable(architecture) else architecture
@@ -94,10 +94,10 @@ def sae_of(given: Any, scale: float | None) -> dict[str, Any]:
         more = getattr(more, "__dict__", {})
     fields["metadata"] = dict(more or {})
     with at("cfg"):
-        found = config_of(fields)
+        sae_config = config_of(fields)
     tensors = {name: tensor.detach().cpu().float() for name, tensor in state().items()}
-    check_names(list(tensors), found.architecture)
-    return _made(found, checked(tensors, found), scale)
+    check_names(list(tensors), sae_config.architecture)
+    return _made(sae_config, checked(tensors, sae_config), scale)
 
 
 def from_release(release: str, sae_id: str) -> Any:
@@ -125,10 +125,10 @@ def _read_scale(value: object) -> float | None:
     if value is None:
         return None
     with at("input_scale"):
-        found = read_float32(value)
-        if not 1e-9 <= found <= 1e9:  # far beyond any use; float32 overflows elsewhere
-            raise SpecError("", f"expected a number from 1e-9 to 1e9, got {found:g}")
-        return found
+        scale = read_float32(value)
+        if not 1e-9 <= scale <= 1e9:  # far beyond any use; float32 overflows elsewhere
+            raise SpecError("", f"expected a number from 1e-9 to 1e9, got {scale:g}")
+        return scale
 
 
 def _gemma_scope(path: Path, subtract: bool | None, scale: float | None) -> dict[str, Any]:
@@ -176,13 +176,13 @@ def _made(config: SaeConfig, tensors: Arrays, scale: float | None) -> dict[str, 
             f"{AVERAGE}: the file does not have the factor; give `input_scale`, √width / the mean "
             "norm of the vectors in training",
         )
-    found = reduced(tensors, config.rescales, 1.0 if scale is None else scale)
+    arrays = reduced(tensors, config.rescales, 1.0 if scale is None else scale)
     return {
-        "w_enc": found["W_enc"],
-        "b_enc": found["b_enc"],
-        "w_dec": found["W_dec"],
-        "b_dec": found["b_dec"],
-        "threshold": found.get("threshold"),
+        "w_enc": arrays["W_enc"],
+        "b_enc": arrays["b_enc"],
+        "w_dec": arrays["W_dec"],
+        "b_dec": arrays["b_dec"],
+        "threshold": arrays.get("threshold"),
         "apply_b_dec_to_input": config.apply_b_dec_to_input,
         "centered": config.centered,
         "hook_name": config.hook_name,
@@ -190,7 +190,7 @@ def _made(config: SaeConfig, tensors: Arrays, scale: float | None) -> dict[str, 
         "normalize": "none" if config.normalize == AVERAGE else config.normalize,
         "is_transcoder": "transcoder" in config.architecture,
         "hook_name_out": config.hook_name_out,
-        "w_skip": found.get("W_skip"),
+        "w_skip": arrays.get("W_skip"),
     }
 
 
@@ -201,8 +201,8 @@ def _check(config: SaeConfig, tensors: Arrays) -> None:
         raise SpecError("architecture", f"`{config.architecture}`, but {has} `threshold`")
     width, features = tensors["W_enc"].shape
     sizes = (("d_in", config.width, width), ("d_sae", config.features, features))
-    for name, declared, found in sizes:
-        if declared is not None and declared != found:
+    for name, declared, size in sizes:
+        if declared is not None and declared != size:
             raise SpecError(name, f"{declared}, but W_enc has shape {[width, features]}")
 
 

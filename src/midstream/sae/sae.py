@@ -109,12 +109,12 @@ class SAE:
             MissingExtraError: `sae_id` is given, and `sae_lens` is not installed.
         """
         if sae_id is None:
-            found = SAE(**load_sae(Path(path), apply_b_dec_to_input, input_scale))
+            sae = SAE(**load_sae(Path(path), apply_b_dec_to_input, input_scale))
         else:
             if apply_b_dec_to_input is not None:
                 raise SpecError("apply_b_dec_to_input", "the release specifies it; must be omitted")
-            found = SAE.from_saelens(from_release(os.fspath(path), sae_id), input_scale)
-        return found if hook_name is None else replace(found, hook_name=hook_name)
+            sae = SAE.from_saelens(from_release(os.fspath(path), sae_id), input_scale)
+        return sae if hook_name is None else replace(sae, hook_name=hook_name)
 
     @staticmethod
     def from_saelens(sae: Any, input_scale: float | None = None) -> SAE:
@@ -160,13 +160,13 @@ class SAE:
         h = _normalized(self, torch.as_tensor(x).to(self.w_enc))
         if self.apply_b_dec_to_input:
             h = h - self.b_dec
-        found = torch.relu(h @ self.w_enc + self.b_enc)
+        activations = torch.relu(h @ self.w_enc + self.b_enc)
         if self.threshold is not None:
-            found = found * (found > self.threshold)
+            activations = activations * (activations > self.threshold)
         if 0 < self.top_k < self.num_features:
-            values, ids = found.topk(self.top_k, -1)
-            found = torch.zeros_like(found).scatter_(-1, ids, values)
-        return cast("Array", _like(x, found))
+            values, ids = activations.topk(self.top_k, -1)
+            activations = torch.zeros_like(activations).scatter_(-1, ids, values)
+        return cast("Array", _like(x, activations))
 
     def decode(self, a: Array) -> Array:
         """Return the vectors reconstructed from activations.
@@ -199,8 +199,8 @@ class SAE:
     ) -> Feature:
         """Return an edit of one feature, 0 … features − 1; see `features`."""
         with at("index"):
-            nth = read_int(index)
-        return self.features(nth, mode, value, layer, site, positions, phase, exclude)
+            feature = read_int(index)
+        return self.features(feature, mode, value, layer, site, positions, phase, exclude)
 
     def features(
         self,
@@ -261,9 +261,9 @@ class SAE:
             SpecError: there is no such feature, or it cannot be changed by itself.
         """
         _check_edits(self, mode)
-        for nth in ids:
-            if not 0 <= nth < self.num_features:
-                raise SpecError("index", f"expected 0 to {self.num_features - 1}, got {nth}")
+        for feature in ids:
+            if not 0 <= feature < self.num_features:
+                raise SpecError("index", f"expected 0 to {self.num_features - 1}, got {feature}")
         chosen = list(ids)
         rows = self.w_enc[:, chosen].double().T
         bias = self.b_enc[chosen].double()
@@ -272,11 +272,11 @@ class SAE:
         if self.centered:
             # ⟨x − mean(x), row⟩ = ⟨x, row − mean(row)⟩
             rows = rows - rows.mean(1, keepdim=True)
-        found = {"encoder": rows, "decoder": self.w_dec[chosen], "bias": bias.tolist()}
+        weights = {"encoder": rows, "decoder": self.w_dec[chosen], "bias": bias.tolist()}
         if self.threshold is not None:
             # The ReLU before the threshold makes a negative threshold equivalent to 0.
-            found["threshold"] = self.threshold[chosen].clamp(min=0).tolist()
-        return found
+            weights["threshold"] = self.threshold[chosen].clamp(min=0).tolist()
+        return weights
 
 
 def folded(sae: SAE) -> tuple[Tensor, Tensor]:
@@ -344,5 +344,5 @@ def _place(sae: SAE, layer: Any, site: Any) -> dict[str, Any]:
     return {"layer": layer, "site": site}
 
 
-def _like(given: Any, found: Tensor) -> Any:
-    return found if hasattr(given, "detach") else found.numpy()
+def _like(array: Any, tensor: Tensor) -> Any:
+    return tensor if hasattr(array, "detach") else tensor.numpy()

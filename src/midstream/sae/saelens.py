@@ -88,18 +88,18 @@ def read_config(path: Path) -> SaeConfig:
     return config_of(read_json(path.read_bytes()))
 
 
-def config_of(found: object) -> SaeConfig:
+def config_of(content: object) -> SaeConfig:
     """Return the configuration of the content of a `cfg.json`."""
-    if not isinstance(found, dict):
-        raise SpecError("", f"expected an object, got {kind(found)}")
-    more = found.get("metadata", {})
+    if not isinstance(content, dict):
+        raise SpecError("", f"expected an object, got {kind(content)}")
+    more = content.get("metadata", {})
     if not isinstance(more, dict):
         raise SpecError("metadata", f"expected an object, got {kind(more)}")
-    if "metadata" in found:
-        for name, value in found.items():
+    if "metadata" in content:
+        for name, value in content.items():
             if name not in _FIELDS and value not in (None, False, "none"):
                 raise SpecError(name, "unknown field, which might change the features")
-    fields = {**more, **found}
+    fields = {**more, **content}
     _check_supported(fields)
     hook_name = fields.get("hook_name", fields.get("hook_point"))
     if hook_name is not None and not isinstance(hook_name, str):
@@ -203,10 +203,10 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
 
 
 def _hook_out(fields: Mapping[str, Any]) -> str | None:
-    found = fields.get("hook_name_out")
-    if found is not None and not isinstance(found, str):
-        raise SpecError("hook_name_out", f"expected `str`, got {kind(found)}")
-    return found
+    hook_name = fields.get("hook_name_out")
+    if hook_name is not None and not isinstance(hook_name, str):
+        raise SpecError("hook_name_out", f"expected `str`, got {kind(hook_name)}")
+    return hook_name
 
 
 def _activation(fields: Mapping[str, Any]) -> object:
@@ -217,15 +217,15 @@ def _top_k(fields: Mapping[str, Any]) -> int:
     """Return the number of activations that are kept; 0: all."""
     if fields.get("architecture") != "topk" and _activation(fields) != "topk":
         return 0
-    given = fields.get("activation_fn_kwargs") or {}
-    value = fields.get("k", given.get("k") if isinstance(given, Mapping) else None)
+    kwargs = fields.get("activation_fn_kwargs") or {}
+    value = fields.get("k", kwargs.get("k") if isinstance(kwargs, Mapping) else None)
     with at("k"):
         if value is None:
             raise SpecError("", "missing: how many activations a TopK SAE keeps")
-        found = read_int(value)
-        if found < 1:
-            raise SpecError("", f"expected at least 1, got {found}")
-        return found
+        top_k = read_int(value)
+        if top_k < 1:
+            raise SpecError("", f"expected at least 1, got {top_k}")
+        return top_k
 
 
 def _check_layer(layer: object, hook_name: str | None) -> None:

@@ -95,23 +95,23 @@ def reduced(tensors: Arrays, rescales: bool, scale: float) -> Arrays:
         rescales: whether activations are multiplied by the norms of the decoder's rows, which are
             of norm 1 then.
     """
-    found = {name: tensor.double() for name, tensor in tensors.items()}
-    if "b_gate" in found:
-        factor = found["r_mag"].exp()
-        found["W_enc"] = found["W_enc"] * factor
-        found["b_enc"] = found["b_mag"]
-        found["threshold"] = found["b_mag"] - factor * found["b_gate"]
-    if "topk_threshold" in found:
-        found["threshold"] = found["topk_threshold"]
-    if "threshold" in found:
-        found["threshold"] = found["threshold"].expand_as(found["b_enc"])
+    weights = {name: tensor.double() for name, tensor in tensors.items()}
+    if "b_gate" in weights:
+        factor = weights["r_mag"].exp()
+        weights["W_enc"] = weights["W_enc"] * factor
+        weights["b_enc"] = weights["b_mag"]
+        weights["threshold"] = weights["b_mag"] - factor * weights["b_gate"]
+    if "topk_threshold" in weights:
+        weights["threshold"] = weights["topk_threshold"]
+    if "threshold" in weights:
+        weights["threshold"] = weights["threshold"].expand_as(weights["b_enc"])
     if rescales:
-        norms = found["W_dec"].norm(dim=1)
-        found["W_enc"] = found["W_enc"] * norms
-        found["b_enc"] = found["b_enc"] * norms
-        found["W_dec"] = found["W_dec"] / norms[:, None]
+        norms = weights["W_dec"].norm(dim=1)
+        weights["W_enc"] = weights["W_enc"] * norms
+        weights["b_enc"] = weights["b_enc"] * norms
+        weights["W_dec"] = weights["W_dec"] / norms[:, None]
     if scale != 1:
-        found["W_enc"] = found["W_enc"] * scale
-        found["W_dec"], found["b_dec"] = found["W_dec"] / scale, found["b_dec"] / scale
+        weights["W_enc"] = weights["W_enc"] * scale
+        weights["W_dec"], weights["b_dec"] = weights["W_dec"] / scale, weights["b_dec"] / scale
     names = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold", "W_skip")
-    return {name: found[name].float().contiguous() for name in names if name in found}
+    return {name: weights[name].float().contiguous() for name in names if name in weights}

@@ -38,15 +38,15 @@ class JsonLines(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(),
             "level": record.levelname,
             "logger": record.name,
         }
-        found.update(getattr(record, "midstream", None) or {"message": record.getMessage()})
+        fields.update(getattr(record, "midstream", None) or {"message": record.getMessage()})
         if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return json.dumps(found)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 def _is_no_mistake(record: logging.LogRecord) -> bool:

@@ -34,10 +34,10 @@ def dump(value: Any) -> list[bytes]:
     """Return a value, which may contain `Base64Text`, as pieces of JSON, one after the other."""
     texts: list[Base64Text] = []
 
-    def place_of(found: Any) -> msgspec.Raw:
-        if not isinstance(found, Base64Text):
-            raise TypeError(f"not a JSON value: {type(found).__name__}")
-        texts.append(found)
+    def place_of(unencoded: Any) -> msgspec.Raw:
+        if not isinstance(unencoded, Base64Text):
+            raise TypeError(f"not a JSON value: {type(unencoded).__name__}")
+        texts.append(unencoded)
         return _QUOTED
 
     first, *others = msgspec.json.encode(value, enc_hook=place_of).split(_PLACE)

@@ -128,7 +128,7 @@ class CaptureCache:
         """Bytes of all cached rows."""
         with self._lock:
             self._expire()
-            return sum(one.entry.nbytes for one in self._captures.values())
+            return sum(capture.entry.nbytes for capture in self._captures.values())
 
     def __len__(self) -> int:
         with self._lock:
@@ -210,8 +210,8 @@ class CaptureCache:
         """Return the entry of an id; None if the id is unknown or expired."""
         with self._lock:
             self._expire()
-            found = self._captures.get(name)
-            return None if found is None else found.entry
+            capture = self._captures.get(name)
+            return None if capture is None else capture.entry
 
     def open(self, name: str, client: str) -> tuple[CachedCapture, int] | None:
         """Return the entry of an id with a new file descriptor, which the caller must give to
@@ -223,14 +223,14 @@ class CaptureCache:
                 return None
             self._descriptors.check(client, READER)
             self._descriptors.add(client, READER)
-        found = None
+        opened = None
         try:
-            found = self._open(name, client)
+            opened = self._open(name, client)
         finally:
-            if found is None:
+            if opened is None:
                 with self._lock:
                     self._descriptors.add(client, -READER)
-        return found
+        return opened
 
     def _open(self, name: str, client: str) -> tuple[CachedCapture, int] | None:
         """Do what `open` does, whose descriptors are counted."""
@@ -273,7 +273,7 @@ class CaptureCache:
         """Return a client's entries, oldest first."""
         with self._lock:
             self._expire()
-            every = [one.entry for one in self._captures.values()]
+            every = [capture.entry for capture in self._captures.values()]
             return [entry for entry in every if entry.client == client]
 
     def delete(self, name: str) -> bool:

@@ -97,8 +97,8 @@ class Endpoints:
 
 def _settings(args: Namespace) -> HttpSettings | None:
     """Return the server's limits; None if midstream is disabled, or disabled over HTTP."""
-    found = settings_of(args)
-    return None if found is None else read_http(found.http)
+    settings = settings_of(args)
+    return None if settings is None else read_http(settings.http)
 
 
 def _has_key(args: Namespace) -> bool:

@@ -93,6 +93,10 @@ def read_fit(value: object, most: int) -> FitBody:
 
 def _groups(value: object) -> object:
     """Return keys of pairs as a list, keys of each class as a pair of lists."""
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(one, list) for one in value):
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(keys, list) for keys in value)
+    ):
         return tuple(value)
     return value

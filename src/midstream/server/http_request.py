@@ -113,8 +113,8 @@ class RequestContext:
 
     def take_updates(self) -> dict[int, ChoiceUpdate]:
         """Return and clear the updates, which count as sent."""
-        found, self.updates = self.updates, {}
-        return found
+        updates, self.updates = self.updates, {}
+        return updates
 
     async def close(self, captures: CaptureCache) -> None:
         """Close the engine calls, and free cached rows that no sent response refers to."""

@@ -55,8 +55,8 @@ def _add(content: dict[str, Any], schemas: dict[str, Any], name: str) -> None:
 
 def _request_schema() -> dict[str, Any]:
     def one_or_more(what: str, **properties: Any) -> dict[str, Any]:
-        one = {"type": "object", "properties": properties}
-        return {"description": what, "anyOf": [one, {"type": "array", "items": one}]}
+        schema = {"type": "object", "properties": properties}
+        return {"description": what, "anyOf": [schema, {"type": "array", "items": schema}]}
 
     layers = {
         "anyOf": [

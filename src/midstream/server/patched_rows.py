@@ -44,18 +44,18 @@ def opened_rows(
 
         def open_rows(name: str) -> _RowsFile:
             if name not in files:
-                found = captures.open(name, client)
-                if found is None:
+                opened = captures.open(name, client)
+                if opened is None:
                     data = None if elsewhere is None else elsewhere(name)
                     if data is None:
                         raise _unknown(name)
                     file = file_of(data)
                     stack.callback(os.close, file)
                 else:
-                    stack.callback(captures.end_read, *found)
-                    if not owns(found[0]):
+                    stack.callback(captures.end_read, *opened)
+                    if not owns(opened[0]):
                         raise _unknown(name)
-                    file = found[1]
+                    file = opened[1]
                 path = f"/proc/self/fd/{file}"
                 files[name] = _RowsFile(stack.enter_context(safe_open(path, "pt")), budget)
             return files[name]

@@ -119,7 +119,11 @@ class Peers:
         has. Blocks.
         """
         # Those of the body that names the rows are not of this request.
-        headers = [one for one in _headers(scope) if not one[0].startswith((b"range", b"content-"))]
+        headers = [
+            header
+            for header in _headers(scope)
+            if not header[0].startswith((b"range", b"content-"))
+        ]
         for number in self._started(self._others):
             transport = httpx.HTTPTransport(verify=False, uds=str(self._path(number)))
             with (
@@ -183,9 +187,11 @@ class Peers:
                 await app(scope, receive, hold)
                 if answer[0]["status"] < 300:
                     for number in self._others:
-                        found = await self._ask(number, scope, scope["method"], "", body)
-                        if found is not None and found.status_code >= 300:
-                            raise rejection(found, "; other processes have the change: repeat it")
+                        peer_answer = await self._ask(number, scope, scope["method"], "", body)
+                        if peer_answer is not None and peer_answer.status_code >= 300:
+                            raise rejection(
+                                peer_answer, "; other processes have the change: repeat it"
+                            )
         except HttpError as error:
             await send_error(error, send)
             return
@@ -263,11 +269,11 @@ class Peers:
 
 def add_kept(own: Iterable[dict[str, Any]], other: Iterable[dict[str, Any]]) -> None:
     """Add what another process keeps of server-wide captures to what this one does, by name."""
-    by_name = {one["name"]: one for one in other}
-    for one in own:
-        kept = by_name.get(one["name"], {}).get("kept")
-        if kept is not None and "kept" in one:
-            one["kept"] = {name: count + kept[name] for name, count in one["kept"].items()}
+    by_name = {description["name"]: description for description in other}
+    for capture in own:
+        kept = by_name.get(capture["name"], {}).get("kept")
+        if kept is not None and "kept" in capture:
+            capture["kept"] = {name: count + kept[name] for name, count in capture["kept"].items()}
 
 
 class _Listener(uvicorn.Server):

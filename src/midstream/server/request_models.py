@@ -15,14 +15,14 @@ def body_fields(app: Any) -> dict[str, frozenset[str]]:
     Args:
         app: the Starlette application; None: unknown.
     """
-    found = {}
+    by_path = {}
     for route in getattr(app, "routes", ()):
         endpoint = getattr(route, "endpoint", None)
         if (getattr(endpoint, "__module__", None) or "").startswith("vllm."):
             names = frozenset(name for model in _models_of(endpoint) for name in _names(model))
             if names:
-                found[route.path] = names
-    return found
+                by_path[route.path] = names
+    return by_path
 
 
 def _models_of(endpoint: Any) -> list[type[BaseModel]]:

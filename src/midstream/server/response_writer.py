@@ -242,7 +242,7 @@ class ResponseWriter:
         return await self._server.answers.encode(self._context, choice, update)
 
     async def _remaining(self) -> list[Event]:
-        found = []
+        events = []
         for choice, update in sorted(self._context.take_updates().items()):
             encoded = await self._server.answers.encode(self._context, choice, update)
             if encoded:
@@ -252,13 +252,14 @@ class ResponseWriter:
                     value[KEY] = plain(encoded)
                 else:
                     value["choices"] = [{"index": choice, **ending, KEY: plain(encoded)}]
-                found.append(Event(b"", b"").with_data(value))
-        return found
+                events.append(Event(b"", b"").with_data(value))
+        return events
 
     async def _encode_all(self) -> list[dict[str, Any]]:
         taken = sorted(self._context.take_updates().items())
         return [
-            await self._server.answers.encode(self._context, nth, update) for nth, update in taken
+            await self._server.answers.encode(self._context, choice, update)
+            for choice, update in taken
         ]
 
 
@@ -284,7 +285,7 @@ def _ending(update: ChoiceUpdate) -> dict[str, Any]:
     probe stopped it in the prompt.
     """
     final = update.final
-    if final is None or not any(one.kind == "stop" for one in final.receipt.actions):
+    if final is None or not any(action.kind == "stop" for action in final.receipt.actions):
         return {}
     if final.receipt.generated_tokens:
         return {}

@@ -63,30 +63,40 @@ class ResultEncoder:
             if scores:
                 encoded["probes"] = scores
         if update.rows:
-            encoded["rows"] = [await self._inline(each) for each in update.rows]
+            encoded["rows"] = [await self._inline(new_rows) for new_rows in update.rows]
             sent = context.rows_sent.setdefault(choice, {})
-            for each in update.rows:
+            for activations in update.rows:
                 sent.update(
-                    {tap: int(each.positions_of(*tap)[-1]) for tap, n in each.counts().items() if n}
+                    {
+                        tap: int(activations.positions_of(*tap)[-1])
+                        for tap, n in activations.counts().items()
+                        if n
+                    }
                 )
         if update.attention:
-            encoded["attention_rows"] = [self._attention(each) for each in update.attention]
+            encoded["attention_rows"] = [
+                self._attention(attention) for attention in update.attention
+            ]
         if update.final is not None and update.final.attention is not None:
             encoded["attention"] = self._attention(update.final.attention)
         if update.lens:
-            encoded["lens_rows"] = [self._lens(each) for each in update.lens]
+            encoded["lens_rows"] = [self._lens(lens) for lens in update.lens]
         if update.final is not None and update.final.lens is not None:
             encoded["lens"] = self._lens(update.final.lens)
         if update.features:
-            encoded["feature_rows"] = [self._features(each) for each in update.features]
+            encoded["feature_rows"] = [self._features(features) for features in update.features]
         if update.final is not None and update.final.features is not None:
             encoded["features"] = self._features(update.final.features)
         if update.final is not None and update.final.logits is not None:
             encoded["logits"] = self._logits(update.final.logits)
         if update.final is not None:
             sinks = {
-                sink: {"status": one.status, "reason": one.reason, "paths": list(one.paths)}
-                for sink, one in (update.final.capture_results or {}).items()
+                sink: {
+                    "status": result.status,
+                    "reason": result.reason,
+                    "paths": list(result.paths),
+                }
+                for sink, result in (update.final.capture_results or {}).items()
                 if sink != MEMORY
             }
             if sinks:
@@ -138,8 +148,8 @@ class ResultEncoder:
         if owns_memory(rows):
             # Nothing is copied before a client fetches the rows.
             packed = PackedRows(rows, *self._vectors)
-            given = context.client, request_id, describe(rows), context.reservation
-            cached = self._captures.store(packed, *given)
+            store_args = context.client, request_id, describe(rows), context.reservation
+            cached = self._captures.store(packed, *store_args)
             context.undelivered.append(cached.id)
             return handle_of(cached)
         # Rows in the memory of a worker are copied now, so that they do not keep it in use.
@@ -155,8 +165,8 @@ class ResultEncoder:
 
     def _cache(self, context: RequestContext, request_id: str, rows: Activations) -> CachedCapture:
         packed = pack(rows, *self._vectors)
-        given = context.client, request_id, describe(rows), context.reservation
-        return self._captures.store(packed, *given)
+        store_args = context.client, request_id, describe(rows), context.reservation
+        return self._captures.store(packed, *store_args)
 
     def _discard(self, work: asyncio.Future[CachedCapture]) -> None:
         if not work.cancelled() and work.exception() is None:
@@ -205,13 +215,13 @@ def handle_of(cached: CachedCapture) -> dict[str, Any]:
 def _streamed(context: RequestContext, rows: Activations) -> list[Tap]:
     """Return the taps whose rows a stream has as they are computed."""
     plan = context.request_field.plan
-    given = () if plan is None else plan.captures
-    captures = [one for one in given if one.stream and is_vectors(one)]
+    planned = () if plan is None else plan.captures
+    captures = [capture for capture in planned if capture.stream and is_vectors(capture)]
     return [
         (site, layer)
         for site, layer in rows
-        for one in captures
-        if site in one.sites.names and (site in ENDS or _has_layer(one.layers, layer))
+        for capture in captures
+        if site in capture.sites.names and (site in ENDS or _has_layer(capture.layers, layer))
     ]
 
 
@@ -231,20 +241,20 @@ def describe(rows: Activations) -> dict[str, Any]:
 
 
 def _new_scores(context: RequestContext, choice: int, probes: Probes) -> dict[str, Any]:
-    found = {}
+    new_scores = {}
     for name in probes:
         sent = context.scores_sent.get((choice, name), 0)
         scores, positions, tokens = probes.rows_from(name, sent)
         context.scores_sent[choice, name] = sent + len(scores)
         if scores or not sent:
-            found[name] = {
+            new_scores[name] = {
                 "scores": scores if all(map(math.isfinite, scores)) else _named(scores),
                 "positions": positions,
                 "token_ids": tokens,
             }
-    return found
+    return new_scores
 
 
 def _named(scores: list[float]) -> list[float | str]:
     """Return scores with JavaScript's names for NaN and infinities, which JSON does not have."""
-    return [each if math.isfinite(each) else _NAMES[str(each)] for each in scores]
+    return [score if math.isfinite(score) else _NAMES[str(score)] for score in scores]

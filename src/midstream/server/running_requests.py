@@ -62,16 +62,16 @@ class RunningRequests:
         """
         mine = [call for call in self._calls.values() if call.client == client]
         # A client may choose ids such that one is another with a number after it.
-        found = [call for call in mine if call.is_of(request_id)]
-        found = found or [call for call in mine if call.request_id == request_id]
-        if (count := len({call.request for call in found})) > 1:
+        calls = [call for call in mine if call.is_of(request_id)]
+        calls = calls or [call for call in mine if call.request_id == request_id]
+        if (count := len({call.request for call in calls})) > 1:
             raise HttpError(
                 409,
                 f"{count} running requests of this client have the id {request_id[:64]!r}, so none "
                 "is changed: send each request with an X-Request-Id of its own, or with none",
                 "id",
             )
-        return sorted(found, key=lambda call: call.first)
+        return sorted(calls, key=lambda call: call.first)
 
 
 def _is_of(call_id: str, request_id: str) -> bool:

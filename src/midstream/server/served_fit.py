@@ -31,17 +31,19 @@ async def run_fit(server: Server, body: FitBody, lora_request: Any, client: str)
     """
     began = time.monotonic()
     prompts = await in_thread(_tokenized, server, body)
-    _check_bytes(server, body.capture, [one for each in prompts for one in each])
+    _check_bytes(
+        server, body.capture, [prompt for class_prompts in prompts for prompt in class_prompts]
+    )
     engine = _YieldingEngine(server, lora_request)
-    found = await Directions.fit_async(engine, *prompts, **body.options)
+    directions = await Directions.fit_async(engine, *prompts, **body.options)
     audit_log.log_event(
         "fit.ended",
         client=client,
         prompts=sum(map(len, prompts)),
-        layers=len(found),
+        layers=len(directions),
         seconds=round(time.monotonic() - began, 3),
     )
-    return found
+    return directions
 
 
 class _YieldingEngine:
@@ -76,14 +78,14 @@ class _YieldingEngine:
 
 def _tokenized(server: Server, body: FitBody) -> tuple[list[list[int]], list[list[int]]]:
     """Return the token ids of the prompts of both classes."""
-    found: list[list[list[int]]] = []
+    token_ids: list[list[list[int]]] = []
     for path, prompts in (("positive", body.positive), ("negative", body.negative)):
-        found.append([])
-        for nth, prompt in enumerate(prompts):
-            with at(f"{path}[{nth}]"):
+        token_ids.append([])
+        for index, prompt in enumerate(prompts):
+            with at(f"{path}[{index}]"):
                 ids = tokenize(server.llm, prompt, _template(server, prompt)).token_ids
-                found[-1].append(list(ids or ()))
-    return found[0], found[1]
+                token_ids[-1].append(list(ids or ()))
+    return token_ids[0], token_ids[1]
 
 
 def _template(server: Server, prompt: Any) -> Mapping[str, Any]:
@@ -92,9 +94,9 @@ def _template(server: Server, prompt: Any) -> Mapping[str, Any]:
     """
     if not is_chat(prompt):
         return {}
-    for nth, message in enumerate(prompt):
+    for index, message in enumerate(prompt):
         if not isinstance(message.get("content"), str):
-            raise SpecError(f"[{nth}].content", "expected text; the chats of a fit have no media")
+            raise SpecError(f"[{index}].content", "expected text; the chats of a fit have no media")
     goes_on = prompt[-1].get("role") == "assistant"
     own = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
     return {**server.template, **own}
@@ -106,7 +108,7 @@ def _check_bytes(server: Server, capture: Capture, prompts: Sequence[Sequence[in
     count_of = _counter(capture)
     layers = capture.layers.indices
     num_layers = shape.num_layers if layers == "all" else len(layers)
-    size = sum(count_of(len(one)) for one in prompts) * num_layers * shape.hidden_size * 4
+    size = sum(count_of(len(prompt)) for prompt in prompts) * num_layers * shape.hidden_size * 4
     limit = server.settings.client_bytes
     if size > limit:
         raise SpecError(
@@ -121,6 +123,6 @@ def _counter(capture: Capture) -> Callable[[int], int]:
     items = capture.positions.emit()
     if capture.reduce:
         return lambda length: 1
-    if all(is_int(one) or one in _ONE_ROW for one in items):
+    if all(is_int(position) or position in _ONE_ROW for position in items):
         return lambda length: min(len(items), length)
     return lambda length: length

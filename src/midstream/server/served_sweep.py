@@ -77,8 +77,8 @@ class ServedSweep:
                     most_cells=limits.sweep_cells,
                 )
 
-        found = await in_thread(prepared)
-        return ServedSweep(server, found, lora_request, server.client_of(scope))
+        prepared_sweep = await in_thread(prepared)
+        return ServedSweep(server, prepared_sweep, lora_request, server.client_of(scope))
 
     async def events(self) -> AsyncGenerator[list[Event], None]:
         """Carry it out, and yield its events: some at a time, as they become known.
@@ -92,11 +92,11 @@ class ServedSweep:
         try:
             is_over = False
             while not is_over:
-                found = [await known.get()]
+                batch = [await known.get()]
                 while not known.empty():
-                    found.append(known.get_nowait())
-                is_over = found[-1] is None
-                if events := [one for one in found if one is not None]:
+                    batch.append(known.get_nowait())
+                is_over = batch[-1] is None
+                if events := [event for event in batch if event is not None]:
                     yield events
             status = "error"
             self.sweep = work.result()
@@ -131,7 +131,7 @@ class ServedSweep:
             told = {"index": list(cell.index), "value": number_to_json(value)}
             known.put_nowait(event_of("cell", told))
 
-        found: Sweep = await llm.run_sweep(
+        sweep: Sweep = await llm.run_sweep(
             self.prepared,
             {"lora_request": self.lora_request},
             on_start=on_start,
@@ -148,7 +148,7 @@ class ServedSweep:
                 "the server-wide steering was changed during the sweep, so its cells differ in it; "
                 "repeat it",
             )
-        return found
+        return sweep
 
     def _start(self, job: SweepJob) -> dict[str, Any]:
         sweep = job.result().to_json()
@@ -156,7 +156,7 @@ class ServedSweep:
         return {
             "id": self.id,
             **{name: sweep[name] for name in names},
-            "positions": [list(each) for each in job.grid.places],
+            "positions": [list(positions) for positions in job.grid.places],
             "cells": len(job.grid.cells),
         }
 

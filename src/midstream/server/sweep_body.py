@@ -44,22 +44,22 @@ def read_sweep(value: object) -> SweepBody:
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected an object of a sweep's arguments, got {kind(value)}")
-    given = one_spelling(value, _KNOWN)
-    check_fields(given, _KNOWN, _REQUIRED)
-    model, stream = given.pop("model", None), given.pop("stream", True)
+    fields = one_spelling(value, _KNOWN)
+    check_fields(fields, _KNOWN, _REQUIRED)
+    model, stream = fields.pop("model", None), fields.pop("stream", True)
     if model is not None and not isinstance(model, str):
         raise SpecError("model", f"expected the name of a model, got {kind(model)}")
     _check_flag("stream", stream)
-    prompt = given.pop("prompt")
-    template = {name: given.pop(name) for name in _TEMPLATE if name in given}
-    for name, each in template.items():
+    prompt = fields.pop("prompt")
+    template = {name: fields.pop(name) for name in _TEMPLATE if name in fields}
+    for name, argument in template.items():
         if name != "chat_template_kwargs":
-            _check_flag(name, each)
-        elif not isinstance(each, Mapping):
-            raise SpecError(name, f"expected an object, got {kind(each)}")
-        elif "chat_template" in each:
+            _check_flag(name, argument)
+        elif not isinstance(argument, Mapping):
+            raise SpecError(name, f"expected an object, got {kind(argument)}")
+        elif "chat_template" in argument:
             raise SpecError(f"{name}.chat_template", "a request cannot have a template of its own")
-    request = SweepRequest.parse(given)
+    request = SweepRequest.parse(fields)
     with at("prompt"):
         _check_texts(prompt)
     if isinstance(request.source, PromptSource):
@@ -77,11 +77,11 @@ def _check_texts(prompt: object) -> None:
     """Check that messages are text: an image may be a URL, which the server would fetch."""
     if not isinstance(prompt, (list, tuple)):
         return
-    for nth, message in enumerate(prompt):
+    for index, message in enumerate(prompt):
         if not isinstance(message, Mapping):
             continue
         content = message.get("content")
         parts = content if isinstance(content, (list, tuple)) else [{"type": "text"}]
-        is_text = all(isinstance(one, Mapping) and one.get("type") == "text" for one in parts)
+        is_text = all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
         if not is_text or not isinstance(content, (str, list, tuple, type(None))):
-            raise SpecError(f"[{nth}].content", "expected text; a sweep's messages have no media")
+            raise SpecError(f"[{index}].content", "expected text; a sweep's messages have no media")

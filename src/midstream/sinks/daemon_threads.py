@@ -59,4 +59,4 @@ def in_threads(work: Callable[[T], R], items: Sequence[T], threads: int) -> list
 
     for _ in range(min(threads, len(items))):
         threading.Thread(target=run, name="midstream files", daemon=True).start()
-    return [one.result() for one in results]
+    return [future.result() for future in results]

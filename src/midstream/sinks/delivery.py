@@ -111,9 +111,9 @@ class Queues(Protocol):
 def run_puts(puts: Puts[T], sinks: Queues) -> T:
     """Return the result of `puts`. Blocks while a queue is full."""
     try:
-        one = next(puts)
+        put = next(puts)
         while True:
-            one = puts.send(sinks.queue(one.sink).put(one.delivery, one.size))
+            put = puts.send(sinks.queue(put.sink).put(put.delivery, put.size))
     except StopIteration as end:
         result: T = end.value
         return result
@@ -122,9 +122,9 @@ def run_puts(puts: Puts[T], sinks: Queues) -> T:
 async def run_puts_soon(puts: Puts[T], sinks: Queues) -> T:
     """Return the result of `puts`. Waits on the event loop while a queue is full."""
     try:
-        one = next(puts)
+        put = next(puts)
         while True:
-            one = puts.send(await sinks.queue(one.sink).put_soon(one.delivery, one.size))
+            put = puts.send(await sinks.queue(put.sink).put_soon(put.delivery, put.size))
     except StopIteration as end:
         result: T = end.value
         return result

@@ -120,11 +120,11 @@ class FileSink(Sink):
     def flush(self) -> Sequence[CaptureResult]:
         written, self._written = self._written, []
         by_tag: dict[str, list[Delivery]] = {}
-        for one in written:
-            if isinstance(one, Delivery):
-                by_tag.setdefault(one.tag, []).append(one)
+        for write in written:
+            if isinstance(write, Delivery):
+                by_tag.setdefault(write.tag, []).append(write)
         shards = {tag: self._make_shard(tag, deliveries) for tag, deliveries in by_tag.items()}
-        folders = [one for one in written if isinstance(one, _Folder)]
+        folders = [folder for folder in written if isinstance(folder, _Folder)]
         folders += [shard for shard in shards.values() if isinstance(shard, _Folder)]
         by_folder = dict(zip(map(id, folders), self._finish(folders), strict=True))
         manifests = {
@@ -132,17 +132,17 @@ class FileSink(Sink):
             for tag, shard in shards.items()
             if isinstance(shard, _Folder)
         }
-        found = []
-        for one in written:
-            shard = shards[one.tag] if isinstance(one, Delivery) else one
+        results = []
+        for write in written:
+            shard = shards[write.tag] if isinstance(write, Delivery) else write
             if isinstance(shard, str):
-                found.append(CaptureResult("error", shard))
+                results.append(CaptureResult("error", shard))
                 continue
             result = by_folder[id(shard)]
-            if isinstance(one, Delivery) and result.status == "ok":
-                result = replace(result, manifest=next(manifests[one.tag]))
-            found.append(result)
-        return found
+            if isinstance(write, Delivery) and result.status == "ok":
+                result = replace(result, manifest=next(manifests[write.tag]))
+            results.append(result)
+        return results
 
     def _make(
         self, parents: Sequence[str], name: str, fill: Callable[[int], dict[str, Any]]
@@ -167,10 +167,12 @@ class FileSink(Sink):
                 raise
             finally:
                 os.close(folder)
-        files = [one for each in manifest.get("requests", [manifest]) for one in each["files"]]
-        names = (*dict.fromkeys(one["path"] for one in files), MANIFEST)
-        for one in files:
-            one["path"] = os.path.join(path, one["path"])
+        files = [
+            file for request in manifest.get("requests", [manifest]) for file in request["files"]
+        ]
+        names = (*dict.fromkeys(file["path"] for file in files), MANIFEST)
+        for file_info in files:
+            file_info["path"] = os.path.join(path, file_info["path"])
         return _Folder(tuple(parents), part, name, names, manifest)
 
     def _make_shard(self, tag: str, deliveries: Sequence[Delivery]) -> _Folder | str:
@@ -180,10 +182,10 @@ class FileSink(Sink):
         def fill(folder: int) -> dict[str, Any]:
             every: dict[str, Any] = {}
             requests = []
-            for nth, one in enumerate(deliveries):
-                files, arrays = self._packed(one, f"{nth}.")
+            for index, delivery in enumerate(deliveries):
+                files, arrays = self._packed(delivery, f"{index}.")
                 every |= arrays
-                requests.append(manifest_of(one, self._described_origin, SHARDED, files))
+                requests.append(manifest_of(delivery, self._described_origin, SHARDED, files))
             _write_arrays(ROWS, folder, every)
             manifest = {"format": SHARD_FORMAT, "version": VERSION, "requests": requests}
             _write_manifest(folder, manifest)
@@ -223,10 +225,10 @@ class FileSink(Sink):
             _write_arrays(ROWS, folder, every)
         else:
             files = []
-            for one, arrays in self._taps(delivery):
-                name = f"{one['site']}.{one['layer']}.npz"
+            for description, arrays in self._taps(delivery):
+                name = f"{description['site']}.{description['layer']}.npz"
                 _write_arrays(name, folder, arrays)
-                files.append({"path": name, **one})
+                files.append({"path": name, **description})
         manifest = manifest_of(delivery, self._described_origin, layout, files)
         _write_manifest(folder, manifest)
         return manifest
@@ -237,10 +239,10 @@ class FileSink(Sink):
         """Return the description of each tap, and all arrays by prefix and name."""
         files: list[dict[str, Any]] = []
         every: dict[str, Any] = {}
-        for one, arrays in self._taps(delivery):
-            prefix = f"{start}{one['site']}.{one['layer']}."
-            files.append({"path": ROWS, "prefix": prefix, **one})
-            every.update((prefix + name, each) for name, each in arrays.items())
+        for description, arrays in self._taps(delivery):
+            prefix = f"{start}{description['site']}.{description['layer']}."
+            files.append({"path": ROWS, "prefix": prefix, **description})
+            every.update((prefix + name, array) for name, array in arrays.items())
         return files, every
 
     def _taps(self, delivery: Delivery) -> Iterator[tuple[dict[str, Any], Arrays]]:
@@ -250,13 +252,29 @@ class FileSink(Sink):
             width = origin.width((site, layer))
             arrays = arrays_of(delivery.activations, site, layer, width)
             rows, ranks = len(arrays["positions"]), list(delivery.ranks.get((site, layer), ()))
-            one = {"site": site, "layer": layer, "rows": rows, "ranks": ranks}
-            yield {**one, **described(arrays, width, origin.hidden_size)}, arrays
-        for (name, layer), found in (delivery.attention or {}).items():
+            description = {"site": site, "layer": layer, "rows": rows, "ranks": ranks}
+            yield {**description, **described(arrays, width, origin.hidden_size)}, arrays
+        for (name, layer), attention_rows in (delivery.attention or {}).items():
             site = f"{ATTENTION}.{name}" if name else ATTENTION
-            arrays, ranks = arrays_of_attention(found), list(delivery.ranks.get((site, layer), ()))
-            one = {"site": site, "layer": layer, "rows": len(found), "ranks": ranks}
-            yield {**one, "reduce": found.reduce, "arrays": forms(arrays), "scales": None}, arrays
+            arrays, ranks = (
+                arrays_of_attention(attention_rows),
+                list(delivery.ranks.get((site, layer), ())),
+            )
+            description = {
+                "site": site,
+                "layer": layer,
+                "rows": len(attention_rows),
+                "ranks": ranks,
+            }
+            yield (
+                {
+                    **description,
+                    "reduce": attention_rows.reduce,
+                    "arrays": forms(arrays),
+                    "scales": None,
+                },
+                arrays,
+            )
 
     @property
     def _described_origin(self) -> Origin:

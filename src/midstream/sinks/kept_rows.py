@@ -67,19 +67,19 @@ class KeptRows(Sink):
         Args:
             most_bytes: limit for the rows, in bytes; one delivery may exceed it. None: no limit.
         """
-        found: list[Delivery] = []
+        deliveries: list[Delivery] = []
         nbytes = 0
         with self._lock:
             kept = self._by_tag[tag]
             while kept.deliveries:
                 delivery, size = kept.deliveries[0]
-                if found and most_bytes is not None and nbytes + size > most_bytes:
+                if deliveries and most_bytes is not None and nbytes + size > most_bytes:
                     break
                 kept.deliveries.popleft()
                 kept.nbytes -= size
                 nbytes += size
-                found.append(delivery)
-            collected = Collected(found)
+                deliveries.append(delivery)
+            collected = Collected(deliveries)
             collected.dropped, kept.dropped = kept.dropped, 0
         collected.tag = tag
         return collected
@@ -92,7 +92,7 @@ class KeptRows(Sink):
             kept = self._by_tag.get(collected.tag)
             if kept is None:
                 return
-            sized = [(one, _size(one.activations)) for one in collected]
+            sized = [(delivery, _size(delivery.activations)) for delivery in collected]
             kept.deliveries.extendleft(reversed(sized))
             kept.nbytes += sum(size for _, size in sized)
             kept.dropped += collected.dropped

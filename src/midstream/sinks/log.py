@@ -47,9 +47,9 @@ def line(delivery: Delivery) -> str:
         norms = rows.float().norm(dim=1)
         mean = f", mean norm {float(norms.mean()):.4g}" if len(norms) else ""
         taps.append(f"{site} {layer}: {len(rows)} rows{mean}")
-    for (name, layer), found in (delivery.attention or {}).items():
+    for (name, layer), attention_rows in (delivery.attention or {}).items():
         site = f"{ATTENTION}.{name}" if name else ATTENTION
-        taps.append(f"{site} {layer}: {len(found)} rows")
+        taps.append(f"{site} {layer}: {len(attention_rows)} rows")
     counts = (
         f"{delivery.prompt_tokens} prompt and {len(delivery.generated_token_ids)} generated tokens"
     )

@@ -109,10 +109,10 @@ class NameClaims:
 def _open(path: str) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        found, folder = os.fstat(file), os.stat(os.path.dirname(path))
-        if not stat.S_ISREG(found.st_mode):
+        file_stat, folder = os.fstat(file), os.stat(os.path.dirname(path))
+        if not stat.S_ISREG(file_stat.st_mode):
             raise OSError(errno.EINVAL, "expected a regular file", path)
-        if found.st_uid == os.geteuid():
+        if file_stat.st_uid == os.geteuid():
             # Whoever may write to the folder may lock; in one for everybody's files, nobody else.
             writers = 0 if folder.st_mode & stat.S_ISVTX else folder.st_mode & 0o022
             os.fchmod(file, 0o600 | writers | writers << 1)
@@ -151,32 +151,32 @@ class RequestNames:
     def take(self) -> None:
         """Take the names. Reads what the sinks store already, so not on an event loop."""
         try:
-            for one in self._captures:
-                with at(f"capture[{one.index}]"):
-                    self._take(one)
+            for capture in self._captures:
+                with at(f"capture[{capture.index}]"):
+                    self._take(capture)
         except BaseException:
             self.release()
             raise
 
-    def _take(self, one: NamedCapture) -> None:
-        if not one.names.take(one.name):
+    def _take(self, named: NamedCapture) -> None:
+        if not named.names.take(named.name):
             raise ExistsError(
                 "request_id",
-                f"a running request stores rows under the id {show(one.request_id)}; use another "
+                f"a running request stores rows under the id {show(named.request_id)}; use another "
                 "id, for each prompt its own",
             )
         with self._lock:
             if self._is_over:
-                one.names.give(one.name)
+                named.names.give(named.name)
                 return
-            self._taken.append(one)
+            self._taken.append(named)
         # Only now: nobody else can store rows of this name any more.
-        one.check()
+        named.check()
 
     def release(self) -> None:
         """Give the names back. `take`, if it runs in a thread meanwhile, gives back the rest."""
         with self._lock:
             self._is_over = True
             taken, self._taken = self._taken, []
-        for one in taken:
-            one.names.give(one.name)
+        for capture in taken:
+            capture.names.give(capture.name)

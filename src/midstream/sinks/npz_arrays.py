@@ -29,37 +29,37 @@ def arrays_of(activations: Activations, site: str, layer: int, width: int) -> Ar
     if isinstance(codec, Raw | Cast):
         rows = activations[site, layer]
         rows = rows.float() if rows.dtype == torch.bfloat16 else rows
-        found = {"rows": rows.numpy()}
+        arrays = {"rows": rows.numpy()}
     else:
-        found = _reduced(codec, activations.encoded(site, layer), width)
-    found["positions"] = activations.positions_of(site, layer).numpy()
-    found["token_ids"] = activations.token_ids_of(site, layer).numpy()
-    return found
+        arrays = _reduced(codec, activations.encoded(site, layer), width)
+    arrays["positions"] = activations.positions_of(site, layer).numpy()
+    arrays["token_ids"] = activations.token_ids_of(site, layer).numpy()
+    return arrays
 
 
 def arrays_of_attention(rows: AttentionRows) -> Arrays:
     """Return the attention of one layer: `values` and, of `top_keys`, `keys` as in `AttentionRows`,
     `positions` int64 [queries], and `heads` int64 [heads].
     """
-    found = {"values": rows.values.numpy()}
+    arrays = {"values": rows.values.numpy()}
     if rows.keys is not None:
-        found["keys"] = rows.keys.numpy()
-    found["positions"] = rows.positions.numpy()
-    found["heads"] = np.asarray(rows.heads, np.int64)
-    return found
+        arrays["keys"] = rows.keys.numpy()
+    arrays["positions"] = rows.positions.numpy()
+    arrays["heads"] = np.asarray(rows.heads, np.int64)
+    return arrays
 
 
 def _reduced(codec: Codec, data: Tensor, width: int) -> Arrays:
     kept = codec.k if isinstance(codec, Rp8 | Topk8) else width
     scale, zero = scales_and_zeros(data)
-    found = {
+    arrays = {
         "q": data[:, HEADER_BYTES : HEADER_BYTES + kept].numpy(),
         "scale": scale.squeeze(1).numpy(),
         "zero": zero.squeeze(1).numpy(),
     }
     if isinstance(codec, Topk8):
-        found["indices"] = codec.indices(data, width).numpy()
-    return found
+        arrays["indices"] = codec.indices(data, width).numpy()
+    return arrays
 
 
 def described(arrays: Arrays, width: int, hidden_size: int) -> dict[str, Any]:
@@ -82,5 +82,6 @@ def described(arrays: Arrays, width: int, hidden_size: int) -> dict[str, Any]:
 def forms(arrays: Arrays) -> dict[str, Any]:
     """Return the shape and dtype of each array, as JSON values."""
     return {
-        name: {"shape": list(each.shape), "dtype": str(each.dtype)} for name, each in arrays.items()
+        name: {"shape": list(array.shape), "dtype": str(array.dtype)}
+        for name, array in arrays.items()
     }

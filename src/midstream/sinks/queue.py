@@ -237,12 +237,12 @@ class SinkQueue:
         """Call a method of the sink within its time limit; see `_guarded`."""
         assert self._watch is not None
         with self._watch.limited(name):
-            found = _guarded(call)
+            outcome = _guarded(call)
         if self._stalled:
             with self._changed:
                 self._stalled = ""
             _LOGGER.warning("the sink %s: %s has returned", self.name, name)
-        return found
+        return outcome
 
     def _run(self, watch: CallWatch) -> None:
         while True:
@@ -302,11 +302,11 @@ class SinkQueue:
         self._unflushed = 0
         if results is not None and len(results) != len(written):
             problem = f"flush returned {len(results)} results for {len(written)} writes"
-        for nth, entry in enumerate(written):
+        for index, entry in enumerate(written):
             if problem:
                 entry.result = CaptureResult("error", problem)
             elif results is not None:
-                entry.result = results[nth]
+                entry.result = results[index]
             self._report(entry, entry.result)
 
     def _report(self, entry: _Entry, result: CaptureResult) -> None:
@@ -332,16 +332,16 @@ def _amount(lost: Sequence[_Entry]) -> str:
 
 def _flushed(sink: Sink) -> list[CaptureResult] | None:
     """Flush a sink, and return what it returned."""
-    given: Any = sink.flush()
-    if given is None:
+    returned: Any = sink.flush()
+    if returned is None:
         return None
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"flush returned {kind(given)}; expected CaptureResults or None")
-    found = list(given)
-    for one in found:
-        if not isinstance(one, CaptureResult):
-            raise TypeError(f"flush returned a list with {kind(one)}; expected CaptureResults")
-    return found
+    if isinstance(returned, str) or not isinstance(returned, Iterable):
+        raise TypeError(f"flush returned {kind(returned)}; expected CaptureResults or None")
+    results = list(returned)
+    for result in results:
+        if not isinstance(result, CaptureResult):
+            raise TypeError(f"flush returned a list with {kind(result)}; expected CaptureResults")
+    return results
 
 
 def _guarded(call: Callable[[], T]) -> tuple[T | None, str]:

@@ -57,19 +57,19 @@ def _import(path: str, class_path: str) -> type[Sink]:
 
 
 def _find(name: str) -> type[Sink]:
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    plugins = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name in BUILTIN:
         module, _, attribute = BUILTIN[name].partition(":")
-        if name in found:
+        if name in plugins:
             raise ConfigError(
-                f"midstream.sinks.{name}: {found[name].value} has the name of a built-in sink; "
+                f"midstream.sinks.{name}: {plugins[name].value} has the name of a built-in sink; "
                 "rename it"
             )
         cls: Any = getattr(importlib.import_module(module), attribute)
-    elif name in found:
-        cls = found[name].load()
+    elif name in plugins:
+        cls = plugins[name].load()
     else:
-        known = ", ".join(sorted({MEMORY, *BUILTIN, *found}))
+        known = ", ".join(sorted({MEMORY, *BUILTIN, *plugins}))
         raise ConfigError(f"midstream.sinks.{name}: unknown sink; known: {known}")
     return _checked(f"midstream.sinks.{name}", cls)
 

@@ -17,17 +17,17 @@ def folder_beneath(root: str, parts: Sequence[str], *, makes: bool) -> Iterator[
         root: path of an existing folder, which may be a link.
         makes: whether to create missing folders below the root, durably.
     """
-    found = os.open(root, FOLDER)
+    folder = os.open(root, FOLDER)
     try:
         for part in parts:
             if makes:
-                _make(part, found)
-            inner = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=found)
-            os.close(found)
-            found = inner
-        yield found
+                _make(part, folder)
+            inner = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        yield folder
     finally:
-        os.close(found)
+        os.close(folder)
 
 
 def is_there(name: str, folder: int) -> bool:

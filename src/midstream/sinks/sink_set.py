@@ -40,17 +40,19 @@ class SinkSet:
         self._queues: dict[str, SinkQueue] = {}
         # Those of the settings; `ServerCaptures` has those that are set now.
         self.captures: tuple[Capture, ...] = tuple(
-            capture for one in settings for capture in one.captures
+            capture for config in settings for capture in config.captures
         )
         self._hanging: dict[str, ThreadCall[None]] = {}  # are in `check`, by sink
         self._kept: KeptRows | None = None
         self._origin = origin
-        made = [(one, make_sink(one)) for one in settings if one.name != MEMORY]
+        made = [(config, make_sink(config)) for config in settings if config.name != MEMORY]
         try:
-            for one, sink in made:
+            for sink_settings, sink in made:
                 sink.open(origin)
-                self._sinks[one.name] = sink
-                self._queues[one.name] = SinkQueue(one.name, sink, one.queue_bytes, _times_of(one))
+                self._sinks[sink_settings.name] = sink
+                self._queues[sink_settings.name] = SinkQueue(
+                    sink_settings.name, sink, sink_settings.queue_bytes, _times_of(sink_settings)
+                )
         except BaseException:
             self.close()
             raise
@@ -62,7 +64,7 @@ class SinkSet:
 
     def check(self, plan: Plan) -> None:
         """Check whether the sinks can store the rows of a plan's captures."""
-        for index, (sink, tag, request_id) in enumerate(one.place for one in plan.captures):
+        for index, (sink, tag, request_id) in enumerate(capture.place for capture in plan.captures):
             if sink == MEMORY:
                 continue
             with at(f"capture[{index}]"):
@@ -73,14 +75,14 @@ class SinkSet:
                         f"{listed(self.names)}; configure others at engine start with "
                         f'midstream={{"sinks": {{"{sink}": {{…}}}}}}',
                     )
-                found, layout = self._sinks[sink], plan.captures[index].layout
-                if layout and layout not in found.layouts:
-                    known = listed(found.layouts) if found.layouts else "none"
+                destination, layout = self._sinks[sink], plan.captures[index].layout
+                if layout and layout not in destination.layouts:
+                    known = listed(destination.layouts) if destination.layouts else "none"
                     raise SpecError(
                         "layout", f"the sink {sink} has no layout {show(layout)}; known: {known}"
                     )
-                if isinstance(plan.captures[index], Attention) and not found.keeps_attention:
-                    keep = [name for name, one in self._sinks.items() if one.keeps_attention]
+                if isinstance(plan.captures[index], Attention) and not destination.keeps_attention:
+                    keep = [name for name, other in self._sinks.items() if other.keeps_attention]
                     raise SpecError(
                         "sink",
                         f"the sink {show(sink)} does not store attention; of this engine's sinks, "
@@ -89,26 +91,28 @@ class SinkSet:
                     )
                 self.check_metadata(plan.captures[index])
                 self._check_answers(sink)
-                if type(found).check is not Sink.check:
+                if type(destination).check is not Sink.check:
                     # `RequestNames` compares the id with those that the sink has.
-                    own_id = "" if found.names is not None else request_id
-                    self._check_place(sink, partial(found.check, tag, own_id))
+                    own_id = "" if destination.names is not None else request_id
+                    self._check_place(sink, partial(destination.check, tag, own_id))
 
     def names_of(self, plan: Plan | None) -> RequestNames | None:
         """Return the names that a caller gives the rows of a request, to be taken before it is
         computed; None: it gives none.
         """
         named: dict[tuple[str, str], NamedCapture] = {}
-        places = [] if plan is None else [one.place for one in plan.captures]
+        places = [] if plan is None else [capture.place for capture in plan.captures]
         for index, (sink, tag, request_id) in enumerate(places):
-            found = self._sinks.get(sink)
-            if not request_id or found is None or found.names is None:
+            destination = self._sinks.get(sink)
+            if not request_id or destination is None or destination.names is None:
                 continue
-            name = found.name_of(tag, request_id)
+            name = destination.name_of(tag, request_id)
             first = named.get((sink, name))
             if first is None:
-                check = partial(self._check_place, sink, partial(found.check, tag, request_id))
-                named[sink, name] = NamedCapture(index, found.names, name, request_id, check)
+                check = partial(
+                    self._check_place, sink, partial(destination.check, tag, request_id)
+                )
+                named[sink, name] = NamedCapture(index, destination.names, name, request_id, check)
             elif places[first.index] != places[index]:
                 raise SpecError(
                     f"capture[{index}].request_id",

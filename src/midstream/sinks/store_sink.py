@@ -151,7 +151,7 @@ class StoreSink(Sink):
 
     def _known(self, delivery: Delivery) -> dict[str, Any]:
         """Return midstream's own metadata of a completion."""
-        found: dict[str, Any] = {
+        metadata: dict[str, Any] = {
             "request_id": delivery.request_id,
             "completions": delivery.completions,
             "generated_tokens": len(delivery.generated_token_ids),
@@ -159,11 +159,11 @@ class StoreSink(Sink):
             "receipt": brief(delivery.receipt),
         }
         if delivery.plan is not None:
-            found["plan"] = outline(delivery.plan)
+            metadata["plan"] = outline(delivery.plan)
         if self._prompts:
-            found["prompt"] = delivery.prompt
-            found["text"] = delivery.text
-        return found
+            metadata["prompt"] = delivery.prompt
+            metadata["text"] = delivery.text
+        return metadata
 
 
 def _locks_of(root: str) -> str:
@@ -181,13 +181,13 @@ def _locks_of(root: str) -> str:
 def _taps(rows: Activations) -> dict[Tap, TapRows]:
     """Return rows by (site, layer); taps with the same positions share their index tensors."""
     tokens: dict[int, Tensor] = {}
-    found = {}
+    by_tap = {}
     for tap in rows:
         positions = rows.positions_of(*tap)
         if id(positions) not in tokens:
             tokens[id(positions)] = rows.token_ids_of(*tap)
-        found[tap] = TapRows(rows.encoded(*tap), positions, tokens[id(positions)])
-    return found
+        by_tap[tap] = TapRows(rows.encoded(*tap), positions, tokens[id(positions)])
+    return by_tap
 
 
 @functools.lru_cache(maxsize=64)
@@ -202,8 +202,8 @@ def brief(receipt: Receipt) -> dict[str, Any]:
     Layers with equal counts are grouped into ranges [start, stop), and empty fields are omitted.
     """
     layers: dict[tuple[str, int, int], list[int]] = {}
-    for one in receipt.captured:
-        layers.setdefault((one.site, one.expected, one.actual), []).append(one.layer)
+    for tap in receipt.captured:
+        layers.setdefault((tap.site, tap.expected, tap.actual), []).append(tap.layer)
     captured = [
         {"site": site, "layers": _ranges(which), "expected": expected, "actual": actual}
         for (site, expected, actual), which in layers.items()
@@ -214,20 +214,20 @@ def brief(receipt: Receipt) -> dict[str, Any]:
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:
     """Return [start, stop) of each run of consecutive numbers."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in sorted(numbers):
-        if found and found[-1][1] == number:
-            found[-1][1] += 1
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] += 1
         else:
-            found.append([number, number + 1])
-    return found
+            ranges.append([number, number + 1])
+    return ranges
 
 
 def _without_numbers(value: Any) -> Any:
     if isinstance(value, dict):
-        found = {name: _without_numbers(part) for name, part in value.items()}
+        fields = {name: _without_numbers(part) for name, part in value.items()}
         if isinstance(value.get("f32"), str):
-            del found["f32"]
-            found["sha256"] = hashlib.sha256(base64.b64decode(value["f32"])).hexdigest()
-        return found
+            del fields["f32"]
+            fields["sha256"] = hashlib.sha256(base64.b64decode(value["f32"])).hexdigest()
+        return fields
     return [_without_numbers(part) for part in value] if isinstance(value, list) else value

@@ -76,8 +76,8 @@ class Condition:
             )
         for name, value in (("above", above), ("below", below)):
             with at(name):
-                found = None if value is None else read_float32(value) + 0.0
-            object.__setattr__(self, name, found)
+                bound = None if value is None else read_float32(value) + 0.0
+            object.__setattr__(self, name, bound)
         with at("for"):
             count = read_int(for_)
             if not 1 <= count <= MOST_TOKENS:
@@ -89,16 +89,16 @@ class Condition:
 
     def emit(self) -> dict[str, Any]:
         """Return the JSON form, such as `{"stop": {"above": 2.0, "for": 3}}`."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.above is not None:
-            found["above"] = self.above
+            fields["above"] = self.above
         if self.below is not None:
-            found["below"] = self.below
+            fields["below"] = self.below
         if self.for_ != 1:
-            found["for"] = self.for_
+            fields["for"] = self.for_
         if self.pool != "none":
-            found["pool"] = self.pool
-        return {self.word: found}
+            fields["pool"] = self.pool
+        return {self.word: fields}
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -181,30 +181,30 @@ class Switch(Condition):
             SpecError: a name is unknown, or has no vector for a requested tap.
         """
         edits, origins = bind_later_edits(self.edits, self.origins, lookup, num_layers)
-        found = copy.copy(self)
-        object.__setattr__(found, "edits", edits)
-        object.__setattr__(found, "origins", origins)
-        return found
+        clone = copy.copy(self)
+        object.__setattr__(clone, "edits", edits)
+        object.__setattr__(clone, "origins", origins)
+        return clone
 
 
 def read_later_edits(value: object) -> tuple[Edit, ...]:
     """Read the edits that a running request is given: one or its dict, or a list or tuple of these,
     which may be empty.
     """
-    given = value if isinstance(value, (list, tuple)) else (value,)
-    if len(given) > MAX_PARTS:
-        raise SpecError("edits", f"expected at most {MAX_PARTS}, got {len(given)}")
-    found = []
-    for nth, one in enumerate(given):
-        with at(f"edits[{nth}]" if given is value else "edits"):
-            edit = parse_edit(one)
+    forms = value if isinstance(value, (list, tuple)) else (value,)
+    if len(forms) > MAX_PARTS:
+        raise SpecError("edits", f"expected at most {MAX_PARTS}, got {len(forms)}")
+    edits = []
+    for index, form in enumerate(forms):
+        with at(f"edits[{index}]" if forms is value else "edits"):
+            edit = parse_edit(form)
             _check_switched(edit)
-            found.append(edit)
-    return tuple(found)
+            edits.append(edit)
+    return tuple(edits)
 
 
 def bind_later_edits(
-    given: Sequence[Edit], known: Sequence[int], lookup: Lookup, num_layers: int | None
+    later_edits: Sequence[Edit], known: Sequence[int], lookup: Lookup, num_layers: int | None
 ) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
     """Return edits with names replaced by their registered vectors, and each one's index before.
 
@@ -214,10 +214,10 @@ def bind_later_edits(
     """
     edits: list[Edit] = []
     origins: list[int] = []
-    for nth, edit in enumerate(given):
-        with at(f"edits[{nth}]"):
+    for index, edit in enumerate(later_edits):
+        with at(f"edits[{index}]"):
             edits += bind_edit(edit, lookup, num_layers)
-        origins += [known[nth] if known else nth] * (len(edits) - len(origins))
+        origins += [known[index] if known else index] * (len(edits) - len(origins))
     return tuple(edits), tuple(origins)
 
 
@@ -233,7 +233,7 @@ def _check_switched(edit: Edit) -> None:
 
 
 Act = Stop | Flag | Switch
-_ACTS: dict[str, type[Act]] = {each.word: each for each in (Stop, Flag, Switch)}
+_ACTS: dict[str, type[Act]] = {act.word: act for act in (Stop, Flag, Switch)}
 _FIELDS = ("above", "below", "for", "pool")
 
 
@@ -252,10 +252,10 @@ def read_act(value: object) -> Act:
         if not isinstance(fields, Mapping):
             known = listed((*own, *_FIELDS))
             raise SpecError("", f"expected a dict of {known}, got {kind(fields)}")
-        given = read_named(fields, own, _FIELDS)
-        if "for" in given:
-            given["for_"] = given.pop("for")
-        return _ACTS[word](**given)
+        arguments = read_named(fields, own, _FIELDS)
+        if "for" in arguments:
+            arguments["for_"] = arguments.pop("for")
+        return _ACTS[word](**arguments)
 
 
 class Progress(NamedTuple):
@@ -296,7 +296,7 @@ def follow(
     """
     size, decay = _known_pool(condition.pool)
     run, pooled, window = progress
-    for nth, score in enumerate(scores):
+    for index, score in enumerate(scores):
         if size:
             window = (*window, score)[-size:]
             value = math.fsum(window) / len(window) if all(map(math.isfinite, window)) else math.nan
@@ -311,7 +311,7 @@ def follow(
             pooled = value if math.isfinite(value) else pooled
         run = run + 1 if _beyond(condition, value) else 0
         if run == condition.for_:
-            return Progress(run, pooled, window), Met(nth, value)
+            return Progress(run, pooled, window), Met(index, value)
     if run == progress.run and pooled is progress.pooled and window is progress.window:
         return progress, None
     return Progress(run, pooled, window), None
@@ -328,11 +328,11 @@ def _beyond(condition: Condition, value: float) -> bool:
 
 def _read_pool(pool: object) -> tuple[int, float]:
     """Return (size of the window of a mean or 0, decay of an average or 0)."""
-    found = _POOL.fullmatch(pool) if isinstance(pool, str) else None
-    if found is None:
+    match = _POOL.fullmatch(pool) if isinstance(pool, str) else None
+    if match is None:
         shown = show(pool) if isinstance(pool, str) else kind(pool)
         raise SpecError("", f"expected {_POOLS}, got {shown}")
-    size, decay = found.groups()
+    size, decay = match.groups()
     if size and int(size) > MOST_TOKENS:
         raise SpecError("", f"expected a mean of at most {MOST_TOKENS} scores, got {size}")
     return int(size or 0), float(decay or 0.0)

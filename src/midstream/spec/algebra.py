@@ -57,8 +57,8 @@ def orthonormal(rows: tuple[Vector, ...]) -> tuple[Vector, ...]:
             raise SpecError(f"[{index}]", "the row is zero; expected a direction")
         rest = row / norm
         for _ in range(2):
-            for each in basis:
-                rest = rest - (rest @ each) * each
+            for vector in basis:
+                rest = rest - (rest @ vector) * vector
         length = float(np.linalg.norm(rest))
         if length < _INDEPENDENT:
             raise SpecError(

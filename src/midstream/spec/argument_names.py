@@ -50,32 +50,32 @@ _MEANT: dict[str, tuple[str, ...]] = {
 Made = TypeVar("Made", bound=Callable[..., None])
 
 
-def one_spelling(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+def one_spelling(arguments: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
     """Return arguments with `layer`/`layers`, `site`/`sites` and `head`/`heads` named as the
     constructor does.
     """
-    found = dict(given)
+    renamed = dict(arguments)
     for theirs, ours in _PAIRS:
-        if theirs in found and theirs not in known and ours in known:
-            if ours in found:
+        if theirs in renamed and theirs not in known and ours in known:
+            if ours in renamed:
                 raise SpecError(theirs, f"`{ours}` is given too; give one of them")
-            found[ours] = found.pop(theirs)
-    return found
+            renamed[ours] = renamed.pop(theirs)
+    return renamed
 
 
 def read_named(
-    given: Mapping[str, Any], required: Sequence[str], optional: Sequence[str] = ()
+    fields: Mapping[str, Any], required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Read the fields of a dict form, in the spellings that its constructor accepts."""
     known = (*required, *optional)
-    found = one_spelling(given, known)
-    for name in found:
+    renamed = one_spelling(fields, known)
+    for name in renamed:
         meant = _meant(name, known)
         if meant:
             raise SpecError(
                 "", f"unknown field {show(name)} (did you mean `{meant}`?); known: {listed(known)}"
             )
-    return read_fields(found, required, optional)
+    return read_fields(renamed, required, optional)
 
 
 def accept_spellings(init: Made) -> Made:
@@ -87,15 +87,15 @@ def accept_spellings(init: Made) -> Made:
     known = tuple(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
-    def checked(self: Any, *args: Any, **given: Any) -> None:
-        if not given.keys() <= _as_set(known):
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.keys() <= _as_set(known):
             positional = dict.fromkeys(known[: len(args)])
-            named = one_spelling({**positional, **given}, known)
+            named = one_spelling({**positional, **kwargs}, known)
             for name in named:
                 if name not in known:
                     raise _unknown(type(self).__name__, name, known)
-            given = {name: value for name, value in named.items() if name not in positional}
-        init(self, *args, **given)
+            kwargs = {name: value for name, value in named.items() if name not in positional}
+        init(self, *args, **kwargs)
 
     return cast(Made, checked)
 
@@ -108,7 +108,7 @@ def _as_set(known: tuple[str, ...]) -> frozenset[str]:
 def _meant(name: str, known: Sequence[str]) -> str | None:
     """Return the known name for another tool's one; None: it is known itself, or none is meant."""
     others = () if name in known else _MEANT.get(name, ())
-    return next((each for each in others if each in known), None)
+    return next((other for other in others if other in known), None)
 
 
 def _unknown(owner: str, name: str, known: Sequence[str]) -> SpecError:

@@ -184,17 +184,17 @@ class Attention(Capture):
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
-        found: dict[str, object] = {"layers": self.layers.emit()}
+        fields: dict[str, object] = {"layers": self.layers.emit()}
         if self.heads:
-            found["heads"] = list(self.heads)
+            fields["heads"] = list(self.heads)
         queries = self.positions.to_dict()
-        found["queries"] = queries.pop("positions")
-        found |= queries
-        found["reduce"] = self.reduce if isinstance(self.reduce, str) else self.reduce.emit()
+        fields["queries"] = queries.pop("positions")
+        fields |= queries
+        fields["reduce"] = self.reduce if isinstance(self.reduce, str) else self.reduce.emit()
         if self.name:
-            found["name"] = self.name
-        given = Capture.to_dict(self)
-        return found | {name: given[name] for name in _PLACE if name in given}
+            fields["name"] = self.name
+        capture_fields = Capture.to_dict(self)
+        return fields | {name: capture_fields[name] for name in _PLACE if name in capture_fields}
 
 
 def parse_capture(value: object) -> Capture:
@@ -239,13 +239,13 @@ def read_reduction(value: object) -> Reduction:
     if isinstance(value, str) and value in ("entropy", FULL, SCORES):
         return Entropy() if value == "entropy" else FULL if value == FULL else SCORES
     if isinstance(value, Mapping) and len(value) == 1:
-        ((word, given),) = value.items()
+        ((word, argument),) = value.items()
         if word == "top_keys":
             with at("top_keys"), _named("k", ""):
-                return TopKeys(given)
+                return TopKeys(argument)
         if word == "mass":
             with at("mass"):
-                return _read_mass(given)
+                return _read_mass(argument)
     if isinstance(value, str) or (isinstance(value, Mapping) and len(value) == 1):
         word = value if isinstance(value, str) else next(iter(value))
         raise SpecError("", f"unknown reduction {show(str(word))}; known: {listed(_WORDS)}")

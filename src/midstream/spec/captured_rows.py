@@ -49,8 +49,8 @@ class CapturedRows:
             if not _ID.fullmatch(id):
                 raise SpecError("", f"expected the id of cached rows, got {show(id)}")
         object.__setattr__(self, "id", id)
-        found = () if positions is None else read_ordered_indices(positions, "positions")
-        object.__setattr__(self, "positions", found)
+        indices = () if positions is None else read_ordered_indices(positions, "positions")
+        object.__setattr__(self, "positions", indices)
 
     @staticmethod
     def parse(value: object) -> CapturedRows:
@@ -61,8 +61,8 @@ class CapturedRows:
         """
         if isinstance(value, CapturedRows):
             return value
-        given = read_fields(value, required=("captured",), optional=("positions",))
-        return CapturedRows(given["captured"], given.get("positions"))
+        fields = read_fields(value, required=("captured",), optional=("positions",))
+        return CapturedRows(fields["captured"], fields.get("positions"))
 
     def at(self, positions: IndicesLike) -> CapturedRows:
         """Return a reference to the rows at other positions of the same request."""
@@ -70,8 +70,8 @@ class CapturedRows:
 
     def emit(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
-        found: dict[str, object] = {"captured": self.id}
-        return found | ({"positions": list(self.positions)} if self.positions else {})
+        fields: dict[str, object] = {"captured": self.id}
+        return fields | ({"positions": list(self.positions)} if self.positions else {})
 
 
 def is_captured(value: object) -> TypeGuard[CapturedRows | Mapping[str, object]]:

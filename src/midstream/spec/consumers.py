@@ -36,34 +36,34 @@ def read_consumers(value: Mapping[object, object]) -> tuple[Capture, ...]:
             `metadata`, `codec` and `layout`, as in Capture. Here `"all_prompt"` and
             `"all_generated"` mean `"prompt"` and `"generated"`.
     """
-    found: list[Capture] = []
+    captures: list[Capture] = []
     for sink, request in value.items():
         with at(f"[{json.dumps(sink) if isinstance(sink, str) else kind(sink)}]"):
-            found.extend(_read_one(read_name(sink, may_be_empty=False), request))
-    return tuple(found)
+            captures.extend(_read_one(read_name(sink, may_be_empty=False), request))
+    return tuple(captures)
 
 
 def _read_one(sink: str, value: object) -> list[Capture]:
     if is_dataclass(value) and not isinstance(value, type):
-        value = {each.name: getattr(value, each.name) for each in fields(value)}
-    given = read_fields(value, required=("hooks",), optional=_OPTIONAL)
-    hooks = given.pop("hooks")
-    positions = given.pop("positions", "all")
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    arguments = read_fields(value, required=("hooks",), optional=_OPTIONAL)
+    hooks = arguments.pop("hooks")
+    positions = arguments.pop("positions", "all")
     if isinstance(positions, str):
         positions = _POSITIONS.get(positions, positions)
     # Dataclasses use None for omitted fields.
-    rest = {name: part for name, part in given.items() if part is not None}
+    rest = {name: part for name, part in arguments.items() if part is not None}
     if not isinstance(hooks, Mapping) or not hooks:
         raise SpecError("hooks", f"expected {{hook point: [layer, …]}}, got {kind(hooks)}")
-    found = []
+    captures = []
     for hook, layers in hooks.items():
         path = f"hooks[{json.dumps(hook) if isinstance(hook, str) else kind(hook)}]"
         with at(path):
             site = read_site(hook)
         try:
-            found.append(Capture(layers, site, positions, sink=sink, **rest))
+            captures.append(Capture(layers, site, positions, sink=sink, **rest))
         except SpecError as error:
             if not error.path.startswith("layers"):
                 raise
             raise SpecError(path + error.path.removeprefix("layers"), error.problem) from None
-    return found
+    return captures

@@ -108,35 +108,35 @@ class Controller:
             raise SpecError("decide", f"expected a function, got {show_any(decide)}")
         with at("mode"):
             modes = ("async", "sync")
-            found = "sync" if is_declared else "async"
-            found = found if mode is None else read_word(mode, modes)
-            if is_declared and found == "async":
+            resolved_mode = "sync" if is_declared else "async"
+            resolved_mode = resolved_mode if mode is None else read_word(mode, modes)
+            if is_declared and resolved_mode == "async":
                 raise SpecError("", 'a declared controller runs in mode "sync"')
-            if found == "sync" and not isinstance(decide, (Threshold, str)):
+            if resolved_mode == "sync" and not isinstance(decide, (Threshold, str)):
                 raise SpecError(
                     "",
                     'in mode="sync" it runs in the engine core\'s process: give a Threshold, or '
                     'the name of a controller that the engine has by its setting "controllers"',
                 )
-        default: Any = decide if found == "sync" else "local"
+        default: Any = decide if resolved_mode == "sync" else "local"
         if isinstance(default, Threshold):
             default = default.word
         with at("decide" if is_declared and name is None else "name"):
             chosen = _read_name(default if name is None else name)
         with at("seconds"):
-            if seconds is not None and found == "sync":
+            if seconds is not None and resolved_mode == "sync":
                 raise SpecError("", 'of mode="async"; in mode="sync" the setting has the limit')
             limit = read_seconds(1.0 if seconds is None else seconds)
         with at("on_error"):
             policy = None if on_error is None else read_word(on_error, POLICIES)
-        if edits is not None and found == "async":
+        if edits is not None and resolved_mode == "async":
             raise SpecError("edits", 'of mode="sync"; in mode="async" it answers with edits')
         if edits and not is_declared:
             raise SpecError(
                 "edits", "a Threshold answers with scales; a declared controller chooses edits"
             )
         for attribute, value in (
-            ("decide", decide), ("name", chosen), ("mode", found), ("seconds", limit),
+            ("decide", decide), ("name", chosen), ("mode", resolved_mode), ("seconds", limit),
             ("on_error", policy), ("edits", _read_sets({} if edits is None else edits)),
         ):  # fmt: skip
             object.__setattr__(self, attribute, value)
@@ -164,31 +164,32 @@ class Controller:
         if not isinstance(value, Mapping):
             raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
         words = (Threshold.word, "declared")
-        given = read_fields(value, (), (*words, "name", "on_error", "edits"))
-        chosen = [word for word in words if word in given]
+        fields = read_fields(value, (), (*words, "name", "on_error", "edits"))
+        chosen = [word for word in words if word in fields]
         if len(chosen) != 1:
             raise SpecError("", f"expected one of {listed(words)}, got {len(chosen)} of them")
         (word,) = chosen
         with at(word):
-            asked = given.pop(word)
+            asked = fields.pop(word)
             decide: Any = _read_name(asked) if word == "declared" else Threshold.parse(asked)
-        return Controller(decide, mode="sync", **given)
+        return Controller(decide, mode="sync", **fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of a controller of `mode="sync"`, which `parse` reads again."""
         law = self.law
-        found: dict[str, Any] = (
+        fields: dict[str, Any] = (
             {"declared": self.decide} if law is None else {law.word: law.to_dict()}
         )
         if self.name != (self.decide if law is None else law.word):
-            found["name"] = self.name
+            fields["name"] = self.name
         if self.on_error is not None:
-            found["on_error"] = self.on_error
+            fields["on_error"] = self.on_error
         if self.edits:
-            found["edits"] = {
-                one.name: [edit.to_dict() for edit in one.edits] for one in self.edits
+            fields["edits"] = {
+                edit_set.name: [edit.to_dict() for edit in edit_set.edits]
+                for edit_set in self.edits
             }
-        return found
+        return fields
 
     @property
     def law(self) -> Threshold | None:
@@ -197,13 +198,13 @@ class Controller:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
-        edits = [edit for one in self.edits for edit in one.edits]
+        edits = [edit for edit_set in self.edits for edit in edit_set.edits]
         return tuple(dict.fromkeys(name for edit in edits for name in edit.names()))
 
     @property
     def is_bound(self) -> bool:
         """Whether `bind` would return edits that are the same."""
-        return all(edit.is_bound for one in self.edits for edit in one.edits)
+        return all(edit.is_bound for edit_set in self.edits for edit in edit_set.edits)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> Controller:
         """Return a copy with names replaced by their registered vectors; see `Plan.bind`.
@@ -211,19 +212,21 @@ class Controller:
         Raises:
             SpecError: a name is unknown, or has no vector for a requested tap.
         """
-        found = []
-        for one in self.edits:
-            with _within(one.name):
-                edits, origins = bind_later_edits(one.edits, one.origins, lookup, num_layers)
-            found.append(replace(one, edits=edits, origins=origins))
-        return self._with_edits(tuple(found))
+        edit_sets = []
+        for edit_set in self.edits:
+            with _within(edit_set.name):
+                edits, origins = bind_later_edits(
+                    edit_set.edits, edit_set.origins, lookup, num_layers
+                )
+            edit_sets.append(replace(edit_set, edits=edits, origins=origins))
+        return self._with_edits(tuple(edit_sets))
 
     def _with_edits(self, edits: tuple[EditSet, ...]) -> Controller:
-        found = object.__new__(Controller)
+        controller = object.__new__(Controller)
         for name in ("decide", "name", "mode", "seconds", "on_error"):
-            object.__setattr__(found, name, getattr(self, name))
-        object.__setattr__(found, "edits", edits)
-        return found
+            object.__setattr__(controller, name, getattr(self, name))
+        object.__setattr__(controller, "edits", edits)
+        return controller
 
 
 def read_seconds(value: object) -> float:
@@ -240,15 +243,15 @@ def read_answer(answer: object) -> dict[str, Any]:
         return {}
     if not isinstance(answer, Mapping):
         return {"scale": read_float32(answer)}
-    given = dict(answer)
+    fields = dict(answer)
     known = ({"stop"}, {"edits"}, {"scale"}, {"edits", "scale"})
-    if set(given) not in known or given.get("stop", True) is not True:
+    if set(fields) not in known or fields.get("stop", True) is not True:
         raise SpecError(
             "",
             'expected a scale, {"edits": …, "scale": …} or {"stop": True}, got '
-            f"{show(str(given))}",
+            f"{show(str(fields))}",
         )
-    return given
+    return fields
 
 
 def show_any(value: object) -> str:
@@ -267,13 +270,13 @@ def _read_name(value: object) -> str:
 def _read_sets(value: object) -> tuple[EditSet, ...]:
     if not isinstance(value, Mapping):
         raise SpecError("edits", f"expected a dict of edits by name, got {kind(value)}")
-    found = []
+    edit_sets = []
     for name, edits in value.items():
         with at("edits"):
             chosen = _read_name(name)
         with _within(chosen):
-            found.append(EditSet(chosen, read_later_edits(edits)))
-    return tuple(found)
+            edit_sets.append(EditSet(chosen, read_later_edits(edits)))
+    return tuple(edit_sets)
 
 
 @contextmanager

@@ -81,13 +81,13 @@ class Features(Capture):
             SpecError: a field is malformed; its path starts with the field's name.
         """
         with at("layer"):
-            found = None if layer is None else read_int(layer)
+            layer_index = None if layer is None else read_int(layer)
         sites = "resid_post" if site is None else site
-        layers: Any = "all" if found is None else [found]
+        layers: Any = "all" if layer_index is None else [layer_index]
         Capture.__init__(self, layers, sites, positions, phase, exclude, stream=stream)
         if len(self.sites.names) != 1 or self.sites.names[0] not in SITES:
             raise SpecError("site", f"expected one of {listed(SITES)}, got {site!r}")
-        object.__setattr__(self, "layer", found)
+        object.__setattr__(self, "layer", layer_index)
         object.__setattr__(self, "site", None if site is None else self.sites.names[0])
         with at("sae"):
             object.__setattr__(self, "sae", _read_sae(sae))
@@ -116,8 +116,8 @@ class Features(Capture):
         """Return it with the site and layer of its SAE, where these are not given."""
         if self.layer is not None and self.site is not None:
             return self
-        found = layer if self.layer is None else self.layer
-        return self._copy(found, self.site or site, self.stream)
+        layer_index = layer if self.layer is None else self.layer
+        return self._copy(layer_index, self.site or site, self.stream)
 
     def without_place(self) -> Capture:
         """Return a copy without `stream`."""
@@ -125,19 +125,19 @@ class Features(Capture):
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
-        found: dict[str, object] = {"sae": self.sae, "top": self.top}
+        fields: dict[str, object] = {"sae": self.sae, "top": self.top}
         if self.features:
-            found["features"] = list(self.features)
-        found |= self.positions.to_dict()
+            fields["features"] = list(self.features)
+        fields |= self.positions.to_dict()
         if self.layer is not None:
-            found["layer"] = self.layer
+            fields["layer"] = self.layer
         if self.site is not None:
-            found["site"] = self.site
+            fields["site"] = self.site
         if self.name != self.sae:
-            found["name"] = self.name
+            fields["name"] = self.name
         if self.stream:
-            found["stream"] = True
-        return found
+            fields["stream"] = True
+        return fields
 
     def _copy(self, layer: int | None, site: str | None, stream: bool) -> Features:
         return Features(
@@ -167,13 +167,13 @@ def _read_features(value: Any) -> tuple[int, ...]:
         raise SpecError("", f"expected ids of features, got {kind(value)}")
     if len(values) > MAX_FEATURES:
         raise SpecError("", f"expected at most {MAX_FEATURES} features, got {len(values)}")
-    found: dict[int, None] = {}
-    for nth, one in enumerate(values):
-        with at(f"[{nth}]"):
-            feature = read_int(one)
+    features: dict[int, None] = {}
+    for index, feature_id in enumerate(values):
+        with at(f"[{index}]"):
+            feature = read_int(feature_id)
             if not 0 <= feature <= INT_LIMIT:
                 raise SpecError("", f"expected ids from 0, got {feature}")
-            if feature in found:
+            if feature in features:
                 raise SpecError("", f"feature {feature} is given twice")
-            found[feature] = None
-    return tuple(found)
+            features[feature] = None
+    return tuple(features)

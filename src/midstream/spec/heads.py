@@ -26,15 +26,15 @@ def read_indices(value: object, field: str) -> tuple[int, ...]:
 def read_ordered_indices(value: object, field: str) -> tuple[int, ...]:
     """Read an index from 0 on, or a list of them, each once; return them in the given order."""
     with at(field):
-        found = as_list(value)
-        items = [found] if is_int(found) else found
+        values = as_list(value)
+        items = [values] if is_int(values) else values
         if not isinstance(items, (list, tuple, range)):
             raise SpecError("", f"expected an `int` or a list of these, got {kind(value)}")
         if not 1 <= len(items) <= MAX_ITEMS:
             raise SpecError("", f"expected 1 to {MAX_ITEMS} items, got {len(items)}")
         indices = []
-        for nth, item in enumerate(items):
-            with at(f"[{nth}]" if len(items) > 1 else ""):
+        for place, item in enumerate(items):
+            with at(f"[{place}]" if len(items) > 1 else ""):
                 index = read_int(item)
                 if index < 0:
                     raise SpecError("", f"expected an index from 0 on, got {index}")
@@ -80,12 +80,14 @@ def in_heads(
     if all(step.read is None and not step.write and step.mask is None for step in steps):
         mask = mask_of(_columns(heads, size), size)
         return tuple(replace(step, mask=mask) for step in steps)
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     for head in heads:
-        found += [_in_head(step, head, size) for step in steps]
-    for nth in range(len(found) - 1):
-        found[nth] = replace(found[nth], flags=found[nth].flags & ~Flags.COUNTED)
-    return tuple(found)
+        instructions += [_in_head(step, head, size) for step in steps]
+    for index in range(len(instructions) - 1):
+        instructions[index] = replace(
+            instructions[index], flags=instructions[index].flags & ~Flags.COUNTED
+        )
+    return tuple(instructions)
 
 
 def _in_head(step: Instruction, head: int, size: VectorSize) -> Instruction:

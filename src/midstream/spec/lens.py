@@ -119,7 +119,7 @@ class Lens(Capture):
         Raises:
             SpecError: a text is not one token, or two are the same.
         """
-        if not any(isinstance(one, str) for one in self.tokens):
+        if not any(isinstance(token, str) for token in self.tokens):
             return self
         return self._copy(ids_of(self.tokens, id_of), self.stream)
 
@@ -129,17 +129,17 @@ class Lens(Capture):
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
-        found: dict[str, object] = {"layers": self.layers.emit(), "top": self.top}
+        fields: dict[str, object] = {"layers": self.layers.emit(), "top": self.top}
         if self.tokens:
-            found["tokens"] = list(self.tokens)
-        found |= self.positions.to_dict()
-        found["kind"] = self.kind
-        found["site"] = self.sites.names[0]
+            fields["tokens"] = list(self.tokens)
+        fields |= self.positions.to_dict()
+        fields["kind"] = self.kind
+        fields["site"] = self.sites.names[0]
         if self.name != self.kind:
-            found["name"] = self.name
+            fields["name"] = self.name
         if self.stream:
-            found["stream"] = True
-        return found
+            fields["stream"] = True
+        return fields
 
     def _copy(self, tokens: Sequence[int | str], stream: bool) -> Lens:
         return Lens(
@@ -172,7 +172,7 @@ def read_kind(value: object) -> str:
 
 def read_top(value: object) -> int:
     """Return how many of the largest are returned."""
-    found = read_int(value)
-    if not 0 <= found <= MAX_TOP:
-        raise SpecError("", f"expected 0 to {MAX_TOP}, got {found}")
-    return found
+    top = read_int(value)
+    if not 0 <= top <= MAX_TOP:
+        raise SpecError("", f"expected 0 to {MAX_TOP}, got {top}")
+    return top

@@ -44,19 +44,19 @@ def read_linear(classifier: object) -> tuple[NDArray[np.float64], float]:
             f"expected one of scikit-learn's {listed(CLASSIFIERS)}, or a `Pipeline` of "
             f"`{_SCALER}` and one of these, got {kind(last)}",
         )
-    found: Any = last
-    if not hasattr(found, "coef_"):
+    model: Any = last
+    if not hasattr(model, "coef_"):
         raise SpecError("", f"`{name}` is not fitted; call fit first")
     # [1, width], or [width] of newer RidgeClassifiers.
-    weights = np.atleast_2d(np.asarray(found.coef_, np.float64))
-    if len(found.classes_) != 2 or weights.ndim != 2 or len(weights) != 1:
+    weights = np.atleast_2d(np.asarray(model.coef_, np.float64))
+    if len(model.classes_) != 2 or weights.ndim != 2 or len(weights) != 1:
         raise SpecError(
             "",
-            f"expected two classes, with `coef_` [1, width], got {len(found.classes_)} classes with"
+            f"expected two classes, with `coef_` [1, width], got {len(model.classes_)} classes with"
             f" `coef_` {list(weights.shape)}; fit one classifier for each class against the others",
         )
     vector: NDArray[np.float64] = weights[0]
-    bias = float(np.asarray(found.intercept_, np.float64).reshape(-1)[0])
+    bias = float(np.asarray(model.intercept_, np.float64).reshape(-1)[0])
     rows, biases = unscaled(scalers, vector[None], np.array([bias]))
     return rows[0], float(biases[0])
 
@@ -96,5 +96,5 @@ def steps_of(classifier: Any) -> list[Any]:
 
 def name_of(value: object) -> str:
     """Return the name of scikit-learn's class; "" of any other, subclasses included."""
-    found = type(value)
-    return found.__name__ if found.__module__.partition(".")[0] == "sklearn" else ""
+    value_class = type(value)
+    return value_class.__name__ if value_class.__module__.partition(".")[0] == "sklearn" else ""

@@ -53,11 +53,11 @@ def function_of(fn: object) -> LocalFunction:
     if not callable(fn):
         raise SpecError("", f"expected a function of (h, info), got `{type(fn).__name__}`")
     with _LOCK:
-        found = _BY_ID.get(id(fn))
-        if found is None:
-            found = LocalFunction(fn)
-            _BY_ID[id(fn)] = _BY_KEY[found.key] = found
-        return found
+        function = _BY_ID.get(id(fn))
+        if function is None:
+            function = LocalFunction(fn)
+            _BY_ID[id(fn)] = _BY_KEY[function.key] = function
+        return function
 
 
 def find_function(key: str, path: str) -> Callable[..., Any]:
@@ -66,9 +66,9 @@ def find_function(key: str, path: str) -> Callable[..., Any]:
     Args:
         path: where to import it, if it is another process's; empty: nowhere.
     """
-    found = _BY_KEY.get(key)
-    if found is not None:
-        return found.fn
+    function = _BY_KEY.get(key)
+    if function is not None:
+        return function.fn
     if not path:
         raise LookupError("the function is in another process, and cannot be imported")
     module, _, name = path.partition(":")

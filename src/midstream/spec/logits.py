@@ -65,13 +65,13 @@ class Logits(Capture):
         Capture.__init__(self, None, "final_norm", positions, phase, exclude)
         if (top is None) == (tokens is None):
             raise SpecError("", "give either `top` or `tokens`")
-        found = 0
+        count = 0
         if top is not None:
             with at("top"):
-                found = read_int(top)
-                if not 1 <= found <= MAX_TOP:
-                    raise SpecError("", f"expected 1 to {MAX_TOP}, got {found}")
-        object.__setattr__(self, "top", found)
+                count = read_int(top)
+                if not 1 <= count <= MAX_TOP:
+                    raise SpecError("", f"expected 1 to {MAX_TOP}, got {count}")
+        object.__setattr__(self, "top", count)
         with at("tokens"):
             object.__setattr__(self, "tokens", () if tokens is None else _read_tokens(tokens))
 
@@ -96,7 +96,7 @@ class Logits(Capture):
         Raises:
             SpecError: a text is not one token, or two are the same.
         """
-        if isinstance(self.tokens, str) or not any(isinstance(one, str) for one in self.tokens):
+        if isinstance(self.tokens, str) or not any(isinstance(token, str) for token in self.tokens):
             return self
         return Logits(tokens=ids_of(self.tokens, id_of), positions=self.positions)
 
@@ -106,16 +106,16 @@ class Logits(Capture):
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
-        found: dict[str, object] = {"top": self.top}
+        fields: dict[str, object] = {"top": self.top}
         if not self.top:
-            found = {"tokens": ALL if isinstance(self.tokens, str) else list(self.tokens)}
-        return found | self.positions.to_dict()
+            fields = {"tokens": ALL if isinstance(self.tokens, str) else list(self.tokens)}
+        return fields | self.positions.to_dict()
 
 
 def _read_tokens(value: Any) -> tuple[int | str, ...] | Literal["all"]:
     if isinstance(value, str) and value == ALL:
         return ALL
-    found = read_tokens(value, MAX_TOKENS)
-    if not found:
+    tokens = read_tokens(value, MAX_TOKENS)
+    if not tokens:
         raise SpecError("", f"expected 1 to {MAX_TOKENS} tokens, got 0")
-    return found
+    return tokens

@@ -39,10 +39,10 @@ class Matrix(Vector):
     @property
     def flat(self) -> Vector:
         """The same numbers as a vector, which shares them; its content is not hashed again."""
-        found = object.__new__(Vector)
-        object.__setattr__(found, "data", self.data)
-        object.__setattr__(found, "digest", self.digest)
-        return found
+        vector = object.__new__(Vector)
+        object.__setattr__(vector, "data", self.data)
+        object.__setattr__(vector, "digest", self.digest)
+        return vector
 
     def emit(self) -> dict[str, object]:
         """Return the JSON form, which `read_matrix` reads."""
@@ -60,9 +60,9 @@ def read_matrix(value: object) -> Matrix | Named:
             "shape": [width, width]}`; or any form of Named.parse with a scale of 1.
     """
     if is_named(value):
-        found = read_row(value)
-        assert isinstance(found, Named)
-        return found
+        named = read_row(value)
+        assert isinstance(named, Named)
+        return named
     return matrix_of(value)
 
 
@@ -71,12 +71,12 @@ def matrix_of(value: object) -> Matrix:
     if isinstance(value, Matrix):
         return value
     if isinstance(value, Mapping):
-        given = read_fields(value, required=_SHAPED)
-        count, width = _read_shape(given["shape"])
+        fields = read_fields(value, required=_SHAPED)
+        count, width = _read_shape(fields["shape"])
         with at("shape"):
             check_square((count, width))
         with at("f32"):
-            data = read_base64(given["f32"])
+            data = read_base64(fields["f32"])
             if len(data) != 4 * count * width:
                 raise SpecError(
                     "",
@@ -101,8 +101,7 @@ def matrix_by_value(matrix: Matrix | Named, width: int) -> Matrix:
 
 
 def read_vector_or_matrix(value: object) -> Vector:
-    """Read a vector (any form of Vector.parse), or a matrix (see `matrix_of`) of at least two rows.
-    """
+    """Read a vector (any form of Vector.parse), or a matrix (`matrix_of`) of at least two rows."""
     shape = tuple(getattr(value, "shape", ()))
     is_several = is_matrix(value) and (len(shape) != 2 or shape[0] > 1)
     return matrix_of(value) if is_several else Vector.parse(value)
@@ -127,21 +126,21 @@ def _from_square(value: Any) -> Matrix:
         got = f"a vector of {value.size} numbers" if isinstance(value, Vector) else kind(value)
         raise SpecError("", f"expected {_SQUARE}, got {got}")
     check_unmasked(value)
-    found = np.asarray(value)
-    check_square(found.shape)
-    if found.dtype.kind not in "fiu":
-        raise SpecError("", f"expected real numbers, got an array of {found.dtype}")
-    finite = np.isfinite(found)
+    array = np.asarray(value)
+    check_square(array.shape)
+    if array.dtype.kind not in "fiu":
+        raise SpecError("", f"expected real numbers, got an array of {array.dtype}")
+    finite = np.isfinite(array)
     if not finite.all():
-        row, column = divmod(int(np.argmin(finite)), found.shape[1])
+        row, column = divmod(int(np.argmin(finite)), array.shape[1])
         raise SpecError(
-            f"[{row}][{column}]", f"expected a finite number, got {float(found[row, column])}"
+            f"[{row}][{column}]", f"expected a finite number, got {float(array[row, column])}"
         )
     with np.errstate(over="ignore", under="ignore"):
-        rounded = np.ascontiguousarray(found, dtype="<f4")
+        rounded = np.ascontiguousarray(array, dtype="<f4")
     if not np.isfinite(rounded).all():
-        row, column = divmod(int(np.argmin(np.isfinite(rounded))), found.shape[1])
-        raise SpecError(f"[{row}][{column}]", f"{float(found[row, column])!r} overflows float32")
+        row, column = divmod(int(np.argmin(np.isfinite(rounded))), array.shape[1])
+        raise SpecError(f"[{row}][{column}]", f"{float(array[row, column])!r} overflows float32")
     return Matrix(rounded.tobytes())
 
 
@@ -161,8 +160,8 @@ def read_rows(value: object, most: int = MAX_RANK) -> tuple[Vector, ...]:
             tensor; or `{"f32": "<base64>", "shape": [r, width]}`.
         most: the maximum of r; r is at least 1.
     """
-    found = _read(value, most, Vector.parse)
-    return tuple(row for row in found if isinstance(row, Vector))
+    rows = _read(value, most, Vector.parse)
+    return tuple(row for row in rows if isinstance(row, Vector))
 
 
 def read_directions(value: object) -> tuple[Vector | Named, ...]:
@@ -228,7 +227,7 @@ def _from_list(
     rows: Any, most: int, read: Callable[[object], Vector | Named]
 ) -> tuple[Vector | Named, ...]:
     _check_count(len(rows), most)
-    found: list[Vector | Named] = []
+    vectors: list[Vector | Named] = []
     width = 0
     for index, value in enumerate(rows):
         with at(f"[{index}]"):
@@ -239,28 +238,28 @@ def _from_list(
                     raise SpecError(
                         "", f"expected {width} numbers, as in earlier rows, got {row.size}"
                     )
-            found.append(row)
-    return tuple(found)
+            vectors.append(row)
+    return tuple(vectors)
 
 
 def _from_base64(value: Mapping[Any, Any], most: int) -> tuple[Vector, ...]:
-    given = read_fields(value, required=_SHAPED)
-    count, width = _read_shape(given["shape"])
+    fields = read_fields(value, required=_SHAPED)
+    count, width = _read_shape(fields["shape"])
     with at("shape"):
         _check_count(count, most)
     with at("f32"):
-        data = read_base64(given["f32"])
+        data = read_base64(fields["f32"])
         if len(data) != 4 * count * width:
             raise SpecError(
                 "",
                 f"expected {4 * count * width} bytes, {count} rows of {width} float32, got "
                 f"{len(data)}",
             )
-    found = []
+    rows = []
     for index in range(count):
         with at(f"[{index}]"):
-            found.append(Vector(data[4 * width * index : 4 * width * (index + 1)]))
-    return tuple(found)
+            rows.append(Vector(data[4 * width * index : 4 * width * (index + 1)]))
+    return tuple(rows)
 
 
 def _read_shape(value: object) -> tuple[int, int]:

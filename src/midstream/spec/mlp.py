@@ -56,14 +56,14 @@ class MLP:
             object.__setattr__(self, "hidden", read_rows(hidden))
         for name, value in (("hidden_bias", hidden_bias), ("output", output)):
             with at(name):
-                found = Vector.parse(value)
-                if found.size != len(self.hidden):
+                vector = Vector.parse(value)
+                if vector.size != len(self.hidden):
                     raise SpecError(
                         "",
                         f"expected {len(self.hidden)} numbers, one for each row of `hidden`, got "
-                        f"{found.size}",
+                        f"{vector.size}",
                     )
-                object.__setattr__(self, name, found)
+                object.__setattr__(self, name, vector)
         with at("activation"):
             object.__setattr__(self, "activation", read_word(activation, ACTIVATIONS))
 
@@ -79,8 +79,8 @@ class MLP:
         if not isinstance(value, Mapping):
             raise SpecError("", f"expected MLP(…), or its dict, got {kind(value)}")
         required = ("hidden", "hidden_bias", "output")
-        given: dict[str, Any] = read_fields(value, required, ("activation",))
-        return MLP(**given)
+        arguments: dict[str, Any] = read_fields(value, required, ("activation",))
+        return MLP(**arguments)
 
     def emit(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
@@ -103,9 +103,9 @@ class MLP:
         return tuple(
             Instruction(
                 Op.UNIT, read=row, a=bias, b=weight, c=number,
-                flags=Flags.NONE if nth else Flags.FRESH,
+                flags=Flags.NONE if index else Flags.FRESH,
             )
-            for nth, (row, bias, weight) in enumerate(zip(rows, biases, weights, strict=True))
+            for index, (row, bias, weight) in enumerate(zip(rows, biases, weights, strict=True))
         )  # fmt: skip
 
     def __repr__(self) -> str:

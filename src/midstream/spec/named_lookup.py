@@ -62,8 +62,7 @@ class FeatureSource(Protocol):
         """The site and layer where it was trained; None: it does not say."""
 
     def weights_of(self, ids: Sequence[int], mode: str) -> Mapping[str, Any]:
-        """Return what a `Feature` of this mode takes by value: encoder, decoder, bias, threshold.
-        """
+        """Return what a `Feature` of a mode takes by value: encoder, decoder, bias, threshold."""
 
     def reconstructs(self) -> SaeCode:
         """Return how the workers reconstruct vectors with it."""
@@ -83,14 +82,14 @@ _SHOWN = 8
 
 def vectors_of(name: str, lookup: Lookup) -> Registered:
     """Return the vectors of a name."""
-    found = lookup(name)
-    if isinstance(found, NamedEdits):
+    registered = lookup(name)
+    if isinstance(registered, NamedEdits):
         raise SpecError(
             "",
             f"`{name}` is registered with whole edits, not with vectors; use it as "
             f'Steer("{name}"), without a gate',
         )
-    return found
+    return registered
 
 
 def from_start(layers: Layers, num_layers: int | None) -> Layers:
@@ -123,14 +122,14 @@ def taps_of(registered: Registered) -> tuple[Tap, ...]:
 
 def pick(name: str, registered: Registered, tap: Tap) -> Vector:
     """Return the name's vector at a tap, or its single vector without a tap."""
-    found = registered.get(None) or registered.get(tap)
-    if found is None:
+    vector = registered.get(None) or registered.get(tap)
+    if vector is None:
         raise SpecError("layer", _has_none(name, registered, f"{tap[0]} at layer {tap[1]}"))
-    return found
+    return vector
 
 
 def find_taps(
-    found: Mapping[str, Registered], layers: Layers, sites: Sites, left: Sequence[str]
+    registered: Mapping[str, Registered], layers: Layers, sites: Sites, left: Sequence[str]
 ) -> tuple[Tap, ...] | None:
     """Return the taps at which an edit with registered names applies.
 
@@ -138,27 +137,33 @@ def find_taps(
     registered with taps. An omitted field, or "all" layers, selects every tap of the names.
 
     Args:
-        found: the registered vectors of each name; at least one name.
+        registered: the registered vectors of each name; at least one name.
         left: which of "layer" and "site" were omitted.
     """
-    tapped = {name: each for name, each in found.items() if not is_plain(each)}
+    tapped = {name: vectors for name, vectors in registered.items() if not is_plain(vectors)}
     if not tapped:
         if "layer" in left:
             raise SpecError(
                 "layer",
-                f"missing: {listed(found)} is registered without layers; give the layer here",
+                f"missing: {listed(registered)} is registered without layers; give the layer here",
             )
         return None
-    chosen = {name: _of_name(name, each, layers, sites, left) for name, each in tapped.items()}
+    chosen = {
+        name: _of_name(name, vectors, layers, sites, left) for name, vectors in tapped.items()
+    }
     first, *others = chosen
     for name in others:
-        for one, other in ((first, name), (name, first)):
-            missing = [tap for tap in chosen[other] if tap not in chosen[one]]
+        for lacking, other in ((first, name), (name, first)):
+            missing = [tap for tap in chosen[other] if tap not in chosen[lacking]]
             if missing:
                 site, layer = missing[0]
                 raise SpecError(
                     "layer",
-                    _has_none(one, found[one], f"{site} at layer {layer}, where `{other}` has one"),
+                    _has_none(
+                        lacking,
+                        registered[lacking],
+                        f"{site} at layer {layer}, where `{other}` has one",
+                    ),
                 )
     return chosen[first]
 

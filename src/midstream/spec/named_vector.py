@@ -91,8 +91,8 @@ def read_row(value: object) -> Vector | Named:
 
 
 def _unscaled(value: object, why: str) -> Vector | Named:
-    found = read_vector(value)
-    if isinstance(found, Named) and found.scale != 1.0:
-        reason = why.format(found.name)
-        raise SpecError("scale", f"expected 1, because {reason}, got {show(found.scale)}")
-    return found
+    vector = read_vector(value)
+    if isinstance(vector, Named) and vector.scale != 1.0:
+        reason = why.format(vector.name)
+        raise SpecError("scale", f"expected 1, because {reason}, got {show(vector.scale)}")
+    return vector

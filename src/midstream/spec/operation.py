@@ -102,44 +102,44 @@ class Operation(ABC):
             shown = f"{name}(…)" if cls.op else f"{name}(vector, layer=14)"
             raise SpecError("", f"expected {shown}, or its dict, got {kind(value)}")
         required, optional = _parameters(cls)
-        given = read_named(value, required, (*optional, "op") if cls.op else optional)
-        if "op" in given:
+        fields = read_named(value, required, (*optional, "op") if cls.op else optional)
+        if "op" in fields:
             with at("op"):
-                read_word(given.pop("op"), (cls.op,))
-        return cls(**given)
+                read_word(fields.pop("op"), (cls.op,))
+        return cls(**fields)
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads, without omitted fields."""
-        found: dict[str, object] = {"op": self.op} if self.op else {}
-        found |= {name: _emit(value) for name, value in self.own().items()}
+        fields: dict[str, object] = {"op": self.op} if self.op else {}
+        fields |= {name: _emit(value) for name, value in self.own().items()}
         # A single layer or site is written without a list, the usual form of the input.
         places: dict[str, object] = {"layer": self.layers.emit(), "site": self.sites.emit()}
         for name, place in places.items():
             if name not in self.left and (name == "site" or self.sites.in_layers):
-                found[name] = one_or_all(place)
+                fields[name] = one_or_all(place)
         if self.heads:
-            found["head"] = self.heads[0] if len(self.heads) == 1 else list(self.heads)
-        return found | self.positions.to_dict()
+            fields["head"] = self.heads[0] if len(self.heads) == 1 else list(self.heads)
+        return fields | self.positions.to_dict()
 
     def __repr__(self) -> str:
-        found = self.own()
+        fields = self.own()
         if self.sites.in_layers and "layer" not in self.left:
-            found["layer"] = one_or_all(self.layers.emit())
+            fields["layer"] = one_or_all(self.layers.emit())
         if "site" not in self.left:
-            found["site"] = one_or_all(self.sites.emit())
+            fields["site"] = one_or_all(self.sites.emit())
         if self.heads:
-            found["head"] = one_or_all(list(self.heads))
-        return short_repr(type(self), found | self.positions.to_dict())
+            fields["head"] = one_or_all(list(self.heads))
+        return short_repr(type(self), fields | self.positions.to_dict())
 
     def replace(self: T, **changes: object) -> T:
         """Return a copy with some of the constructor's arguments changed."""
-        given = {**self.own(), "layer": self.layers, "site": self.sites}
-        given = {name: value for name, value in given.items() if name not in self.left}
+        arguments = {**self.own(), "layer": self.layers, "site": self.sites}
+        arguments = {name: value for name, value in arguments.items() if name not in self.left}
         if not self.sites.in_layers:
-            del given["layer"]
+            del arguments["layer"]
         if self.heads:
-            given["head"] = self.heads
-        return type(self)(**{**given, "positions": self.positions, **changes})
+            arguments["head"] = self.heads
+        return type(self)(**{**arguments, "positions": self.positions, **changes})
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
@@ -172,17 +172,17 @@ class Operation(ABC):
         """
         parts = self.per_layer()
         if len(parts) > 1:
-            return tuple(each for part in parts for each in part.bind(lookup, num_layers))
+            return tuple(operation for part in parts for operation in part.bind(lookup, num_layers))
         if not self.names():
             return (self,)
-        found = {name: vectors_of(name, lookup) for name in self.names()}
+        registered = {name: vectors_of(name, lookup) for name in self.names()}
         layers = from_start(self.layers, num_layers)
-        taps = find_taps(found, layers, self.sites, self.left)
+        taps = find_taps(registered, layers, self.sites, self.left)
         if taps is None:
-            return (self._with({name: each[None] for name, each in found.items()}),)
+            return (self._with({name: vectors[None] for name, vectors in registered.items()}),)
         return tuple(
             self._with(
-                {name: pick(name, each, tap) for name, each in found.items()},
+                {name: pick(name, vectors, tap) for name, vectors in registered.items()},
                 site=tap[0],
                 layer=tap[1],
             )
@@ -202,11 +202,11 @@ class Operation(ABC):
         return self.replace(**self.bound(vectors), **place)
 
     def _named(self) -> list[Named]:
-        found: list[Named] = []
+        named: list[Named] = []
         for value in self.own().values():
             rows = value if isinstance(value, tuple) else (value,)
-            found.extend(row for row in rows if isinstance(row, Named))
-        return found
+            named.extend(row for row in rows if isinstance(row, Named))
+        return named
 
     def _set(self, **fields: object) -> None:
         for name, value in fields.items():
@@ -239,14 +239,14 @@ class Operation(ABC):
                 "site", f"{ends[0]} has no layer and others have: use one edit for each"
             )
         self._set(heads=() if head is None else read_indices(head, "head"))
-        found = Positions.within(positions, phase, exclude)
-        if not last and "last" in found.include:
+        selection = Positions.within(positions, phase, exclude)
+        if not last and "last" in selection.include:
             raise SpecError(
-                found.path(found.include.index("last")),
+                selection.path(selection.include.index("last")),
                 '"last" is unsupported in edits, because it is known only when generation has '
                 'ended; use "last_prompt" or "generated"',
             )
-        self._set(positions=found, left=tuple(left) if named else ())
+        self._set(positions=selection, left=tuple(left) if named else ())
 
 
 def read_scalar(value: object) -> float:
@@ -268,11 +268,11 @@ def rows_by_value(
     field: str, rows: tuple[Vector, ...] | tuple[Vector | Named, ...], width: int
 ) -> tuple[Vector, ...]:
     """Return the rows after checking that each is bound and has this width."""
-    found = []
+    vectors = []
     for index, row in enumerate(rows):
         with at(f"{field}[{index}]"):
-            found.append(by_value(row, width))
-    return tuple(found)
+            vectors.append(by_value(row, width))
+    return tuple(vectors)
 
 
 def read_norm(value: object) -> str | None:
@@ -281,9 +281,9 @@ def read_norm(value: object) -> str | None:
         return None if value is None else read_word(value, ("keep",))
 
 
-def with_norm(found: dict[str, Any], norm: str | None) -> dict[str, Any]:
+def with_norm(arguments: dict[str, Any], norm: str | None) -> dict[str, Any]:
     """Return arguments with `norm`, if it is not the default."""
-    return found if norm is None else {**found, "norm": norm}
+    return arguments if norm is None else {**arguments, "norm": norm}
 
 
 def one_edit(
@@ -310,9 +310,9 @@ def refreshed(steps: list[Instruction]) -> list[Instruction]:
     reads it, or on the first of all if its norm is kept at the end.
     """
     keeps = Flags.KEEP in steps[-1].flags
-    for nth, step in enumerate(steps):
+    for index, step in enumerate(steps):
         if step.reads or keeps:
-            return [*steps[:nth], step.with_flags(Flags.FRESH), *steps[nth + 1 :]]
+            return [*steps[:index], step.with_flags(Flags.FRESH), *steps[index + 1 :]]
     return steps
 
 
@@ -320,8 +320,12 @@ def refreshed(steps: list[Instruction]) -> list[Instruction]:
 def _parameters(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of the constructor's required and optional arguments."""
     parameters = list(inspect.signature(cls).parameters.values())
-    required = tuple(each.name for each in parameters if each.default is each.empty)
-    return required, tuple(each.name for each in parameters if each.name not in required)
+    required = tuple(
+        parameter.name for parameter in parameters if parameter.default is parameter.empty
+    )
+    return required, tuple(
+        parameter.name for parameter in parameters if parameter.name not in required
+    )
 
 
 def one_or_all(value: object) -> object:

@@ -119,13 +119,13 @@ class Plan:
             return value
         if isinstance(value, (str, bytes)):
             value = read_json(value)
-        given = read_fields(
+        fields = read_fields(
             value, required=(), optional=("capture", "edits", "probes", "controller")
         )
-        for name, part in given.items():
+        for name, part in fields.items():
             if part is None:
                 raise SpecError(name, f"expected a dict or a list, got {kind(part)}")
-        plan = Plan.make(**given)
+        plan = Plan.make(**fields)
         if plan is None:
             raise SpecError("", _EMPTY)
         return plan
@@ -167,16 +167,16 @@ class Plan:
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads as an equal plan."""
-        found: dict[str, object] = {}
+        fields: dict[str, object] = {}
         if self.captures:
-            found["capture"] = [capture.to_dict() for capture in self.captures]
+            fields["capture"] = [capture.to_dict() for capture in self.captures]
         if self.edits:
-            found["edits"] = [edit.to_dict() for edit in self.edits]
+            fields["edits"] = [edit.to_dict() for edit in self.edits]
         if self.probes:
-            found["probes"] = [probe.to_dict() for probe in self.probes]
+            fields["probes"] = [probe.to_dict() for probe in self.probes]
         if self.controller is not None:
-            found["controller"] = self.controller.to_dict()
-        return found or {"edits": []}
+            fields["controller"] = self.controller.to_dict()
+        return fields or {"edits": []}
 
     def to_json(self) -> str:
         """Return the JSON form as text."""
@@ -200,13 +200,13 @@ class Plan:
     @property
     def needs_prompt(self) -> bool:
         """Whether the selected positions depend on more of the prompt than its length."""
-        found = [edit.positions for edit in self.edits]
-        found += [edit.positions for switch in self.switches for edit in switch.edits]
+        selections = [edit.positions for edit in self.edits]
+        selections += [edit.positions for switch in self.switches for edit in switch.edits]
         sets = () if self.controller is None else self.controller.edits
-        found += [edit.positions for one in sets for edit in one.edits]
-        found += [one for capture in self.captures for one in capture.selections]
-        found += [one for probe in self.probes for one in probe.selections]
-        return any(positions.needs_prompt for positions in found)
+        selections += [edit.positions for edit_set in sets for edit in edit_set.edits]
+        selections += [selection for capture in self.captures for selection in capture.selections]
+        selections += [selection for probe in self.probes for selection in probe.selections]
+        return any(positions.needs_prompt for positions in selections)
 
     def without_places(self) -> Plan:
         """Return the plan without its captures' destinations.
@@ -324,11 +324,11 @@ def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[
         raise SpecError(name, "the list is empty; use None, or omit the field")
     if len(value) > MAX_PARTS:
         raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(value)}")
-    found = []
+    parts = []
     for index, part in enumerate(value):
         with at(f"{name}[{index}]"):
-            found.append(read(part))
-    return tuple(found)
+            parts.append(read(part))
+    return tuple(parts)
 
 
 def emit_server_wide(part: ServerWide) -> dict[str, object]:
@@ -339,5 +339,5 @@ def emit_server_wide(part: ServerWide) -> dict[str, object]:
 def parse_server_wide(value: object) -> ServerWide:
     """Read an edit, or a probe among edits, from the form of `emit_server_wide`."""
     if isinstance(value, Mapping) and value.get("op") == "probe":
-        return Probe.parse({name: one for name, one in value.items() if name != "op"})
+        return Probe.parse({name: field for name, field in value.items() if name != "op"})
     return parse_edit(value)

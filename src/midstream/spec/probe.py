@@ -124,15 +124,15 @@ class Probe(Operation):
             SpecError: a field is malformed; its path starts with the field's name.
         """
         forms = {"direction": direction, "mlp": mlp, "attention": attention}
-        given = [word for word, value in forms.items() if value is not None]
-        if len(given) != 1:
+        words = [word for word, value in forms.items() if value is not None]
+        if len(words) != 1:
             problem = "missing: give a direction, `mlp` or `attention`"
-            if given:
+            if words:
                 problem = f"a probe has one of {listed(forms)}; use one probe for each"
-            raise SpecError(given[-1] if given else "direction", problem)
+            raise SpecError(words[-1] if words else "direction", problem)
         if direction is not None and (is_by_layer(direction) or is_matrix(direction)):
-            found, layer = read_per_layer("direction", direction, layer)
-            self._set(direction=found)
+            rows, layer = read_per_layer("direction", direction, layer)
+            self._set(direction=rows)
         else:
             with at("direction"):
                 self._set(direction=None if direction is None else read_direction(direction))
@@ -235,13 +235,13 @@ class Probe(Operation):
             raise SpecError("bias", "a probe of attention has none; omit `bias`")
 
     def own(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"direction": self.direction, "bias": self.bias}
+        arguments: dict[str, Any] = {"direction": self.direction, "bias": self.bias}
         if self.attention is not None:
-            found = {"attention": self.attention}
+            arguments = {"attention": self.attention}
         elif self.mlp is not None:
-            found = {"mlp": self.mlp, "bias": self.bias}
-        found["name"] = self.name
-        return found if self.act is None else {**found, "act": self.act}
+            arguments = {"mlp": self.mlp, "bias": self.bias}
+        arguments["name"] = self.name
+        return arguments if self.act is None else {**arguments, "act": self.act}
 
     @property
     def selections(self) -> tuple[Positions, ...]:
@@ -260,14 +260,14 @@ class Probe(Operation):
                 taps and none is requested.
         """
         # super() without arguments fails here: `slots=True` replaces the class.
-        found = Operation.bind(self, lookup, num_layers)
-        if len(found) > 1:
-            found = (_joined(self, found),)
+        probes = Operation.bind(self, lookup, num_layers)
+        if len(probes) > 1:
+            probes = (_joined(self, probes),)
         if isinstance(self.act, Switch) and not self.act.is_bound:
             with at("act.switch"):
                 act = self.act.bind(lookup, num_layers)
-            return tuple(one.replace(act=act) for one in found)
-        return found
+            return tuple(probe.replace(act=act) for probe in probes)
+        return probes
 
     @property
     def is_bound(self) -> bool:
@@ -289,8 +289,8 @@ class Probe(Operation):
         # One for each layer, in the order that is given. The first has the bias.
         rows = rows_by_value("direction", self.direction, width)
         return tuple(
-            Instruction(Op.PROBE, read=row, a=0.0 if nth else bias, flags=flags)
-            for nth, row in enumerate(rows)
+            Instruction(Op.PROBE, read=row, a=0.0 if index else bias, flags=flags)
+            for index, row in enumerate(rows)
         )
 
 
@@ -317,18 +317,18 @@ def _check_layers(probe: Probe) -> None:
         )
 
 
-def _joined(probe: Probe, found: tuple[Probe, ...]) -> Probe:
+def _joined(probe: Probe, probes: tuple[Probe, ...]) -> Probe:
     """Return the probe of several layers with the vectors of a name at these."""
-    sites = {one.sites for one in found}
+    sites = {part.sites for part in probes}
     if "layer" in probe.left or len(sites) > 1:
         raise SpecError(
             "layer",
-            f"`{probe.names()[0]}` is registered for {len(found)} taps, of which a probe reads "
+            f"`{probe.names()[0]}` is registered for {len(probes)} taps, of which a probe reads "
             "one, or those of one site in the layers that it lists; give `layer` and `site`",
         )
-    rows = tuple(one.direction for one in found)
-    layers = [one.layers.indices[0] for one in found]
-    return probe.replace(direction=rows, layer=layers, site=found[0].sites)
+    rows = tuple(part.direction for part in probes)
+    layers = [part.layers.indices[0] for part in probes]
+    return probe.replace(direction=rows, layer=layers, site=probes[0].sites)
 
 
 def _per_layer(weights: NDArray[np.float64], layer: LayersLike | None) -> NDArray[np.float64]:
@@ -341,9 +341,9 @@ def _per_layer(weights: NDArray[np.float64], layer: LayersLike | None) -> NDArra
 
 
 def _read_attention(value: object) -> Mass | Entropy:
-    found = read_reduction(value)
-    if isinstance(found, (Mass, Entropy)):
-        return found
+    reduction = read_reduction(value)
+    if isinstance(reduction, (Mass, Entropy)):
+        return reduction
     raise SpecError(
         "",
         "a probe reads one number for each head: Mass(positions) or Entropy(); for others use "

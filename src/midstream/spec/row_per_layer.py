@@ -41,9 +41,9 @@ def read_by_layer(
     if layer is not None:
         raise SpecError("layer", f"`{field}` is a dict by layer, which has the layers; omit it")
     rows: list[Vector] = []
-    for key, each in value.items():
+    for key, vector in value.items():
         with at(f"{field}[{key}]"):
-            rows.append(Vector.parse(each))
+            rows.append(Vector.parse(vector))
             if rows[-1].size != rows[0].size:
                 raise SpecError(
                     "", f"expected {rows[0].size} numbers, as at the first layer, got "
@@ -86,8 +86,8 @@ def check_per_layer(field: str, count: int, layers: Layers) -> None:
             f"layer=range({count})",
         )
     if len(layers.indices) != count:
-        found = len(layers.indices)
-        where = f"{found} layer" if found == 1 else f"{found} layers"
+        num_layers = len(layers.indices)
+        where = f"{num_layers} layer" if num_layers == 1 else f"{num_layers} layers"
         raise SpecError(
             field,
             f"expected one vector [width], or one row per layer, got {count} rows for {where}; "

@@ -40,9 +40,9 @@ def read_site(value: object) -> str:
 def _read_name(value: object) -> Name:
     if not isinstance(value, str):
         raise SpecError("", f"expected the name of a site, `str`, got {kind(value)}")
-    found = parse(value)
-    if found is not None:
-        return found
+    site_name = parse(value)
+    if site_name is not None:
+        return site_name
     weights = next((word for name, word in _WEIGHTS.items() if value.endswith(name)), None)
     if weights is not None:
         raise SpecError(
@@ -97,28 +97,28 @@ def read_taps(
                 raise SpecError("", f"the names of the sites have layer {shown}; omit it here")
         return Layers(list(own)), Sites([*only, *ends])
     with at(layers_field):
-        found = None if layers is None else Layers.parse(layers)
+        chosen_layers = None if layers is None else Layers.parse(layers)
     with at(sites_field):
         chosen = None if sites is None else Sites.parse(sites)
     if chosen is not None and not chosen.in_layers:
-        if found is not None and found.indices != "all":
-            shown = ", ".join(map(str, found.emit()))
+        if chosen_layers is not None and chosen_layers.indices != "all":
+            shown = ", ".join(map(str, chosen_layers.emit()))
             listed_sites = listed(chosen.names)
             raise SpecError(
                 layers_field,
                 f"got {shown}, but {listed_sites} {'has' if len(chosen) == 1 else 'have'} no "
                 f"layer: omit `{layers_field}`",
             )
-        found = Layers("all")
-    return found, chosen
+        chosen_layers = Layers("all")
+    return chosen_layers, chosen
 
 
 def _read_names(values: list[object] | tuple[object, ...]) -> list[Name]:
-    found = []
+    names = []
     for index, value in enumerate(values):
         with at(f"[{index}]"):
-            found.append(_read_name(value))
-    return found
+            names.append(_read_name(value))
+    return names
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -224,7 +224,7 @@ def _read_layers(value: object) -> tuple[int, ...] | Literal["all"]:
     # len() overflows for long ranges.
     if value[MAX_ITEMS:]:
         raise SpecError("", f"expected at most {MAX_ITEMS} layers")
-    found: dict[int, None] = {}
+    layers: dict[int, None] = {}
     for index, item in enumerate(value):
         with at(f"[{index}]"):
             if isinstance(item, str) and item == "all":
@@ -232,7 +232,7 @@ def _read_layers(value: object) -> tuple[int, ...] | Literal["all"]:
                     return "all"
                 raise SpecError("", '"all" cannot be combined with layer indices')
             layer = read_int(item)
-            if layer in found:
+            if layer in layers:
                 raise SpecError("", f"layer {layer} is listed twice")
-            found[layer] = None
-    return tuple(found)
+            layers[layer] = None
+    return tuple(layers)

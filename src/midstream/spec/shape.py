@@ -33,11 +33,11 @@ class VectorSize(int):
         heads: int = 0,
         routing: int | str = 0,
     ) -> Self:
-        found = super().__new__(cls, size)
-        found.meaning = meaning
-        found.heads = heads
-        found.routing = routing
-        return found
+        vector_size = super().__new__(cls, size)
+        vector_size.meaning = meaning
+        vector_size.heads = heads
+        vector_size.routing = routing
+        return vector_size
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -23,16 +23,16 @@ _MOST = 8
 _MOST_VECTORS = 2
 
 
-def short_repr(cls: type, given: Mapping[str, Any]) -> str:
+def short_repr(cls: type, arguments: Mapping[str, Any]) -> str:
     """Return text such as `Steer(vector=Vector(size=576, norm=3, digest='ab12…'), layer=14)`.
 
     Args:
-        given: arguments of its constructor by name; those with their default are left out.
+        arguments: arguments of its constructor by name; those with their default are left out.
     """
     defaults = _defaults_of(cls)
     shown = [
         f"{name}={_shown(value)}"
-        for name, value in given.items()
+        for name, value in arguments.items()
         if (name in defaults or f"{name}_" in defaults)
         and not _is_default(value, defaults.get(name), _DEFAULTS.get(name))
     ]
@@ -43,8 +43,10 @@ def short_repr(cls: type, given: Mapping[str, Any]) -> str:
 def _defaults_of(cls: type) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters.values()
     return {
-        each.name: list(each.default) if isinstance(each.default, tuple) else each.default
-        for each in parameters
+        parameter.name: list(parameter.default)
+        if isinstance(parameter.default, tuple)
+        else parameter.default
+        for parameter in parameters
     }
 
 
@@ -56,11 +58,11 @@ def _is_default(value: object, *defaults: object) -> bool:
 
 def _shown(value: object) -> str:
     if isinstance(value, (tuple, list)):
-        if len(value) > _MOST_VECTORS and all(isinstance(each, Vector) for each in value):
+        if len(value) > _MOST_VECTORS and all(isinstance(element, Vector) for element in value):
             return f"[{len(value)} vectors of {value[0].size}]"
-        return _limited("[", [_shown(each) for each in value[:_MOST]], "]", len(value))
+        return _limited("[", [_shown(element) for element in value[:_MOST]], "]", len(value))
     if isinstance(value, Mapping):
-        parts = [f"{key}: {_shown(each)}" for key, each in islice(value.items(), _MOST)]
+        parts = [f"{key}: {_shown(element)}" for key, element in islice(value.items(), _MOST)]
         return _limited("{", parts, "}", len(value))
     return repr(value)
 

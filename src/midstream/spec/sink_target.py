@@ -60,8 +60,8 @@ class Metadata(Mapping[str, object]):
 
     def to_dict(self) -> dict[str, object]:
         """Return a copy of the values as a dict, which the caller may change."""
-        found: dict[str, object] = json.loads(self._text)
-        return found
+        values: dict[str, object] = json.loads(self._text)
+        return values
 
     def __getitem__(self, name: str) -> object:
         return self.to_dict()[name]
@@ -96,11 +96,11 @@ def _check_values(value: object, nesting: int) -> None:
     elif isinstance(value, (Mapping, list, tuple)):
         if not nesting:
             raise SpecError("", f"more than {MAX_NESTING} lists and dicts are in each other")
-        for each in value:
-            _check_values(each, nesting - 1)
+        for element in value:
+            _check_values(element, nesting - 1)
         if isinstance(value, Mapping):
-            for each in value.values():
-                _check_values(each, nesting - 1)
+            for element in value.values():
+                _check_values(element, nesting - 1)
 
 
 NO_METADATA = Metadata()

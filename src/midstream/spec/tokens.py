@@ -30,14 +30,14 @@ def read_tokens(value: Any, most: int) -> tuple[Token, ...]:
         raise SpecError("", f"expected token ids, or texts of tokens, got {kind(value)}")
     if len(values) > most:
         raise SpecError("", f"expected at most {most} tokens, got {len(values)}")
-    found: dict[Token, None] = {}
-    for nth, one in enumerate(values):
-        with at(f"[{nth}]"):
-            token = read_token(one)
-            if token in found:
+    tokens: dict[Token, None] = {}
+    for index, text_or_id in enumerate(values):
+        with at(f"[{index}]"):
+            token = read_token(text_or_id)
+            if token in tokens:
                 raise SpecError("", f"token {show(token)} is given twice")
-            found[token] = None
-    return tuple(found)
+            tokens[token] = None
+    return tuple(tokens)
 
 
 def ids_of(tokens: Sequence[Token], id_of: Callable[[str], int]) -> list[int]:
@@ -46,20 +46,22 @@ def ids_of(tokens: Sequence[Token], id_of: Callable[[str], int]) -> list[int]:
     Args:
         id_of: returns the id of a token's text.
     """
-    found: dict[int, Token] = {}
-    for nth, one in enumerate(tokens):
-        with at(f"tokens[{nth}]"):
-            token = id_of(one) if isinstance(one, str) else one
-            if token in found:
-                first = show(found[token])
-                raise SpecError("", f"{show(one)} is token {token}, which {first} is already")
-            found[token] = one
-    return list(found)
+    by_id: dict[int, Token] = {}
+    for index, text_or_id in enumerate(tokens):
+        with at(f"tokens[{index}]"):
+            token = id_of(text_or_id) if isinstance(text_or_id, str) else text_or_id
+            if token in by_id:
+                first = show(by_id[token])
+                raise SpecError(
+                    "", f"{show(text_or_id)} is token {token}, which {first} is already"
+                )
+            by_id[token] = text_or_id
+    return list(by_id)
 
 
 def known_ids(tokens: Sequence[Token]) -> list[int]:
     """Return tokens that have ids."""
-    for nth, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if isinstance(token, str):
-            raise SpecError(f"tokens[{nth}]", "expected a token id here, got a text")
+            raise SpecError(f"tokens[{index}]", "expected a token id here, got a text")
     return [token for token in tokens if isinstance(token, int)]

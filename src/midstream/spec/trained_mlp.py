@@ -31,20 +31,20 @@ def read_network(classifier: object) -> tuple[MLP, float]:
     import numpy as np
 
     *scalers, last = steps_of(classifier)
-    found: Any = last
-    if not hasattr(found, "coefs_"):
+    model: Any = last
+    if not hasattr(model, "coefs_"):
         raise SpecError("", f"`{_NETWORK}` is not fitted; call fit first")
-    if len(found.coefs_) != 2:
-        raise SpecError("", f"expected one hidden layer, got {len(found.coefs_) - 1}")
-    if len(found.classes_) != 2 or found.coefs_[1].shape[1] != 1:
-        raise SpecError("", f"expected two classes, got {len(found.classes_)}")
-    if found.activation not in ("relu", "tanh"):
-        raise SpecError("", f'expected activation "relu" or "tanh", got {found.activation!r}')
-    (weights, output), (biases, last_bias) = found.coefs_, found.intercepts_
+    if len(model.coefs_) != 2:
+        raise SpecError("", f"expected one hidden layer, got {len(model.coefs_) - 1}")
+    if len(model.classes_) != 2 or model.coefs_[1].shape[1] != 1:
+        raise SpecError("", f"expected two classes, got {len(model.classes_)}")
+    if model.activation not in ("relu", "tanh"):
+        raise SpecError("", f'expected activation "relu" or "tanh", got {model.activation!r}')
+    (weights, output), (biases, last_bias) = model.coefs_, model.intercepts_
     rows, biases = unscaled(
         scalers, np.asarray(weights, np.float64).T, np.asarray(biases, np.float64)
     )
-    mlp = MLP(rows, biases, np.asarray(output, np.float64)[:, 0], found.activation)
+    mlp = MLP(rows, biases, np.asarray(output, np.float64)[:, 0], model.activation)
     return mlp, float(last_bias[0])
 
 
@@ -54,8 +54,8 @@ def read_module(module: object) -> tuple[MLP, float]:
     Args:
         module: an `nn.Sequential` of a `Linear`, an activation and a `Linear` with one output.
     """
-    parts = [one for one in _parts(module) if _class_of(one) != "Dropout"]
-    names = [_class_of(one) for one in parts]
+    parts = [layer for layer in _parts(module) if _class_of(layer) != "Dropout"]
+    names = [_class_of(layer) for layer in parts]
     if len(parts) != 3 or names[0] != "Linear" or names[2] != "Linear" or names[1] not in _OF_TORCH:
         raise SpecError(
             "",
@@ -78,5 +78,5 @@ def _parts(module: Any) -> list[Any]:
 
 def _class_of(value: object) -> str:
     """Return the name of torch's class of modules; "" of any other, subclasses included."""
-    found = type(value)
-    return found.__name__ if found.__module__.startswith("torch.nn.") else ""
+    value_class = type(value)
+    return value_class.__name__ if value_class.__module__.startswith("torch.nn.") else ""

@@ -126,15 +126,15 @@ def _from_numbers(values: list[Any] | tuple[Any, ...]) -> Vector:
             exact = np.asarray(np.inf)
         if (np.abs(exact) <= FLOAT32_MAX).all():
             return Vector(exact.astype("<f4").tobytes())
-    found = []
+    numbers = []
     # One try around the loop is faster than `at` for every number.
     try:
         for value in values:
-            found.append(read_float32(value))
+            numbers.append(read_float32(value))
     except SpecError as error:
         more = ": a vector has one dimension" if isinstance(value, (list, tuple)) else ""
-        raise SpecError(f"[{len(found)}]", error.problem + more) from None
-    return Vector(np.asarray(found, dtype="<f4").tobytes())
+        raise SpecError(f"[{len(numbers)}]", error.problem + more) from None
+    return Vector(np.asarray(numbers, dtype="<f4").tobytes())
 
 
 def _from_base64(value: Mapping[Any, Any]) -> Vector:

@@ -73,14 +73,14 @@ def read_tier(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart,
     """
     if not isinstance(value, (list, tuple)) or _is_pair(value):
         return _read_one(value, phase)
-    found: list[Part | ProbePart] = []
-    for index, one in enumerate(value):
+    tier_parts: list[Part | ProbePart] = []
+    for index, form in enumerate(value):
         with at(f"[{index}]"):
-            parts = _read_one(one, phase)
-        found.extend(part._replace(path=f"[{index}]{part.path}") for part in parts)
-    if len(found) > MAX_PARTS:
-        raise SpecError("", f"expected at most {MAX_PARTS} edits per tier, got {len(found)}")
-    return tuple(found)
+            parts = _read_one(form, phase)
+        tier_parts.extend(part._replace(path=f"[{index}]{part.path}") for part in parts)
+    if len(tier_parts) > MAX_PARTS:
+        raise SpecError("", f"expected at most {MAX_PARTS} edits per tier, got {len(tier_parts)}")
+    return tuple(tier_parts)
 
 
 def names_edits(value: object) -> TypeGuard[Mapping[object, object]]:
@@ -99,33 +99,33 @@ def read_named_edits(value: Mapping[object, object]) -> tuple[Part, ...]:
             `generated`. `edits` is an edit or its dict, or a list of these, with phases of their
             own; they come last.
     """
-    given = read_fields(value, required=(), optional=(*_NAMED_KEYS, _EDITS))
+    fields = read_fields(value, required=(), optional=(*_NAMED_KEYS, _EDITS))
     tiers: dict[str, str] = {}
-    for key in given:
+    for key in fields:
         if key != _EDITS and tiers.setdefault(_NAMED_KEYS[key], key) != key:
             raise SpecError(key, f"the same tier as `{tiers[_NAMED_KEYS[key]]}`; give one of them")
-    found: list[Part] = []
+    named_parts: list[Part] = []
     for tier, phase in TIERS.items():
         if tier in tiers:
             key = tiers[tier]
             with at(key):
-                parts = read_tier(given[key], phase)
+                parts = read_tier(fields[key], phase)
             for part in parts:
                 if isinstance(part, ProbePart):
                     raise SpecError(key + part.path, "a name has edits; a probe is no edit")
-                found.append(part._replace(path=key + part.path))
-    if _EDITS in given:
-        one_or_more = given[_EDITS]
+                named_parts.append(part._replace(path=key + part.path))
+    if _EDITS in fields:
+        one_or_more = fields[_EDITS]
         several = one_or_more if isinstance(one_or_more, (list, tuple)) else [one_or_more]
-        for index, one in enumerate(several):
+        for index, edit in enumerate(several):
             path = f"{_EDITS}[{index}]"
             with at(path):
-                found.append(Part(path, _not_local(parse_edit(one))))
-    if not found:
+                named_parts.append(Part(path, _not_local(parse_edit(edit))))
+    if not named_parts:
         raise SpecError("", "there is no edit")
-    if len(found) > MAX_PARTS:
-        raise SpecError("", f"expected at most {MAX_PARTS} edits, got {len(found)}")
-    return tuple(found)
+    if len(named_parts) > MAX_PARTS:
+        raise SpecError("", f"expected at most {MAX_PARTS} edits, got {len(named_parts)}")
+    return tuple(named_parts)
 
 
 def read_hooks(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
@@ -137,8 +137,10 @@ def read_hooks(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
         phase: as `read_tier`.
     """
     return tuple(
-        Part(one.path, Steer(one.vector, one.layer, one.scale, one.site, phase=phase))
-        for one in read_placed(value)
+        Part(
+            placed.path, Steer(placed.vector, placed.layer, placed.scale, placed.site, phase=phase)
+        )
+        for placed in read_placed(value)
     )
 
 

@@ -89,14 +89,14 @@ def read_json_file(path: str | os.PathLike[str]) -> dict[Any, Any]:
     try:
         _check_size(name)
         with open(name, "rb") as file:
-            found = read_json(file.read())
-        if not isinstance(found, dict):
-            raise SpecError("", f"expected a JSON object, got {kind(found)}")
+            content = read_json(file.read())
+        if not isinstance(content, dict):
+            raise SpecError("", f"expected a JSON object, got {kind(content)}")
     except SpecError as error:
         raise SpecError("", f"{name}: {error}") from None
     except OSError as error:
         raise SpecError("", f"{name}: {error.strerror or error}") from None
-    return found
+    return content
 
 
 def write_json_file(path: str | os.PathLike[str], value: dict[str, object]) -> None:
@@ -131,14 +131,14 @@ def _check_kind(suffix: str) -> None:
 
 def _check_size(name: str) -> None:
     try:
-        found = check_regular(name)
+        file_stat = check_regular(name)
     except IsADirectoryError:
         raise SpecError("", "not a regular file") from None
     except ValueError as error:
         raise SpecError("", f"invalid file name: {error}") from None
     most = MAX_MATRIX_BYTES if name.lower().endswith(".safetensors") else MAX_FILE_BYTES
-    if found.st_size > most:
-        raise SpecError("", f"file of {found.st_size} bytes; expected at most {most}")
+    if file_stat.st_size > most:
+        raise SpecError("", f"file of {file_stat.st_size} bytes; expected at most {most}")
 
 
 def _place(arrays: dict[str, Vector]) -> tuple[Placed, ...] | Vector:
@@ -193,17 +193,17 @@ def _read_safetensors(name: str) -> dict[str, Vector]:
         with safe_open(name, framework="pt", device="cpu") as file:
             keys = sorted(file.keys())
             _check_keys(keys)
-            found: dict[str, Vector] = {}
+            vectors: dict[str, Vector] = {}
             for key in keys:
                 with _tensor(key):
                     shape = tuple(file.get_slice(key).get_shape())
                     if len(shape) == 2 and shape[0] == shape[1]:
                         check_square(shape)
-                        found[key] = matrix_of(file.get_tensor(key))
+                        vectors[key] = matrix_of(file.get_tensor(key))
                         continue
                     _size_of(shape)
-                    found[key] = Vector.parse(file.get_tensor(key))
-            return found
+                    vectors[key] = Vector.parse(file.get_tensor(key))
+            return vectors
     except SafetensorError as error:
         raise SpecError("", f"not a safetensors file, or damaged: {error}") from None
 
@@ -218,15 +218,15 @@ def _read_npz(name: str) -> dict[str, Vector]:
             if len(members) < len(archive.infolist()):
                 raise SpecError("", "two arrays have the same name")
             _check_keys(list(members))
-            found = {}
+            vectors = {}
             for key, info in members.items():
                 if info.compress_type not in _METHODS:
                     raise SpecError(
                         "", f"{key}: compression method {info.compress_type} is not supported"
                     )
                 with archive.open(info) as file, _tensor(key):
-                    found[key] = Vector.parse(_read_npy(file))
-            return found
+                    vectors[key] = Vector.parse(_read_npy(file))
+            return vectors
     except _DAMAGE as error:
         raise SpecError("", f"not an npz file, or damaged: {error}") from None
 
@@ -287,13 +287,13 @@ def read_control_vector(data: bytes) -> dict[str, Vector]:
         gguf = read_gguf(data, architecture="controlvector")
     except ModelError as error:
         raise SpecError("", str(error)) from None
-    found = {}
+    vectors = {}
     for key, tensor in gguf.tensors.items():
         with _tensor(key):
             _check_direction(key)
             _size_of(tensor.shape)
-            found[key] = Vector.parse(tensor.dequantize())
-    return found
+            vectors[key] = Vector.parse(tensor.dequantize())
+    return vectors
 
 
 def _check_direction(key: str) -> None:

@@ -72,12 +72,16 @@ class Listing(tuple[Description, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return text_table(HEADINGS, [one.cells() for one in self]) if self else "no named vectors"
+        return (
+            text_table(HEADINGS, [description.cells() for description in self])
+            if self
+            else "no named vectors"
+        )
 
     def _repr_html_(self) -> str:
         if not self:
             return "<p>no named vectors</p>"
-        return html_table(HEADINGS, [one.cells() for one in self])
+        return html_table(HEADINGS, [description.cells() for description in self])
 
 
 def show_tap(tap: tuple[str, int] | None) -> str:

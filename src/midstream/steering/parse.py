@@ -71,17 +71,17 @@ def read_placed(value: object) -> tuple[Placed, ...]:
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
-    found: list[Placed] = []
+    placed: list[Placed] = []
     for key, part in _items(value):
         path = path_of(key)
         with at(path):
             site = canonical(key) if isinstance(key, str) else None
             if site is not None:
-                found.extend(_read_layers(path, site, part))
+                placed.extend(_read_layers(path, site, part))
             else:
-                found.append(_read_one(path, *_read_tap(key), part))
-    check_distinct(found)
-    return tuple(found)
+                placed.append(_read_one(path, *_read_tap(key), part))
+    check_distinct(placed)
+    return tuple(placed)
 
 
 def read_key(key: str) -> tuple[str, int]:
@@ -109,11 +109,11 @@ def read_key(key: str) -> tuple[str, int]:
 
 def _read_name(key: str) -> tuple[str, int]:
     """Return (canonical site, layer) of another tool's name of both."""
-    found = parse(key)
+    pair = parse(key)
     # As for other keys, a number has no leading zero.
-    if found is None or _LEADING_ZERO.search(key):
+    if pair is None or _LEADING_ZERO.search(key):
         raise SpecError("", f"{show(key)} is not a tap; expected {_GRAMMAR}")
-    site, layer = found
+    site, layer = pair
     _check_layers(site)
     if layer is None:
         raise SpecError("", f"{show(key)} names no layer; expected {_GRAMMAR}")
@@ -123,13 +123,14 @@ def _read_name(key: str) -> tuple[str, int]:
 def check_distinct(placed: list[Placed]) -> None:
     """Raise SpecError if two vectors have the same site and layer, as given."""
     first: dict[tuple[str, int], str] = {}
-    for one in placed:
-        tap = (one.site, one.layer)
+    for vector in placed:
+        tap = (vector.site, vector.layer)
         if tap in first:
             raise SpecError(
-                one.path, f"a second vector for {one.site} of layer {one.layer}, after {first[tap]}"
+                vector.path,
+                f"a second vector for {vector.site} of layer {vector.layer}, after {first[tap]}",
             )
-        first[tap] = one.path
+        first[tap] = vector.path
 
 
 def _items(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
@@ -153,12 +154,12 @@ def _read_layers(path: str, site: str, value: object) -> list[Placed]:
     if not isinstance(value, Mapping) or "f32" in value or "vector" in value:
         got = "one vector" if isinstance(value, Mapping) else kind(value)
         raise SpecError("", f"expected {{layer: vector}}, got {got}; specify the layer")
-    found = []
+    placed = []
     for key, part in _items(value):
         inner = path_of(key)
         with at(inner):
-            found.append(_read_one(path + inner, site, _read_layer(key), part))
-    return found
+            placed.append(_read_one(path + inner, site, _read_layer(key), part))
+    return placed
 
 
 def _read_tap(key: object) -> tuple[str, int]:
@@ -195,11 +196,11 @@ def _read_one(path: str, site: str, layer: int, value: object) -> Placed:
     _check_layers(site)
     if not isinstance(value, Mapping) or "f32" in value:
         return Placed(path, site, layer, read_vector_or_matrix(value))
-    given = read_fields(value, required=("vector",), optional=("scale",))
+    fields = read_fields(value, required=("vector",), optional=("scale",))
     with at("vector"):
-        vector = read_vector_or_matrix(given["vector"])
+        vector = read_vector_or_matrix(fields["vector"])
     with at("scale"):
-        return Placed(path, site, layer, vector, read_float32(given.get("scale", 1.0)))
+        return Placed(path, site, layer, vector, read_float32(fields.get("scale", 1.0)))
 
 
 def path_of(key: object) -> str:

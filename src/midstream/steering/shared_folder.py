@@ -52,8 +52,10 @@ class SharedFolder:
         self._folder = Path(folder)
         self._vectors, self._steering = vectors, steering
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = self._folder.stat()
-        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        folder_stat = self._folder.stat()
+        if folder_stat.st_uid != os.geteuid() or folder_stat.st_mode & (
+            stat.S_IWGRP | stat.S_IWOTH
+        ):
             raise ConfigError(f"{folder}: expected a folder that this user alone can write to")
         self._model = _model_of(vectors.shape)
         self._writing = threading.Lock()  # held by the thread that changes something

@@ -94,12 +94,12 @@ class Steering:
                 it unchanged. A name is resolved now: registering it again has no effect on the
                 tier until the tier is set again.
         """
-        given = {"base": base, "prompt": prompt, "generated": generated}
-        given = {tier: value for tier, value in given.items() if value is not None}
-        if not given:
+        tiers = {"base": base, "prompt": prompt, "generated": generated}
+        tiers = {tier: value for tier, value in tiers.items() if value is not None}
+        if not tiers:
             raise SpecError("", "no tier is given; expected base=, prompt= or generated=")
         read: dict[str, tuple[ServerWide, ...]] = {}
-        for tier, value in given.items():
+        for tier, value in tiers.items():
             with at(tier):
                 parts = read_tier(value, TIERS[tier])
                 read[tier] = tuple(bind_tier(parts, self._registry.lookup, self._registry.shape))
@@ -154,9 +154,9 @@ def _check_names(tiers: Mapping[str, tuple[ServerWide, ...]]) -> None:
     """Check that no two probes of the tiers have one name."""
     owner: dict[str, str] = {}
     for tier in TIERS:
-        for nth, part in enumerate(tiers[tier]):
+        for index, part in enumerate(tiers[tier]):
             if isinstance(part, Probe):
-                place = f"{tier}[{nth}]"
+                place = f"{tier}[{index}]"
                 if owner.setdefault(part.name, place) != place:
                     raise SpecError(
                         f"{place}.name",
@@ -197,7 +197,7 @@ def _show_taps(edit: ServerWide) -> str:
 
 
 def _show_positions(positions: Positions) -> str:
-    found = ", ".join(map(str, positions.include))
+    text = ", ".join(map(str, positions.include))
     if positions.exclude:
-        found += f", but {', '.join(map(str, positions.exclude))}"
-    return found if positions.phase == "all" else f"{positions.phase}: {found}"
+        text += f", but {', '.join(map(str, positions.exclude))}"
+    return text if positions.phase == "all" else f"{positions.phase}: {text}"

@@ -98,15 +98,15 @@ class RowDataset(IterableDataset[Mapping[str, Tensor]]):
         left = np.empty(0, np.int64)
         for first in range(0, len(own_runs), per_buffer):
             starts = own_runs[first : first + per_buffer] * _RUN
-            found = (starts[:, None] + np.arange(_RUN)).reshape(-1)
-            found = np.concatenate([left, found[found < rows]])
+            indices = (starts[:, None] + np.arange(_RUN)).reshape(-1)
+            indices = np.concatenate([left, indices[indices < rows]])
             if self.shuffle:
-                found = generator.permutation(found)
+                indices = generator.permutation(indices)
             is_last = first + per_buffer >= len(own_runs)
-            whole = len(found) if is_last else len(found) // self.batch_size * self.batch_size
-            left = found[whole:]
+            whole = len(indices) if is_last else len(indices) // self.batch_size * self.batch_size
+            left = indices[whole:]
             if whole:
-                yield found[:whole]
+                yield indices[:whole]
 
     def _read(self, indices: NDArray[np.int64]) -> Iterator[dict[str, Tensor]]:
         batch = self.selection.take(indices)

@@ -100,21 +100,21 @@ class Filter:
 def read_filter(shards: Sequence[Shard], arguments: Mapping[str, object]) -> Filter:
     """Return the filter for the arguments of `Store.select`."""
     # Values are collected only for filters that are given: there may be millions of requests.
-    found = {
+    wanted = {
         name: None
         if arguments[name] is None
-        else _read(name, arguments[name], {each for shard in shards for each in names(shard)})
+        else _read(name, arguments[name], {value for shard in shards for value in names(shard)})
         for name, names in _VALUES.items()
     }
     position, token = arguments["position"], arguments["token"]
     return Filter(
-        sites=found["site"],
-        layers=found["layer"],
-        requests=found["request"],
-        children=found["child"],
-        tags=found["tag"],
-        models=found["model"],
-        codecs=found["codec"],
+        sites=wanted["site"],
+        layers=wanted["layer"],
+        requests=wanted["request"],
+        children=wanted["child"],
+        tags=wanted["tag"],
+        models=wanted["model"],
+        codecs=wanted["codec"],
         positions=None if position is None else _read_positions(position),
         tokens=None if token is None else _read_tokens(token),
     )
@@ -129,36 +129,36 @@ def _read(name: str, value: object, known: Collection[Any]) -> frozenset[Any]:
         wanted = (sites.canonical(site) or site for site in _words(name, value))
     else:
         wanted = _words(name, value)
-    found = frozenset(wanted)
-    missing = sorted(found - set(known))
+    requested = frozenset(wanted)
+    missing = sorted(requested - set(known))
     if missing:
-        one = missing[0]
+        first = missing[0]
         present = f"; known: {_shorten(sorted(known))}" if known else ": the store is empty"
-        close = hint(one, known) if isinstance(one, str) else ""
-        raise StoreError(f"{name}: no rows in this store have {show(one)}{close}{present}")
-    return found
+        close = hint(first, known) if isinstance(first, str) else ""
+        raise StoreError(f"{name}: no rows in this store have {show(first)}{close}{present}")
+    return requested
 
 
 def _words(name: str, value: object) -> list[str]:
-    found = []
-    for one in list(value) if isinstance(value, _LISTS) else [value]:
-        if not isinstance(one, str):
-            raise StoreError(f"{name}: expected `str` or a list of them, got {kind(one)}")
-        found.append(str(one))
-    return found
+    words = []
+    for word in list(value) if isinstance(value, _LISTS) else [value]:
+        if not isinstance(word, str):
+            raise StoreError(f"{name}: expected `str` or a list of them, got {kind(word)}")
+        words.append(str(word))
+    return words
 
 
 def _numbers(name: str, value: object, known: Collection[int]) -> list[int]:
     """Return the ints as given; for a range or slice, the known numbers in it."""
     if isinstance(value, slice):
-        bounds = [each for each in (value.start, value.stop) if each is not None]
-        if any(not is_int(each) or each < 0 for each in bounds):
+        bounds = [bound for bound in (value.start, value.stop) if bound is not None]
+        if any(not is_int(bound) or bound < 0 for bound in bounds):
             raise StoreError(f"{name}: expected a slice with bounds from 0, got {value}")
         if value.step is not None and (not is_int(value.step) or not value.step):
             raise StoreError(f"{name}: expected a slice with a step other than 0, got {value}")
         value = range(max(known, default=0) + 1)[value]
     if isinstance(value, range):
-        return [each for each in known if each in value]
+        return [number for number in known if number in value]
     return _ints(name, value)
 
 
@@ -170,15 +170,15 @@ def _read_tokens(value: object) -> NDArray[np.int64] | range:
 
 
 def _ints(name: str, value: object) -> list[int]:
-    found = []
-    for one in list(value) if isinstance(value, _LISTS) else [value]:
-        if not is_int(one) or abs(int(one)) > INT_LIMIT:
-            got = kind(one) if not is_int(one) else show(int(one))
+    numbers = []
+    for number in list(value) if isinstance(value, _LISTS) else [value]:
+        if not is_int(number) or abs(int(number)) > INT_LIMIT:
+            got = kind(number) if not is_int(number) else show(int(number))
             raise StoreError(
                 f"{name}: expected `int` within ±2**31, or a list or range of them, got {got}"
             )
-        found.append(int(one))
-    return found
+        numbers.append(int(number))
+    return numbers
 
 
 def _read_positions(value: object) -> Positions:
@@ -205,14 +205,14 @@ def _matches(
         prompts: int64 [n], prompt length of each row's request.
         tokens: int64 [n], token id of each row.
     """
-    found = np.zeros(len(places), np.bool_)
+    mask = np.zeros(len(places), np.bool_)
     for item in positions.include:
-        found |= _item_matches(item, places, prompts, tokens)
+        mask |= _item_matches(item, places, prompts, tokens)
     for item in positions.exclude:
-        found &= ~_item_matches(item, places, prompts, tokens)
+        mask &= ~_item_matches(item, places, prompts, tokens)
     if positions.phase != "all":
-        found &= (places < prompts) == (positions.phase == "prompt")
-    return found
+        mask &= (places < prompts) == (positions.phase == "prompt")
+    return mask
 
 
 def _item_matches(
@@ -221,13 +221,13 @@ def _item_matches(
     if isinstance(item, TokenIds):
         return np.isin(tokens, item.ids)
     if isinstance(item, (Span, Window)):
-        found = np.zeros(len(places), np.bool_)
+        mask = np.zeros(len(places), np.bool_)
         # Prompts of equal length have the same bounds.
         for length in np.unique(prompts).tolist():
             start, stop = item.bounds(length)
             within = (prompts == length) & (places >= start) & ((places - start) % item.step == 0)
-            found |= within if stop is None else within & (places < stop)
-        return found
+            mask |= within if stop is None else within & (places < stop)
+        return mask
     if item == "all":
         return np.ones(len(places), np.bool_)
     if item == "prompt":
@@ -244,8 +244,8 @@ def _are_in(values: NDArray[np.int64], wanted: NDArray[np.int64] | range) -> NDA
         if not wanted:
             return np.zeros(len(values), np.bool_)
         low, high = sorted((wanted[0], wanted[-1]))
-        found = (values >= low) & (values <= high) & ((values - low) % wanted.step == 0)
-        return np.asarray(found, np.bool_)
+        mask = (values >= low) & (values <= high) & ((values - low) % wanted.step == 0)
+        return np.asarray(mask, np.bool_)
     return np.isin(values, wanted)
 
 

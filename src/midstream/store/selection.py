@@ -58,8 +58,8 @@ class Selection:
         self.taps = tuple(dict.fromkeys(segment.tap for segment in self._segments))
         _check_alike(self._segments)
         self._widths: dict[int, Tap] = {}  # a tap of each width
-        for each in self._segments:
-            self._widths.setdefault(each.shard.header.width(each.tap), each.tap)
+        for seg in self._segments:
+            self._widths.setdefault(seg.shard.header.width(seg.tap), seg.tap)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -108,7 +108,9 @@ class Selection:
             got = show(int(size)) if is_int(size) else kind(size)
             raise StoreError(f"size: expected an `int` of at least 1, got {got}")
         starts = range(0, len(self), int(size))
-        return (self.take(np.arange(one, min(one + starts.step, len(self)))) for one in starts)
+        return (
+            self.take(np.arange(first, min(first + starts.step, len(self)))) for first in starts
+        )
 
     def take(self, indices: Sequence[int] | NDArray[np.integer[Any]] | Tensor) -> Batch:
         """Return rows by index, in the order of `indices`.
@@ -122,13 +124,13 @@ class Selection:
                 taps differ in width.
         """
         self.width()
-        given: NDArray[Any] = np.asarray(indices)
-        if given.ndim != 1:
-            raise StoreError(f"indices: expected one dimension, got shape {list(given.shape)}")
-        if given.dtype.kind not in "iu" and len(given):
-            mask = "; of a mask take numpy.flatnonzero(mask)" if given.dtype.kind == "b" else ""
-            raise StoreError(f"indices: expected integers, got {given.dtype}{mask}")
-        wanted: NDArray[np.int64] = given.astype(np.int64)
+        array: NDArray[Any] = np.asarray(indices)
+        if array.ndim != 1:
+            raise StoreError(f"indices: expected one dimension, got shape {list(array.shape)}")
+        if array.dtype.kind not in "iu" and len(array):
+            mask = "; of a mask take numpy.flatnonzero(mask)" if array.dtype.kind == "b" else ""
+            raise StoreError(f"indices: expected integers, got {array.dtype}{mask}")
+        wanted: NDArray[np.int64] = array.astype(np.int64)
         if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(self):
             raise IndexError(f"expected indices from 0 to {len(self) - 1}")
         numbers = np.searchsorted(self._ends, wanted, side="right")
@@ -179,12 +181,12 @@ class Batch:
             return torch.zeros(0, 0, dtype=torch.uint8)
         segment = self._parts[0].segment
         width = segment.shard.header.row_bytes(segment.tap)
-        found = np.empty((self._count, width), np.uint8)
+        rows = np.empty((self._count, width), np.uint8)
         for part in self._parts:
             first, last = int(part.where[0]), int(part.where[-1])
             together = last - first == len(part.where) - 1
-            found[slice(first, last + 1) if together else part.where] = _gather(part)
-        return torch.from_numpy(found)
+            rows[slice(first, last + 1) if together else part.where] = _gather(part)
+        return torch.from_numpy(rows)
 
     @cached_property
     def values(self) -> Tensor:
@@ -219,10 +221,10 @@ class Batch:
     @cached_property
     def layer(self) -> Tensor:
         """Layer of each row, int64 [n]."""
-        found = np.empty(self._count, np.int64)
+        layers = np.empty(self._count, np.int64)
         for part in self._parts:
-            found[part.where] = part.segment.tap[1]
-        return torch.from_numpy(found)
+            layers[part.where] = part.segment.tap[1]
+        return torch.from_numpy(layers)
 
     @cached_property
     def site(self) -> list[str]:
@@ -242,27 +244,27 @@ class Batch:
     @cached_property
     def child(self) -> Tensor:
         """Completion index of each row in its request, int64 [n]."""
-        found = np.empty(self._count, np.int64)
+        children = np.empty(self._count, np.int64)
         for part in self._parts:
-            found[part.where] = [line.child for line in _lines(part)]
-        return torch.from_numpy(found)
+            children[part.where] = [line.child for line in _lines(part)]
+        return torch.from_numpy(children)
 
     def __repr__(self) -> str:
         return f"Batch({self._count} rows)"
 
     def _column(self, name: str) -> Tensor:
-        found = np.empty(self._count, np.int64)
+        column = np.empty(self._count, np.int64)
         for part in self._parts:
             segment = part.segment
-            found[part.where] = segment.shard.column(segment.group, name)[part.rows]
-        return torch.from_numpy(found)
+            column[part.where] = segment.shard.column(segment.group, name)[part.rows]
+        return torch.from_numpy(column)
 
     def _names(self, of: Callable[[_Part], Iterable[str]]) -> list[str]:
-        found = [""] * self._count
+        names = [""] * self._count
         for part in self._parts:
             for where, name in zip(part.where.tolist(), of(part), strict=False):
-                found[where] = name
-        return found
+                names[where] = name
+        return names
 
 
 def _gather(part: _Part) -> NDArray[np.uint8]:
@@ -280,20 +282,20 @@ def _lines(part: _Part) -> Iterator[Line]:
 
 
 def _segments(shards: Sequence[Shard], chosen: Filter) -> list[SelectionSegment]:
-    found: list[SelectionSegment] = []
+    segments: list[SelectionSegment] = []
     for shard in filter(chosen.has_shard, shards):
         wanted = chosen.requests_of(shard)
         for number, group in enumerate(shard.groups):
             taps = [tap for tap in group.taps if chosen.has_tap(tap)]
             if taps and len(rows := chosen.rows_of(shard, number, wanted)):
-                found.extend(SelectionSegment(shard, number, tap, rows) for tap in taps)
+                segments.extend(SelectionSegment(shard, number, tap, rows) for tap in taps)
     # The sort is stable: within a tap, segments stay in the order of shards.
-    return sorted(found, key=lambda segment: tap_order(segment.tap))
+    return sorted(segments, key=lambda segment: tap_order(segment.tap))
 
 
 def _check_alike(segments: Sequence[SelectionSegment]) -> None:
     headers = {segment.shard.header for segment in segments}
-    kinds = {(each.codec, each.hidden_size, each.dtype): each.model for each in headers}
+    kinds = {(header.codec, header.hidden_size, header.dtype): header.model for header in headers}
     if len(kinds) > 1:
         every = "; ".join(
             f"{codec} of {hidden} {dtype} ({model})"

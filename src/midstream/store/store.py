@@ -157,25 +157,25 @@ class Store:
         if not (shard is None or isinstance(shard, str)):
             raise StoreError(f"shard: expected the name of a shard, got {kind(shard)}")
         child = int(child)
-        found = self._ids().get((request, child), [])
+        hits = self._ids().get((request, child), [])
         if shard is not None:
-            found = [each for each in found if each.shard == shard]
-        if not found:
-            ids = {each.request for each in self.requests}
+            hits = [completion for completion in hits if completion.shard == shard]
+        if not hits:
+            ids = {completion.request for completion in self.requests}
             problem = (
                 f"there is no completion {show(child)} of request {show(request)}"
                 if request in ids
                 else f"there is no request {show(request)}{hint(request, ids)}"
             )
             raise StoreError(f"{self.root}: {problem}" + (f" in {shard}" if shard else ""))
-        if len(found) > 1:
-            shards = ", ".join(each.shard for each in found)
+        if len(hits) > 1:
+            shards = ", ".join(completion.shard for completion in hits)
             where = ", after `merge` into a directory" if "://" in str(self.root) else ""
             raise StoreError(
-                f"{self.root}: request {show(request)} was stored {len(found)} times, in {shards}; "
+                f"{self.root}: request {show(request)} was stored {len(hits)} times, in {shards}; "
                 f"choose one by `shard`, or remove duplicates with `midstream.store.prune`{where}"
             )
-        return found[0]
+        return hits[0]
 
     def get(self, request: str, child: int = 0, shard: str | None = None) -> Activations:
         """Return the captured rows of a completion. Each tap's rows are read on access.
@@ -268,8 +268,10 @@ class Store:
         """Return every completion by (request id, completion index)."""
         if self._by_id is None:
             self._by_id = {}
-            for each in self.requests:
-                self._by_id.setdefault((each.request, each.child), []).append(each)
+            for completion in self.requests:
+                self._by_id.setdefault((completion.request, completion.child), []).append(
+                    completion
+                )
         return self._by_id
 
     def _taps(self) -> set[Tap]:

@@ -68,12 +68,12 @@ def read_activations(shard: Shard, request: int) -> Activations:
     places = []
     tokens = []
     for run in shard.runs(request):
-        found = shard.column(run.group, "position", run.start, run.stop).copy()
+        run_positions = shard.column(run.group, "position", run.start, run.stop).copy()
         where = f"group {run.group}, rows {run.start} to {run.stop}"
-        check_positions(found, f"{shard.path}: {where}")
-        places.append(found)
+        check_positions(run_positions, f"{shard.path}: {where}")
+        places.append(run_positions)
         tokens.append(shard.column(run.group, "token_id", run.start, run.stop))
-        shared = torch.from_numpy(found)
+        shared = torch.from_numpy(run_positions)
         for tap in shard.groups[run.group].taps:
             positions[tap] = shared
             values[tap] = StoredRows(
@@ -99,7 +99,9 @@ def _by_position(places: list[np.ndarray], tokens: list[np.ndarray]) -> Tensor:
 
     Pages without any token take no memory.
     """
-    found = np.zeros(max((int(each[-1]) + 1 for each in places if len(each)), default=0), np.int64)
+    token_ids = np.zeros(
+        max((int(positions[-1]) + 1 for positions in places if len(positions)), default=0), np.int64
+    )
     for where, ids in zip(places, tokens, strict=True):
-        found[where] = ids
-    return torch.from_numpy(found)
+        token_ids[where] = ids
+    return torch.from_numpy(token_ids)

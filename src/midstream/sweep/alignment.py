@@ -67,15 +67,15 @@ def align_positions(align: Align, target: int, source: int) -> dict[int, int]:
     if align == "prefix":
         return {position: position for position in range(both)}
     if align == "suffix":
-        return {target - both + nth: source - both + nth for nth in range(both)}
-    found: dict[int, int] = {}
+        return {target - both + offset: source - both + offset for offset in range(both)}
+    aligned: dict[int, int] = {}
     for key, value in align:
         with at(f"align[{key}]"):
             place = _from_start(key, target, "prompt")
-            if place in found:
+            if place in aligned:
                 raise SpecError("", f"position {place} of the prompt is given twice")
-            found[place] = _from_start(value, source, "source")
-    return found
+            aligned[place] = _from_start(value, source, "source")
+    return aligned
 
 
 def counts_from_end(align: Align) -> bool:

@@ -107,19 +107,19 @@ def plan_grid(
         )
     columns: Sequence[int | None] = (None,) if within is None else within
     cells = []
-    for (nth, site), (row, layer), (column, positions), (depth, part) in product(
+    for (site_index, site), (row, layer), (column, positions), (depth, part) in product(
         enumerate(request.sites), enumerate(layers), enumerate(places), enumerate(columns)
     ):
         tap = (site, layer)
         if tap in taps and _is_given(positions, tap, has_source, rows):
-            index = (nth, row, column) + (() if part is None else (depth,))
+            index = (site_index, row, column) + (() if part is None else (depth,))
             cells.append(SweepCell(index, tap, positions, **({} if part is None else {last: part})))
     if not cells:
         raise SpecError(
             "align" if rows is None else "source",
             "no selected position has a position of the source, so there is nothing to patch",
         )
-    cells.sort(key=lambda one: -one.positions[0])
+    cells.sort(key=lambda cell: -cell.positions[0])
     return Grid(dims, coords, tuple(places), tuple(cells))
 
 
@@ -138,35 +138,37 @@ def _is_given(
 ) -> bool:
     if has_source is None:
         return rows is None or tap in rows
-    if any(one not in has_source for one in positions):
+    if any(position not in has_source for position in positions):
         return False
     if rows is None:
         return True
-    return all(has_source[one] in rows.get(tap, ()) for one in positions)
+    return all(has_source[position] in rows.get(tap, ()) for position in positions)
 
 
 def _places(request: SweepRequest, prompt: Prompt) -> tuple[list[int | str], list[tuple[int, ...]]]:
     """Return the labels of the dimension "position", and the positions of each."""
     selections = PromptSelections(prompt, 1)
     if not request.groups:
-        found = _positions_of(request.positions, selections)
+        selected = _positions_of(request.positions, selections)
         if len(request.positions.include) > 1:
             # As they are listed; what several items select is there once.
             listed = in_listed_order(request.positions, prompt, 1, MAX_CELLS)
-            found = tuple(position for position in dict.fromkeys(listed) if position in set(found))
-        return list(found), [(one,) for one in found]
+            selected = tuple(
+                position for position in dict.fromkeys(listed) if position in set(selected)
+            )
+        return list(selected), [(position,) for position in selected]
     labels: list[int | str] = []
     places = []
     count = 0
     for name, positions in request.groups:
         try:
-            found = _positions_of(positions, selections)
+            selected = _positions_of(positions, selections)
         except SpecError as error:
             rest = error.path.removeprefix("positions")
             raise type(error)(f"groups.{name}{rest}", error.problem) from None
         labels.append(name)
-        places.append(found)
-        count += len(found)
+        places.append(selected)
+        count += len(selected)
         if count > MAX_GROUPED:
             raise SpecError(
                 f"groups.{name}",
@@ -178,7 +180,9 @@ def _places(request: SweepRequest, prompt: Prompt) -> tuple[list[int | str], lis
 
 def _positions_of(positions: Positions, selections: PromptSelections) -> tuple[int, ...]:
     where, length = selections.select(positions), selections.prompt.length
-    return tuple(one for start, stop in where.final(length, ()) for one in range(start, stop))
+    return tuple(
+        position for start, stop in where.final(length, ()) for position in range(start, stop)
+    )
 
 
 def _heads(

@@ -41,7 +41,7 @@ def picture_of(panels: Sequence[Panel], title: str, center: float, most: float) 
         panels: the panels; the first 12 are shown.
     """
     limits = (center - most, center + most)
-    found = [
+    pictures = [
         heatmap(
             panel.values,
             panel.rows,
@@ -55,12 +55,12 @@ def picture_of(panels: Sequence[Panel], title: str, center: float, most: float) 
         for panel in panels[:MOST_PANELS]
         if panel.values.size <= MOST_CELLS
     ]
-    left = len(panels) - len(found)
+    left = len(panels) - len(pictures)
     if left:
         rest = f"{left} of {len(panels)} heatmaps are not shown; see Sweep.values"
-        found.append(Picture("", f"<p>{rest}</p>", rest))
-    body = "".join(one.body for one in found)
-    return Picture(title, body, "\n\n".join(one.text for one in found))
+        pictures.append(Picture("", f"<p>{rest}</p>", rest))
+    body = "".join(picture.body for picture in pictures)
+    return Picture(title, body, "\n\n".join(picture.text for picture in pictures))
 
 
 def plot(panels: Sequence[Panel], title: str, center: float, most: float, **options: Any) -> Any:
@@ -76,8 +76,13 @@ def plot(panels: Sequence[Panel], title: str, center: float, most: float, **opti
     shown = panels[:MOST_PANELS]
     width = max(4.0, 0.45 * len(shown[0].columns) + 2.5) * len(shown)
     height = max(3.0, 0.22 * len(shown[0].rows) + 2.0)
-    given = {"figsize": (width, height), "squeeze": False, "layout": "constrained", **options}
-    figure, axes = pyplot.subplots(1, len(shown), **given)
+    figure_options = {
+        "figsize": (width, height),
+        "squeeze": False,
+        "layout": "constrained",
+        **options,
+    }
+    figure, axes = pyplot.subplots(1, len(shown), **figure_options)
     for axis, panel in zip(axes.flat, shown, strict=True):
         image = axis.imshow(
             panel.values,

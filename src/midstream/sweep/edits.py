@@ -39,7 +39,7 @@ class PatchRows:
         rows = self.by_tap[tap]
         if self.places is None:
             return rows
-        return rows[[self.places[tap][self.aligned[one]] for one in positions]]
+        return rows[[self.places[tap][self.aligned[position]] for position in positions]]
 
 
 def edits_of(
@@ -60,8 +60,10 @@ def edits_of(
         values = [request.source.value if isinstance(request.source, NumberSource) else 0.0]
         if rows is not None:
             values = features.activations(cell.feature, rows.of(cell.tap, cell.positions))
-        found = features.edits(cell.feature, cell.tap, values, request.alpha, cell.positions)
-        return list(found)
+        feature_edits = features.edits(
+            cell.feature, cell.tap, values, request.alpha, cell.positions
+        )
+        return list(feature_edits)
     site, layer = cell.tap
     place: dict[str, Any] = {"site": site, "layer": layer, "positions": list(cell.positions)}
     if cell.head is not None:
@@ -71,19 +73,19 @@ def edits_of(
             place["dims"] = request.dims
         if rows is None:
             return [Scale(1.0 - request.alpha, **place)]
-        given = _of_head(rows.of(cell.tap, cell.positions), cell, shape)
-        return [Replace(given, alpha=request.alpha, **place)]
+        vectors = _of_head(rows.of(cell.tap, cell.positions), cell, shape)
+        return [Replace(vectors, alpha=request.alpha, **place)]
     share = request.alpha * request.weights.numpy().astype(np.float64)
     factor = Vector.parse(1.0 - share)
     if rows is None:
         return [Scale(factor, **place)]
-    given = _of_head(rows.of(cell.tap, cell.positions), cell, shape)
-    if len(given) == 1:
-        return [Scale(factor, shift=share * given[0], **place)]
+    vectors = _of_head(rows.of(cell.tap, cell.positions), cell, shape)
+    if len(vectors) == 1:
+        return [Scale(factor, shift=share * vectors[0], **place)]
     # An edit has one shift for all of its positions.
     return [
-        Scale(factor, shift=share * row, **{**place, "positions": one})
-        for one, row in zip(cell.positions, given, strict=True)
+        Scale(factor, shift=share * row, **{**place, "positions": position})
+        for position, row in zip(cell.positions, vectors, strict=True)
     ]
 
 
@@ -115,12 +117,12 @@ def check_sizes(request: SweepRequest, taps: frozenset[Tap], shape: ModelShape) 
 
 def check_rows(rows: Mapping[Tap, NDArray[np.float32]], shape: ModelShape) -> None:
     """Check that rows are as wide as the vectors of their taps."""
-    for tap, each in rows.items():
-        if tap in shape.taps and each.shape[1] != shape.width(tap):
+    for tap, tap_rows in rows.items():
+        if tap in shape.taps and tap_rows.shape[1] != shape.width(tap):
             raise SpecError(
                 "source",
                 f"expected rows of {shape.width(tap)} numbers at {show_tap(tap)}, got "
-                f"{each.shape[1]}",
+                f"{tap_rows.shape[1]}",
             )
 
 

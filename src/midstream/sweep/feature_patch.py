@@ -24,15 +24,15 @@ class FeaturePatch:
     @staticmethod
     def of(source: FeatureSource, ids: Sequence[int]) -> FeaturePatch:
         """Return features of a registered SAE."""
-        found = {}
-        for nth in ids:
+        by_id = {}
+        for feature_id in ids:
             try:
-                weights = source.weights_of([nth], "set")
+                weights = source.weights_of([feature_id], "set")
             except SpecError as error:
                 path = "features" if error.path == "index" else "sae"
                 raise SpecError(path, error.problem) from None
-            found[nth] = Feature(**weights, value=0.0, layer=0)
-        return FeaturePatch(found)
+            by_id[feature_id] = Feature(**weights, value=0.0, layer=0)
+        return FeaturePatch(by_id)
 
     def check_width(self, taps: frozenset[Tap], shape: ModelShape) -> None:
         """Check that the SAE reads vectors as wide as those of all cells."""
@@ -45,14 +45,22 @@ class FeaturePatch:
                     f"{shape.width(tap)}",
                 )
 
-    def activations(self, nth: int, rows: NDArray[np.float32]) -> list[float]:
+    def activations(self, feature_id: int, rows: NDArray[np.float32]) -> list[float]:
         """Return the activation of a feature in each of some vectors [rows, width]."""
-        one = self.by_id[nth]
-        found = rows.astype(np.float64) @ one.encoder[0].numpy() + one.bias[0]
-        return [float(each) for each in np.where(found > one.threshold[0], found, 0.0)]
+        feature = self.by_id[feature_id]
+        preactivations = rows.astype(np.float64) @ feature.encoder[0].numpy() + feature.bias[0]
+        return [
+            float(activation)
+            for activation in np.where(preactivations > feature.threshold[0], preactivations, 0.0)
+        ]
 
     def edits(
-        self, nth: int, tap: Tap, values: Sequence[float], alpha: float, positions: Sequence[int]
+        self,
+        feature_id: int,
+        tap: Tap,
+        values: Sequence[float],
+        alpha: float,
+        positions: Sequence[int],
     ) -> list[Feature]:
         """Return edits that make the activation a of a feature (1 − alpha) · a + alpha · value.
 
@@ -60,26 +68,28 @@ class FeaturePatch:
             tap: the site and layer of the vectors.
             values: one for all positions, or one for each.
         """
-        places = [list(positions)] if len(values) == 1 else [[one] for one in positions]
-        found = []
+        places = [list(positions)] if len(values) == 1 else [[position] for position in positions]
+        edits = []
         for value, where in zip(values, places, strict=True):
             changes = [("set", value)]
             if alpha != 1.0:
                 # The second reads nothing, so that the first does not change what it does.
                 changes = [("scale", 1.0 - alpha), ("add", alpha * value)]
-            found += [self._edit(nth, tap, mode, one, where) for mode, one in changes]
-        return found
+            edits += [self._edit(feature_id, tap, mode, amount, where) for mode, amount in changes]
+        return edits
 
-    def _edit(self, nth: int, tap: Tap, mode: str, value: float, positions: list[int]) -> Feature:
-        one, (site, layer) = self.by_id[nth], tap
+    def _edit(
+        self, feature_id: int, tap: Tap, mode: str, value: float, positions: list[int]
+    ) -> Feature:
+        feature, (site, layer) = self.by_id[feature_id], tap
         return Feature(
-            one.encoder,
-            one.decoder,
+            feature.encoder,
+            feature.decoder,
             layer,
             mode,  # type: ignore[arg-type]
             value,
-            one.bias[0],
-            one.threshold[0],
+            feature.bias[0],
+            feature.threshold[0],
             site=site,
             positions=positions,
         )

@@ -125,7 +125,7 @@ class SweepJob:
         self._aligned: Mapping[int, int] | None = None
         self._rows: PatchRows | None = None
         self.grid = self._plan(context)
-        taps = frozenset(one.tap for one in self.grid.cells)
+        taps = frozenset(cell.tap for cell in self.grid.cells)
         check_sizes(request, taps, context.shape)
         if self._features is not None:
             self._features.check_width(taps, context.shape)
@@ -155,11 +155,11 @@ class SweepJob:
 
     def first_runs(self) -> list[SweepRun]:
         """Return the unpatched runs that come before the cells: the prompt, and the source."""
-        found = [self._unpatched_run()]
+        runs = [self._unpatched_run()]
         if self._clean_tokens is not None:
             plan = self._plan_of([], self._capture())
-            found.append(SweepRun(self._clean_tokens, plan))
-        return found
+            runs.append(SweepRun(self._clean_tokens, plan))
+        return runs
 
     def begin(self, outputs: Iterable[Any]) -> None:
         """Read the outputs of `first_runs`."""
@@ -184,9 +184,9 @@ class SweepJob:
     def runs(self) -> Iterator[SweepRun]:
         """Yield the runs of all cells, with the unpatched ones spread among them."""
         count, repeats = len(self.grid.cells), self.request.repeats
-        before = Counter((nth + 1) * count // (repeats + 1) for nth in range(repeats))
-        for nth, cell in enumerate(self.grid.cells):
-            for _ in range(before[nth]):
+        before = Counter((repeat + 1) * count // (repeats + 1) for repeat in range(repeats))
+        for index, cell in enumerate(self.grid.cells):
+            for _ in range(before[index]):
                 yield self._unpatched_run()
             edits = edits_of(cell, self.request, self._rows, self._shape, self._features)
             yield SweepRun(self._prompt.token_ids, self._plan_of(edits), cell)
@@ -213,7 +213,7 @@ class SweepJob:
             self._corrupt,
             self._clean,
             max(unpatched) - min(unpatched) if self._unpatched else math.nan,
-            tuple("".join(texts[one] for one in places) for places in self.grid.places),
+            tuple("".join(texts[position] for position in places) for places in self.grid.places),
             SweepReceipts(
                 tuple(self._seen.receipts), self._seen.prompt_tokens, self._seen.cached_tokens
             ),
@@ -239,11 +239,11 @@ class SweepJob:
             source = _opened(source, context.open_rows)
         if isinstance(source, RowsSource) and any(source.positions.values()):
             self._aligned = align_positions(request.align, prompt.length, source.length)
-            known = {tap: frozenset(each) for tap, each in source.positions.items()}
+            known = {tap: frozenset(positions) for tap, positions in source.positions.items()}
             grid = plan_grid(request, shape, prompt, self._aligned, known, most)
             places = {
-                tap: {position: row for row, position in enumerate(each)}
-                for tap, each in source.positions.items()
+                tap: {position: row for row, position in enumerate(positions)}
+                for tap, positions in source.positions.items()
             }
             self._use(source.rows, places)
             return grid
@@ -255,7 +255,7 @@ class SweepJob:
             return plan_grid(request, shape, prompt, None, rows, most)
         grid = plan_grid(request, shape, prompt, None, most=most)
         if isinstance(source, NameSource):
-            taps = dict.fromkeys(one.tap for one in grid.cells)
+            taps = dict.fromkeys(cell.tap for cell in grid.cells)
             self._use(_named_rows(source.name, context.lookup, taps), None)
         else:
             assert isinstance(source, (ZeroSource, NumberSource))
@@ -275,28 +275,28 @@ class SweepJob:
             return []
         assert self._aligned is not None
         cells = self.grid.cells
-        needed = {self._aligned[one] for cell in cells for one in cell.positions}
+        needed = {self._aligned[position] for cell in cells for position in cell.positions}
         layers: dict[str, set[int]] = {}
         for cell in cells:
             layers.setdefault(cell.tap[0], set()).add(cell.tap[1])
         return [
-            Capture(sorted(each), site, sorted(needed), codec="raw")
-            for site, each in layers.items()
+            Capture(sorted(site_layers), site, sorted(needed), codec="raw")
+            for site, site_layers in layers.items()
         ]
 
     def _keep_rows(self, activations: Any) -> None:
         rows, places = {}, {}
-        for tap, each in activations.items():
-            rows[tap] = np.array(to_numpy(each.reshape(len(each), -1)), np.float32)
-            found = activations.positions_of(*tap).tolist()
-            places[tap] = {position: row for row, position in enumerate(found)}
+        for tap, tap_rows in activations.items():
+            rows[tap] = np.array(to_numpy(tap_rows.reshape(len(tap_rows), -1)), np.float32)
+            positions = activations.positions_of(*tap).tolist()
+            places[tap] = {position: row for row, position in enumerate(positions)}
         self._rows = PatchRows(rows, places, self._aligned or {})
 
     def _plan_of(self, edits: list[Any], captures: list[Capture] | None = None) -> Plan | None:
-        found = list(captures or ())
+        readouts = list(captures or ())
         if self.request.reads_all:
-            found.append(Logits(tokens="all", positions="last_prompt"))
-        return Plan.make(capture=found or None, edits=edits or None)
+            readouts.append(Logits(tokens="all", positions="last_prompt"))
+        return Plan.make(capture=readouts or None, edits=edits or None)
 
     def _unpatched_run(self) -> SweepRun:
         return SweepRun(self._prompt.token_ids, self._plan_of([]))
@@ -312,8 +312,8 @@ class SweepJob:
             return NextToken()
         if self.request.reads_all:
             return NextToken(every=np.array(to_numpy(output.logits.logprobs[0]), np.float32))
-        (found, *_) = output.outputs[0].logprobs
-        return NextToken({int(token): found[token].logprob for token in metric.tokens})
+        (logprobs, *_) = output.outputs[0].logprobs
+        return NextToken({int(token): logprobs[token].logprob for token in metric.tokens})
 
     def _value(self, run: NextToken, output: Any) -> float:
         metric = self.request.metric
@@ -343,22 +343,22 @@ def _with_features(
 
 def _opened(source: CapturedRows, open_rows: OpenRows) -> RowsSource:
     with at("source"):
-        found = open_rows(source.id)
+        cached = open_rows(source.id)
         rows, positions = {}, {}
-        for tap in found.taps:
-            positions[tap] = source.positions or found.positions(tap)
-            rows[tap] = np.stack([row.numpy() for row in found.read(tap, source.positions)])
-    length = max(max(each) for each in positions.values()) + 1
+        for tap in cached.taps:
+            positions[tap] = source.positions or cached.positions(tap)
+            rows[tap] = np.stack([row.numpy() for row in cached.read(tap, source.positions)])
+    length = max(max(tap_positions) for tap_positions in positions.values()) + 1
     return RowsSource(rows, positions, length)
 
 
 def _named_rows(name: str, lookup: Lookup, taps: Iterable[Tap]) -> dict[Tap, NDArray[np.float32]]:
     with at("source"):
-        found = vectors_of(name, lookup)
+        vectors = vectors_of(name, lookup)
         rows = {}
         for tap in taps:
             try:
-                rows[tap] = pick(name, found, tap).numpy()[None]
+                rows[tap] = pick(name, vectors, tap).numpy()[None]
             except SpecError as error:
                 raise SpecError("", f"{error.problem} (wanted: {show_tap(tap)})") from None
         return rows

@@ -243,13 +243,13 @@ def _read_difference(value: object) -> LogitDiff:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else kind(value)
         raise SpecError("", f"expected two tokens, [a, b], got {got}")
-    found = []
-    for nth, one in enumerate(value):
-        with at(f"[{nth}]"):
-            found.append(_read_token(one))
-    if found[0] == found[1]:
-        raise SpecError("[1]", f"expected another token than the first, got {found[1]!r} for both")
-    return LogitDiff(*found)
+    tokens = []
+    for index, token in enumerate(value):
+        with at(f"[{index}]"):
+            tokens.append(_read_token(token))
+    if tokens[0] == tokens[1]:
+        raise SpecError("[1]", f"expected another token than the first, got {tokens[1]!r} for both")
+    return LogitDiff(*tokens)
 
 
 def _read_token(value: object) -> Token:

@@ -34,25 +34,27 @@ class ReceiptSums:
     @staticmethod
     def of(receipts: Sequence[Receipt]) -> ReceiptSums:
         """Return the sums over receipts."""
-        found = {one.status for one in receipts}
-        status = next((word for word in ("error", "partial") if word in found), "ok")
-        edited = [one.edited for one in receipts if one.edited is not None]
+        statuses = {receipt.status for receipt in receipts}
+        status = next((word for word in ("error", "partial") if word in statuses), "ok")
+        edited = [receipt.edited for receipt in receipts if receipt.edited is not None]
         return ReceiptSums(
             len(receipts),
             status,
-            sum(one.expected for one in edited),
-            sum(one.applied for one in edited),
-            sum(one.cached for one in edited),
-            tuple(one.complaint for one in receipts if one.problems),
+            sum(receipt.expected for receipt in edited),
+            sum(receipt.applied for receipt in edited),
+            sum(receipt.cached for receipt in edited),
+            tuple(receipt.complaint for receipt in receipts if receipt.problems),
         )
 
     @staticmethod
     def from_dict(value: object) -> ReceiptSums:
         """Read what `dataclasses.asdict` returned."""
-        given = read_fields(value, required=tuple(ReceiptSums.__dataclass_fields__))
-        counts = {name: read_int(given[name]) for name in ("runs", "expected", "applied", "cached")}
-        status = read_word(given["status"], ("ok", "partial", "error"))
-        return ReceiptSums(**counts, status=status, problems=tuple(map(str, given["problems"])))
+        fields = read_fields(value, required=tuple(ReceiptSums.__dataclass_fields__))
+        counts = {
+            name: read_int(fields[name]) for name in ("runs", "expected", "applied", "cached")
+        }
+        status = read_word(fields["status"], ("ok", "partial", "error"))
+        return ReceiptSums(**counts, status=status, problems=tuple(map(str, fields["problems"])))
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class SweepReceipts:
     def to_json(self) -> object:
         """Return each receipt as JSON values; if only the sums are known, these."""
         if len(self.every) == self.sums.runs:
-            return [one.to_dict() for one in self.every]
+            return [receipt.to_dict() for receipt in self.every]
         return asdict(self.sums)
 
     @staticmethod
@@ -122,7 +124,7 @@ class SweepReceipts:
                 return SweepReceipts((), prompt_tokens, cached_tokens, ReceiptSums.from_dict(value))
         if not isinstance(value, (list, tuple)):
             raise SpecError("receipts", f"expected a list or a dict, got {kind(value)}")
-        every = tuple(Receipt.from_dict(one) for one in value)
+        every = tuple(Receipt.from_dict(receipt) for receipt in value)
         return SweepReceipts(every, prompt_tokens, cached_tokens)
 
     def without_every(self) -> SweepReceipts:

@@ -105,15 +105,15 @@ class SweepRequest:
         with at("metric"):
             self._set(metric=metric if _is_function(metric) else read_metric(metric))
         omitted = tuple(
-            name for name, each in (("layers", layers), ("sites", sites)) if each is None
+            name for name, value in (("layers", layers), ("sites", sites)) if value is None
         )
-        found, chosen = read_taps(
+        chosen_layers, chosen = read_taps(
             "all" if layers is None else layers,
             "resid_pre" if sites is None else sites,
             "layers",
             "sites",
         )
-        assert found is not None
+        assert chosen_layers is not None
         assert chosen is not None
         for name in chosen.names:
             if name in ENDS:
@@ -122,7 +122,7 @@ class SweepRequest:
                 )
             if name == "logits":
                 raise SpecError("sites", "logits are edited by Bias alone; use another site")
-        self._set(layers=found, sites=chosen.names)
+        self._set(layers=chosen_layers, sites=chosen.names)
         self._read_positions(positions, exclude, groups)
         self._set(heads=_read_heads(heads), sae=None, features=(), left=())
         if sae is not None or features is not None:
@@ -181,16 +181,16 @@ class SweepRequest:
             raise SpecError(
                 self.left[0], "the SAE has no hook point; give both `layers` and `sites`"
             )
-        found = copy.copy(self)
+        request = copy.copy(self)
         layers, chosen = read_taps(tap[1], tap[0], "layers", "sites")
         assert layers is not None
         assert chosen is not None
         if "layers" in self.left:
-            object.__setattr__(found, "layers", layers)
+            object.__setattr__(request, "layers", layers)
         if "sites" in self.left:
-            object.__setattr__(found, "sites", chosen.names)
-        object.__setattr__(found, "left", ())
-        return found
+            object.__setattr__(request, "sites", chosen.names)
+        object.__setattr__(request, "left", ())
+        return request
 
     def _read_positions(
         self, positions: object, exclude: object, groups: Mapping[str, PositionsLike] | None
@@ -198,10 +198,10 @@ class SweepRequest:
         for name, value in (("positions", positions), ("exclude", exclude)):
             if groups is not None and value is not None:
                 raise SpecError(name, "`groups` has the positions; omit one of the two")
-        found = Positions.within("prompt" if positions is None else positions, None, exclude)
+        selected = Positions.within("prompt" if positions is None else positions, None, exclude)
         with at("positions"):
-            _check_prompt_only(found)
-        self._set(positions=found, groups=())
+            _check_prompt_only(selected)
+        self._set(positions=selected, groups=())
         if groups is None:
             return
         with at("groups"):
@@ -210,13 +210,13 @@ class SweepRequest:
             if not 1 <= len(groups) <= MAX_GROUPS:
                 raise SpecError("", f"expected 1 to {MAX_GROUPS} groups, got {len(groups)}")
             named: list[tuple[str, Positions]] = []
-            for name, each in groups.items():
+            for name, group in groups.items():
                 if not isinstance(name, str) or not 1 <= len(name) <= _GROUP_NAME:
                     raise SpecError(
                         "", f"names of groups have 1 to {_GROUP_NAME} characters, got {name!r:.60}"
                     )
                 with at(name):
-                    chosen = Positions.parse(each)
+                    chosen = Positions.parse(group)
                     _check_prompt_only(chosen)
                     if chosen.exclude:
                         raise SpecError("", "`exclude` is unsupported in groups; list positions")
@@ -234,16 +234,16 @@ class SweepRequest:
             return value
         if not isinstance(value, Mapping):
             raise SpecError("", f"expected a dict of a sweep's arguments, got {kind(value)}")
-        given = read_named(value, ("source", "metric"), OPTIONS)
-        if _is_function(given["metric"]):
+        arguments = read_named(value, ("source", "metric"), OPTIONS)
+        if _is_function(arguments["metric"]):
             raise SpecError("metric", "a function has no JSON form")
-        return SweepRequest(**given)
+        return SweepRequest(**arguments)
 
     def with_metric(self, metric: Metric) -> SweepRequest:
         """Return a copy with another metric."""
-        found = copy.copy(self)
-        object.__setattr__(found, "metric", metric)
-        return found
+        request = copy.copy(self)
+        object.__setattr__(request, "metric", metric)
+        return request
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads, without fields that have their default.
@@ -253,33 +253,33 @@ class SweepRequest:
         """
         if not isinstance(self.metric, Metric):
             raise SpecError("metric", "a function has no JSON form")
-        found: dict[str, object] = {
+        fields: dict[str, object] = {
             "source": self.source.emit(),
             "metric": self.metric.emit(),
             "layers": self.layers.emit(),
             "sites": list(self.sites),
         }
         for name in self.left:
-            del found[name]
+            del fields[name]
         if self.sae is not None:
-            found |= {"sae": self.sae, "features": list(self.features)}
+            fields |= {"sae": self.sae, "features": list(self.features)}
         if self.groups:
-            found["groups"] = {name: each.emit() for name, each in self.groups}
+            fields["groups"] = {name: positions.emit() for name, positions in self.groups}
         else:
-            found["positions"] = self.positions.emit()
+            fields["positions"] = self.positions.emit()
             if self.positions.exclude:
-                found["exclude"] = self.positions.emit_exclude()
+                fields["exclude"] = self.positions.emit_exclude()
         if self.heads is not None:
-            found["heads"] = self.heads if isinstance(self.heads, str) else list(self.heads)
+            fields["heads"] = self.heads if isinstance(self.heads, str) else list(self.heads)
         if self.align != "exact":
-            found["align"] = emit_align(self.align)
-        found["alpha"] = self.alpha
+            fields["align"] = emit_align(self.align)
+        fields["alpha"] = self.alpha
         if self.dims:
-            found["mask"] = list(self.dims)
+            fields["mask"] = list(self.dims)
         elif self.weights is not None:
-            found["mask"] = self.weights.emit()
-        found["repeats"] = self.repeats
-        return found
+            fields["mask"] = self.weights.emit()
+        fields["repeats"] = self.repeats
+        return fields
 
     def _set(self, **fields: object) -> None:
         for name, value in fields.items():
@@ -301,8 +301,8 @@ def _is_function(value: object) -> bool:
 
 
 def _check_prompt_only(positions: Positions) -> None:
-    for nth, item in enumerate(positions.include):
-        path = "" if len(positions.include) == 1 else f"[{nth}]"
+    for index, item in enumerate(positions.include):
+        path = "" if len(positions.include) == 1 else f"[{index}]"
         if item in ("generated", "last"):
             raise SpecError(path, f'a sweep patches the prompt; "{item}" is not in it')
     if positions.phase == "generated":
@@ -321,8 +321,8 @@ def _read_features(
         if value is not None:
             raise SpecError(name, "a cell patches one of `features`; omit one of the two")
     with at("sae"):
-        found = read_sae(sae)
-    return found, read_ordered_indices(features, "features")
+        sae_name = read_sae(sae)
+    return sae_name, read_ordered_indices(features, "features")
 
 
 def _read_heads(value: object) -> tuple[int, ...] | Literal["all"] | None:
@@ -347,8 +347,8 @@ def _read_mask(value: Any) -> tuple[tuple[int, ...], Vector | None, int | None]:
         if truth.ndim != 1:
             raise SpecError("", f"expected one dimension, got shape {list(truth.shape)}")
         return read_indices(np.flatnonzero(truth).tolist(), ""), None, truth.size
-    found = as_list(value) if dtype else value
-    items: Any = [found] if is_int(found) else found
+    listed = as_list(value) if dtype else value
+    items: Any = [listed] if is_int(listed) else listed
     if isinstance(items, (list, tuple, range)) and items and all(map(is_int, items)):
         return read_indices(items, ""), None, None
     if isinstance(items, (list, tuple)) and not 1 <= len(items) <= MAX_ITEMS * 16:

@@ -116,8 +116,8 @@ class Sweep:
         """Return heatmaps, one for each site and head: what a notebook shows. Its `save(path)`
         writes a page.
         """
-        found = picture_of(self.panels(), self.title, *self._scale())
-        return Picture(found.title, f"{found.body}<p>{escape(repr(self))}</p>", found.text)
+        picture = picture_of(self.panels(), self.title, *self._scale())
+        return Picture(picture.title, f"{picture.body}<p>{escape(repr(self))}</p>", picture.text)
 
     def plot(self, **options: Any) -> Any:
         """Draw the heatmaps of `picture` with matplotlib, and return the figure.
@@ -154,26 +154,26 @@ class Sweep:
         Raises:
             SpecError: it is not that.
         """
-        given = read_fields(value, required=_FIELDS)
-        if given["format"] != FORMAT:
-            raise SpecError("format", f"expected {FORMAT!r}, got {str(given['format'])[:60]!r}")
-        metric = given["metric"]
+        fields = read_fields(value, required=_FIELDS)
+        if fields["format"] != FORMAT:
+            raise SpecError("format", f"expected {FORMAT!r}, got {str(fields['format'])[:60]!r}")
+        metric = fields["metric"]
         is_function = isinstance(metric, Mapping) and set(metric) == {"function"}
         with at("metric"):
-            found = str(metric["function"]) if is_function else read_metric(metric)
+            parsed_metric = str(metric["function"]) if is_function else read_metric(metric)
         try:
-            values = np.array(given["values"], dtype=np.float64)  # null becomes nan
+            values = np.array(fields["values"], dtype=np.float64)  # null becomes nan
             return Sweep(
                 values.astype(np.float32),
-                tuple(given["dims"]),
-                {name: list(given["coords"][name]) for name in given["dims"]},
-                found,
-                _number(given["corrupt"]),
-                None if given["clean"] is None else float(given["clean"]),
-                _number(given["noise_floor"]),
-                tuple(given["tokens"]),
+                tuple(fields["dims"]),
+                {name: list(fields["coords"][name]) for name in fields["dims"]},
+                parsed_metric,
+                _number(fields["corrupt"]),
+                None if fields["clean"] is None else float(fields["clean"]),
+                _number(fields["noise_floor"]),
+                tuple(fields["tokens"]),
                 SweepReceipts.from_json(
-                    given["receipts"], int(given["prompt_tokens"]), int(given["cached_tokens"])
+                    fields["receipts"], int(fields["prompt_tokens"]), int(fields["cached_tokens"])
                 ),
             )
         except SpecError:
@@ -207,14 +207,16 @@ class Sweep:
             column = self.dims[3]
         others = [name for name in self.dims if name not in ("layer", column)]
         rows, columns = self.labels("layer"), self.labels(column)
-        found = []
+        panels = []
         for index in np.ndindex(*(len(self.coords[name]) for name in others)):
             where = dict(zip(others, index, strict=True))
             key = tuple(where.get(name, slice(None)) for name in self.dims)
-            told = [self._title(name, nth) for name, nth in where.items() if self._is_told(name)]
+            told = [
+                self._title(name, place) for name, place in where.items() if self._is_told(name)
+            ]
             panel = Panel(", ".join(told), "layer", column, rows, columns, self.values[key])
-            found.append(panel)
-        return found
+            panels.append(panel)
+        return panels
 
     def _scale(self) -> tuple[float, float]:
         """Return the value of no effect, and the largest difference from it, for colours."""
@@ -226,9 +228,9 @@ class Sweep:
     def labels(self, name: str) -> list[str]:
         """Return the labels of a dimension as they are shown; of positions with their tokens."""
         if name != "position":
-            return [str(one) for one in self.coords[name]]
+            return [str(coord) for coord in self.coords[name]]
         pairs = zip(self.coords[name], self.tokens, strict=True)
-        return [one if isinstance(one, str) else f"{one} {text!r}" for one, text in pairs]
+        return [coord if isinstance(coord, str) else f"{coord} {text!r}" for coord, text in pairs]
 
     def __repr__(self) -> str:
         counts = [(len(self.coords[name]), name) for name in self.dims]
@@ -247,8 +249,8 @@ class Sweep:
         """The metric, for a heading."""
         return self.metric if isinstance(self.metric, str) else show_metric(self.metric)
 
-    def _title(self, name: str, nth: int) -> str:
-        label = self.labels(name)[nth]
+    def _title(self, name: str, index: int) -> str:
+        label = self.labels(name)[index]
         return label if name == "site" else f"{name} {label}"
 
     def _is_told(self, name: str) -> bool:
@@ -259,9 +261,11 @@ class Sweep:
 
     def _cell(self, flat: int) -> dict[str, Any]:
         index = np.unravel_index(flat, self.values.shape)
-        found = {name: self.coords[name][nth] for name, nth in zip(self.dims, index, strict=True)}
+        cell = {
+            name: self.coords[name][place] for name, place in zip(self.dims, index, strict=True)
+        }
         token = self.tokens[index[self.dims.index("position")]]
-        return {**found, "token": token, "value": float(self.values[index])}
+        return {**cell, "token": token, "value": float(self.values[index])}
 
 
 def show_metric(metric: Metric) -> str:
@@ -286,4 +290,4 @@ def _lists(values: NDArray[np.float32]) -> Any:
     """Return nested lists, with None for nan."""
     if values.ndim == 0:
         return number_to_json(float(values))
-    return [_lists(one) for one in values]
+    return [_lists(row) for row in values]

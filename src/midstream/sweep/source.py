@@ -102,7 +102,7 @@ class RowsSource:
         """Return the JSON form. What it has besides `rows` says which rows these are, where they
         are not one for all positions, or one for each position from 0.
         """
-        found: dict[str, object] = {
+        fields: dict[str, object] = {
             "rows": {
                 f"{site}.{layer}": emit_rows(read_rows(rows, MAX_ITEMS))
                 for (site, layer), rows in self.rows.items()
@@ -111,13 +111,14 @@ class RowsSource:
         counts = {len(rows) for rows in self.rows.values()}
         default = _default_positions(self.rows)
         if len(counts) > 1 or default != self.positions or counts != {self.length}:
-            found["positions"] = {
-                f"{site}.{layer}": list(each) for (site, layer), each in self.positions.items()
+            fields["positions"] = {
+                f"{site}.{layer}": list(positions)
+                for (site, layer), positions in self.positions.items()
             }
-            found["length"] = self.length
+            fields["length"] = self.length
         if self.prompt is not None:
-            found["prompt_token_ids"] = list(self.prompt)
-        return found
+            fields["prompt_token_ids"] = list(self.prompt)
+        return fields
 
 
 Source = PromptSource | ZeroSource | NumberSource | NameSource | RowsSource | CapturedRows
@@ -181,43 +182,43 @@ def _named(value: Named) -> NameSource:
 
 def _of_dict(value: Mapping[Any, Any]) -> RowsSource:
     """Read what `RowsSource.emit` returns."""
-    given = read_fields(value, ("rows",), ("positions", "length", "prompt_token_ids"))
+    fields = read_fields(value, ("rows",), ("positions", "length", "prompt_token_ids"))
     with at("rows"):
-        rows = _read_taps(given["rows"])
+        rows = _read_taps(fields["rows"])
     prompt = None
-    if "prompt_token_ids" in given:
+    if "prompt_token_ids" in fields:
         with at("prompt_token_ids"):
-            prompt = tuple(map(read_int, _sequence(given["prompt_token_ids"])))
-    if "positions" not in given:
-        if "length" in given:
+            prompt = tuple(map(read_int, _sequence(fields["prompt_token_ids"])))
+    if "positions" not in fields:
+        if "length" in fields:
             raise SpecError("length", "there are no positions; omit it")
-        source = _of_mapping(given["rows"])
+        source = _of_mapping(fields["rows"])
         return replace(source, prompt=prompt)
-    places = given["positions"]
+    places = fields["positions"]
     with at("positions"):
         if not isinstance(places, Mapping):
             raise SpecError("", f"expected positions by site and layer, got {kind(places)}")
-        positions = {_read_tap(key): _read_places(each) for key, each in places.items()}
+        positions = {_read_tap(key): _read_places(tap_places) for key, tap_places in places.items()}
         if positions.keys() != rows.keys():
             raise SpecError("", "expected the sites and layers of `rows`")
-        for tap, each in rows.items():
-            if len(positions[tap]) != len(each):
+        for tap, tap_rows in rows.items():
+            if len(positions[tap]) != len(tap_rows):
                 raise SpecError(
                     f"{tap[0]}.{tap[1]}",
-                    f"expected {len(each)}, one for each row, got {len(positions[tap])}",
+                    f"expected {len(tap_rows)}, one for each row, got {len(positions[tap])}",
                 )
-    last = max(max(each) for each in positions.values())
-    length = read_int(given.get("length", last + 1))
+    last = max(max(tap_positions) for tap_positions in positions.values())
+    length = read_int(fields.get("length", last + 1))
     if length <= last:
         raise SpecError("length", f"expected more than the last position, {last}, got {length}")
     return RowsSource(rows, positions, length, prompt)
 
 
 def _read_places(value: object) -> tuple[int, ...]:
-    found = read_indices(value, "")
-    if list(found) != list(_sequence(value)):
+    indices = read_indices(value, "")
+    if list(indices) != list(_sequence(value)):
         raise SpecError("", "expected positions in ascending order, as the rows are")
-    return found
+    return indices
 
 
 def _sequence(value: object) -> list[Any]:
@@ -229,7 +230,7 @@ def _sequence(value: object) -> list[Any]:
 def _of_mapping(value: Mapping[Any, Any]) -> RowsSource:
     """Read rows by (site, layer), or by a name with both; those of a prompt from position 0."""
     rows = _read_taps(value)
-    counts = {len(each) for each in rows.values()}
+    counts = {len(tap_rows) for tap_rows in rows.values()}
     if len(counts) > 1:
         raise SpecError("", f"expected as many rows at each site and layer, got {sorted(counts)}")
     (count,) = counts
@@ -238,33 +239,36 @@ def _of_mapping(value: Mapping[Any, Any]) -> RowsSource:
 
 def _default_positions(rows: Mapping[Tap, NDArray[np.float32]]) -> dict[Tap, tuple[int, ...]]:
     """Return the positions of rows that are one for all positions, or one for each from 0."""
-    return {tap: () if len(each) == 1 else tuple(range(len(each))) for tap, each in rows.items()}
+    return {
+        tap: () if len(tap_rows) == 1 else tuple(range(len(tap_rows)))
+        for tap, tap_rows in rows.items()
+    }
 
 
 def _read_taps(value: Mapping[Any, Any]) -> dict[Tap, NDArray[np.float32]]:
     if not value:
         raise SpecError("", "expected rows of at least one site and layer")
     rows: dict[Tap, NDArray[np.float32]] = {}
-    for key, each in value.items():
+    for key, array in value.items():
         tap = _read_tap(key)
         with at(f"[{key!r}]"):
             if tap in rows:
                 raise SpecError("", f"rows of {tap[0]} at layer {tap[1]} are given twice")
-            if len(getattr(each, "shape", ())) == 3:
-                each = each.reshape(each.shape[0], -1)
-            vectors = read_rows(each, MAX_ITEMS)
-            rows[tap] = np.stack([one.numpy() for one in vectors])
+            if len(getattr(array, "shape", ())) == 3:
+                array = array.reshape(array.shape[0], -1)
+            vectors = read_rows(array, MAX_ITEMS)
+            rows[tap] = np.stack([vector.numpy() for vector in vectors])
     return rows
 
 
 def _of_activations(value: Activations, prompt: tuple[int, ...] | None) -> RowsSource:
     rows, positions = {}, {}
     last = -1
-    for tap, each in value.items():
-        if not len(each):  # none of its positions was reached
+    for tap, tap_rows in value.items():
+        if not len(tap_rows):  # none of its positions was reached
             continue
-        rows[tap] = np.ascontiguousarray(to_numpy(each).reshape(len(each), -1), np.float32)
-        positions[tap] = tuple(int(one) for one in value.positions_of(*tap))
+        rows[tap] = np.ascontiguousarray(to_numpy(tap_rows).reshape(len(tap_rows), -1), np.float32)
+        positions[tap] = tuple(int(position) for position in value.positions_of(*tap))
         last = max(last, *positions[tap])
     if not rows:
         raise SpecError("", "these activations have no rows")
@@ -273,12 +277,12 @@ def _of_activations(value: Activations, prompt: tuple[int, ...] | None) -> RowsS
 
 
 def _of_output(value: Any) -> RowsSource:
-    found = value.activations
-    if found is None:
+    activations = value.activations
+    if activations is None:
         raise SpecError(
             "", "this output has no activations; capture them: generate(…, capture=Capture(…))"
         )
-    return _of_activations(found, tuple(value.prompt_token_ids))
+    return _of_activations(activations, tuple(value.prompt_token_ids))
 
 
 def _read_tap(key: object) -> Tap:

@@ -104,12 +104,12 @@ class Arena:
             self.sweep()
             if self._current is not None and self._current.users == 1:
                 self._leave_current()
-            found = self._find(nbytes)
-            if found is None:
+            unused = self._find(nbytes)
+            if unused is None:
                 return None  # fewer bytes may fit behind those of the current segment
             self._leave_current()
-            self._current, start = found, 0
-            found.users += 1
+            self._current, start = unused, 0
+            unused.users += 1
         segment = self._current
         self._filled = start + nbytes
         segment.users += 1
@@ -148,12 +148,12 @@ class Arena:
 
     def describe(self, segments: Iterable[int], reader: int = 0) -> dict[int, tuple[int, int]]:
         """Return (file descriptor, bytes) by segment number, with which a reader maps segments."""
-        found = {
+        descriptors = {
             number: (self._segments[number].memory.fd, self._segments[number].memory.nbytes)
             for number in segments
         }
-        self._described.setdefault(reader, set()).update(found)
-        return found
+        self._described.setdefault(reader, set()).update(descriptors)
+        return descriptors
 
     def take_retired(self, reader: int = 0) -> list[int]:
         """Return the numbers of retired segments that a reader was told of, once."""
@@ -199,9 +199,9 @@ class Arena:
         """Return an unused segment of at least `nbytes`; None if rows are dropped."""
         large = [segment for segment in self._free if segment.memory.nbytes >= nbytes]
         if large:
-            found = min(large, key=lambda segment: segment.memory.nbytes)
-            self._free.remove(found)
-            return found
+            smallest = min(large, key=lambda segment: segment.memory.nbytes)
+            self._free.remove(smallest)
+            return smallest
         size = _size(self._settings.segment, nbytes)
         while self._free and self._memory_bytes + size > self._settings.budget:
             self._retire(self._free.pop())

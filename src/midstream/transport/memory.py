@@ -76,11 +76,11 @@ class SharedMemory:
 
 def map_shared(pid: int, fd: int, nbytes: int) -> Tensor:
     """Map shared memory that a process on this machine created, uint8 [nbytes]."""
-    found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return _mapped(found, nbytes)
+        return _mapped(descriptor, nbytes)
     finally:
-        os.close(found)
+        os.close(descriptor)
 
 
 def _cuda(name: str) -> Callable[..., None]:

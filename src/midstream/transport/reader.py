@@ -62,7 +62,7 @@ class MappedArena:
     def adds(self, segments: Iterable[int]) -> int:
         """Return by how much a lease of these segments would increase `held`, in bytes."""
         with self._exclusive():
-            return sum(self._sizes[one] for one in segments if one not in self._users)
+            return sum(self._sizes[segment] for segment in segments if segment not in self._users)
 
     def update(self, segments: Mapping[int, tuple[int, int]], retired: Iterable[int]) -> None:
         """Map new segments, given by (file descriptor, bytes), and drop retired ones.

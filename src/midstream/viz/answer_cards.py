@@ -33,11 +33,11 @@ def answers(
     Raises:
         SpecError: a strength is no number, a completion no text, or a note has no completion.
     """
-    notes, given = notes or {}, texts
-    for scale in given:
+    notes, raw_texts = notes or {}, texts
+    for scale in raw_texts:
         with at("texts"):
             read_float32(scale)
-    texts = {scale: _text(scale, value) for scale, value in given.items()}
+    texts = {scale: _text(scale, value) for scale, value in raw_texts.items()}
     for scale in notes:
         if scale not in texts:
             raise SpecError("notes", f"there is no completion of strength {scale!r}")

@@ -27,25 +27,25 @@ def read_numbers(values: Any, path: str, dims: int) -> Floats:
     if hasattr(values, "detach"):  # a tensor, whose bfloat16 NumPy lacks
         values = values.detach().float().cpu().numpy()
     try:
-        found = np.asarray(values, dtype=np.float64)
+        array = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
         wanted = "rows of numbers" if dims == 2 else "numbers"
         raise SpecError(path, f"expected {wanted}: {error}") from None
-    if found.ndim != dims and found.size:
-        raise SpecError(path, f"expected {dims} dimensions, got shape {list(found.shape)}")
-    return found.reshape((0,) * dims) if not found.size and found.ndim != dims else found
+    if array.ndim != dims and array.size:
+        raise SpecError(path, f"expected {dims} dimensions, got shape {list(array.shape)}")
+    return array.reshape((0,) * dims) if not array.size and array.ndim != dims else array
 
 
 def read_texts(values: Any, path: str) -> list[str]:
     """Read labels: strings or numbers."""
     if isinstance(values, str):
         raise SpecError(path, "expected a list of labels, got one `str`")
-    found = []
-    for nth, value in enumerate(values):
+    texts = []
+    for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, (str, int, float, np.number)):
-            raise SpecError(f"{path}[{nth}]", f"expected a label, got {kind(value)}")
-        found.append(value if isinstance(value, str) else f"{value}")
-    return found
+            raise SpecError(f"{path}[{index}]", f"expected a label, got {kind(value)}")
+        texts.append(value if isinstance(value, str) else f"{value}")
+    return texts
 
 
 def written(value: float, fmt: str) -> str:
@@ -104,8 +104,8 @@ class ColorScale:
 
     def style(self, value: float) -> str:
         """Return the class of a number in the style sheet; empty for NaN."""
-        found = self.bin(value)
-        return "" if found is None else f"b{found}"
+        bin_index = self.bin(value)
+        return "" if bin_index is None else f"b{bin_index}"
 
     @property
     def steps(self) -> Sequence[int]:
@@ -121,10 +121,10 @@ def _ends(values: Floats) -> tuple[float, float]:
 def _read_limits(limits: Any) -> tuple[float, float]:
     if not isinstance(limits, (tuple, list)) or len(limits) != 2:
         raise SpecError("limits", f"expected a pair (low, high), got {limits!r}")
-    found = []
-    for nth, value in enumerate(limits):
-        with at(f"limits[{nth}]"):
-            found.append(read_float32(value))
-    if found[0] >= found[1]:
+    bounds = []
+    for index, value in enumerate(limits):
+        with at(f"limits[{index}]"):
+            bounds.append(read_float32(value))
+    if bounds[0] >= bounds[1]:
         raise SpecError("limits", f"expected low < high, got {limits!r}")
-    return found[0], found[1]
+    return bounds[0], bounds[1]

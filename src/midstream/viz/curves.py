@@ -99,10 +99,10 @@ def curve(
         label = f"{x_title} {_plain(marked)}".strip()
         parts.append(_text(area.x(marked), area.top - 7, label, "name middle"))
     parts += [tag("path", d=_path(area, places, line), cls="back") for line in behind.values()]
-    for nth, line in enumerate(lines.values()):
-        parts.append(tag("path", d=_path(area, places, line), cls=f"line{nth}"))
+    for index, line in enumerate(lines.values()):
+        parts.append(tag("path", d=_path(area, places, line), cls=f"line{index}"))
         parts += [
-            tag("circle", cx=f"{area.x(at):.1f}", cy=f"{area.y(v):.1f}", r="3", cls=f"dot{nth}")
+            tag("circle", cx=f"{area.x(at):.1f}", cy=f"{area.y(v):.1f}", r="3", cls=f"dot{index}")
             for at, v in zip(places, line, strict=True)
             if math.isfinite(v) and len(places) <= 100
         ]
@@ -120,14 +120,14 @@ def curve(
 
 
 def _read_lines(path: str, series: Mapping[str, Any], count: int) -> dict[str, Floats]:
-    found = {}
+    lines = {}
     for name, values in series.items():
-        found[str(name)] = line = read_numbers(values, f"{path}[{name!r}]", 1)
+        lines[str(name)] = line = read_numbers(values, f"{path}[{name!r}]", 1)
         if len(line) != count:
             raise SpecError(
                 f"{path}[{name!r}]", f"expected {count} values, as `x` has, got {len(line)}"
             )
-    return found
+    return lines
 
 
 def _area(places: Floats, lines: Sequence[Floats], level: float | None) -> PlotArea:
@@ -200,21 +200,21 @@ def _bands(
     edges = [(a + b) / 2 for a, b in zip(centers, centers[1:], strict=False)]
     edges = [area.left - 4, *edges, area.width - area.right + 4]
     parts = []
-    for nth, at in enumerate(places.tolist()):
+    for index, at in enumerate(places.tolist()):
         values = ", ".join(
-            f"{name} {written(line[nth], fmt)}"
+            f"{name} {written(line[index], fmt)}"
             for name, line in lines.items()
-            if not math.isnan(line[nth])
+            if not math.isnan(line[index])
         )
         label = f"{x_title} {_plain(at)}".strip() + f": {values or 'no value'}"
-        place = {"x": f"{edges[nth]:.1f}", "y": area.top}
+        place = {"x": f"{edges[index]:.1f}", "y": area.top}
         size = {
-            "width": f"{edges[nth + 1] - edges[nth]:.1f}",
+            "width": f"{edges[index + 1] - edges[index]:.1f}",
             "height": area.height - area.top - area.bottom,
         }
         attributes = {"role": "option", "aria_label": label, **place, **size}
         tip = tag("title", escape(label))
-        first = "0" if nth == 0 else None
+        first = "0" if index == 0 else None
         parts.append(tag("rect", tip, "c", tabindex=first, **attributes))
     return tag(
         "g",
@@ -232,7 +232,7 @@ def _keys(lines: Mapping[str, Floats], behind: Mapping[str, Floats]) -> str:
         sample = tag("svg", tag("path", d="M0 4H26", cls=style), viewBox="0 0 26 8")
         return tag("span", sample + tag("span", escape(name)))
 
-    parts = [key(name, f"line{nth}") for nth, name in enumerate(lines)]
+    parts = [key(name, f"line{index}") for index, name in enumerate(lines)]
     if behind:
         parts.append(key(", ".join(behind) if len(behind) <= 2 else f"{len(behind)} more", "back"))
     return tag("div", "".join(parts), "keys")

@@ -151,13 +151,13 @@ def _table(
         parts.append(tag("tr", corner + (top if columns else ""), role="row"))
     parts.append(tag("tr", tag("th", "", "side") + _headings(columns, is_dense), role="row"))
     every = 5 if is_dense and len(rows) > 16 and all(name.isdecimal() for name in rows) else 1
-    for nth, (name, cells) in enumerate(zip(rows, lines, strict=True)):
+    for row, (name, cells) in enumerate(zip(rows, lines, strict=True)):
         # Beside the marked row's label there is no space for another.
-        is_beside = every > 1 and marked is not None and abs(nth - marked) == 1
-        is_shown = nth == marked or not (is_beside or (every > 1 and int(name) % every))
+        is_beside = every > 1 and marked is not None and abs(row - marked) == 1
+        is_shown = row == marked or not (is_beside or (every > 1 and int(name) % every))
         label = escape(name) if is_shown else tag("span", escape(name), "rare")
         side = tag("th", label, "side", scope="row", title=name)
-        row_style = "marked" if nth == marked else ""
+        row_style = "marked" if row == marked else ""
         parts.append(tag("tr", side + "".join(cells), row_style, role="row"))
     table = tag(
         "table",

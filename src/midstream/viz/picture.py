@@ -44,9 +44,9 @@ class Picture:
         Raises:
             OSError: the file cannot be written.
         """
-        found = Path(path).expanduser().resolve()
-        found.write_text(document(self.title or "midstream", self.body), encoding="utf-8")
-        return found
+        file = Path(path).expanduser().resolve()
+        file.write_text(document(self.title or "midstream", self.body), encoding="utf-8")
+        return file
 
 
 def document(title: str, body: str, *, css: str = PAGE_CSS, data: Sequence[str] = ()) -> str:

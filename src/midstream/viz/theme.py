@@ -193,14 +193,14 @@ def style_sheet() -> str:
 def bin_colors(index: int) -> tuple[Rgb, Rgb]:
     """Return the colours of one bin, on a light page and on a dark one."""
     half = NUM_BINS // 2
-    found = []
+    colors = []
     for low, middle, high in (LIGHT, DARK):
         end, share = (low, half - index) if index < half else (high, index - half)
         red, green, blue = (
             round(m + (e - m) * share / half) for m, e in zip(middle, end, strict=True)
         )
-        found.append((red, green, blue))
-    return found[0], found[1]
+        colors.append((red, green, blue))
+    return colors[0], colors[1]
 
 
 def luminance(color: Rgb) -> float:

@@ -41,20 +41,22 @@ def tokens(
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         raise SpecError("texts", "expected a list of `str`, one for each token")
     numbers = read_numbers(values, "values", 1)
-    places = list(range(len(texts))) if positions is None else [int(one) for one in positions]
-    for name, found in (("values", len(numbers)), ("positions", len(places))):
-        if found != len(texts):
-            raise SpecError(name, f"expected {len(texts)}, as `texts` has, got {found}")
+    places = (
+        list(range(len(texts))) if positions is None else [int(position) for position in positions]
+    )
+    for name, count in (("values", len(numbers)), ("positions", len(places))):
+        if count != len(texts):
+            raise SpecError(name, f"expected {len(texts)}, as `texts` has, got {count}")
     if len(texts) > MOST_CELLS:
         raise SpecError("texts", f"{len(texts)} tokens, and a picture has at most {MOST_CELLS}")
     scale = ColorScale.of(numbers, center, limits)
     suffix = f" {unit}" if unit else ""
     spans, lines = [], []
-    for nth, (text, value) in enumerate(zip(texts, numbers.tolist(), strict=True)):
+    for index, (text, value) in enumerate(zip(texts, numbers.tolist(), strict=True)):
         number = written(value, fmt) + suffix if value == value else "no value"
-        label = f"{visible(text)!r} at {places[nth]}: {number}"
-        spans.append(_span(text, label, scale.style(value), is_first=nth == 0))
-        lines.append(f"{places[nth]:>5}  {number:>10}  {visible(text)!r}")
+        label = f"{visible(text)!r} at {places[index]}: {number}"
+        spans.append(_span(text, label, scale.style(value), is_first=index == 0))
+        lines.append(f"{places[index]:>5}  {number:>10}  {visible(text)!r}")
     box = tag(
         "div",
         "".join(spans),

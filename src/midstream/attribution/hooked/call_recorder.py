@@ -31,21 +31,23 @@ class CallRecorder:
         """
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = [*args, *(kwargs[name] for name in STREAMS if name in kwargs)]
+            inputs = [*args, *(kwargs[name] for name in STREAMS if name in kwargs)]
             self._clock += 1
-            self._entered[where] = self._clock, self._stream(given)
+            self._entered[where] = self._clock, self._stream(inputs)
 
         def after(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
             index, path = where
-            entered, given = self._entered[where]
+            entered, incoming = self._entered[where]
             returned = self._stream(list(out) if isinstance(out, tuple) else [out])
             self._clock += 1
             if not path:
-                assert given is not None
+                assert incoming is not None
                 assert returned is not None
-                self._ends[index] = given, returned
+                self._ends[index] = incoming, returned
                 return
-            call = ModuleCall(path, type(_module).__name__, entered, self._clock, given, returned)
+            call = ModuleCall(
+                path, type(_module).__name__, entered, self._clock, incoming, returned
+            )
             self._calls.setdefault(index, []).append(call)
 
         return [

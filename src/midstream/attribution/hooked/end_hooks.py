@@ -40,7 +40,7 @@ class EndHooks:
         calls = self._calls(tokens)
         self._find_embedding(calls, self._calls(tokens[::-1]))
         self._norm = next(
-            (one for one, out in reversed(calls.outs) if _same(out, calls.read)), None
+            (module for module, out in reversed(calls.outs) if _same(out, calls.read)), None
         )
         if self._norm is None:
             self.missing[FINAL_NORM] = "no module returns what transformers' head reads"
@@ -86,8 +86,10 @@ class EndHooks:
                     calls.embedded = calls.outs[-1][1]
 
         def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = args[0] if args else kwargs.get("hidden_states")
-            calls.entering = given.detach().clone() if isinstance(given, Tensor) else None
+            hidden_states = args[0] if args else kwargs.get("hidden_states")
+            calls.entering = (
+                hidden_states.detach().clone() if isinstance(hidden_states, Tensor) else None
+            )
 
         def read(_module: nn.Module, args: tuple[Any, ...]) -> None:
             calls.read = args[0].detach().clone()

@@ -135,10 +135,10 @@ def find_inner(
     above = None
     if len(attention) == 1:
         above = attention[0].path
-        _find_attention(places, attention[0], [one for one in calls if _within(one.path, above)])
+        _find_attention(places, attention[0], [call for call in calls if _within(call.path, above)])
     else:
         places.missing.update(dict.fromkeys(ATTENTION, NO_FUNCTION))
-    others = [one for one in calls if above is None or not _within(one.path, above)]
+    others = [call for call in calls if above is None or not _within(call.path, above)]
     _find_mlp(places, others, mlp_out, hidden_size)
     _find_router(places, others, experts)
     assert {*places.found, *places.missing} == set(INNER)
@@ -155,19 +155,23 @@ def _within(path: str, above: str) -> bool:
 def _find_attention(
     places: InnerSitePlaces, call: AttentionCall, calls: Sequence[SubmoduleCall]
 ) -> None:
-    for nth, site in enumerate(("q", "k", "v")):
+    for index, site in enumerate(("q", "k", "v")):
         rotated = site != "v"
-        found = _source(call.states[nth], calls, slice(0, 1) if rotated else slice(None), rotated)
-        if found is None:
+        source = _source(
+            call.states[index], calls, slice(0, 1) if rotated else slice(None), rotated
+        )
+        if source is None:
             places.missing[site] = NO_COLUMNS
         else:
-            one, start = found
-            width = call.states[nth].shape[1]
-            places.found[site] = InnerSitePlace(one.path, "output", start, width, call.heads[nth])
-    for site, at, nth in (("rot_q", "query", 0), ("rot_k", "key", 1)):
-        width = call.states[nth].shape[1]
-        places.found[site] = InnerSitePlace(call.path, at, 0, width, call.heads[nth])  # type: ignore[arg-type]
-    own = next(one for one in calls if one.path == call.path)
+            matrix, start = source
+            width = call.states[index].shape[1]
+            places.found[site] = InnerSitePlace(
+                matrix.path, "output", start, width, call.heads[index]
+            )
+    for site, at, index in (("rot_q", "query", 0), ("rot_k", "key", 1)):
+        width = call.states[index].shape[1]
+        places.found[site] = InnerSitePlace(call.path, at, 0, width, call.heads[index])  # type: ignore[arg-type]
+    own = next(submodule for submodule in calls if submodule.path == call.path)
     last = None if own.returned is None else _returning(own.returned, calls)
     if last is None or last.given is None:
         places.missing["z"] = NO_MATRIX
@@ -186,11 +190,11 @@ def _source(
         wanted: [T, W].
         rows: positions at which the columns are those vectors.
     """
-    for one, start in _columns(wanted, calls, rows, scaled):
-        if one.is_matrix:
-            return one, start
-        if one.given is not None and one.given.shape == wanted.shape:
-            for other, column in _columns(one.given, calls, slice(None), False):
+    for call, start in _columns(wanted, calls, rows, scaled):
+        if call.is_matrix:
+            return call, start
+        if call.given is not None and call.given.shape == wanted.shape:
+            for other, column in _columns(call.given, calls, slice(None), False):
                 if other.is_matrix:
                     return other, column
     return None
@@ -201,21 +205,21 @@ def _columns(
 ) -> Iterator[tuple[SubmoduleCall, int]]:
     """Yield the calls that returned vectors in adjoining columns, and the first of these."""
     width = wanted.shape[1]
-    for one in calls:
-        if one.returned is None or one.returned.shape[1] < width:
+    for call in calls:
+        if call.returned is None or call.returned.shape[1] < width:
             continue
-        whole = one.returned[rows]
+        whole = call.returned[rows]
         for start in range(0, whole.shape[1] - width + 1, 4):
             if _same(whole[:, start : start + width], wanted[rows], scaled):
-                yield one, start
+                yield call, start
                 break
 
 
 def _returning(wanted: Tensor, calls: Sequence[SubmoduleCall]) -> SubmoduleCall | None:
     """Return the matrix whose output these vectors are."""
-    for one in calls:
-        if one.is_matrix and one.returned is not None and _same(one.returned, wanted):
-            return one
+    for call in calls:
+        if call.is_matrix and call.returned is not None and _same(call.returned, wanted):
+            return call
     return None
 
 
@@ -230,27 +234,27 @@ def _find_mlp(
 ) -> None:
     # A norm may follow the MLP's last matrix.
     wanted = [] if mlp_out is None else [mlp_out]
-    for one in calls:
-        if mlp_out is None or one.given is None or one.returned is None:
+    for call in calls:
+        if mlp_out is None or call.given is None or call.returned is None:
             continue
-        if _same(one.returned, mlp_out):
-            wanted.append(one.given)
-    last = next(filter(None, (_returning(each, calls) for each in wanted)), None)
+        if _same(call.returned, mlp_out):
+            wanted.append(call.given)
+    last = next(filter(None, (_returning(tensor, calls) for tensor in wanted)), None)
     if last is not None and last.given is not None:
         places.found["mlp_act"] = InnerSitePlace(last.path, "input", 0, last.given.shape[1])
-        found = _halves_of(last.given, calls)
-        places.found |= found.found
-        places.missing |= found.missing
+        halves = _halves_of(last.given, calls)
+        places.found |= halves.found
+        places.missing |= halves.missing
         return
-    for one in reversed(calls) if mlp_out is None else ():
-        if not one.is_matrix or one.given is None or one.returned is None:
+    for call in reversed(calls) if mlp_out is None else ():
+        if not call.is_matrix or call.given is None or call.returned is None:
             continue
         # Which matrix it is shows in that an activation is in front of it.
-        found = _halves_of(one.given, calls)
-        if one.returned.shape[1] == hidden_size and "mlp_pre" in found.found:
-            places.found["mlp_act"] = InnerSitePlace(one.path, "input", 0, one.given.shape[1])
-            places.found |= found.found
-            places.missing |= found.missing
+        halves = _halves_of(call.given, calls)
+        if call.returned.shape[1] == hidden_size and "mlp_pre" in halves.found:
+            places.found["mlp_act"] = InnerSitePlace(call.path, "input", 0, call.given.shape[1])
+            places.found |= halves.found
+            places.missing |= halves.missing
             return
     places.missing.update(dict.fromkeys(("mlp_pre", "mlp_pre_linear", "mlp_act"), NO_MATRIX))
 
@@ -258,19 +262,19 @@ def _find_mlp(
 def _halves_of(act: Tensor, calls: Sequence[SubmoduleCall]) -> InnerSitePlaces:
     """Return the locations of `mlp_pre` and `mlp_pre_linear`, of which these neurons are made."""
     places = InnerSitePlaces()
-    for one in calls:
-        if one.is_matrix or one.given is None or one.returned is None:
+    for call in calls:
+        if call.is_matrix or call.given is None or call.returned is None:
             continue
-        if one.given.shape != act.shape or one.returned.shape != act.shape:
+        if call.given.shape != act.shape or call.returned.shape != act.shape:
             continue
-        gate = next(_halves(one.given, calls, partial(_same, one.given)), None)
+        gate = next(_halves(call.given, calls, partial(_same, call.given)), None)
         if gate is None:
             continue
-        if _same(one.returned, act) and not torch.equal(one.given, one.returned):
+        if _same(call.returned, act) and not torch.equal(call.given, call.returned):
             places.found["mlp_pre"] = gate
             places.missing["mlp_pre_linear"] = "this MLP has no gate"
             return places
-        linear = next(_halves(act, calls, partial(_is_product, one.returned, act)), None)
+        linear = next(_halves(act, calls, partial(_is_product, call.returned, act)), None)
         if linear is not None:
             places.found |= {"mlp_pre": gate, "mlp_pre_linear": linear}
             return places
@@ -278,8 +282,8 @@ def _halves_of(act: Tensor, calls: Sequence[SubmoduleCall]) -> InnerSitePlaces:
     return places
 
 
-def _is_product(one: Tensor, product: Tensor, other: Tensor) -> bool:
-    return _same(one * other, product)
+def _is_product(factor: Tensor, product: Tensor, other: Tensor) -> bool:
+    return _same(factor * other, product)
 
 
 def _halves(
@@ -287,37 +291,37 @@ def _halves(
 ) -> Iterator[InnerSitePlace]:
     """Yield the outputs of matrices, or halves of them, for which a condition holds."""
     width = like.shape[1]
-    for one in calls:
-        if not one.is_matrix or one.returned is None:
+    for call in calls:
+        if not call.is_matrix or call.returned is None:
             continue
         for start in (0, width):
-            part = one.returned[:, start : start + width]
-            fits = part.shape == like.shape and one.returned.shape[1] in (width, 2 * width)
+            part = call.returned[:, start : start + width]
+            fits = part.shape == like.shape and call.returned.shape[1] in (width, 2 * width)
             if fits and holds(part):
-                yield InnerSitePlace(one.path, "output", start, width)
+                yield InnerSitePlace(call.path, "output", start, width)
 
 
 def _find_router(places: InnerSitePlaces, calls: Sequence[SubmoduleCall], experts: int) -> None:
-    for one in calls:
-        if not one.is_matrix or one.given is None or one.returned is None:
+    for call in calls:
+        if not call.is_matrix or call.given is None or call.returned is None:
             continue
-        weight: Any = one.module.weight
-        if one.returned.shape[1] != experts or weight.shape != (experts, one.given.shape[1]):
+        weight: Any = call.module.weight
+        if call.returned.shape[1] != experts or weight.shape != (experts, call.given.shape[1]):
             continue
-        product = one.given.float() @ weight.float().T
-        bias = getattr(one.module, "bias", None)
-        if _same(one.returned.float(), product if bias is None else product + bias):
+        product = call.given.float() @ weight.float().T
+        bias = getattr(call.module, "bias", None)
+        if _same(call.returned.float(), product if bias is None else product + bias):
             places.found["router"] = InnerSitePlace(
-                one.path, "output", 0, experts, fixed=one.several
+                call.path, "output", 0, experts, fixed=call.several
             )
             return
     places.missing["router"] = NO_EXPERTS
 
 
-def _same(one: Tensor, other: Tensor, scaled: bool = False) -> bool:
+def _same(tensor: Tensor, other: Tensor, scaled: bool = False) -> bool:
     """Return whether two tensors [n, W] are equal up to rounding, and a factor if `scaled`."""
-    if one.shape != other.shape or not one.any():
+    if tensor.shape != other.shape or not tensor.any():
         return False
     if scaled:
-        one = one * ((one * other).sum() / one.square().sum())
-    return float((one - other).norm()) <= TOLERANCE * float(one.norm() + other.norm())
+        tensor = tensor * ((tensor * other).sum() / tensor.square().sum())
+    return float((tensor - other).norm()) <= TOLERANCE * float(tensor.norm() + other.norm())

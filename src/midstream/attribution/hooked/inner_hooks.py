@@ -58,17 +58,21 @@ class InnerHooks:
 
         def after(path: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-                tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+                tensors = [
+                    argument
+                    for argument in (*args, *kwargs.values())
+                    if isinstance(argument, Tensor)
+                ]
                 several = isinstance(out, tuple) and len(out) > 1
                 first = out[0] if isinstance(out, tuple) and out else out
-                given = rows_of(tensors[0], length) if tensors else None
-                calls.append(SubmoduleCall(path, module, given, rows_of(first, length), several))
+                rows = rows_of(tensors[0], length) if tensors else None
+                calls.append(SubmoduleCall(path, module, rows, rows_of(first, length), several))
 
             return hook
 
         def ended(index: int) -> Callable[..., None]:
             def hook(*_: Any) -> None:
-                added = (one.returned for one in calls if one.path == mlp_outs[index])
+                added = (call.returned for call in calls if call.path == mlp_outs[index])
                 self.places.append(
                     find_inner(calls, attention, next(added, None), self._width, self._experts)
                 )
@@ -80,8 +84,8 @@ class InnerHooks:
         def spy(
             _: int, path: str, query: Tensor, key: Tensor, value: Tensor
         ) -> tuple[Tensor, Tensor]:
-            states = [rows_of(one, length) for one in (query, key, value)]
-            if all(one is not None for one in states):
+            states = [rows_of(tensor, length) for tensor in (query, key, value)]
+            if all(state is not None for state in states):
                 heads = (query.shape[1], key.shape[1], value.shape[1])
                 attention.append(AttentionCall(path, tuple(states), heads))  # type: ignore[arg-type]
             return query, key
@@ -207,5 +211,5 @@ def _replaced(states: Tensor, record: Record | None) -> Tensor:
     changed = record(states[0].transpose(0, 1).flatten(1))
     if changed is None:
         return states
-    found: Tensor = changed.unflatten(1, (states.shape[1], -1)).transpose(0, 1)[None]
-    return found.contiguous()
+    reshaped: Tensor = changed.unflatten(1, (states.shape[1], -1)).transpose(0, 1)[None]
+    return reshaped.contiguous()

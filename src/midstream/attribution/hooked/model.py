@@ -193,7 +193,7 @@ def _decoder_layers(model: nn.Module, config: Any) -> list[nn.Module]:
         raise ValueError(
             f"{type(model).__name__}: no module list has the configured number of layers {counts}"
         )
-    return min(lists, key=lambda found: found[0])[1]
+    return min(lists, key=lambda candidate: candidate[0])[1]
 
 
 def _inside(layer: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -183,15 +183,15 @@ def _one_step(entering: Tensor, leaving: Tensor, calls: list[ModuleCall]) -> Pla
 
 def _add_attention_input(places: Places, calls: list[ModuleCall]) -> None:
     """Set the location of `attn_in`: the input of the outermost, first attention of `calls`."""
-    found = [
+    candidates = [
         call
         for call in calls
         if call.given is not None
         and call.matches(_ATTENTION)
         and not _NORM.search(call.path.rpartition(".")[2])
     ]
-    if found:
-        attention = min(found, key=lambda call: (call.depth, call.entered))
+    if candidates:
+        attention = min(candidates, key=lambda call: (call.depth, call.entered))
         places.found["attn_in"] = SitePlace(attention.path, entry=True)
     else:
         places.missing["attn_in"] = NO_ATTENTION
@@ -219,10 +219,10 @@ def _branch(wanted: Tensor, total: Tensor, calls: list[ModuleCall]) -> ModuleCal
     """Return the outermost, latest call that returned `wanted`; None if there is none."""
     if float(wanted.norm()) < LEAST * float(total.norm()):
         return None
-    found = [
+    candidates = [
         call for call in calls if call.returned is not None and _same(call.returned, wanted, total)
     ]
-    return min(found, key=lambda call: (call.depth, -call.left), default=None)
+    return min(candidates, key=lambda call: (call.depth, -call.left), default=None)
 
 
 def _scaled(wanted: Tensor, total: Tensor, calls: list[ModuleCall]) -> ModuleCall | None:
@@ -238,12 +238,12 @@ def _scaled(wanted: Tensor, total: Tensor, calls: list[ModuleCall]) -> ModuleCal
     return None
 
 
-def _same(one: Tensor, other: Tensor, total: Tensor | None = None) -> bool:
+def _same(tensor: Tensor, other: Tensor, total: Tensor | None = None) -> bool:
     """Return whether two tensors are equal up to rounding.
 
     The rounding error is taken relative to the sum of the norms, including `total`'s if given.
     """
-    lengths = one.norm(dim=-1) + other.norm(dim=-1)
+    lengths = tensor.norm(dim=-1) + other.norm(dim=-1)
     if total is not None:
         lengths = lengths + total.norm(dim=-1)
-    return bool(((one - other).norm(dim=-1) <= TOLERANCE * lengths).all())
+    return bool(((tensor - other).norm(dim=-1) <= TOLERANCE * lengths).all())

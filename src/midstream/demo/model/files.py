@@ -104,8 +104,7 @@ def split_rotary_pairs(array: Floats, num_heads: int) -> Floats:
 
 
 def hf_name(name: str) -> str:
-    """Translate a tensor's name: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`.
-    """
+    """Translate a name: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
     part, prefix = name.removesuffix(".weight"), "model"
     if part.startswith("blk.") and part.count(".") == 2:
         _, layer, part = part.split(".")

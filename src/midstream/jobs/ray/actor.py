@@ -90,7 +90,7 @@ class EngineActor:
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         outcomes = await asyncio.gather(*(self._capture(int(n)) for n in batch[CHUNK]))
-        yield {OUTCOME: np.array([each.to_json() for each in outcomes], dtype=object)}
+        yield {OUTCOME: np.array([outcome.to_json() for outcome in outcomes], dtype=object)}
 
     async def _capture(self, number: int) -> Outcome:
         attempt = await self._coordinator.begin.remote(number)

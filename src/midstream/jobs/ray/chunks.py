@@ -52,8 +52,10 @@ class Outcome:
         return json.dumps(
             {
                 "chunk": self.chunk,
-                "captured": [[each.line, each.rows, each.nbytes] for each in self.captured],
-                "failed": [[each.line, each.reason] for each in self.failed],
+                "captured": [
+                    [captured.line, captured.rows, captured.nbytes] for captured in self.captured
+                ],
+                "failed": [[failed.line, failed.reason] for failed in self.failed],
                 "error": None if self.error is None else pack_error(self.error),
             }
         )
@@ -61,12 +63,12 @@ class Outcome:
     @staticmethod
     def from_json(text: str) -> Outcome:
         """Decode the result of `to_json`."""
-        found = json.loads(text)
+        fields = json.loads(text)
         return Outcome(
-            found["chunk"],
-            tuple(CapturedLine(*each) for each in found["captured"]),
-            tuple(Failed(*each) for each in found["failed"]),
-            None if found["error"] is None else unpack_error(found["error"]),
+            fields["chunk"],
+            tuple(CapturedLine(*captured) for captured in fields["captured"]),
+            tuple(Failed(*failed) for failed in fields["failed"]),
+            None if fields["error"] is None else unpack_error(fields["error"]),
         )
 
 

@@ -135,7 +135,7 @@ class _Capturer:
         prompts = self._read(batch)
         replies = await asyncio.wrap_future(
             self._engine.submit(
-                [each if isinstance(each, Failed) else each.prompt for each in prompts]
+                [record if isinstance(record, Failed) else record.prompt for record in prompts]
             )
         )
         columns = self._columns(prompts, replies)
@@ -156,29 +156,29 @@ class _Capturer:
         self, prompts: Sequence[Record | Failed], replies: Sequence[Reply | Failed]
     ) -> dict[str, Any]:
         none = np.zeros(0, np.int64)
-        found: dict[str, list[Any]] = {
+        columns: dict[str, list[Any]] = {
             ID: [
-                "" if isinstance(each, Failed) else f"{self._identity.digest(each):016x}"
-                for each in prompts
+                "" if isinstance(record, Failed) else f"{self._identity.digest(record):016x}"
+                for record in prompts
             ],
-            ERROR: [each.reason if isinstance(each, Failed) else "" for each in replies],
+            ERROR: [answer.reason if isinstance(answer, Failed) else "" for answer in replies],
         }
-        for each in replies:
+        for reply in replies:
             rows: dict[str, Any] = dict.fromkeys(
                 (PROMPT_TOKEN_IDS, GENERATED_TOKEN_IDS, POSITIONS, TOKEN_IDS), none
             )
-            if isinstance(each, Reply):
-                rows[PROMPT_TOKEN_IDS] = np.array(each.prompt_token_ids, np.int64)
-                rows[GENERATED_TOKEN_IDS] = np.array(each.generated_token_ids, np.int64)
-                rows[POSITIONS] = each.activations.positions.numpy()
-                rows[TOKEN_IDS] = each.activations.token_ids.numpy()
-                taken = each.activations.numpy()
+            if isinstance(reply, Reply):
+                rows[PROMPT_TOKEN_IDS] = np.array(reply.prompt_token_ids, np.int64)
+                rows[GENERATED_TOKEN_IDS] = np.array(reply.generated_token_ids, np.int64)
+                rows[POSITIONS] = reply.activations.positions.numpy()
+                rows[TOKEN_IDS] = reply.activations.token_ids.numpy()
+                taken = reply.activations.numpy()
                 rows |= {f"{site}.{layer}": taken[site, layer] for site, layer in self._taps()}
             else:
                 rows |= {f"{tap[0]}.{tap[1]}": self._no_rows(tap) for tap in self._taps()}
             for name, value in rows.items():
-                found.setdefault(name, []).append(value)
-        return {name: ragged(values) for name, values in found.items()}
+                columns.setdefault(name, []).append(value)
+        return {name: ragged(values) for name, values in columns.items()}
 
     def _taps(self) -> list[Tap]:
         capture, layers = self._job.capture, self._engine.origin.num_layers
@@ -199,15 +199,15 @@ class _Capturer:
 def plain(value: Any) -> Any:
     """Convert a cell of a NumPy column to JSON values. Ray Data represents lists as arrays."""
     if isinstance(value, np.ndarray):
-        return [plain(each) for each in value]
+        return [plain(cell) for cell in value]
     if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: plain(cell) for name, cell in value.items()}
     return value.item() if isinstance(value, np.generic) else value
 
 
 def ragged(values: Sequence[Any]) -> Any:
     """Return a column whose cells may differ in shape, as an object array [n]."""
-    found = np.empty(len(values), dtype=object)
+    column = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
-        found[index] = value
-    return found
+        column[index] = value
+    return column

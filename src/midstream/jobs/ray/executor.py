@@ -78,15 +78,15 @@ class RayExecutor:
             machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             layout = spread.resolve(job, machines)
             self._chunk_lines = layout.chunk_lines(lines)
-            each = layout.chunks_each(job, self._chunk_lines)
-            self.window = layout.engines * each * self._chunk_lines
+            chunks_each = layout.chunks_each(job, self._chunk_lines)
+            self.window = layout.engines * chunks_each * self._chunk_lines
             self._coordinator = _on_this_machine(ray, ChunkCoordinator).remote(layout.engines)
             stack.callback(self._halt)
             quiet = {} if spread.log else WHEN_QUIET
             environment = ENGINES | quiet | ({} if layout.gpus else ON_CPUS)
             spec = EngineSpec(job, self._coordinator, start, mark(job), os.getcwd(), environment)
             stack.enter_context(_silent(spread))
-            outcomes = _outcomes(ray, spec, layout, each)
+            outcomes = _outcomes(ray, spec, layout, chunks_each)
             self._thread = threading.Thread(
                 target=self._read, args=(outcomes,), name="midstream ray", daemon=True
             )
@@ -108,14 +108,14 @@ class RayExecutor:
             return ()
 
     def close(self) -> Sequence[CapturedLine | Failed]:
-        found: list[CapturedLine | Failed] = []
+        outcomes: list[CapturedLine | Failed] = []
         problem: MidstreamError | None = None
         self._is_closing = True
         with self._stack:
             self._get(self._coordinator.end.remote(halt=bool(self._sizes or self._partial)))
             while not self._ended:
                 try:
-                    found += self._handle(self._updates.get(timeout=_CLOSE_SECONDS))
+                    outcomes += self._handle(self._updates.get(timeout=_CLOSE_SECONDS))
                 except queue.Empty:
                     problem = EngineError(f"engines did not end within {_CLOSE_SECONDS:g} seconds")
                     break
@@ -124,7 +124,7 @@ class RayExecutor:
                     problem = problem or (None if self._has_raised else error)
         if problem is not None:
             raise problem
-        return found
+        return outcomes
 
     # ------------------------------------------------------------
 
@@ -200,7 +200,7 @@ def _on_this_machine(ray: Any, kind: type) -> Any:
 
 
 def _outcomes(
-    ray: Any, spec: EngineSpec, layout: EngineLayout, each: int
+    ray: Any, spec: EngineSpec, layout: EngineLayout, chunks_each: int
 ) -> Iterator[dict[str, Any]]:
     """Run the pipeline lazily and yield batches of outcomes."""
     numbers = ray.data.from_items([{CHUNK: -1}]).map_batches(
@@ -213,7 +213,7 @@ def _outcomes(
         EngineActor,
         fn_constructor_args=(spec,),
         batch_size=None,
-        **actor_options(ray, layout, each),
+        **actor_options(ray, layout, chunks_each),
     )
     context = outcomes.context
     # Each number is its own block, so that it is sent to an actor at once and not with others.

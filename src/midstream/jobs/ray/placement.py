@@ -78,11 +78,12 @@ class Placement:
         ranks = _ranks(job)
         gpus = self.gpus
         if gpus is None:
-            gpus = float(ranks if any(each.get("GPU", 0) for each in machines) else 0)
-        capacity = sum(_fitting(each, self.cpus, gpus) for each in machines)
+            gpus = float(ranks if any(machine.get("GPU", 0) for machine in machines) else 0)
+        capacity = sum(_fitting(machine, self.cpus, gpus) for machine in machines)
         if not capacity:
             available = ", ".join(
-                f"{each.get('CPU', 0):g} CPUs and {each.get('GPU', 0):g} GPUs" for each in machines
+                f"{machine.get('CPU', 0):g} CPUs and {machine.get('GPU', 0):g} GPUs"
+                for machine in machines
             )
             raise SpecError(
                 "ray",
@@ -143,9 +144,9 @@ def _ranks(job: Job) -> int:
 
 def _fitting(machine: Mapping[str, float], cpus: float, gpus: float) -> int:
     """Return how many engines fit a machine; 1 if an engine needs no resources."""
-    found = [
+    counts = [
         int(machine.get(name, 0) // wanted)
         for name, wanted in (("CPU", cpus), ("GPU", gpus))
         if wanted
     ]
-    return min(found, default=1)
+    return min(counts, default=1)

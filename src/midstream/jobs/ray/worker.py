@@ -51,7 +51,9 @@ class _Chunk:
 
     def outcome(self, stored: int, error: MidstreamError | None = None) -> Outcome:
         """Return the outcome if the first `stored` lines of the store writer are in the store."""
-        kept = (each for line, each in self.captured.items() if self.put.get(line, 0) <= stored)
+        kept = (
+            captured for line, captured in self.captured.items() if self.put.get(line, 0) <= stored
+        )
         return Outcome(self.number, tuple(kept), tuple(self.failed), error)
 
     def is_finished(self, stored: int) -> bool:
@@ -172,9 +174,9 @@ class Worker:
                 self._changed.wait()
             if self._halted:
                 return False
-            new = [each for each in self._chunks.values() if each.number not in self._known]
+            new = [chunk for chunk in self._chunks.values() if chunk.number not in self._known]
             self._known = set(self._chunks)
-        for chunk in sorted(new, key=lambda each: each.number):
+        for chunk in sorted(new, key=lambda chunk: chunk.number):
             self._enqueue(chunk)
         return True
 
@@ -185,9 +187,9 @@ class Worker:
         if attempt.number > 1:
             wanted = {request for request, _ in attempt.lines}
             stored = {
-                each.request: each.activations().counts()
-                for each in open_store(self._job.out, attempt.since).requests
-                if each.request in wanted
+                stored_request.request: stored_request.activations().counts()
+                for stored_request in open_store(self._job.out, attempt.since).requests
+                if stored_request.request in wanted
             }
         for request, record in attempt.lines:
             if request in stored:
@@ -213,7 +215,7 @@ class Worker:
         self._step()
         is_starved = not self._queue and self._loop.capacity > 0
         # New chunks arrive when one is finished, and one may be waiting for its shard only.
-        self._finish_chunks(is_starved and any(not each.open for each in self._chunks.values()))
+        self._finish_chunks(is_starved and any(not chunk.open for chunk in self._chunks.values()))
 
     def _run_carefully(self, chunk: _Chunk) -> None:
         """Run the lines of a chunk one at a time."""
@@ -254,7 +256,7 @@ class Worker:
         """
         self._writer.check()
         stored = self._writer.stored
-        for chunk in [each for each in self._chunks.values() if each.is_finished(stored)]:
+        for chunk in [chunk for chunk in self._chunks.values() if chunk.is_finished(stored)]:
             with self._changed:
                 del self._chunks[chunk.number]
             chunk.result.set_result(chunk.outcome(stored))

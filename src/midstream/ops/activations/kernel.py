@@ -22,11 +22,11 @@ def sigmoid(x):
 @triton.jit
 def activated(x, number):
     """Return an activation of a scalar; see `layout.ACTIVATIONS`."""
-    found = tl.where(x < 0.0, 0.0, x)  # NaN stays
+    activation = tl.where(x < 0.0, 0.0, x)  # NaN stays
     if number == _GELU:
-        found = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        activation = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     elif number == _TANH:
-        found = 2.0 * sigmoid(2.0 * x) - 1.0
+        activation = 2.0 * sigmoid(2.0 * x) - 1.0
     elif number == _SILU:
-        found = x * sigmoid(x)
-    return found
+        activation = x * sigmoid(x)
+    return activation

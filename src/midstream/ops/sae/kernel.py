@@ -210,21 +210,21 @@ def change_kernel(
         beyond = tl.full((), 0, tl.int32) + _BEYOND
         while beyond - least > 1:
             middle = least + (beyond - least) // 2
-            found = tl.full((), 0, tl.int32)
+            kept_count = tl.full((), 0, tl.int32)
             for begin in range(0, features, block):
                 columns = begin + tl.arange(0, block)
                 values = tl.load(code + columns, mask=columns < features, other=0.0)
                 is_kept = values.to(tl.int32, bitcast=True) >= middle
-                found += tl.sum(is_kept.to(tl.int32), axis=0)
-            least = tl.where(found >= top_k, middle, least)
-            beyond = tl.where(found >= top_k, beyond, middle)
-    nth = tl.arange(0, _CHANGES_BLOCK)
-    change = described + _DESCRIPTION + nth * _CHANGE
-    ids = tl.load(change, mask=nth < count, other=0.0).to(tl.int32)
-    old = tl.load(code + ids, mask=nth < count, other=0.0)
+                kept_count += tl.sum(is_kept.to(tl.int32), axis=0)
+            least = tl.where(kept_count >= top_k, middle, least)
+            beyond = tl.where(kept_count >= top_k, beyond, middle)
+    lanes = tl.arange(0, _CHANGES_BLOCK)
+    change = described + _DESCRIPTION + lanes * _CHANGE
+    ids = tl.load(change, mask=lanes < count, other=0.0).to(tl.int32)
+    old = tl.load(code + ids, mask=lanes < count, other=0.0)
     old = tl.where(old.to(tl.int32, bitcast=True) >= least, old, 0.0)
-    new = tl.load(change + 1, mask=nth < count, other=0.0) * old
-    new += tl.load(change + 2, mask=nth < count, other=0.0)
+    new = tl.load(change + 1, mask=lanes < count, other=0.0) * old
+    new += tl.load(change + 2, mask=lanes < count, other=0.0)
     new = tl.where(is_error, new - old, new)
     # All threads have read before one writes, and have written before the changes are.
     tl.debug_barrier()
@@ -235,7 +235,7 @@ def change_kernel(
             is_kept = (values.to(tl.int32, bitcast=True) >= least) & (is_error == 0)
             tl.store(code + columns, tl.where(is_kept, values, 0.0), mask=columns < features)
         tl.debug_barrier()
-    tl.store(code + ids, new, mask=nth < count)
+    tl.store(code + ids, new, mask=lanes < count)
 
 
 @triton.jit

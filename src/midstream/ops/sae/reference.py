@@ -79,13 +79,13 @@ def reconstruct(h: Tensor, description: Tensor, weights: Tensor) -> Tensor:
     chosen = ids.long()
     changed = code[:, chosen] * factors + shifts
     if is_error:
-        found = (changed - code[:, chosen]) @ sae.w_dec[chosen]
-        return found if sae.transcodes else found * scale
+        decoded = (changed - code[:, chosen]) @ sae.w_dec[chosen]
+        return decoded if sae.transcodes else decoded * scale
     code[:, chosen] = changed
-    found = code @ sae.w_dec + sae.b_dec
+    decoded = code @ sae.w_dec + sae.b_dec
     if sae.w_skip is not None:
-        found += (h - mean if sae.centered else h) @ sae.w_skip
-    return found if sae.transcodes else found * scale + mean
+        decoded += (h - mean if sae.centered else h) @ sae.w_skip
+    return decoded if sae.transcodes else decoded * scale + mean
 
 
 class _Sae(NamedTuple):
@@ -106,24 +106,24 @@ class _Sae(NamedTuple):
     def at(place: int, width: int, weights: Tensor) -> _Sae:
         """Return the SAE at a place."""
         begin = place * layout.ALIGN
-        header = [int(one) for one in weights[begin : begin + layout.ALIGN].tolist()]
+        header = [int(number) for number in weights[begin : begin + layout.ALIGN].tolist()]
         count = header[layout.FEATURES]
         shapes = [(width, count), (count,), (count,), (count, width), (width,)]
         if header[layout.SKIPS]:
             shapes.append((width, width))
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         begin += layout.ALIGN
         for shape in shapes:
             numbers = shape[0] * (shape[1] if len(shape) > 1 else 1)
-            found.append(weights[begin : begin + numbers].view(shape))
+            tensors.append(weights[begin : begin + numbers].view(shape))
             begin += numbers
         return _Sae(
-            found[0],
-            found[1],
-            found[2],
-            found[3],
-            found[4],
-            found[5] if header[layout.SKIPS] else None,
+            tensors[0],
+            tensors[1],
+            tensors[2],
+            tensors[3],
+            tensors[4],
+            tensors[5] if header[layout.SKIPS] else None,
             header[layout.TOP_K],
             header[layout.NORMALIZE],
             bool(header[layout.CENTERED]),
@@ -148,11 +148,11 @@ class _Sae(NamedTuple):
 
     def encode(self, normed: Tensor) -> Tensor:
         """Return the activations of normalised vectors, [n, features]."""
-        found = normed @ self.w_enc
-        found += self.b_enc
+        activations = normed @ self.w_enc
+        activations += self.b_enc
         # Thresholds are not negative: what passes is positive.
-        found = torch.where(found > self.threshold, found, 0.0)
-        if 0 < self.top_k < found.shape[1]:
-            values, ids = found.topk(self.top_k, -1)
-            found = torch.zeros_like(found).scatter_(1, ids, values)
-        return found
+        activations = torch.where(activations > self.threshold, activations, 0.0)
+        if 0 < self.top_k < activations.shape[1]:
+            values, ids = activations.topk(self.top_k, -1)
+            activations = torch.zeros_like(activations).scatter_(1, ids, values)
+        return activations

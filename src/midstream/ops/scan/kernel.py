@@ -55,15 +55,15 @@ def _find(table, instructions, program, slot):
     start = tl.load(table + program * _TABLE + _EDIT_START)
     stop = start + tl.load(table + program * _TABLE + _EDIT_COUNT)
     lanes = tl.arange(0, _STEPS_BLOCK)
-    found = tl.full((), -1, tl.int32)
+    instruction = tl.full((), -1, tl.int32)
     for first in range(start, stop, _STEPS_BLOCK):
         at = first + lanes
         word = instructions + at * _INSTRUCTIONS
         op = tl.load(word + _OP, mask=at < stop, other=-1)
         of_slot = tl.load(word + _SLOT, mask=at < stop, other=0)
         is_one = (op == _SCAN) & (of_slot == slot)
-        found = tl.maximum(found, tl.max(tl.where(is_one, at, -1), axis=0))
-    return found
+        instruction = tl.maximum(instruction, tl.max(tl.where(is_one, at, -1), axis=0))
+    return instruction
 
 
 @triton.jit
@@ -175,10 +175,10 @@ def scan_kernel(
         program = tl.load(tokens + row * _TOKENS)
         programs = tl.load(tokens + rows * _TOKENS, mask=rows < stop, other=-1)
         alike = tl.min(tl.where(programs == program, tile, lanes), axis=0)
-        found = _find(table, instructions, program, slot)
-        if found >= 0:
-            word = instructions + found * _INSTRUCTIONS
-            param = numbers + found * _PARAMS
+        instruction = _find(table, instructions, program, slot)
+        if instruction >= 0:
+            word = instructions + instruction * _INSTRUCTIONS
+            param = numbers + instruction * _PARAMS
             flags = tl.load(word + _FLAGS)
             hold = tl.load(word + _WRITE)
             ids_count = tl.load(word + _IDS_COUNT)
@@ -190,11 +190,11 @@ def scan_kernel(
             vector = bank + tl.load(word + _READ).to(tl.int64) * unit
             positions = tl.load(tokens + rows * _TOKENS + _POSITION, mask=lanes < alike, other=0)
             if count == 1:
-                one = _reading(
+                reading = _reading(
                     hidden, residual, vector, row, hidden_stride, residual_stride,
                     width, has_residual, block,
                 )  # fmt: skip
-                read = tl.where(lanes == 0, one, 0.0)
+                read = tl.where(lanes == 0, reading, 0.0)
             else:
                 read = _readings(
                     hidden, residual, vector, rows, lanes < alike, hidden_stride,
@@ -204,10 +204,10 @@ def scan_kernel(
             applied = tl.full([tile], 1, tl.int32)
             if ids_count > 0:
                 applied = tl.zeros([tile], dtype=tl.int32)
-                for nth in range(0, alike):
-                    listed = is_listed(every, ids_count, tl.load(ids + row + nth))
+                for lane in range(0, alike):
+                    listed = is_listed(every, ids_count, tl.load(ids + row + lane))
                     applies = (listed != ((flags & _OTHER_IDS) != 0)).to(tl.int32)
-                    applied = tl.where(lanes == nth, applies, applied)
+                    applied = tl.where(lanes == lane, applies, applied)
             made = tl.zeros([tile], dtype=tl.float32)
             if begun == 0:
                 position = tl.sum(tl.where(lanes == 0, positions, 0), axis=0)
@@ -218,8 +218,8 @@ def scan_kernel(
                 left = tl.max(tl.where(is_last, lefts, -1), axis=0)
                 smoothed = tl.sum(tl.where(is_last, past, 0.0), axis=0)
                 begun += 1
-            for nth in range(0, alike):
-                is_nth = lanes == nth
+            for lane in range(0, alike):
+                is_nth = lanes == lane
                 x = tl.sum(tl.where(is_nth, read, 0.0), axis=0)
                 position = tl.sum(tl.where(is_nth, positions, 0), axis=0)
                 applies = tl.sum(tl.where(is_nth, applied, 0), axis=0) != 0

@@ -52,8 +52,8 @@ def scan_ref(
         return
     words: Ints = tokens.numpy()
     every: Ints = instructions.numpy()
-    for nth in here.tolist():
-        first, count, slot = armed[nth, : layout.SCAN_SITE].tolist()
+    for index in here.tolist():
+        first, count, slot = armed[index, : layout.SCAN_SITE].tolist()
         rows = np.arange(first, first + count)
         which = _instruction_of_rows(words[rows, layout.PROGRAM], site, every, slot)
         rows, which = rows[which >= 0], which[which >= 0]
@@ -63,11 +63,11 @@ def scan_ref(
         x = read + params[torch.from_numpy(which), layout.A].numpy()
         applies = _applies(every[which], lists.numpy(), ids.numpy()[rows])
         positions = words[rows, layout.POSITION]
-        state = _State(states[nth].numpy(), int(positions[0]))
+        state = _State(states[index].numpy(), int(positions[0]))
         columns = (x, positions, applies, params.numpy()[which], every[which])
-        for row, one, position, applied, numbers, word in zip(rows, *columns, strict=True):
+        for row, reading, position, applied, numbers, word in zip(rows, *columns, strict=True):
             if applied:
-                state.update(one, numbers, int(word[layout.WRITE]))
+                state.update(reading, numbers, int(word[layout.WRITE]))
             scores[row, slot - 1] = state.score(bool(word[layout.FLAGS] & _STEP))
             state.keep(int(position))
         spoiled = rows[applies & ~np.isfinite(x)]
@@ -76,7 +76,7 @@ def scan_ref(
 
 def _instruction_of_rows(programs: Ints, site: Ints, every: Ints, slot: int) -> NDArray[np.int64]:
     """Return the SCAN with a slot in the program of each row at this site; −1: there is none."""
-    found = np.full(programs.shape, -1, np.int64)
+    numbers = np.full(programs.shape, -1, np.int64)
     for program in np.unique(programs):
         if program == layout.IDLE_PROGRAM:
             continue
@@ -84,8 +84,8 @@ def _instruction_of_rows(programs: Ints, site: Ints, every: Ints, slot: int) -> 
         mine = every[start : start + count]
         is_one = (mine[:, layout.OP] == Op.SCAN) & (mine[:, layout.SLOT] == slot)
         for at in np.flatnonzero(is_one):
-            found[programs == program] = start + at
-    return found
+            numbers[programs == program] = start + at
+    return numbers
 
 
 def _read(
@@ -97,22 +97,22 @@ def _read(
     if residual is not None:
         stream = stream + residual[where].float()
     numbers, unit, width = bank.view(-1), bank.shape[1], hidden.shape[1]
-    found = np.zeros(rows.size, np.float32)
+    readings = np.zeros(rows.size, np.float32)
     for start in np.unique(starts):
         vector = numbers[int(start) * unit : int(start) * unit + width]
         mine = starts == start
-        found[mine] = (stream[torch.from_numpy(mine)] * vector).sum(1).numpy()
-    return found
+        readings[mine] = (stream[torch.from_numpy(mine)] * vector).sum(1).numpy()
+    return readings
 
 
 def _applies(words: Ints, lists: Ints, ids: Ints) -> NDArray[np.bool_]:
     """Return whether the instruction of each row applies to its token id."""
-    found = np.ones(len(words), np.bool_)
-    for nth in np.flatnonzero(words[:, layout.IDS_COUNT]):
-        start, count = words[nth, layout.IDS_START], words[nth, layout.IDS_COUNT]
-        listed = bool((lists[start : start + count] == ids[nth]).any())
-        found[nth] = listed != bool(words[nth, layout.FLAGS] & _OTHER_IDS)
-    return found
+    mask = np.ones(len(words), np.bool_)
+    for row in np.flatnonzero(words[:, layout.IDS_COUNT]):
+        start, count = words[row, layout.IDS_START], words[row, layout.IDS_COUNT]
+        listed = bool((lists[start : start + count] == ids[row]).any())
+        mask[row] = listed != bool(words[row, layout.FLAGS] & _OTHER_IDS)
+    return mask
 
 
 @dataclass(slots=True, init=False)

@@ -126,20 +126,20 @@ class DeclaredCalls:
             self._hanging.append(self._thread.thread)
             self._thread.put(None)
             self._thread = None
-        found = []
+        calls = []
         for call in batch.calls:
             if call.is_done:
-                found.append(call)
+                calls.append(call)
             elif call.began:
                 late = ControllerCall(call.decide, call.observed, began=True, is_done=True)
                 late.error = f"it took more than {self.seconds:g} seconds"
-                found.append(late)
-        return found
+                calls.append(late)
+        return calls
 
 
 def load_all(declared: Mapping[str, DeclaredController]) -> dict[str, DeclaredCalls]:
     """Import the code of declared controllers."""
-    return {name: DeclaredCalls(name, one) for name, one in declared.items()}
+    return {name: DeclaredCalls(name, controller) for name, controller in declared.items()}
 
 
 def make_calls(calls: Sequence[tuple[DeclaredCalls, list[ControllerCall]]]) -> list[ControllerCall]:
@@ -147,5 +147,9 @@ def make_calls(calls: Sequence[tuple[DeclaredCalls, list[ControllerCall]]]) -> l
     waits for at most the longest of their limits.
     """
     begun = time.monotonic()
-    batches = [(one, one.begin(mine)) for one, mine in calls]
-    return [call for one, batch in batches for call in one.finish(batch, begun + one.seconds)]
+    batches = [(controller, controller.begin(mine)) for controller, mine in calls]
+    return [
+        call
+        for controller, batch in batches
+        for call in controller.finish(batch, begun + controller.seconds)
+    ]

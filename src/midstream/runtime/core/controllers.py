@@ -63,21 +63,23 @@ class RunningController:
     answered: float | None = None
     has_failed: bool = False
 
-    def take(self, scores: ScoresOfStep, nth: int, stop: int, token: Callable[[int], int]) -> bool:
+    def take(
+        self, scores: ScoresOfStep, index: int, stop: int, token: Callable[[int], int]
+    ) -> bool:
         """Take the scores of a step; return whether there are any that it was not given.
 
         Args:
-            nth: index of the request in it.
+            index: index of the request in it.
             stop: position up to which the tokens of the rows are those of the request.
         """
         if self.has_failed:
             return False
-        first = scores.first[nth]
-        start, end = max(first, self.reached), min(first + scores.length[nth], stop)
+        first = scores.first[index]
+        start, end = max(first, self.reached), min(first + scores.length[index], stop)
         for probe in self.control.probes:
-            found = scores.at(nth, probe.slot, probe.where.within(start, end, token))
-            if found:
-                self.unseen.setdefault(probe.name, []).extend(found)
+            values = scores.at(index, probe.slot, probe.where.within(start, end, token))
+            if values:
+                self.unseen.setdefault(probe.name, []).extend(values)
         self.reached = max(self.reached, end)
         return bool(self.unseen)
 
@@ -149,8 +151,8 @@ def prepare(engine: Any) -> None:
 
 def controlled(scheduler: Any, request: Any, control: Control) -> RunningController:
     """Return a request with its controller, which it gets with its first scores."""
-    found: RunningController | None = CONTROLLED.get(request)
-    if found is None:
+    running: RunningController | None = CONTROLLED.get(request)
+    if running is None:
         calls = None
         if control.declared:
             calls = (DECLARED.get(scheduler) or {})[control.declared]
@@ -158,14 +160,14 @@ def controlled(scheduler: Any, request: Any, control: Control) -> RunningControl
         else:
             decide = Threshold.parse(control.law)
         choices: dict[tuple[str, float], int] = {}
-        for nth, one in enumerate(control.choices):
-            choices.setdefault((one.edits, one.scale), nth)
+        for index, choice in enumerate(control.choices):
+            choices.setdefault((choice.edits, choice.scale), index)
         slot: int | None = None
         if isinstance(decide, Threshold):
             (slot,) = (probe.slot for probe in control.probes if probe.name == decide.probe)
-        found = RunningController(request, control, decide, calls, choices, slot)
-        CONTROLLED.set(request, found)
-    return found
+        running = RunningController(request, control, decide, calls, choices, slot)
+        CONTROLLED.set(request, running)
+    return running
 
 
 def decide(requests: Sequence[RunningController]) -> list[Decision]:
@@ -174,46 +176,46 @@ def decide(requests: Sequence[RunningController]) -> list[Decision]:
     Args:
         requests: each has scores that its controller was not given.
     """
-    found = []
+    decisions = []
     calls: list[tuple[int, ControllerCall]] = []
     batches: dict[int, tuple[DeclaredCalls, list[ControllerCall]]] = {}
-    for nth, one in enumerate(requests):
-        if one.calls is None and not one.has_failed:
-            found.append(one.follow_threshold())
+    for index, running in enumerate(requests):
+        if running.calls is None and not running.has_failed:
+            decisions.append(running.follow_threshold())
             continue
-        found.append(NOTHING)
-        if one.calls is not None and not one.has_failed:
-            call = ControllerCall(one.decide, one.observed())
-            calls.append((nth, call))
-            batches.setdefault(id(one.calls), (one.calls, []))[1].append(call)
+        decisions.append(NOTHING)
+        if running.calls is not None and not running.has_failed:
+            call = ControllerCall(running.decide, running.observed())
+            calls.append((index, call))
+            batches.setdefault(id(running.calls), (running.calls, []))[1].append(call)
     if calls:
         made = {id(call.observed): call for call in make_calls(list(batches.values()))}
-        for nth, call in calls:
+        for index, call in calls:
             answered = made.get(id(call.observed))
             # Otherwise its scores are kept for the next step.
             if answered is not None:
-                found[nth] = requests[nth].take_answer(answered.answer, answered.error)
-    return found
+                decisions[index] = requests[index].take_answer(answered.answer, answered.error)
+    return decisions
 
 
-def _answered(one: RunningController, answer: object) -> Decision:
+def _answered(running: RunningController, answer: object) -> Decision:
     """Return what becomes of a request by an answer."""
-    given = {"scale": answer} if type(answer) is float else read_answer(answer)
-    if not given:
+    fields = {"scale": answer} if type(answer) is float else read_answer(answer)
+    if not fields:
         return NOTHING
-    if "stop" in given:
-        return Decision(reason=control_source(one.control.name))
-    choices = one.control.choices
-    edits = given.get("edits", choices[one.chosen].edits)
-    scale = given.get("scale", 1.0)
+    if "stop" in fields:
+        return Decision(reason=control_source(running.control.name))
+    choices = running.control.choices
+    edits = fields.get("edits", choices[running.chosen].edits)
+    scale = fields.get("scale", 1.0)
     if type(scale) is not float:
         scale = read_float32(scale)
-    chosen = one.choices.get((edits, scale)) if isinstance(edits, str) else None
+    chosen = running.choices.get((edits, scale)) if isinstance(edits, str) else None
     if chosen is not None:
-        one.answered = answer if isinstance(answer, float) else None
-        if chosen == one.chosen:
+        running.answered = answer if isinstance(answer, float) else None
+        if chosen == running.chosen:
             return NOTHING
-        one.chosen = chosen
+        running.chosen = chosen
         return Decision(choices[chosen].version)
     sets = sorted({choice.edits for choice in choices})
     if edits not in sets:
@@ -228,17 +230,17 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else type(error).__name__
 
 
-def _failed(one: RunningController, problem: str) -> Decision:
+def _failed(running: RunningController, problem: str) -> Decision:
     """Return what becomes of a request whose controller failed."""
-    control = one.control
-    one.has_failed = True
+    control = running.control
+    running.has_failed = True
     shown = f"controller {control.name!r} failed: {problem}"
     if control.on_error == "end":
         return Decision(reason=shown, is_error=True)
     _LOGGER.warning(
-        "%s (request %s; its policy is %s)", shown, one.request.request_id, control.on_error
+        "%s (request %s; its policy is %s)", shown, running.request.request_id, control.on_error
     )
     if control.on_error == "off":
-        one.chosen = 1
-    version = control.choices[one.chosen].version
+        running.chosen = 1
+    version = control.choices[running.chosen].version
     return Decision(PlanVersion(len(control.choices) + version.number, version.plan, version.keys))

@@ -58,7 +58,7 @@ def end_failed(scheduler: Any, failed: dict[str, Failure]) -> list[tuple[Any, st
                     why = f"it was served KV of a request that failed: {failure.reason}"
                     failures[other] = Failure(min(starts), why)
     pool = manager.block_pool
-    pool.evict_blocks({one.block_id for one in pool.blocks if one.block_hash is not None})
+    pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
     ended = scheduler.finish_requests(list(reasons), RequestStatus.FINISHED_ERROR)
     return [(request, reasons[request.request_id]) for request in ended]
 
@@ -88,8 +88,8 @@ def _wrong_blocks(scheduler: Any, name: str, position: int) -> set[int]:
     if first is None:
         return set()
     first = start_of_images(request, first)
-    found = _blocks(scheduler.kv_cache_manager, name)
-    return {block for block, _, stop in found if stop > first}
+    blocks = _blocks(scheduler.kv_cache_manager, name)
+    return {block for block, _, stop in blocks if stop > first}
 
 
 def _blocks(manager: Any, name: str) -> list[tuple[int, int, int]]:
@@ -97,8 +97,8 @@ def _blocks(manager: Any, name: str) -> list[tuple[int, int, int]]:
     groups = manager.kv_cache_config.kv_cache_groups
     sizes = [group.kv_cache_spec.block_size for group in groups]
     return [
-        (block.block_id, nth * size, (nth + 1) * size)
+        (block.block_id, index * size, (index + 1) * size)
         for size, blocks in zip(sizes, manager.get_blocks(name).blocks, strict=True)
-        for nth, block in enumerate(blocks)
+        for index, block in enumerate(blocks)
         if not block.is_null
     ]

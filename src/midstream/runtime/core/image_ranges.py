@@ -45,5 +45,5 @@ def image_ranges(request: Any) -> list[tuple[int, int]]:
     payload = payload_of(request.sampling_params)
     if payload is None or not payload.mm_prefix:
         return []
-    places = [one.mm_position for one in request.mm_features if one.modality != _CAUSAL]
+    places = [feature.mm_position for feature in request.mm_features if feature.modality != _CAUSAL]
     return [(place.offset, place.offset + place.length) for place in places]

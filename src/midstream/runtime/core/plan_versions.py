@@ -96,7 +96,7 @@ def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion]]) -> 
     if messages:
         executor: Any = EXECUTOR.get(scheduler)
         executor.collective_rpc(RPC, args=arguments_of(ChangePlans(messages)), non_block=True)
-    return {one.request_id: one.position for one in messages}
+    return {message.request_id: message.position for message in messages}
 
 
 def next_position(scheduler: Any, request: Any) -> int:

@@ -33,12 +33,12 @@ def extra_keys(
     """Add the key of edits to the extra keys that vLLM hashes with a block of positions
     [start, stop): of the edits of its tokens, and of an image's tokens to which they attend ahead.
     """
-    found, mm_index = original(request, start, stop, *rest, **kwargs)
+    extra, mm_index = original(request, start, stop, *rest, **kwargs)
     keys = keys_of(request)
     mark = None if keys is None else keys.of_block(start, end_of_images(request, stop))
     if mark is not None:
-        found = (*(found or ()), (KEY, mark))
-    return found, mm_index
+        extra = (*(extra or ()), (KEY, mark))
+    return extra, mm_index
 
 
 def computed_blocks(

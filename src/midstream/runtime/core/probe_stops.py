@@ -45,7 +45,7 @@ class Watched:
     reached: int
     each: tuple[Progress | None, ...]
 
-    def passes(self, scores: ScoresOfStep, nth: int, request: Any) -> bool:
+    def passes(self, scores: ScoresOfStep, index: int, request: Any) -> bool:
         """Take the scores of a step without drafts if they are of one position, meet no condition,
         and change nothing; return whether that is so. Otherwise nothing is taken.
 
@@ -53,14 +53,14 @@ class Watched:
         find the same, but take several times as long.
 
         Args:
-            nth: index of the request in it.
+            index: index of the request in it.
         """
-        position = scores.first[nth]
-        if self.ranges is None or scores.length[nth] != 1 or position >= request.num_tokens:
+        position = scores.first[index]
+        if self.ranges is None or scores.length[index] != 1 or position >= request.num_tokens:
             return False
         if self.params is not request.sampling_params:
             return False
-        row = scores.row[nth]
+        row = scores.row[index]
         if self.ranges:
             if position < self.reached:
                 return False
@@ -137,35 +137,44 @@ def update_from_output(
     scores = scores_of(output)
     if scores is None:
         return original(scheduler, scheduled, output)
-    found = _evaluate(scheduler, output, scores.values())
+    evaluations = _evaluate(scheduler, output, scores.values())
     ended = []
-    for one in found:
-        if one.firing is not None and not _cut(output, one, one.firing):
+    for evaluation in evaluations:
+        if evaluation.firing is not None and not _cut(output, evaluation, evaluation.firing):
             # Nothing is left: vLLM would look for a token where there are prompt logprobs.
-            logprobs = output.prompt_logprobs_dict.get(one.request.request_id)
+            logprobs = output.prompt_logprobs_dict.get(evaluation.request.request_id)
             ended += [
-                (one, one.firing, logprobs) for _ in _finish(scheduler, one.request, one.firing)
+                (evaluation, evaluation.firing, logprobs)
+                for _ in _finish(scheduler, evaluation.request, evaluation.firing)
             ]
     outputs = original(scheduler, scheduled, output)
     changes = []
-    for one in found:
-        if one.chosen is not None and not one.request.is_finished():
-            changes.append((one.request, one.chosen))
+    for evaluation in evaluations:
+        if evaluation.chosen is not None and not evaluation.request.is_finished():
+            changes.append((evaluation.request, evaluation.chosen))
         # vLLM drops the tokens of some steps that a preemption overtook. Draft tokens of these
         # were evaluated in vain.
-        if one.request.num_tokens == one.known < one.stop:
+        if evaluation.request.num_tokens == evaluation.known < evaluation.stop:
             continue
-        if one.progress is not None and (watched := WATCHED.get(one.request)) is not None:
-            watched.reached, watched.each = one.progress
-        if one.firing is not None and not one.request.is_finished():
-            ended += [(one, one.firing, None) for _ in _finish(scheduler, one.request, one.firing)]
-        if not one.request.is_finished():
-            versions = [firing.version for firing in one.switched]
-            changes += [(one.request, version) for version in versions if version is not None]
+        if (
+            evaluation.progress is not None
+            and (watched := WATCHED.get(evaluation.request)) is not None
+        ):
+            watched.reached, watched.each = evaluation.progress
+        if evaluation.firing is not None and not evaluation.request.is_finished():
+            ended += [
+                (evaluation, evaluation.firing, None)
+                for _ in _finish(scheduler, evaluation.request, evaluation.firing)
+            ]
+        if not evaluation.request.is_finished():
+            versions = [firing.version for firing in evaluation.switched]
+            changes += [
+                (evaluation.request, version) for version in versions if version is not None
+            ]
     if changes:
         change_plans(scheduler, changes)
-    for one, firing, logprobs in ended:
-        add_end(outputs, one.request, firing.reason or stop_reason(firing.name), logprobs)
+    for evaluation, firing, logprobs in ended:
+        add_end(outputs, evaluation.request, firing.reason or stop_reason(firing.name), logprobs)
     return outputs
 
 
@@ -176,14 +185,14 @@ def _evaluate(scheduler: Any, output: Any, scores: ScoresOfStep) -> list[_Evalua
     """
     requests, places, sampled = scheduler.requests, output.req_id_to_index, output.sampled_token_ids
     has_drafts = any(len(new) > 1 for new in sampled or ())
-    found: list[_Evaluated] = []
+    evaluations: list[_Evaluated] = []
     asked: list[tuple[RunningController, _Evaluated | None, int, int]] = []
-    for nth, name in enumerate(scores.ids):
+    for index, name in enumerate(scores.ids):
         request = requests.get(name)
         if request is None:
             continue
         watched: Watched | None = WATCHED.get(request)
-        if watched is not None and not has_drafts and watched.passes(scores, nth, request):
+        if watched is not None and not has_drafts and watched.passes(scores, index, request):
             continue
         if request.is_finished():
             continue
@@ -194,13 +203,13 @@ def _evaluate(scheduler: Any, output: Any, scores: ScoresOfStep) -> list[_Evalua
         # The last sampled token has no score yet; those before it are drafts, which were accepted.
         stop = known + max(len(new) - 1, 0)
         token = functools.partial(_token, request, known, new)
-        one = None
+        evaluation = None
         if watched.acts:
             progress, firing, switched = advance(
                 watched.acts,
                 ProbeProgress(watched.reached, watched.each),
                 scores,
-                nth,
+                index,
                 stop,
                 token,
             )
@@ -208,28 +217,32 @@ def _evaluate(scheduler: Any, output: Any, scores: ScoresOfStep) -> list[_Evalua
                 watched.reached, watched.each = progress
             if stop != known or firing is not None or switched:
                 later = None if stop == known else progress
-                one = _Evaluated(request, known, stop, later, firing, switched)
-                found.append(one)
+                evaluation = _Evaluated(request, known, stop, later, firing, switched)
+                evaluations.append(evaluation)
         controller = watched.controller
         if controller is not None:
             # What vLLM may drop is computed again, and taken then.
             sure = known if stop != known and is_overtaken(request) else stop
-            if controller.take(scores, nth, sure, token):
-                asked.append((controller, one, known, stop))
+            if controller.take(scores, index, sure, token):
+                asked.append((controller, evaluation, known, stop))
     decisions = decide([controller for controller, _, _, _ in asked])
-    for (controller, one, known, stop), decision in zip(asked, decisions, strict=True):
+    for (controller, evaluation, known, stop), decision in zip(asked, decisions, strict=True):
         if decision is NOTHING:
             continue
-        if one is None:
-            one = _Evaluated(controller.request, known, stop)
-            found.append(one)
+        if evaluation is None:
+            evaluation = _Evaluated(controller.request, known, stop)
+            evaluations.append(evaluation)
         at = controller.reached - 1
-        if decision.reason is not None and (one.firing is None or at < one.firing.position):
+        if decision.reason is not None and (
+            evaluation.firing is None or at < evaluation.firing.position
+        ):
             reason, is_error = decision.reason, decision.is_error
-            one.firing = Firing(controller.control.name, at, reason=reason, is_error=is_error)
+            evaluation.firing = Firing(
+                controller.control.name, at, reason=reason, is_error=is_error
+            )
         elif decision.version is not None:
-            one.chosen = decision.version
-    return found
+            evaluation.chosen = decision.version
+    return evaluations
 
 
 def _watch(scheduler: Any, request: Any) -> Watched:
@@ -238,7 +251,7 @@ def _watch(scheduler: Any, request: Any) -> Watched:
     acts = () if payload is None else payload.acts
     control = None if payload is None else payload.control
     before: Watched | None = WATCHED.get(request)
-    found = Watched(
+    watched = Watched(
         request.sampling_params,
         acts,
         read_ranges(acts),
@@ -246,8 +259,8 @@ def _watch(scheduler: Any, request: Any) -> Watched:
         0 if before is None else before.reached,
         (Progress(),) * len(acts) if before is None else before.each,
     )
-    WATCHED.set(request, found)
-    return found
+    WATCHED.set(request, watched)
+    return watched
 
 
 def _token(request: Any, known: int, new: Sequence[int], position: int) -> int:
@@ -293,35 +306,35 @@ def advance(
         position, by the first of these probes, None: none is met; those of probes that switch, in
         the order of positions, and at one position of the probes).
     """
-    each = list(before.each)
+    probe_progress = list(before.each)
     reached, first = before.reached, scores.first[index]
     start, end = max(first, reached), min(first + scores.length[index], stop)
     firing = None
     switched = []
-    for nth, probe in enumerate(probes):
-        progress = each[nth]
+    for probe_index, probe in enumerate(probes):
+        progress = probe_progress[probe_index]
         if progress is None:
             continue
         positions = probe.where.within(start, end, token)
-        found = scores.at(index, probe.slot, positions)
-        each[nth], met = follow(probe.condition, progress, found)
+        values = scores.at(index, probe.slot, positions)
+        probe_progress[probe_index], met = follow(probe.condition, progress, values)
         if met is not None and probe.version is not None:
-            each[nth] = None
+            probe_progress[probe_index] = None
             switched.append(Firing(probe.name, positions[met.nth], probe.version))
         elif met is not None and (firing is None or positions[met.nth] < firing.position):
             firing = Firing(probe.name, positions[met.nth])
-    switched.sort(key=lambda one: one.position)
-    return ProbeProgress(max(reached, end), tuple(each)), firing, tuple(switched)
+    switched.sort(key=lambda switch: switch.position)
+    return ProbeProgress(max(reached, end), tuple(probe_progress)), firing, tuple(switched)
 
 
-def _cut(output: Any, one: _Evaluated, firing: Firing) -> bool:
+def _cut(output: Any, evaluation: _Evaluated, firing: Firing) -> bool:
     """Drop what was sampled for a request after the token of a position; return whether anything is
     left.
     """
-    kept = max(firing.position + 1 - one.known, 0)
+    kept = max(firing.position + 1 - evaluation.known, 0)
     if not kept:
         return False
-    index = output.req_id_to_index[one.request.request_id]
+    index = output.req_id_to_index[evaluation.request.request_id]
     # The lists may be the model runner's own.
     output.sampled_token_ids = list(output.sampled_token_ids)
     output.sampled_token_ids[index] = output.sampled_token_ids[index][:kept]

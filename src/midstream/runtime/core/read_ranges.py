@@ -28,7 +28,7 @@ class ReadRange(NamedTuple):
 
 def read_ranges(probes: Sequence[ActingProbe]) -> tuple[ReadRange, ...] | None:
     """Return the last range of each probe; None: one has none, or pools its scores."""
-    found = []
+    ranges = []
     for probe in probes:
         condition = probe.condition
         if condition.pool != "none" or not probe.where.ranges:
@@ -36,5 +36,5 @@ def read_ranges(probes: Sequence[ActingProbe]) -> tuple[ReadRange, ...] | None:
         start, stop = probe.where.ranges[-1]
         low = -math.inf if condition.below is None else condition.below
         high = math.inf if condition.above is None else condition.above
-        found.append(ReadRange(probe.slot, start, math.inf if stop is None else stop, low, high))
-    return tuple(found)
+        ranges.append(ReadRange(probe.slot, start, math.inf if stop is None else stop, low, high))
+    return tuple(ranges)

@@ -43,15 +43,15 @@ class AdmittedRequest:
         if not shape.heads or isinstance(parse_codec(self.plan.codec), Rp8):
             return {}
         own = () if self.own is None else self.own.captures
-        found: dict[Tap, Heads] = {}
-        for capture in (self.plan.captures[nth] for nth in captures):
+        heads: dict[Tap, Heads] = {}
+        for capture in (self.plan.captures[index] for index in captures):
             mine = own[capture.source].heads if capture.source >= 0 else None
             for tap in capture.taps:
                 count = shape.num_heads(tap)
                 if count:
-                    before = found.get(tap, Heads(count, ())).chosen
+                    before = heads.get(tap, Heads(count, ())).chosen
                     if mine is None or before is None:
-                        found[tap] = Heads(count)
+                        heads[tap] = Heads(count)
                     else:
-                        found[tap] = Heads(count, tuple(dict.fromkeys((*before, *mine))))
-        return found
+                        heads[tap] = Heads(count, tuple(dict.fromkeys((*before, *mine))))
+        return heads

@@ -127,8 +127,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         if admitted is not None:
             call.is_delta = request.sampling_params.output_kind.name == "DELTA"
             if call.session is None:
-                given = request.request_id, request.sampling_params.n, self.sinks, self.info.shape
-                call.partial_rows = PartialRows.of(admitted, *given)
+                args = request.request_id, request.sampling_params.n, self.sinks, self.info.shape
+                call.partial_rows = PartialRows.of(admitted, *args)
             self._admitted[admitted.uid] = call
             # vLLM prepares requests in a thread, which runs on after a cancelled call. `leave`
             # reads `admitted` after it has set `is_over`: at least one of the two cleans up.
@@ -247,7 +247,9 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     def spans_of(self, request_id: str) -> list[DelayedSpan] | None:
         """Return the list for the span of a request, by vLLM's id; None: it has no plan."""
-        return next((one.spans for one in self._admitted.values() if request_id in one.ids), None)
+        return next(
+            (call.spans for call in self._admitted.values() if request_id in call.ids), None
+        )
 
     async def usage(self, timeout: float | None = None) -> dict[str, Any]:
         """Return what is in use, here and on the workers, and the totals of ended requests."""
@@ -276,7 +278,7 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     def has_calls(self) -> bool:
         """Return whether a call with a plan has not ended. May be called from any thread."""
-        return any(one.plan or one.admitted is not None for one in list(self._calls.values()))
+        return any(call.plan or call.admitted is not None for call in list(self._calls.values()))
 
     def close(self) -> None:
         """Cancel all work, except for what the sinks were given. May be called from any thread."""

@@ -71,9 +71,9 @@ class BaseFrontEnd:
             engine: vLLM's engine, for its settings, tokenizer and renderer.
             busy: returns the number of requests on each replica; see `Admission`.
         """
-        found = from_additional_config(engine.vllm_config.additional_config)
-        assert found is not None
-        self._config = found
+        config = from_additional_config(engine.vllm_config.additional_config)
+        assert config is not None
+        self._config = config
         self.info = info
         self._workers = _workers_of(info)
         number, share = info.front_ends.number, info.front_ends.count
@@ -86,18 +86,18 @@ class BaseFrontEnd:
         self._needs: dict[str, Need] = {}
         self._mm_prefix = bool(engine.vllm_config.model_config.is_mm_prefix_lm)
         has_cache = bool(engine.vllm_config.cache_config.enable_prefix_caching)
-        self._row_reuse = RowReuse(found.reuse_bytes // share, has_cache, self.sinks.pace)
+        self._row_reuse = RowReuse(config.reuse_bytes // share, has_cache, self.sinks.pace)
         self._reused: dict[str, ReusedRows] = {}  # by uid
         self._resolver = PlanResolver(info, engine)
-        self.weights = WeightMemory(found.readout_bytes, self._is_used, self._forget_weights)
+        self.weights = WeightMemory(config.readout_bytes, self._is_used, self._forget_weights)
         self.lenses = LensRegistry(self.weights, info.shape)
-        self.saes = SaeRegistry(self.weights, info.shape, found.reconstructed)
+        self.saes = SaeRegistry(self.weights, info.shape, config.reconstructed)
         self.vectors.saes = self.saes.source
         self.directions = DirectionCache(self.lenses, info.shape, engine)
         self._resolver.registries = Registries(self.lenses, self.saes, self.directions)
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
-        self._row_limits = [row_limit(workers, found, share) for workers in self._workers]
+        self._row_limits = [row_limit(workers, config, share) for workers in self._workers]
         budgets = [CapacityBudget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
         matrices = 4 * info.room.maps * info.shape.hidden_size**2
@@ -157,8 +157,8 @@ class BaseFrontEnd:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         admitted = self._attach_payload(request, prepared, own, also)
         if admitted is not None:
-            given = (prepared.plan, request, call_plan, before, also, admitted.later)
-            self.changes.add(admitted.uid, *given)
+            args = (prepared.plan, request, call_plan, before, also, admitted.later)
+            self.changes.add(admitted.uid, *args)
         return admitted
 
     def _attach_payload(
@@ -181,11 +181,11 @@ class BaseFrontEnd:
             check_streams(own, kind, self._deltas)
         controller = None if prepared.control is None else prepared.control.name
         check_stop_strings(prepared.acts, controller, params.stop)
-        one = prepared.need
-        need = one.times(params.n)
+        single_need = prepared.need
+        need = single_need.times(params.n)
         chosen = self._chosen_replica(request)
         limits = self._row_limits if chosen is None else [self._row_limits[chosen]]
-        check_rows(need, max(limits, key=lambda one: one.limit or 0))
+        check_rows(need, max(limits, key=lambda limit: limit.limit or 0))
         uid = secrets.token_hex(16)
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)
@@ -266,8 +266,8 @@ class BaseFrontEnd:
 
     def check_vectors(self, reports: Sequence[Sequence[IntegrityReport]]) -> None:
         """Check that the workers store the vectors that they are counted to store."""
-        for sent, found in zip(self._sent_vectors, reports, strict=True):
-            sent.check_integrity([one.vectors for one in found])
+        for sent, replica_reports in zip(self._sent_vectors, reports, strict=True):
+            sent.check_integrity([report.vectors for report in replica_reports])
 
     def _release_vectors(self, uids: list[str]) -> None:
         for sent in self._sent_vectors:
@@ -305,6 +305,6 @@ def check_streams(plan: Plan, kind: str, deltas: bool) -> None:
     why = f"with output_kind={kind} there is no output before the last; use CUMULATIVE or DELTA"
     if not deltas:
         why = "only generate() of midstream.AsyncLLM has outputs before the last"
-    for nth, capture in enumerate(plan.captures):
+    for index, capture in enumerate(plan.captures):
         if capture.stream:
-            raise SpecError(f"capture[{nth}].stream", why)
+            raise SpecError(f"capture[{index}].stream", why)

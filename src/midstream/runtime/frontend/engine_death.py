@@ -25,11 +25,11 @@ def end_waits_with(engine: Any) -> None:
     reference = weakref.ref(client)
 
     def shutdown(*args: Any, **named: Any) -> Any:
-        found = reference()
-        assert found is not None, "the client calls this"
-        out = original(found, *args, **named)
-        if found.resources.engine_dead:
-            _fail_waits(found)
+        core_client = reference()
+        assert core_client is not None, "the client calls this"
+        out = original(core_client, *args, **named)
+        if core_client.resources.engine_dead:
+            _fail_waits(core_client)
         return out
 
     client.shutdown = shutdown

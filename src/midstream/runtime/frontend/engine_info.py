@@ -83,7 +83,9 @@ def describe(
         for number, replica in enumerate(answers)
         for answer in replica
     )
-    lacking = {(one.site, one.layer): one.reason for worker in workers for one in worker.lacking}
+    lacking = {
+        (lack.site, lack.layer): lack.reason for worker in workers for lack in worker.lacking
+    }
     taps = frozenset(tap for worker in workers for tap in worker.taps)
     if not taps:
         raise UnsupportedError("no site of any layer is tapped; see midstream's settings")

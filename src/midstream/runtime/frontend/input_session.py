@@ -36,15 +36,15 @@ class InputSession:
 
 def check_session(plan: Plan | None) -> None:
     """Check that no capture has `stream` or `reuse`, which sessions do not support."""
-    for nth, capture in enumerate(() if plan is None else plan.captures):
+    for index, capture in enumerate(() if plan is None else plan.captures):
         if capture.stream:
             raise SpecError(
-                f"capture[{nth}].stream",
+                f"capture[{index}].stream",
                 "rows of a session of streaming input come with its last output",
             )
         if capture.reuse:
             raise SpecError(
-                f"capture[{nth}].reuse",
+                f"capture[{index}].reuse",
                 "the prompt of a session of streaming input grows, so that every row is computed; "
                 "omit `reuse`",
             )
@@ -53,12 +53,11 @@ def check_session(plan: Plan | None) -> None:
 async def with_call_plan(
     stream: AsyncGenerator[Any, None], plan: CallPlan, call_params: Any
 ) -> AsyncGenerator[Any, None]:
-    """Yield the caller's inputs, with the call's plan attached to sampling parameters of their own.
-    """
-    async for given in stream:
-        params = given.sampling_params
+    """Yield the caller's inputs; copies of their sampling parameters have the call's plan."""
+    async for streaming_input in stream:
+        params = streaming_input.sampling_params
         if params is None:
-            yield given
+            yield streaming_input
             continue
         if has_plan(params) or plan_of(params) is not None:
             raise SpecError(
@@ -72,7 +71,7 @@ async def with_call_plan(
                 f"an input of a session with {params.output_kind.name}, in a call with "
                 f"{call_params.output_kind.name}; give both the same",
             )
-        yield replace(given, sampling_params=with_plan(params, plan))
+        yield replace(streaming_input, sampling_params=with_plan(params, plan))
 
 
 def closing(session: InputSession, is_delta: bool) -> Any:
@@ -116,7 +115,7 @@ def as_one_request(
         answers: results of the workers, which have the final prompt. A prompt that does not consist
             of the inputs and generated tokens is recorded there as a problem.
     """
-    entries = [one for answer in answers for one in answer.header.requests]
+    entries = [request for answer in answers for request in answer.header.requests]
     prompt, turns = list(inputs[0]), [len(inputs[0])]
     for entry in entries[:1]:
         prompt = entry.prompt or prompt
@@ -148,10 +147,10 @@ def _used(
     if len(turns) != len(inputs) or prompt[: turns[0]] != inputs[0] or len(prompt) != turns[-1]:
         return None
     used = 0
-    for given, before, after in zip(inputs[1:], turns, turns[1:], strict=False):
-        middle = after - len(given)
+    for ids, before, after in zip(inputs[1:], turns, turns[1:], strict=False):
+        middle = after - len(ids)
         kept = prompt[before:middle]
-        if middle < before or prompt[middle:after] != given:
+        if middle < before or prompt[middle:after] != ids:
             return None
         if kept != generated[used : used + len(kept)]:
             return None

@@ -38,18 +38,18 @@ class LensRegistry(NamedWeights[LinearLens, dict[int, LensMap]]):
                 f"there is no lens {show(name)}; there is {known}; register it with "
                 "llm.lenses.register(name, lens), or in midstream's setting `lenses`",
             )
-        found = []
+        maps = []
         for depth in depths:
-            one = lens.made.get(depth)
-            if one is None and depth < self._shape.num_layers:
+            lens_map = lens.made.get(depth)
+            if lens_map is None and depth < self._shape.num_layers:
                 raise SpecError(
                     "layers",
                     f"the lens {show(name)} has no map of the stream after {depth} layers; it has "
                     f"those after {', '.join(map(str, sorted(lens.made)))} (resid_post of layer i "
                     "is after i + 1, resid_pre after i)",
                 )
-            found.append(one or LensMap())
-        return tuple(found)
+            maps.append(lens_map or LensMap())
+        return tuple(maps)
 
     def check_name(self, name: str) -> None:
         if name == LOGIT:
@@ -74,8 +74,8 @@ class LensRegistry(NamedWeights[LinearLens, dict[int, LensMap]]):
     ) -> tuple[dict[int, LensMap], list[WeightPart]]:
         itemsize, width = self._dtype.itemsize, self._shape.hidden_size
         maps, parts = {}, []
-        for nth, depth in enumerate(sorted(weights.matrices)):
-            matrix = first // itemsize + nth * self._of_one(weights)
+        for index, depth in enumerate(sorted(weights.matrices)):
+            matrix = first // itemsize + index * self._of_one(weights)
             bias = -1
             parts.append(WeightPart(matrix * itemsize, self._dtype, weights.matrices[depth]))
             if weights.biases:

@@ -53,7 +53,7 @@ class ReusedRows:
         self._keys = keys
         self._origin = origin
         self._chain = self._chained([], prompt)
-        self._taps = frozenset(tap for nth in captures for tap in plan.captures[nth].taps)
+        self._taps = frozenset(tap for index in captures for tap in plan.captures[index].taps)
         # By taps and rank: the first position of each chunk, and the rows of these taps in it.
         self._found: dict[tuple[tuple[Tap, ...], int], list[tuple[int, RowSet]]] = {}
         self._kept: ReusableRows | None = None
@@ -75,14 +75,14 @@ class ReusedRows:
             rows = self._rows_of(key, start, wanted)
             if rows is None:
                 break
-            for one, taps in rows:
-                self._found.setdefault((taps, one.rank), []).append((start, one))
+            for row_set, taps in rows:
+                self._found.setdefault((taps, row_set.rank), []).append((start, row_set))
             end = start + CHUNK
         self._store.use(self._chain)
         firsts = [
-            _first(plan.captures[nth].where.possible, end if self._is_reused(captures) else 0)
+            _first(plan.captures[index].where.possible, end if self._is_reused(captures) else 0)
             for captures, _ in plan.alike
-            for nth in captures
+            for index in captures
         ]
         firsts += [_first(ranges, 0) for ranges in probed(plan)]
         known = [first for first in firsts if first is not None]
@@ -97,15 +97,15 @@ class ReusedRows:
         self, key: bytes, start: int, wanted: Sequence[tuple[Sequence[Tap], Ints]]
     ) -> list[tuple[RowSet, tuple[Tap, ...]]] | None:
         """Return the rows of a chunk, with the taps to read from them; None if one is missing."""
-        found = []
+        row_sets = []
         for taps, positions in wanted:
             offsets = _bits(positions, start)
             if offsets:
                 mine = self._store.find(key, taps, offsets, self._plan.codec)
                 if mine is None:
                     return None
-                found += mine
-        return found
+                row_sets += mine
+        return row_sets
 
     def missing(self, blocks: Sequence[ResultBlock], tokens: Sequence[int]) -> list[ResultBlock]:
         """Return the rows that a completion has from earlier requests.
@@ -114,19 +114,21 @@ class ReusedRows:
             blocks: the rows that the workers computed for it.
             tokens: token ids of all rows, prompt first.
         """
-        found = []
+        missing_blocks = []
         for captures, taps in self._plan.alike:
             if not self._is_reused(captures):
                 continue
             selected = expand(self._plan.ranges_of(captures, len(tokens), tokens))
             together: dict[tuple[int, ...], list[Tap]] = {}
             for tap in taps:
-                there = tuple([nth for nth, block in enumerate(blocks) if tap in block.taps])
+                there = tuple([index for index, block in enumerate(blocks) if tap in block.taps])
                 together.setdefault(there, []).append(tap)
             for there, mine in together.items():
-                computed = [np.zeros(0, np.int64), *(blocks[nth].positions for nth in there)]
-                found += self._blocks(mine, np.setdiff1d(selected, np.concatenate(computed)))
-        return found
+                computed = [np.zeros(0, np.int64), *(blocks[index].positions for index in there)]
+                missing_blocks += self._blocks(
+                    mine, np.setdiff1d(selected, np.concatenate(computed))
+                )
+        return missing_blocks
 
     def _blocks(self, taps: Sequence[Tap], positions: Ints) -> list[ResultBlock]:
         """Return the rows of some taps at some positions that were found."""
@@ -135,14 +137,14 @@ class ReusedRows:
             mine = [tap for tap in taps if tap in there]
             known: list[Ints] = []
             chunks: list[Chunk] = []
-            for start, one in sets if mine else ():
-                at = _positions(one.offsets, start)
+            for start, row_set in sets if mine else ():
+                at = _positions(row_set.offsets, start)
                 chosen = np.flatnonzero(np.isin(at, positions))
                 if chosen.size:
                     known.append(at[chosen])
-                    rows = one.rows[torch.from_numpy(chosen)]
-                    places = [one.taps.index(tap) for tap in mine]
-                    chunks.append(rows if tuple(mine) == one.taps else rows[:, places])
+                    rows = row_set.rows[torch.from_numpy(chosen)]
+                    places = [row_set.taps.index(tap) for tap in mine]
+                    chunks.append(rows if tuple(mine) == row_set.taps else rows[:, places])
             if known:
                 codec = parse_codec(self._plan.codec)
                 blocks.append(ResultBlock(mine, codec, np.concatenate(known), chunks, rank))
@@ -161,13 +163,15 @@ class ReusedRows:
         chain = self._chained(self._chain, tokens)
         mine = [_BlockRows(block, self._taps, len(chain)) for block in blocks]
         # Where room is short, the first tokens stay: without them later ones are of no use.
-        for nth, key in reversed(list(enumerate(chain))):
-            for one in mine:
-                offsets = one.offsets(nth)
-                if offsets and not self._store.has(key, one.taps, offsets, self._plan.codec):
-                    rows = one.rows(nth)
-                    found = RowSet(one.taps, self._plan.codec, offsets, rows, one.rank)
-                    self._store.add(key, found, resets)
+        for chunk, key in reversed(list(enumerate(chain))):
+            for block_rows in mine:
+                offsets = block_rows.offsets(chunk)
+                if offsets and not self._store.has(key, block_rows.taps, offsets, self._plan.codec):
+                    rows = block_rows.rows(chunk)
+                    row_set = RowSet(
+                        block_rows.taps, self._plan.codec, offsets, rows, block_rows.rank
+                    )
+                    self._store.add(key, row_set, resets)
         self._store.use(chain)
 
     def _chained(self, known: Sequence[bytes], tokens: Sequence[int]) -> list[bytes]:
@@ -199,26 +203,28 @@ class _BlockRows:
         places = [block.taps.index(tap) for tap in self.taps]
         self._chosen = slice(None) if is_all else torch.tensor(places)
         pieces = block.chunks if self.taps else []
-        self._pieces = [one.records() if isinstance(one, Scattered) else one for one in pieces]
-        self._bounds = np.cumsum([0, *(len(one) for one in self._pieces)])
+        self._pieces = [
+            piece.records() if isinstance(piece, Scattered) else piece for piece in pieces
+        ]
+        self._bounds = np.cumsum([0, *(len(piece) for piece in self._pieces)])
         cuts = np.searchsorted(block.positions, np.arange(chunks + 1) * CHUNK)
         self._spans = list(pairwise(cuts.tolist()))
 
-    def offsets(self, nth: int) -> int:
+    def offsets(self, chunk: int) -> int:
         """Return at which offsets of a chunk there are rows, as a bit for each."""
-        begin, end = self._spans[nth]
-        return _bits(self._positions[begin:end], nth * CHUNK) if self._pieces else 0
+        begin, end = self._spans[chunk]
+        return _bits(self._positions[begin:end], chunk * CHUNK) if self._pieces else 0
 
-    def rows(self, nth: int) -> Tensor:
+    def rows(self, chunk: int) -> Tensor:
         """Return a copy of the rows of a chunk, uint8 [positions, taps, bytes of a row]."""
-        begin, end = self._spans[nth]
+        begin, end = self._spans[chunk]
         first = int(np.searchsorted(self._bounds, begin, side="right")) - 1
-        found = []
+        parts = []
         for piece, start in zip(self._pieces[first:], self._bounds[first:].tolist(), strict=False):
             if start >= end:
                 break
-            found.append(piece[max(0, begin - start) : end - start][:, self._chosen])
-        return torch.cat(found)
+            parts.append(piece[max(0, begin - start) : end - start][:, self._chosen])
+        return torch.cat(parts)
 
 
 class RowReuse:
@@ -251,8 +257,8 @@ class RowReuse:
             own: its own plan, as given; None: it has none.
         """
         captures = reusing(plan, own, also)
-        for nth in captures:
-            source = plan.captures[nth].source
+        for index in captures:
+            source = plan.captures[index].source
             written = also[source] if source < 0 else own.captures[source] if own else None
             with at(f"capture[{source}].reuse" if source >= 0 else f"sinks[{source}].reuse"):
                 self._check("" if written is None else written.sink)
@@ -285,8 +291,8 @@ def origin_of(request: Any) -> bytes | None:
         return None
     adapter = request.lora_request
     names = ("lora_name", "lora_int_id", "lora_path")
-    given = None if adapter is None else [getattr(adapter, name, None) for name in names]
-    return hashlib.sha256(json.dumps([given, request.cache_salt]).encode()).digest()
+    adapter_key = None if adapter is None else [getattr(adapter, name, None) for name in names]
+    return hashlib.sha256(json.dumps([adapter_key, request.cache_salt]).encode()).digest()
 
 
 def reusing(plan: ResolvedPlan, own: Plan | None, also: Sequence[Capture]) -> frozenset[int]:
@@ -295,18 +301,18 @@ def reusing(plan: ResolvedPlan, own: Plan | None, also: Sequence[Capture]) -> fr
     Args:
         own: the request's own plan; None: it has none.
     """
-    given = () if own is None else own.captures
+    own_captures = () if own is None else own.captures
     return frozenset(
-        nth
-        for nth, one in enumerate(plan.captures)
-        if (also[one.source] if one.source < 0 else given[one.source]).reuse
+        index
+        for index, capture in enumerate(plan.captures)
+        if (also[capture.source] if capture.source < 0 else own_captures[capture.source]).reuse
     )
 
 
 def _selected(plan: ResolvedPlan, captures: Sequence[int], length: int) -> Ints:
     """Return the positions below `length` that any of some captures may select."""
-    found = [expand(clip(plan.captures[nth].where.possible, length)) for nth in captures]
-    return np.unique(np.concatenate(found))
+    positions = [expand(clip(plan.captures[index].where.possible, length)) for index in captures]
+    return np.unique(np.concatenate(positions))
 
 
 def _first(ranges: Ranges, least: int) -> int | None:
@@ -323,4 +329,4 @@ def _bits(positions: Ints, start: int) -> int:
 
 def _positions(offsets: int, start: int) -> Ints:
     """Return the positions of a chunk whose bits are set, ascending."""
-    return np.array([start + nth for nth in range(CHUNK) if offsets >> nth & 1], np.int64)
+    return np.array([start + offset for offset in range(CHUNK) if offsets >> offset & 1], np.int64)

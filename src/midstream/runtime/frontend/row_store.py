@@ -48,7 +48,7 @@ class _Chunk:
 
     @property
     def nbytes(self) -> int:
-        return sum(one.rows.nbytes for one in self.sets)
+        return sum(row_set.rows.nbytes for row_set in self.sets)
 
 
 class RowStore:
@@ -90,14 +90,14 @@ class RowStore:
             chunk = self._chunks.get(key)
             if chunk is None:
                 return None
-            found = []
+            matches = []
             left = list(taps)
-            for one in chunk.sets:
-                mine = set(one.taps).intersection(left) if one.has(offsets, codec) else ()
+            for row_set in chunk.sets:
+                mine = set(row_set.taps).intersection(left) if row_set.has(offsets, codec) else ()
                 if mine:
-                    found.append((one, tuple(tap for tap in left if tap in mine)))
+                    matches.append((row_set, tuple(tap for tap in left if tap in mine)))
                     left = [tap for tap in left if tap not in mine]
-            return None if left else found
+            return None if left else matches
 
     def has(self, key: bytes, taps: Sequence[Tap], offsets: int, codec: str) -> bool:
         """Return whether there are the rows of all of some taps; see `find`."""
@@ -124,7 +124,7 @@ class RowStore:
                 return
             chunk = self._chunks.setdefault(key, _Chunk())
             self.used -= chunk.nbytes
-            kept = [one for one in chunk.sets if not rows.includes(one)]
+            kept = [row_set for row_set in chunk.sets if not rows.includes(row_set)]
             chunk.sets = [*kept, rows][-_MOST_SETS:]
             self.used += chunk.nbytes
             self._chunks.move_to_end(key)

@@ -54,18 +54,18 @@ class RegisteredSae:
     def weights_of(self, ids: Sequence[int], mode: str) -> Mapping[str, Any]:
         """Return what a `Feature` takes of some features; see `SAE.weights_of`."""
         key = tuple(ids), mode
-        found = self.kept.get(key)
-        if found is None:
+        feature_weights = self.kept.get(key)
+        if feature_weights is None:
             weights = self.sae.weights_of(ids, mode)
             # As vectors, whose digests are computed once.
             rows = {
                 name: tuple(map(Vector.parse, weights[name])) for name in ("encoder", "decoder")
             }
-            found = {**weights, **rows}
+            feature_weights = {**weights, **rows}
             if len(self.kept) >= _KEPT:
                 self.kept.clear()
-            self.kept[key] = found
-        return found
+            self.kept[key] = feature_weights
+        return feature_weights
 
     def reconstructs(self) -> SaeCode:
         """Return how the workers reconstruct vectors with it."""
@@ -105,15 +105,15 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
 
     def get(self, name: str) -> RegisteredSae:
         """Return the SAE of a name."""
-        found = self._registered.get(name)
-        if found is None:
+        registered = self._registered.get(name)
+        if registered is None:
             known = f"there is {listed(self._registered)}" if self._registered else "there is none"
             raise SpecError(
                 "sae",
                 f"there is no SAE {show(name)}; {known}; register it with "
                 "llm.saes.register(name, sae), or in midstream's setting `saes`",
             )
-        return replace(found.made, name=name)
+        return replace(registered.made, name=name)
 
     def source(self, name: str) -> RegisteredSae:
         """Return the SAE of a name."""
@@ -195,18 +195,18 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
 
 
 def _header(sae: SAE) -> torch.Tensor:
-    found = torch.zeros(layout.ALIGN)
-    found[layout.FEATURES] = sae.num_features
-    found[layout.TOP_K] = sae.top_k
-    found[layout.NORMALIZE] = layout.NORMALIZATIONS.index(sae.normalize)
-    found[layout.CENTERED] = sae.centered
-    found[layout.TRANSCODES] = sae.is_transcoder
-    found[layout.SKIPS] = sae.w_skip is not None
-    return found
+    header = torch.zeros(layout.ALIGN)
+    header[layout.FEATURES] = sae.num_features
+    header[layout.TOP_K] = sae.top_k
+    header[layout.NORMALIZE] = layout.NORMALIZATIONS.index(sae.normalize)
+    header[layout.CENTERED] = sae.centered
+    header[layout.TRANSCODES] = sae.is_transcoder
+    header[layout.SKIPS] = sae.w_skip is not None
+    return header
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+    return digest.hexdigest()

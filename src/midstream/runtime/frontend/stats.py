@@ -73,22 +73,22 @@ class RequestTotals:
         """Return the number of captured vectors of a completion, and their size. Completions of one
         plan mostly share these objects, and are counted once.
         """
-        given: tuple[Any, ...] = receipt.captured, sizes, reduced
+        key: tuple[Any, ...] = receipt.captured, sizes, reduced
         if self._last is not None:
-            before, found = self._last
-            if all(map(operator.is_, given, before)):
-                return found
+            before, totals = self._last
+            if all(map(operator.is_, key, before)):
+                return totals
         rows = nbytes = 0
-        for one in receipt.captured:
-            tap = one.site, one.layer
-            mine = min(1, one.actual) if tap in reduced else one.actual
+        for count in receipt.captured:
+            tap = count.site, count.layer
+            mine = min(1, count.actual) if tap in reduced else count.actual
             rows += mine
             nbytes += mine * sizes[tap]
-        self._last = given, (rows, nbytes)
+        self._last = key, (rows, nbytes)
         return rows, nbytes
 
     def to_dict(self) -> dict[str, Any]:
         """Return the totals as JSON values."""
-        names = [one.name for one in fields(self) if one.name != "_last"]
-        found = {name: getattr(self, name) for name in names}
-        return {**found, "completions": dict(self.completions)}
+        names = [field.name for field in fields(self) if field.name != "_last"]
+        totals = {name: getattr(self, name) for name in names}
+        return {**totals, "completions": dict(self.completions)}

@@ -75,9 +75,9 @@ class StepControllers:
         """
         self.end(ended)
         spans: dict[str, Span] = {}
-        for uid, one in self._running.items():
-            self._finish_call(one)
-            if one.call is not None or one.run.is_over:
+        for uid, controlled in self._running.items():
+            self._finish_call(controlled)
+            if controlled.call is not None or controlled.run.is_over:
                 continue
             state = next(
                 (states[name] for name in self._changes.ids_of(uid) if name in states), None
@@ -85,50 +85,52 @@ class StepControllers:
             tokens = [] if state is None else state.detokenizer.output_token_ids
             if tokens:  # before the first, not all of the prompt was computed
                 known = SimpleNamespace(token_ids=tokens)
-                one.stream.record(known, is_delta=False)
-                span = one.stream.next_span()
+                controlled.stream.record(known, is_delta=False)
+                span = controlled.stream.next_span()
                 if span is not None:
                     spans[uid] = span
         if not spans:
             return
         answers = self._call(ReadScores(spans))
         for uid, blocks in scores_by_uid(self._workers, spans, answers).items():
-            one = self._running[uid]
-            one.stream.add(blocks)
-            generated = len(one.stream.tokens) - one.prompt_len
-            one.begun = time.monotonic()
-            one.call = one.run.begin(one.stream.probes(), generated)
+            controlled = self._running[uid]
+            controlled.stream.add(blocks)
+            generated = len(controlled.stream.tokens) - controlled.prompt_len
+            controlled.begun = time.monotonic()
+            controlled.call = controlled.run.begin(controlled.stream.probes(), generated)
 
-    def _finish_call(self, one: _Controlled) -> None:
+    def _finish_call(self, controlled: _Controlled) -> None:
         """Do what a call has answered, if it has."""
-        if one.call is None:
+        if controlled.call is None:
             return
-        if not one.call.done():
-            if time.monotonic() - one.begun > one.run.controller.seconds:
-                self._fail(one, "took too long")
+        if not controlled.call.done():
+            if time.monotonic() - controlled.begun > controlled.run.controller.seconds:
+                self._fail(controlled, "took too long")
             return
-        call, one.call = one.call, None
+        call, controlled.call = controlled.call, None
         try:
-            self._change(one, one.run.asked(call.result()))
+            self._change(controlled, controlled.run.asked(call.result()))
         except Exception as error:  # noqa: BLE001 - whatever it is, the policy decides
-            self._fail(one, repr(error))
+            self._fail(controlled, repr(error))
 
-    def _change(self, one: _Controlled, asked: Mapping[str, Any], problem: str = "") -> None:
+    def _change(self, controlled: _Controlled, asked: Mapping[str, Any], problem: str = "") -> None:
         """Do what an answer asks for, or what follows from a problem."""
         if not asked:
             return
-        with one.run.changing(asked):
+        with controlled.run.changing(asked):
             if "stop" in asked:
-                self._changes.stop(one.call_plan, problem or one.run.source, bool(problem))
+                self._changes.stop(
+                    controlled.call_plan, problem or controlled.run.source, bool(problem)
+                )
             else:
                 edits, scale = asked.get("edits"), asked.get("scale")
-                self._changes.update(one.call_plan, edits, scale, one.run.source)
+                self._changes.update(controlled.call_plan, edits, scale, controlled.run.source)
 
-    def _fail(self, one: _Controlled, what: str) -> None:
-        one.call = None
-        problem = one.run.fail(what)
+    def _fail(self, controlled: _Controlled, what: str) -> None:
+        controlled.call = None
+        problem = controlled.run.fail(what)
         if problem is not None:
-            self._change(one, {"stop": True}, problem)
-        elif one.run.turns_off:
+            self._change(controlled, {"stop": True}, problem)
+        elif controlled.run.turns_off:
             with suppress(SpecError):  # it has no edits
-                self._change(one, {"scale": 0.0})
+                self._change(controlled, {"scale": 0.0})

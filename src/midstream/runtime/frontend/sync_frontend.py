@@ -131,8 +131,8 @@ class FrontEnd(BaseFrontEnd):
             admitted = keep(super().admit(request, plan))
         if admitted is not None:
             self._running[name] = admitted
-            given = name, request.sampling_params.n, self.sinks, self.info.shape
-            if (partial := PartialRows.of(admitted, *given)) is not None:
+            args = name, request.sampling_params.n, self.sinks, self.info.shape
+            if (partial := PartialRows.of(admitted, *args)) is not None:
                 self._streamer.add(admitted.uid, partial)
             if isinstance(plan, CallPlan):
                 self._controllers.add(admitted.uid, plan, admitted.plan, request)
@@ -215,7 +215,7 @@ class FrontEnd(BaseFrontEnd):
         runs, no step follows: those that ended before, and were not `asked` to, get their results.
         """
         self._release_requests([name for name in self._running if name not in alive])
-        is_wanted = any(one.output.request_id not in asked for one in self._finished)
+        is_wanted = any(request.output.request_id not in asked for request in self._finished)
         if is_wanted and not self._has_unfinished():
             self._fetch_all()
             self._end_idle()
@@ -227,11 +227,11 @@ class FrontEnd(BaseFrontEnd):
         """
         self._receive()
         kept = []
-        for one in self._finished:
-            if one.output.request_id not in request_ids:
-                kept.append(one)
-            elif one.stage is _Stage.FETCH:
-                self._running[one.output.request_id] = one.admitted
+        for request in self._finished:
+            if request.output.request_id not in request_ids:
+                kept.append(request)
+            elif request.stage is _Stage.FETCH:
+                self._running[request.output.request_id] = request.admitted
         self._finished = kept
         self._reporter.forget(request_ids)
         self._release_requests([name for name in self._running if name in request_ids])
@@ -239,18 +239,18 @@ class FrontEnd(BaseFrontEnd):
     # -- results of finished requests -------------------------------------------------------
 
     def _waiting_for(self, stage: _Stage) -> list[_FinishedRequest]:
-        return [one for one in self._finished if one.stage is stage]
+        return [request for request in self._finished if request.stage is stage]
 
     def _begin_fetch(self) -> None:
         """Begin to fetch results of finished requests, if no fetch is under way."""
         batch = self._waiting_for(_Stage.FETCH)[:_BATCH_REQUESTS]
         if self._fetch is not None or not batch:
             return
-        exchange = collect(self._workers[0], [one.admitted.uid for one in batch])
+        exchange = collect(self._workers[0], [request.admitted.uid for request in batch])
         request = next(exchange)
         self._fetch = _Fetch(exchange, request, self._start(request))
-        for one in batch:
-            one.stage = _Stage.ANSWERS
+        for finished in batch:
+            finished.stage = _Stage.ANSWERS
 
     def _fetch_all(self) -> None:
         """Fetch the results of all finished requests."""
@@ -267,44 +267,46 @@ class FrontEnd(BaseFrontEnd):
         self._set_results()
         self._fetch = None
         batch = self._waiting_for(_Stage.ANSWERS)
-        uids = [one.admitted.uid for one in batch]
+        uids = [finished.admitted.uid for finished in batch]
         try:
             answers = read_answers(fetch.request, fetch.answers.result())
             data = carry_on(fetch.exchange, answers, self._call)
-            for one in batch:
+            for request in batch:
                 # A sink whose queue is full blocks here, and so delays the engine's next step.
-                one.delivery = self._deliver(one, data[one.admitted.uid])
-                one.stage = _Stage.SINKS
+                request.delivery = self._deliver(request, data[request.admitted.uid])
+                request.stage = _Stage.SINKS
             self._set_results()
         except BaseException:
             self._call(ReleaseRequests(uids))  # the workers keep what was not read
             raise
         finally:
             # After an error, the others of the batch have no results.
-            self._finished = [one for one in self._finished if one.stage is not _Stage.ANSWERS]
+            self._finished = [
+                finished for finished in self._finished if finished.stage is not _Stage.ANSWERS
+            ]
             self._release(uids)
 
-    def _deliver(self, one: _FinishedRequest, answers: WorkerAnswers) -> PendingDelivery:
+    def _deliver(self, request: _FinishedRequest, answers: WorkerAnswers) -> PendingDelivery:
         """Assemble the results of a request, and put its rows into the queues of their sinks."""
-        asked = one.admitted
+        asked = request.admitted
         partial = self._streamer.get(asked.uid)
         before = {} if partial is None else partial.received()
         try:
-            given = (asked.own, asked.reused, asked.later)
-            results = assemble(one.output, asked.plan, answers, self.info.shape, before, *given)
-            finished = FinishedRequest(asked, one.output, self.info.shape, results, partial)
+            args = (asked.own, asked.reused, asked.later)
+            results = assemble(request.output, asked.plan, answers, self.info.shape, before, *args)
+            finished = FinishedRequest(asked, request.output, self.info.shape, results, partial)
             return deliver(self.sinks, finished)
         finally:
             self._streamer.end(asked.uid)
 
     def _set_results(self, every: bool = False) -> None:
         """Set results on the outputs whose sinks have finished; of `every` one: wait for them."""
-        for one in self._waiting_for(_Stage.SINKS):
-            assert one.delivery is not None
-            if every or one.delivery.is_done:
-                one.delivery.set_results(one.output)
-                self._finished.remove(one)
-                self._reporter.add(one.output)
+        for request in self._waiting_for(_Stage.SINKS):
+            assert request.delivery is not None
+            if every or request.delivery.is_done:
+                request.delivery.set_results(request.output)
+                self._finished.remove(request)
+                self._reporter.add(request.output)
 
     def _release_requests(self, names: list[str]) -> None:
         """Release running requests, here and on the workers."""

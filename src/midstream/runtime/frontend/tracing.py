@@ -86,8 +86,7 @@ def do_tracing(original: Callable[..., Any], processor: Any, output: Any, *rest:
 
 
 def instrument_manual(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Replace vLLM's function that sends a span: add the attributes and the end of a delayed one.
-    """
+    """Replace vLLM's function that sends a span: add attributes, and the end of a delayed one."""
     added = _ADDED.get()
     if added is not None:
         attributes, end = added
@@ -98,16 +97,16 @@ def instrument_manual(original: Callable[..., Any], *args: Any, **named: Any) ->
 
 def attributes_of(receipt: Receipt) -> dict[str, Any]:
     """Return the attributes that a span gets from the receipt of its completion."""
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "midstream.receipt.status": receipt.status,
-        "midstream.captured.rows": sum(one.actual for one in receipt.captured),
+        "midstream.captured.rows": sum(count.actual for count in receipt.captured),
         "midstream.captured.dropped": receipt.dropped,
-        "midstream.probes.scores": sum(one.actual for one in receipt.probed),
+        "midstream.probes.scores": sum(count.actual for count in receipt.probed),
     }
     if receipt.edited is not None:
-        found["midstream.edits.applied"] = receipt.edited.applied
-        found["midstream.edits.cached"] = receipt.edited.cached
-        found["midstream.edits.tokens"] = receipt.edited.tokens
+        attributes["midstream.edits.applied"] = receipt.edited.applied
+        attributes["midstream.edits.cached"] = receipt.edited.cached
+        attributes["midstream.edits.tokens"] = receipt.edited.tokens
     if receipt.kept:
-        found["midstream.sinks"] = [f"{sink}: {kept.status}" for sink, kept in receipt.kept]
-    return found
+        attributes["midstream.sinks"] = [f"{sink}: {kept.status}" for sink, kept in receipt.kept]
+    return attributes

@@ -47,7 +47,7 @@ class WeightMemory:
     taken: set[tuple[int, int]] = field(default_factory=set)
 
     def find(
-        self, size: int, align: int, kind: str, given: tuple[int, int] | None
+        self, size: int, align: int, kind: str, old_place: tuple[int, int] | None
     ) -> tuple[int, int]:
         """Return the first place that is large enough, (first byte, stop).
 
@@ -56,7 +56,7 @@ class WeightMemory:
             align: what the first byte is a multiple of.
             kind: what is to be there, for the message.
         """
-        taken = sorted(self.taken - {given})
+        taken = sorted(self.taken - {old_place})
         first = 0
         for begin, end in (*taken, (self.nbytes, self.nbytes)):
             if begin - first >= size:

@@ -96,8 +96,8 @@ def find_decoder(
             if reason is not None:
                 lacking[site, index] = reason
         inner: dict[str, InnerPlace] = {}
-        found = find_inner_sites(module) if set(sites) & set(INNER) else {}
-        for site, place in found.items():
+        places = find_inner_sites(module) if set(sites) & set(INNER) else {}
+        for site, place in places.items():
             if not isinstance(place, InnerPlace):
                 lacking[site, index] = place.reason
             elif max_width is not None and place.width > max_width:
@@ -129,9 +129,9 @@ def all_lacks(
     """Return the taps of any site that the layers of this rank do not have, and why; see
     `find_decoder`. It is for messages: of a model that cannot be read there are none.
     """
-    given = tensor_parallel_size, float16, NAMES, max_width, embeds_given
+    args = tensor_parallel_size, float16, NAMES, max_width, embeds_given
     try:
-        return find_decoder(model, *given).lacking
+        return find_decoder(model, *args).lacking
     except Exception:  # noqa: BLE001 - sites that nobody asked for must not keep a model from starting
         return {}
 
@@ -147,11 +147,11 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
     """Return the module list of a loaded model's decoder layers."""
     root = find_root(model)
     for path in LAYER_LISTS:
-        found: object = root
+        module: object = root
         for name in path.split("."):
-            found = getattr(found, name, None)
-        if isinstance(found, nn.ModuleList) and len(found):
-            return found
+            module = getattr(module, name, None)
+        if isinstance(module, nn.ModuleList) and len(module):
+            return module
     raise UnsupportedError(
         f"{type(model).__name__}: its decoder layers were not found; looked for "
         f"{', '.join(LAYER_LISTS)}"

@@ -70,6 +70,6 @@ def internal_gate_lack(
     replaced = vars(owner).get("forward")
     if replaced is not None:  # as vLLM's Transformers backend does
         function = getattr(replaced, "__func__", replaced)
-        return TWICE if any(forward_source.calls(function, one) for one in gates) else None
+        return TWICE if any(forward_source.calls(function, gate) for gate in gates) else None
     flow = forward_source.flow_of(owner, name, types)
-    return TWICE if any(flow.of(one) for one in gates) else None
+    return TWICE if any(flow.of(gate) for gate in gates) else None

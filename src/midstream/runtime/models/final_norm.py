@@ -49,8 +49,8 @@ def gain_of(norm: nn.Module, width: int, device: torch.device) -> tuple[Tensor, 
 
     def normed(x: Tensor) -> Tensor:
         with torch.no_grad():
-            found: Tensor = call(x.float()[None])[0].double()
-        return found
+            output: Tensor = call(x.float()[None])[0].double()
+        return output
 
     # Of mean 0 and of mean square 1, whatever the norm divides by.
     signs = torch.ones(width, dtype=torch.float64, device=device)
@@ -58,11 +58,11 @@ def gain_of(norm: nn.Module, width: int, device: torch.device) -> tuple[Tensor, 
     up, down = normed(signs), normed(-signs)
     gain, bias = (up - down) / 2 * signs, (up + down) / 2
     other = torch.linspace(-1, 3, width, dtype=torch.float64, device=device) + 0.5 * signs
-    found = normed(other)
+    actual = normed(other)
     for is_centred in (False, True):
         x = other - other.mean() if is_centred else other
         wanted = gain * x / x.square().mean().sqrt() + bias
-        if float((found - wanted).norm()) <= _SLACK * float(wanted.norm()):
+        if float((actual - wanted).norm()) <= _SLACK * float(wanted.norm()):
             return gain, is_centred
     raise UnsupportedError(
         f"{type(norm).__qualname__} is neither an RMSNorm nor a LayerNorm, so that no direction of "
@@ -92,8 +92,8 @@ def _changed(forward: ast.FunctionDef) -> str | None:
     }
     for node in ast.walk(forward):
         if isinstance(node, ast.BinOp):
-            names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-            calls = [one for one in ast.walk(node) if _is_own_call(one)]
+            names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+            calls = [call for call in ast.walk(node) if _is_own_call(call)]
             if names & values or calls:
                 return ast.unparse(node)
         if isinstance(node, ast.AugAssign) and getattr(node.target, "id", "") in values:

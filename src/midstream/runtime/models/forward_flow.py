@@ -84,12 +84,14 @@ class Value:
 
     def joined(self, *others: Value) -> Value:
         """Return a value made of this one and the others."""
-        return Value(self.traces.union(*(one.traces for one in others)))
+        return Value(self.traces.union(*(value.traces for value in others)))
 
     def after(self, *through: str) -> Value:
         """Return this value after functions that changed its numbers."""
         return Value(
-            frozenset(Trace(one.part, True, one.through.union(through)) for one in self.traces)
+            frozenset(
+                Trace(trace.part, True, trace.through.union(through)) for trace in self.traces
+            )
         )
 
 
@@ -178,8 +180,7 @@ class _Reader:
     # ------------------------------------------------------------ statements
 
     def run(self, body: Sequence[ast.stmt], env: _Env) -> bool:
-        """Follow statements, which change `env`; return whether what comes after them is reached.
-        """
+        """Follow statements, which change `env`; return whether what comes after is reached."""
         for item in body:
             if isinstance(item, ast.Return):
                 if item.value is not None:
@@ -206,8 +207,8 @@ class _Reader:
                 ends.append(inner)
         if not ends:
             return False
-        found = {name for end in ends for name in end}
-        env.update({n: NOTHING.joined(*(end[n] for end in ends if n in end)) for n in found})
+        names = {name for end in ends for name in end}
+        env.update({n: NOTHING.joined(*(end[n] for end in ends if n in end)) for n in names})
         return True
 
     def _statement(self, item: ast.stmt, env: _Env) -> None:
@@ -229,10 +230,10 @@ class _Reader:
         self._value(node, env)
         if isinstance(node, ast.Call):
             name = _called(node)
-            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
             if isinstance(node.func, ast.Attribute):
-                given.append(node.func.value)
-            for part in given:
+                arguments.append(node.func.value)
+            for part in arguments:
                 if isinstance(part, ast.Name) and part.id in env:
                     by_number = name in _BY_NUMBER
                     env[part.id] = env[part.id].after(*(() if by_number else (f"{name}()",)))
@@ -242,26 +243,26 @@ class _Reader:
             self._store(target, self._value(value, env), env)
             return
         if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
-            given = [self._value(one, env) for one in value.elts]
+            parts = [self._value(element, env) for element in value.elts]
         else:
-            given = self._unpacked(target, value, env)
-        for name, one in zip(target.elts, given, strict=True):
-            self._store(name, one, env)
+            parts = self._unpacked(target, value, env)
+        for name, part in zip(target.elts, parts, strict=True):
+            self._store(name, part, env)
 
     def _unpacked(self, target: ast.Tuple | ast.List, value: ast.expr, env: _Env) -> list[Value]:
-        found = self._value(value, env)
+        whole = self._value(value, env)
         count = len(target.elts)
         if not isinstance(value, ast.Call):
-            return [found.after("unpacking()")] * count
+            return [whole.after("unpacking()")] * count
         kind = self._kind(value.func)
         if kind == "matrix":  # (output, bias)
-            return [found] + [NOTHING] * (count - 1)
+            return [whole] + [NOTHING] * (count - 1)
         pieces = self._pieces(value, env, count)
         if pieces:
             return pieces
         # `q, k = self.rotary_emb(positions, q, k)`: what has the same name is the same vector.
-        arguments = {_vector_name(one) for one in value.args}
-        wanted = [one.id if isinstance(one, ast.Name) else "" for one in target.elts]
+        arguments = {_vector_name(argument) for argument in value.args}
+        wanted = [element.id if isinstance(element, ast.Name) else "" for element in target.elts]
         if {name for name in wanted if name != "_"} <= arguments:
             path = path_of(value.func) or ""
             above, _, last = path.rpartition(".")
@@ -269,7 +270,7 @@ class _Reader:
                 kind, path = "module", above
             through = path if kind else f"{_called(value)}()"
             return [env.get(name, NOTHING).after(through) for name in wanted]
-        return [found.after("unpacking()")] * count
+        return [whole.after("unpacking()")] * count
 
     def _pieces(self, call: ast.Call, env: _Env, count: int) -> list[Value]:
         """Return the pieces of `x.split([…], dim=-1)` or `x.chunk(n, dim=-1)`; none for others."""
@@ -284,8 +285,8 @@ class _Reader:
         return [
             Value(
                 frozenset(
-                    Trace(OutputPart(parts[0].path, i, sizes), one.changed, one.through)
-                    for one in whole.traces
+                    Trace(OutputPart(parts[0].path, i, sizes), trace.changed, trace.through)
+                    for trace in whole.traces
                 )
             )
             for i in range(count)
@@ -322,8 +323,8 @@ class _Reader:
                 return self._value(node.body if decided else node.orelse, env)
         if isinstance(node, ast.Lambda | ast.GeneratorExp | ast.ListComp | ast.DictComp):
             raise UnsupportedError(f"its forward has a {type(node).__name__}")
-        inner_nodes = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
-        values = [self._value(one, env) for one in inner_nodes]
+        inner_nodes = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        values = [self._value(inner_node, env) for inner_node in inner_nodes]
         joined = NOTHING.joined(*values)
         if isinstance(node, ast.Tuple | ast.Starred):
             return joined
@@ -348,20 +349,24 @@ class _Reader:
 
     def _call(self, node: ast.Call, env: _Env) -> Value:
         name, kind = _called(node), self._kind(node.func)
-        args = [self._argument(one, env) for one in node.args]
-        kwargs = {one.arg or "**": self._argument(one.value, env) for one in node.keywords}
-        given = NOTHING.joined(*(one for one in (*args, *kwargs.values()) if one is not None))
+        args = [self._argument(arg, env) for arg in node.args]
+        kwargs = {
+            keyword.arg or "**": self._argument(keyword.value, env) for keyword in node.keywords
+        }
+        inputs = NOTHING.joined(
+            *(value for value in (*args, *kwargs.values()) if value is not None)
+        )
         if kind is not None:
             path = path_of(node.func) or ""
             self.flow.calls.append(FlowCall(path, tuple(args), kwargs))
             if kind == "matrix":
                 return Value(frozenset({Trace(OutputPart(path))}))
-            return given.after(path)
+            return inputs.after(path)
         of = NOTHING
         path = path_of(node.func) or ""
         above, _, last = path.rpartition(".")
         if last in _FORWARDS and self._names.kind(above) == "module":
-            return given.after(above)
+            return inputs.after(above)
         if isinstance(node.func, ast.Attribute):
             of = self._value(node.func.value, env)
             if of.parts and name in _ABOUT:
@@ -369,14 +374,14 @@ class _Reader:
             if of.parts and name in VIEWS:
                 return of
             if of.parts and name in _BY_NUMBER:
-                return of.joined(given).after()
+                return of.joined(inputs).after()
             if path_of(node.func):
                 self._attribute(node.func, env)
         self.flow.functions.add(name)
         # What is handed to a function is a module of the forward's own: it went through that too.
-        modules = [path_of(one) for one in node.args]
-        inner = [one for one in modules if one and self._names.kind(one) == "module"]
-        return of.joined(given).after(f"{name}()", *inner)
+        modules = [path_of(arg) for arg in node.args]
+        inner = [module for module in modules if module and self._names.kind(module) == "module"]
+        return of.joined(inputs).after(f"{name}()", *inner)
 
     def _argument(self, node: ast.expr, env: _Env) -> Value | None:
         if isinstance(node, ast.Constant) and node.value is None:
@@ -388,7 +393,7 @@ def _split(call: ast.Call, count: int) -> tuple[ast.expr, tuple[str, ...] | int]
     """Return the tensor that a call splits into columns, and the pieces' widths."""
     name = _called(call)
     if ast.unparse(call.func) == NORMED_SPLIT and len(call.args) == 5 and count == 3:
-        q, kv = (ast.unparse(one) for one in call.args[3:])
+        q, kv = (ast.unparse(arg) for arg in call.args[3:])
         return call.args[2], (q, kv, kv)
     if name not in ("split", "chunk") or not isinstance(call.func, ast.Attribute):
         return None
@@ -401,7 +406,7 @@ def _split(call: ast.Call, count: int) -> tuple[ast.expr, tuple[str, ...] | int]
         return (call.func.value, count) if ast.unparse(first) == str(count) else None
     if not isinstance(first, ast.List) or len(first.elts) != count:
         return None
-    return call.func.value, tuple(ast.unparse(one) for one in first.elts)
+    return call.func.value, tuple(ast.unparse(size) for size in first.elts)
 
 
 def _vector_name(node: ast.expr) -> str:

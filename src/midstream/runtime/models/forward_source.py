@@ -64,15 +64,15 @@ class Types:
 
 def attribute(module: object, path: str) -> Any:
     """Return the attribute at a dotted path; None if it is missing."""
-    found = _attribute(module, path)
-    return None if found is _UNKNOWN else found
+    value = _attribute(module, path)
+    return None if value is _UNKNOWN else value
 
 
 def linear_at(owner: object, path: str, types: Types) -> Any:
     """Return the matrix at a path, which a LoRA layer may wrap; None if there is none."""
-    found = attribute(owner, path)
-    found = getattr(found, "base_layer", found)
-    return found if isinstance(found, types.linear) else None
+    module = attribute(owner, path)
+    module = getattr(module, "base_layer", module)
+    return module if isinstance(module, types.linear) else None
 
 
 def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
@@ -88,8 +88,8 @@ def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
         used = sorted(_methods(tree_of(function)))
         within = [
             method
-            for one in used
-            if inspect.isfunction(method := inspect.getattr_static(cls, one, None))
+            for method_name in used
+            if inspect.isfunction(method := inspect.getattr_static(cls, method_name, None))
             if _calls(tree_of(method), name)
         ]
         if len(within) != 1:
@@ -97,10 +97,10 @@ def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
         function = within[0]
 
     def kind(path: str) -> str | None:
-        found = attribute(owner, path)
-        if linear_at(owner, path, types) is not None or isinstance(found, types.attention):
+        value = attribute(owner, path)
+        if linear_at(owner, path, types) is not None or isinstance(value, types.attention):
             return "matrix"
-        return "module" if isinstance(found, nn.Module) else None
+        return "module" if isinstance(value, nn.Module) else None
 
     known = functools.partial(decide, owner, function.__globals__)
     return read(tree_of(function), Names(kind, known))
@@ -110,7 +110,7 @@ def check_called(layer: nn.Module, path: str) -> None:
     """Check that each module on a path is called by the one above it, as a module."""
     parent = layer
     for name in path.split("."):
-        trees = [tree_of(one) for one in _own_methods(type(parent))]
+        trees = [tree_of(method) for method in _own_methods(type(parent))]
         called = any(_calls(tree, name) for tree in trees)
         if not called or any(_uses_method(tree, name) for tree in trees):
             raise UnsupportedError(f"{type(parent).__qualname__} does not just call its {name!r}")
@@ -147,10 +147,10 @@ def tree_of(function: Any) -> ast.FunctionDef:
 
 
 def _defined(cls: type, name: str) -> Any:
-    found = inspect.getattr_static(cls, name, None)
-    if not inspect.isfunction(found):
+    function = inspect.getattr_static(cls, name, None)
+    if not inspect.isfunction(function):
         raise UnsupportedError(f"its {name} is no plain function")
-    return found
+    return function
 
 
 def _own_methods(cls: type) -> list[Any]:
@@ -189,7 +189,9 @@ def _calls(tree: ast.AST, name: str) -> bool:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp | ast.Attribute)
         for target in node.targets
         if isinstance(target, ast.Name)
-        and any(path_of(one) == name for one in ast.walk(node.value) if isinstance(one, ast.expr))
+        and any(
+            path_of(child) == name for child in ast.walk(node.value) if isinstance(child, ast.expr)
+        )
     }
     return any(
         isinstance(node, ast.Call)
@@ -226,7 +228,7 @@ def _evaluated(owner: object, names: dict[str, Any], node: ast.expr) -> Any:
         inner = decide(owner, names, node.operand)
         return _UNKNOWN if inner is None else not inner
     if isinstance(node, ast.BoolOp):
-        values = [decide(owner, names, one) for one in node.values]
+        values = [decide(owner, names, operand) for operand in node.values]
         ends = isinstance(node.op, ast.Or)
         if ends in values:
             return ends
@@ -234,7 +236,7 @@ def _evaluated(owner: object, names: dict[str, Any], node: ast.expr) -> Any:
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         return _compared(owner, names, node)
     if isinstance(node, ast.BinOp):
-        left, right = (_evaluated(owner, names, one) for one in (node.left, node.right))
+        left, right = (_evaluated(owner, names, operand) for operand in (node.left, node.right))
         if isinstance(left, int) and isinstance(right, int):
             if isinstance(node.op, ast.Mult):
                 return left * right
@@ -246,17 +248,19 @@ def _evaluated(owner: object, names: dict[str, Any], node: ast.expr) -> Any:
 
 
 def _attribute(owner: object, path: str) -> Any:
-    found: Any = owner
+    value: Any = owner
     for name in path.split("."):
         try:
-            found = getattr(found, name, _UNKNOWN)
+            value = getattr(value, name, _UNKNOWN)
         except (AssertionError, LookupError, NotImplementedError, RuntimeError, ValueError):
             return _UNKNOWN  # a property that has no value here
-    return found
+    return value
 
 
 def _compared(owner: object, names: dict[str, Any], node: ast.Compare) -> Any:
-    left, right = (_evaluated(owner, names, one) for one in (node.left, node.comparators[0]))
+    left, right = (
+        _evaluated(owner, names, operand) for operand in (node.left, node.comparators[0])
+    )
     if left is _UNKNOWN or right is _UNKNOWN:
         return _UNKNOWN
     operator = node.ops[0]
@@ -276,6 +280,6 @@ def _called(owner: object, names: dict[str, Any], node: ast.Call) -> Any:
     if isinstance(function, ast.Attribute) and not node.args and not node.keywords:
         platform = function.value
         if isinstance(platform, ast.Name) and platform.id == "current_platform":
-            found = getattr(names.get(platform.id), function.attr, None)
-            return found() if callable(found) and function.attr.startswith("is_") else _UNKNOWN
+            method = getattr(names.get(platform.id), function.attr, None)
+            return method() if callable(method) and function.attr.startswith("is_") else _UNKNOWN
     return _UNKNOWN

@@ -119,7 +119,7 @@ def find_inner_sites(layer: nn.Module) -> dict[str, Found]:
     types = forward_source.Types.of_vllm()
     convention = lookup(type(layer), layer)
     branches = {} if isinstance(convention, Refusal) else convention.branches
-    found: dict[str, Found] = {}
+    places: dict[str, Found] = {}
     modules = dict(layer.named_modules())
     attention = [path for path, module in modules.items() if isinstance(module, types.attention)]
     experts = [path for path, module in modules.items() if isinstance(module, types.experts)]
@@ -129,8 +129,8 @@ def find_inner_sites(layer: nn.Module) -> dict[str, Found]:
         (MLP, lambda: _mlp_sites(layer, modules, [*attention, *mixers], experts, branches, types)),
         (("router",), lambda: _router_site(layer, modules, experts, types)),
     ):
-        found.update(_guarded(sites, rule))
-    return {site: found[site] for site in SITES}
+        places.update(_guarded(sites, rule))
+    return {site: places[site] for site in SITES}
 
 
 def head_dim(place: InnerPlace) -> int | None:
@@ -141,10 +141,10 @@ def head_dim(place: InnerPlace) -> int | None:
 def _guarded(sites: tuple[str, ...], rule: Callable[[], Mapping[str, Found]]) -> dict[str, Found]:
     """Return what a rule finds; no site if it cannot read the code."""
     try:
-        found = rule()
+        places = rule()
     except UnsupportedError as error:
         return dict.fromkeys(sites, Lack(f"midstream cannot read this model's code: {error}"))
-    return {site: found.get(site, Lack(UNPROVEN)) for site in sites}
+    return {site: places.get(site, Lack(UNPROVEN)) for site in sites}
 
 
 # --------------------------------------------------------------------- attention
@@ -301,9 +301,9 @@ def _sizes(owner: nn.Module, part: OutputPart, linear: Any) -> list[int] | None:
         return [width]
     if isinstance(part.sizes, int):
         return [width // part.sizes] * part.sizes if width % part.sizes == 0 else None
-    found = [forward_source.number(owner, text) for text in part.sizes]
-    sizes = [size for size in found if size is not None]
-    return sizes if len(sizes) == len(found) and sum(sizes) == width else None
+    numbers = [forward_source.number(owner, text) for text in part.sizes]
+    sizes = [size for size in numbers if size is not None]
+    return sizes if len(sizes) == len(numbers) and sum(sizes) == width else None
 
 
 def _split_of(linear: Any, argument: str, types: forward_source.Types) -> _Split | None:

@@ -52,20 +52,20 @@ def find_parameters(model: nn.Module, ties_head: bool) -> dict[str, OuterParamet
             name stands for the embedding.
     """
     root = find_root(model)
-    inside = {id(one) for one in find_layers(model).parameters()}
-    found: dict[str, OuterParameter] = {}
+    inside = {id(parameter) for parameter in find_layers(model).parameters()}
+    parameters: dict[str, OuterParameter] = {}
     embedding: OuterParameter | None = None
     for path, module in root.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in inside:
                 continue
-            one = _part(module, parameter)
-            found[f"{path}.{name}".replace(_REPLACED, "")] = one
+            part = _part(module, parameter)
+            parameters[f"{path}.{name}".replace(_REPLACED, "")] = part
             if embedding is None and isinstance(module, VocabParallelEmbedding):
-                embedding = one
+                embedding = part
     if ties_head and embedding is not None:
-        found.setdefault(HEAD, embedding)
-    return found
+        parameters.setdefault(HEAD, embedding)
+    return parameters
 
 
 def find_head(model: nn.Module, ties_head: bool) -> OuterParameter | None:
@@ -76,11 +76,11 @@ def find_head(model: nn.Module, ties_head: bool) -> OuterParameter | None:
         weight = getattr(module, "weight", None)
         if not isinstance(module, VocabParallelEmbedding) or not isinstance(weight, Tensor):
             continue
-        one = _part(module, weight)
+        part = _part(module, weight)
         if isinstance(module, ParallelLMHead):
-            heads[id(weight)] = one
+            heads[id(weight)] = part
         elif embedding is None:
-            embedding = one
+            embedding = part
     if len(heads) == 1:
         return next(iter(heads.values()))
     return embedding if ties_head and not heads else None

@@ -114,8 +114,8 @@ def lookup(cls: type, layer: object | None = None) -> Entry:
             without, it may be a `Choice`, which `resolve(layer)` decides.
     """
     key = key_of(cls)
-    found = CONVENTIONS.get(key) if key else None
-    if found is None:
+    convention = CONVENTIONS.get(key) if key else None
+    if convention is None:
         module, name = key or (cls.__module__, cls.__qualname__)
         return Refusal(f"midstream does not know what {module}.{name} takes and returns")
-    return found if layer is None else found.resolve(layer)
+    return convention if layer is None else convention.resolve(layer)

@@ -68,7 +68,9 @@ def find_norm(model: nn.Module, layers: nn.ModuleList) -> nn.Module | NoEnd:
 
 
 def _trunk_of(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    return next(one for one in model.modules() if any(layers is each for each in one.children()))
+    return next(
+        module for module in model.modules() if any(layers is child for child in module.children())
+    )
 
 
 def _final_norm(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
@@ -77,8 +79,8 @@ def _final_norm(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
     norms = {state for state in returned if state.startswith(_NORM)}
     if len(norms) != 1 or returned != norms:
         raise UnsupportedError("what it returns is not the output of one norm")
-    found: nn.Module = attribute(trunk, norms.pop().removeprefix(_NORM))
-    return found
+    norm: nn.Module = attribute(trunk, norms.pop().removeprefix(_NORM))
+    return norm
 
 
 def _embedding(
@@ -102,27 +104,27 @@ def _embedding(
             "it adds positions to the embeddings, which it may be given with prompt_embeds or "
             "images; use resid_pre of layer 0"
         )
-    found: nn.Module = attribute(trunk, modules.pop().removeprefix(_MODULE))
-    return found
+    embedding: nn.Module = attribute(trunk, modules.pop().removeprefix(_MODULE))
+    return embedding
 
 
 def _forward_of(cls: type) -> Any:
     """Return the forward of a trunk's class; that of its parent where it only calls that, with its
     own arguments.
     """
-    for nth, owner in enumerate(cls.__mro__):
+    for index, owner in enumerate(cls.__mro__):
         if "forward" not in vars(owner):
             continue
         function = vars(owner)["forward"]
         call = _super_call(tree_of(function))
         if call is None:
             return function
-        later = (vars(each).get("forward") for each in cls.__mro__[nth + 1 :])
-        parent = next(each for each in later if each is not None)
+        later = (vars(base).get("forward") for base in cls.__mro__[index + 1 :])
+        parent = next(forward for forward in later if forward is not None)
         names = list(inspect.signature(parent).parameters)[1:]
-        given = [*zip(names, call.args, strict=False)]
-        given += [(word.arg, word.value) for word in call.keywords if word.arg is not None]
-        if any(not isinstance(value, ast.Name) or value.id != name for name, value in given):
+        arguments = [*zip(names, call.args, strict=False)]
+        arguments += [(word.arg, word.value) for word in call.keywords if word.arg is not None]
+        if any(not isinstance(value, ast.Name) or value.id != name for name, value in arguments):
             raise UnsupportedError("it changes what it gives to its parent's forward")
     raise UnsupportedError("it has no forward")
 
@@ -148,7 +150,7 @@ class _Walk:
         if "forward" in vars(trunk):
             raise UnsupportedError("its forward was replaced")
         self._trunk = trunk
-        self._list = next(name for name, one in trunk.named_children() if one is layers)
+        self._list = next(name for name, child in trunk.named_children() if child is layers)
         function: Any = _forward_of(type(trunk))
         self._globals = function.__globals__
         self.into_layers: frozenset[str] = frozenset()
@@ -161,10 +163,10 @@ class _Walk:
     def _block(self, body: list[ast.stmt], values: _Values) -> _Values | None:
         """Run statements; None if they return or raise."""
         for statement in body:
-            found = self._statement(statement, values)
-            if found is None:
+            next_values = self._statement(statement, values)
+            if next_values is None:
                 return None
-            values = found
+            values = next_values
         return values
 
     def _statement(self, node: ast.stmt, values: _Values) -> _Values | None:
@@ -199,7 +201,11 @@ class _Walk:
         bodies = (
             [node.body, node.orelse] if known is None else [node.body if known else node.orelse]
         )
-        ends = [found for body in bodies if (found := self._block(body, dict(values))) is not None]
+        ends = [
+            branch_values
+            for body in bodies
+            if (branch_values := self._block(body, dict(values))) is not None
+        ]
         if not ends:
             return None
         names = {name for end in ends for name in end}
@@ -221,14 +227,16 @@ class _Walk:
     def _is_over_layers(self, node: ast.For | ast.While) -> bool:
         """Return whether a loop is over the layers, or over their numbers."""
         over = node.iter if isinstance(node, ast.For) else node.test
-        if any(path_of(one) == self._list for one in ast.walk(over) if isinstance(one, ast.expr)):
+        if any(
+            path_of(child) == self._list for child in ast.walk(over) if isinstance(child, ast.expr)
+        ):
             return True
         numbers = _stored(node.target) if isinstance(node, ast.For) else set()
         return any(
-            self._is_a_layer(one) and getattr(one.slice, "id", "") in numbers
-            for each in node.body
-            for one in ast.walk(each)
-            if isinstance(one, ast.Subscript)
+            self._is_a_layer(child) and getattr(child.slice, "id", "") in numbers
+            for statement in node.body
+            for child in ast.walk(statement)
+            if isinstance(child, ast.Subscript)
         )
 
     def _is_a_layer(self, node: ast.expr) -> bool:
@@ -237,25 +245,25 @@ class _Walk:
     def _given_to_first(self, loop: ast.For | ast.While, values: _Values) -> frozenset[str]:
         """Return what the first layer is called with in a loop over the layers."""
         layers = _stored(loop.target) if isinstance(loop, ast.For) else set()
-        found: frozenset[str] = frozenset()
+        states: frozenset[str] = frozenset()
         for statement in loop.body:
             if isinstance(statement, ast.Assign) and self._is_a_layer(statement.value):
                 layers |= _stored(statement)
-            for one in ast.walk(statement):
-                if not isinstance(one, ast.Call):
+            for node in ast.walk(statement):
+                if not isinstance(node, ast.Call):
                     continue
-                if self._is_a_layer(one.func) or getattr(one.func, "id", "") in layers:
-                    given = (*one.args, *(word.value for word in one.keywords))
-                    names = [arg.id for arg in given if isinstance(arg, ast.Name)]
-                    found = found.union(*(values.get(name, frozenset()) for name in names))
-            if found:
-                return found
+                if self._is_a_layer(node.func) or getattr(node.func, "id", "") in layers:
+                    arguments = (*node.args, *(word.value for word in node.keywords))
+                    names = [arg.id for arg in arguments if isinstance(arg, ast.Name)]
+                    states = states.union(*(values.get(name, frozenset()) for name in names))
+            if states:
+                return states
             stored = _stored(statement)
             values = {
                 name: frozenset({_OTHER}) if name in stored and state else state
                 for name, state in values.items()
             }
-        return found
+        return states
 
     def _return(self, value: ast.expr, values: _Values) -> None:
         called = value.func if isinstance(value, ast.Call) else None
@@ -276,31 +284,33 @@ class _Walk:
             chosen = [node.body, node.orelse] if known is None else [
                 node.body if known else node.orelse
             ]  # fmt: skip
-            return frozenset().union(*(self._state(one, values) for one in chosen))
+            return frozenset().union(*(self._state(branch, values) for branch in chosen))
         if isinstance(node, ast.BinOp):
             return _combined(
                 node.op, self._state(node.left, values), self._state(node.right, values)
             )
         if isinstance(node, ast.Call):
             return self._called(node, values)
-        inner = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
-        return frozenset({_OTHER} if any(self._state(one, values) for one in inner) else ())
+        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        return frozenset({_OTHER} if any(self._state(child, values) for child in inner) else ())
 
     def _called(self, node: ast.Call, values: _Values) -> frozenset[str]:
         path = path_of(node.func)
         if path in _EMBED and not self._passed:
             return self._embedded(path)
-        found = None if path is None else attribute(self._trunk, path)
-        if isinstance(found, nn.Module):
-            name = type(found).__name__.lower()
+        module = None if path is None else attribute(self._trunk, path)
+        if isinstance(module, nn.Module):
+            name = type(module).__name__.lower()
             if self._passed and "norm" in name:
                 return frozenset({_NORM + str(path)})
-            if not self._passed and _is_embedding(found) and _reads_tokens(node):
+            if not self._passed and _is_embedding(module) and _reads_tokens(node):
                 return frozenset({_GIVEN, _MODULE + str(path)})
-        given = [*node.args, *(one.value for one in node.keywords)]
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         if isinstance(node.func, ast.Attribute):
-            given.append(node.func.value)
-        return frozenset({_OTHER} if any(self._state(one, values) for one in given) else ())
+            arguments.append(node.func.value)
+        return frozenset(
+            {_OTHER} if any(self._state(argument, values) for argument in arguments) else ()
+        )
 
     def _embedded(self, name: str) -> frozenset[str]:
         """Return what the trunk's method for embeddings returns."""
@@ -318,9 +328,9 @@ class _Walk:
 def _stored(node: ast.AST) -> set[str]:
     """Return the names that a statement or a target assigns."""
     return {
-        one.id
-        for one in ast.walk(node)
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+        child.id
+        for child in ast.walk(node)
+        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
     }
 
 
@@ -332,7 +342,7 @@ def _combined(
         return frozenset()
     whole = left | right
     modules = {state for state in whole if state.startswith(_MODULE)}
-    if not (left and right) and _OTHER not in whole and not any(_is_norm(one) for one in whole):
+    if not (left and right) and _OTHER not in whole and not any(_is_norm(state) for state in whole):
         if isinstance(operator, ast.Mult | ast.Div) and _SUMMED not in whole:
             return frozenset({_SCALED})
         if isinstance(operator, ast.Add) and not whole & {_SUMMED, _SCALED}:
@@ -349,15 +359,17 @@ def _is_embedding(module: nn.Module) -> bool:
 
 
 def _reads_tokens(node: ast.Call) -> bool:
-    return any(isinstance(one, ast.Name) and one.id == "input_ids" for one in node.args)
+    return any(
+        isinstance(argument, ast.Name) and argument.id == "input_ids" for argument in node.args
+    )
 
 
 def _assigned(target: ast.expr, state: frozenset[str], values: _Values) -> _Values:
     if isinstance(target, ast.Tuple):
         # A norm that adds returns the stream too, second.
         other = frozenset({_OTHER} if state else ())
-        for nth, one in enumerate(target.elts):
-            whole = not nth and all(map(_is_norm, state))
-            values = _assigned(one, state if whole else other, values)
+        for index, element in enumerate(target.elts):
+            whole = not index and all(map(_is_norm, state))
+            values = _assigned(element, state if whole else other, values)
         return values
     return {**values, target.id: state} if isinstance(target, ast.Name) else values

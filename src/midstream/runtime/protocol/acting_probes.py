@@ -37,16 +37,16 @@ def acting_probes(
     Args:
         versions: by name of a probe that switches, the version of the plan that holds then.
     """
-    found = []
+    probes = []
     for probe in plan.probes:
         act = probe.act
         if isinstance(act, Stop):
-            found.append(ActingProbe(probe.name, probe.slot, probe.where, act))
+            probes.append(ActingProbe(probe.name, probe.slot, probe.where, act))
         elif isinstance(act, Switch):
             bare = Condition(above=act.above, below=act.below, for_=act.for_, pool=act.pool)
             version = versions[probe.name]
-            found.append(ActingProbe(probe.name, probe.slot, probe.where, bare, version))
-    return tuple(found)
+            probes.append(ActingProbe(probe.name, probe.slot, probe.where, bare, version))
+    return tuple(probes)
 
 
 def stop_reason(name: str) -> str:

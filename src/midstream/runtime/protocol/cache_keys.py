@@ -41,16 +41,16 @@ class _Segments:
             return None
         # The key includes where in the block each segment begins.
         parts = [
-            f"{max(self.starts[nth], start) - start}:{self.marks[nth]}"
-            for nth in range(first, last)
+            f"{max(self.starts[index], start) - start}:{self.marks[index]}"
+            for index in range(first, last)
         ]
         return "|".join(parts)
 
     def first_edited(self, position: int) -> int | None:
         """Return the first edited position at or after `position`; None if there is none."""
-        for nth in range(bisect.bisect_right(self.starts, position) - 1, len(self.starts)):
-            if self.marks[nth]:
-                return max(self.starts[nth], position)
+        for index in range(bisect.bisect_right(self.starts, position) - 1, len(self.starts)):
+            if self.marks[index]:
+                return max(self.starts[index], position)
         return None
 
 
@@ -105,10 +105,10 @@ class ChangedKeys(_Segments):
             starts.pop()
             marks.pop()
         first = bisect.bisect_right(later.starts, position) - 1
-        for nth in range(first, len(later.starts)):
-            if not marks or marks[-1] != later.marks[nth]:
-                starts.append(max(later.starts[nth], position))
-                marks.append(later.marks[nth])
+        for index in range(first, len(later.starts)):
+            if not marks or marks[-1] != later.marks[index]:
+                starts.append(max(later.starts[index], position))
+                marks.append(later.marks[index])
 
 
 def cache_keys(plan: ResolvedPlan) -> CacheKeys:
@@ -119,7 +119,7 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
     made: dict[tuple[int, ...], str] = {(): PLAIN}
     for start, _, here in overlay([ranges for ranges, _ in parts]):
         if here not in made:
-            content = json.dumps([parts[nth][1] for nth in here])
+            content = json.dumps([parts[index][1] for index in here])
             made[here] = hashlib.sha256(content.encode()).hexdigest()
         if not marks or made[here] != marks[-1]:
             starts.append(start)
@@ -146,8 +146,8 @@ def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
             parts.append((edit.where.ranges, content))
         for match in edit.where.matches:
             parts.append((match.ranges, [*content, list(match.ids), match.others]))
-    for one in plan.functions:
-        parts.append((one.where.ranges, [one.site, one.layer, one.key]))
+    for function in plan.functions:
+        parts.append((function.where.ranges, [function.site, function.layer, function.key]))
     for probe in plan.probes:
         if not probe.name and not probe.part_of:
             # What gates read is part of what they do.

@@ -37,9 +37,7 @@ def unpack(kind: Any, value: object, name: str) -> Any:
     """
     try:
         # Without `builtin_types` a str would be taken for base64.
-        return read_message(
-            lambda given: msgspec.convert(given, kind, builtin_types=(bytes,)), value
-        )
+        return read_message(lambda raw: msgspec.convert(raw, kind, builtin_types=(bytes,)), value)
     except SpecError as error:
         raise _malformed(name, error) from None
 
@@ -52,7 +50,7 @@ def encode(messages: object) -> bytes:
 def decode(kind: Any, data: bytes, name: str) -> Any:
     """Read what `encode` returned; see `unpack`."""
     try:
-        return read_message(lambda given: msgspec.msgpack.decode(given, type=kind), data)
+        return read_message(lambda packed: msgspec.msgpack.decode(packed, type=kind), data)
     except SpecError as error:
         raise _malformed(name, error) from None
 

@@ -56,9 +56,9 @@ def check_parts(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> None:
                 f"{probe.site} is split over {parts[probe.tap]} ranks, and a hidden unit needs all "
                 "of it; read a site of the residual stream, or use tensor_parallel_size=1",
             )
-    for one in plan.functions:
-        if (one.site, one.layer) in parts:
-            raise _needs_all(one.site, "a function").under(f"edits[{one.source}]")
+    for function in plan.functions:
+        if (function.site, function.layer) in parts:
+            raise _needs_all(function.site, "a function").under(f"edits[{function.source}]")
     for edit in plan.edits:
         count = parts.get((edit.site, edit.layer))
         if count is not None and any(step.op is Op.MAP for step in edit.steps.instructions):
@@ -94,7 +94,9 @@ def _is_local(step: Instruction, parts: int) -> bool:
     if not read and step.op not in _READING:
         return True
     written = [step.mask] if step.op is Op.SCALE else list(step.write)
-    touched = {part for each in written if each is not None for part in _parts_of(each, parts)}
+    touched = {
+        part for vector in written if vector is not None for part in _parts_of(vector, parts)
+    }
     return len(read | touched) <= 1
 
 
@@ -160,10 +162,10 @@ def split_scores(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> tuple[SplitSco
     Args:
         parts: see `check_parts`.
     """
-    found = {
+    counts = {
         probe.slot: parts[probe.tap] for probe in plan.probes if probe.name and probe.tap in parts
     }
-    return tuple(found.items())
+    return tuple(counts.items())
 
 
 def scores_of(
@@ -210,11 +212,11 @@ def _in_order(blocks: Sequence[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
 
 
 def _joined(tap: Tap, parts: Sequence[Sequence[ResultBlock]]) -> ResultBlock:
-    found = [_rows_of(tap, blocks) for blocks in parts]
-    positions = found[0][0]
-    for others, _ in found[1:]:
+    pieces = [_rows_of(tap, blocks) for blocks in parts]
+    positions = pieces[0][0]
+    for others, _ in pieces[1:]:
         positions = np.intersect1d(positions, others, assume_unique=True)
-    rows = [each[torch.from_numpy(np.searchsorted(known, positions))] for known, each in found]
+    rows = [values[torch.from_numpy(np.searchsorted(known, positions))] for known, values in pieces]
     first = parts[0][0]
     return ResultBlock([tap], first.codec, positions, [torch.cat(rows, 1)[:, None]], first.rank)
 

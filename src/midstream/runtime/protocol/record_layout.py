@@ -95,7 +95,7 @@ def layout_of(
 ) -> RecordLayout:
     """Return the layout that the fields of a `RowsHeader` describe, of which there are few."""
     names = worker.taps
-    if any(nth >= len(names) for nth in (*indices, *(one.queries for one in patterns))):
+    if any(index >= len(names) for index in (*indices, *(pattern.queries for pattern in patterns))):
         raise MessageError(f"taps {indices} of {len(names)}")
     dtype = getattr(torch, worker.dtype)
     parts: list[RecordPart] = []

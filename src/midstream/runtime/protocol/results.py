@@ -106,7 +106,9 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     @property
     def nbytes(self) -> int:
         """Length in the data."""
-        blocks = sum([one.nbytes for one in self.rows]) + sum([one.nbytes for one in self.scores])
+        blocks = sum([header.nbytes for header in self.rows]) + sum(
+            [header.nbytes for header in self.scores]
+        )
         return self.states * _STATE + blocks
 
 
@@ -274,9 +276,12 @@ class WorkerResult:
     @property
     def outline(self) -> Hashable:
         """All that is known of the completion besides the values of its rows and scores."""
-        rows = [(one.taps, one.codec, one.patterns, one.nbytes, *one.runs) for one, _ in self._rows]
-        scores = [(one.nbytes, *one.runs) for one, _ in self._scores]
-        counts = [(one.index, one.calls, one.rows) for one in self.functions]
+        rows = [
+            (header.taps, header.codec, header.patterns, header.nbytes, *header.runs)
+            for header, _ in self._rows
+        ]
+        scores = [(header.nbytes, *header.runs) for header, _ in self._scores]
+        counts = [(count.index, count.calls, count.rows) for count in self.functions]
         known = self.problem, self.dropped, self.versions, tuple(rows), tuple(scores), tuple(counts)
         return self.worker, self._leased is None, self._states.tobytes(), known
 
@@ -286,13 +291,13 @@ class WorkerResult:
         """
         if self._leased is not None:
             return None
-        found = []
-        for nth, (header, data) in enumerate(self._rows):
-            form = self._form(nth, header, data)
+        forms = []
+        for index, (header, data) in enumerate(self._rows):
+            form = self._form(index, header, data)
             if form is None:
                 return None
-            found.append(form)
-        return found
+            forms.append(form)
+        return forms
 
     def block(self, form: BlockForm) -> ResultBlock:
         """Return the rows of a form, which become tensors when they are first read."""
@@ -307,15 +312,15 @@ class WorkerResult:
 
     def scores(self) -> list[tuple[Ints, Floats]]:
         """Return (positions, float32 [positions, slots]) of the probe scores."""
-        found = []
+        scores = []
         for header, data in self._scores:
             count = count_of(header.runs)
             if header.nbytes % (max(1, count) * _SCORE) or (header.nbytes and not count):
                 raise self._malformed(f"{header.nbytes} bytes of scores at {count} positions")
             values = np.frombuffer(data, np.float32)
             slots = header.nbytes // (max(1, count) * _SCORE)
-            found.append((expand_runs(header.runs), values.reshape(count, slots)))
-        return found
+            scores.append((expand_runs(header.runs), values.reshape(count, slots)))
+        return scores
 
     def _blocks(self, header: RowsHeader, data: memoryview) -> list[ResultBlock]:
         """Return the rows of a header, one block for each width of vectors and number of parts."""
@@ -329,7 +334,7 @@ class WorkerResult:
                 part.taps,
                 part.codec,
                 positions,
-                [part.of(each) for each in records],
+                [part.of(chunk) for chunk in records],
                 rank,
                 is_leased,
                 part.parts,
@@ -343,14 +348,14 @@ class WorkerResult:
         except MidstreamError as error:
             raise self._malformed(str(error)) from None
 
-    def _form(self, nth: int, header: RowsHeader, data: memoryview) -> BlockForm | None:
+    def _form(self, index: int, header: RowsHeader, data: memoryview) -> BlockForm | None:
         """Return the form of a header's block; None: it has several, is split or is large."""
         layout = self._layout(header)
         is_simple = len(layout.parts) == 1 and layout.parts[0].parts == 1
         if not is_simple or not 0 < len(data) <= _UNREAD_BYTES:
             return None
         self._check_size(header, layout.nbytes)
-        return BlockForm(nth, layout.parts[0], expand_runs(header.runs))
+        return BlockForm(index, layout.parts[0], expand_runs(header.runs))
 
     def _check_size(self, header: RowsHeader, record: int) -> int:
         """Return the number of records of a header whose rows were sent."""
@@ -432,8 +437,8 @@ def _leased_chunks(places: Ints, leased: Leased, record: int) -> list[Chunk]:
             chunks.append(whole.view(records, 1, record))
             continue
         offsets = np.repeat(begins, lengths) + within_runs(lengths) * record
-        found = Scattered(memory, offsets, 1, record)
-        chunks.append(found if leased.keep else found.records())
+        scattered = Scattered(memory, offsets, 1, record)
+        chunks.append(scattered if leased.keep else scattered.records())
     return chunks
 
 

@@ -333,8 +333,8 @@ class CheckIntegrity(RpcRequest[IntegrityReport], frozen=True):
 
 
 _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
-    one.__name__: one
-    for one in (
+    request.__name__: request
+    for request in (
         DescribeWorker,
         UpdateVectors,
         CountResets,

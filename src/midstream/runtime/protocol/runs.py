@@ -27,15 +27,15 @@ def joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return (first, length) runs of ascending positions with adjacent ones as one."""
     if len(runs) < 2:
         return runs
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     first, stop = runs[0][0], runs[0][0]
     for begin, length in runs:
         if begin != stop:
-            found.append((first, stop - first))
+            merged.append((first, stop - first))
             first = begin
         stop = begin + length
-    found.append((first, stop - first))
-    return found
+    merged.append((first, stop - first))
+    return merged
 
 
 def count_of(runs: Iterable[tuple[int, int]]) -> int:
@@ -50,7 +50,7 @@ def expand_runs(runs: Iterable[tuple[int, int]]) -> Ints:
 
 def expand(ranges: Iterable[tuple[int, int]]) -> Ints:
     """Return the positions in [start, stop) ranges."""
-    found = [np.arange(start, stop) for start, stop in ranges]
-    if len(found) == 1:
-        return found[0]
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+    arrays = [np.arange(start, stop) for start, stop in ranges]
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)

@@ -51,15 +51,24 @@ def score_blocks(
         requests: the requests, in the order of the data.
         data: float32 [positions, slots] of each.
     """
-    described = sum(count_of(one.runs) * one.slots for one in requests) * _ITEM
+    described = (
+        sum(
+            count_of(described_request.runs) * described_request.slots
+            for described_request in requests
+        )
+        * _ITEM
+    )
     if described != len(data):
         raise MessageError(
             f"worker {worker.place} sent {len(data)} bytes of scores and described {described}"
         )
     offset = 0
-    for one in requests:
-        positions = expand_runs(one.runs)
-        size = positions.size * one.slots
+    for request in requests:
+        positions = expand_runs(request.runs)
+        size = positions.size * request.slots
         values = np.frombuffer(data, np.float32, size, offset)
         offset += size * _ITEM
-        yield one.uid, ScoreBlock(worker, positions, values.reshape(positions.size, one.slots))
+        yield (
+            request.uid,
+            ScoreBlock(worker, positions, values.reshape(positions.size, request.slots)),
+        )

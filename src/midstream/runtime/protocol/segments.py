@@ -238,7 +238,7 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[Plan
         end = FOREVER if stop is None else stop
         piece = known.get(indices)
         if piece is None:
-            here = [parts[nth] for nth in indices]
+            here = [parts[index] for index in indices]
             edits = tuple(part.edit for part in here if part.edit is not None)
             places = tuple(sorted({tap for part in here for tap in part.taps}))
             scored = any(part.scored for part in here)
@@ -272,11 +272,11 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
             scored = share.returns(index) and bool(probe.name)
             # The front end drops scores at positions that the probe turns out not to select.
             parts.append(_Part(probe.where.possible, read, scored=scored))
-    for nth, capture in enumerate(plan.captures):
+    for capture_index, capture in enumerate(plan.captures):
         if capture.pattern is not None:
             if taps.keys().isdisjoint(capture.pattern.reads):
                 continue
-            reads = _reads(nth, capture.pattern, taps, share)
+            reads = _reads(capture_index, capture.pattern, taps, share)
             parts.append(_Part(capture.returned, patterns=reads))
             # Rows that are counted for the row that the last of them returns.
             counted = tuple(read._replace(returned=False) for read in reads)

@@ -32,23 +32,23 @@ class ScoresOfStep:
     values: NDArray[np.float32]
     _columns: dict[int, list[float]] = field(default_factory=dict)
 
-    def at(self, nth: int, slot: int, positions: Sequence[int]) -> list[float]:
+    def at(self, index: int, slot: int, positions: Sequence[int]) -> list[float]:
         """Return the scores in a column at some positions of the nth request."""
         if not positions:
             return []
         column = self.column(slot)
-        shift = self.row[nth] - self.first[nth]
+        shift = self.row[index] - self.first[index]
         if isinstance(positions, range):
             return column[positions.start + shift : positions.stop + shift]
         return [column[position + shift] for position in positions]
 
     def column(self, slot: int) -> list[float]:
         """Return the scores in a column, of each row."""
-        found = self._columns.get(slot)
-        if found is None:
+        column = self._columns.get(slot)
+        if column is None:
             # At once for all requests: an index of numpy takes as long as a hundred of a list.
-            found = self._columns[slot] = self.values[:, slot].tolist()
-        return found
+            column = self._columns[slot] = self.values[:, slot].tolist()
+        return column
 
     def alone(self) -> ScoresOfStep:
         """Return the same without rows of other requests."""

@@ -104,7 +104,7 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True, cache_hash=True):
 
         Descriptions of workers were dicts once, and documents showed `workers[0]["codec"]`.
         """
-        found = self.__struct_fields__
-        if name not in found and f"{name}_" not in found:
+        names = self.__struct_fields__
+        if name not in names and f"{name}_" not in names:
             raise KeyError(name)
-        return msgspec.to_builtins(getattr(self, name if name in found else f"{name}_"))
+        return msgspec.to_builtins(getattr(self, name if name in names else f"{name}_"))

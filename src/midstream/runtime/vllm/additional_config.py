@@ -38,18 +38,18 @@ def with_midstream(
             environment's settings or the defaults apply.
         enable_steering: whether the defaults tap the three residual sites.
     """
-    given = dict(additional_config or {})
-    if midstream is not None and given.get(KEY) is not None:
+    config = dict(additional_config or {})
+    if midstream is not None and config.get(KEY) is not None:
         raise ConfigError(
             f"{KEY}: settings in both `midstream` and `additional_config`; give one of them"
         )
-    settings = midstream if midstream is not None else given.get(KEY)
+    settings = midstream if midstream is not None else config.get(KEY)
     if settings is None:
         settings = from_environment() or Config(
             sites=STEERING_SITES if enable_steering else Config().sites
         )
-    given[KEY] = Config.parse(settings).to_dict()
-    return given
+    config[KEY] = Config.parse(settings).to_dict()
+    return config
 
 
 # Settings that do not change what is compiled.
@@ -117,14 +117,14 @@ def check_steering(settings: Settings) -> None:
 
 def controllers_of(vllm_config: Any) -> dict[str, DeclaredController]:
     """Return the declared controllers of an engine, by name."""
-    found = (vllm_config.additional_config or {}).get(KEY)
-    return read_controllers(found.controllers if isinstance(found, Settings) else {})
+    section = (vllm_config.additional_config or {}).get(KEY)
+    return read_controllers(section.controllers if isinstance(section, Settings) else {})
 
 
 def steers(additional_config: object) -> bool:
     """Return whether vLLM's `additional_config` has server-wide edits for an engine's start."""
-    found = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-    return isinstance(found, Settings) and any(found.steering.values())
+    section = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    return isinstance(section, Settings) and any(section.steering.values())
 
 
 def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
@@ -140,26 +140,26 @@ def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
 
 def replicas_of(vllm_config: Any) -> int:
     """Return the number of engines of one front end on this machine; see `Settings`."""
-    found = vllm_config.additional_config[KEY]
-    return found.replicas if isinstance(found, Settings) else 1
+    section = vllm_config.additional_config[KEY]
+    return section.replicas if isinstance(section, Settings) else 1
 
 
 def settings_of(args: Any) -> Config | None:
     """Return midstream's settings for an engine with these EngineArgs; None: not enabled."""
-    given = args.additional_config
-    found = from_additional_config(given)
-    is_named = isinstance(given, dict) and KEY in given
-    if found is None and not is_named:
-        found = from_environment()
+    additional_config = args.additional_config
+    config = from_additional_config(additional_config)
+    is_named = isinstance(additional_config, dict) and KEY in additional_config
+    if config is None and not is_named:
+        config = from_environment()
     if not is_capture_worker(args.worker_cls):
-        return found
+        return config
     acts = from_act_environment()
-    if acts is not None and (found is not None or is_named):
+    if acts is not None and (config is not None or is_named):
         raise ConfigError(
             f"{KEY}: settings in both `{KEY}` and the environment variables VLLM_ACT_*, which "
             f'worker_cls={WORKER_CLASS!r} enables; omit one of them, or set VLLM_ACT_CAPTURE="0"'
         )
-    return found or acts
+    return config or acts
 
 
 def key_of_environment() -> str | None:

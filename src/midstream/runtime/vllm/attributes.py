@@ -17,8 +17,8 @@ class Attribute(Generic[T]):
 
     def get(self, owner: Any) -> T | None:
         """Return the value; None if the owner has none."""
-        found: T | None = getattr(owner, self.name, None)
-        return found
+        value: T | None = getattr(owner, self.name, None)
+        return value
 
     def set(self, owner: Any, value: T) -> None:
         """Set the value."""

@@ -182,8 +182,8 @@ def check_script() -> None:
 
 
 def _calls_functions(vllm_config: Any) -> bool:
-    found = from_additional_config(vllm_config.additional_config)
-    return found is not None and found.hooks == "local"
+    config = from_additional_config(vllm_config.additional_config)
+    return config is not None and config.hooks == "local"
 
 
 def _is_other_executor(backend: object) -> bool:

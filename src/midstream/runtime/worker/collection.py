@@ -41,7 +41,7 @@ class Collection:
         self._requests.settle_requests(unsettled)
         self._requests.finish([request.id for request in unsettled])
         collected = {uid: self._requests.pop_finished(uid) for uid in uids}
-        requests = [request for found in collected.values() for request in found]
+        requests = [request for uid_requests in collected.values() for request in uid_requests]
         serials = [request.serial for request in requests]
         rows, scores = self._recorder.rows, self._recorder.scores
         blocks, score_blocks = rows.take(serials), scores.take(serials)
@@ -77,10 +77,12 @@ class Collection:
         collected: dict[str, list[RequestState]] = {uid: [] for uid in stops}
         nothing = np.zeros(0, np.uint16)
         for request in requests:
-            found = _since(request.streamed, blocks[request.serial])
+            new_blocks = _since(request.streamed, blocks[request.serial])
             request.oldest_step = oldest
-            request.streamed = max((request.streamed, *(block.stop for block in found)))
-            collected[request.uid].append(replace(request, blocks=found, scores=[], done=nothing))
+            request.streamed = max((request.streamed, *(block.stop for block in new_blocks)))
+            collected[request.uid].append(
+                replace(request, blocks=new_blocks, scores=[], done=nothing)
+            )
         try:
             yield collected
         finally:
@@ -99,13 +101,16 @@ class Collection:
         requests = {request.serial: request for request in self._requests.of_uids(spans)}
         wanted = {serial: spans[request.uid] for serial, request in requests.items()}
         count = sum(request.num_scored(*wanted[serial]) for serial, request in requests.items())
-        found = self._recorder.scores.read((0,), wanted, count)
-        return {requests[serial].uid: (requests[serial], block) for serial, block in found.items()}
+        score_blocks = self._recorder.scores.read((0,), wanted, count)
+        return {
+            requests[serial].uid: (requests[serial], block)
+            for serial, block in score_blocks.items()
+        }
 
 
 def _since(position: int, blocks: list[RowBlock[ArenaRows]]) -> list[RowBlock[ArenaRows]]:
     """Return the rows of some blocks at `position` and later, without blocks that have none."""
     if not position:
         return blocks
-    found = [block.since(position) for block in blocks]
-    return [block for block in found if block.runs]
+    later_blocks = [block.since(position) for block in blocks]
+    return [block for block in later_blocks if block.runs]

@@ -103,10 +103,10 @@ class WorkerEndpoint:
         parallel = vllm_config.parallel_config
         self._stage, self._tensor_rank = _place(parallel, worker.rank)
         model = runner.get_model()
-        given = parallel.tensor_parallel_size, vllm_config.model_config.dtype == torch.float16
+        args = parallel.tensor_parallel_size, vllm_config.model_config.dtype == torch.float16
         limits = _max_width(runner.device), _gets_embeddings(runner, vllm_config)
-        self._decoder = find_decoder(model, *given, config.sites, *limits)
-        self._lacking = {**all_lacks(model, *given, *limits), **self._decoder.lacking}
+        self._decoder = find_decoder(model, *args, config.sites, *limits)
+        self._lacking = {**all_lacks(model, *args, *limits), **self._decoder.lacking}
         self._taps = _choose_taps(self._decoder, config)
         self._weights = RankWeights(config.readout_bytes, runner.device)
         self._lens = RankLens(model, self._weights, vllm_config.model_config.dtype)
@@ -302,35 +302,35 @@ class WorkerEndpoint:
 
     def _collect_partial(self, request: CollectPartialRows) -> CollectedResults:
         self._arena.sweep()
-        with self._session.collection.collect_partial(request.stops) as found:
-            return self._put({partial_name(uid): found[uid] for uid in found}, request)
+        with self._session.collection.collect_partial(request.stops) as requests:
+            return self._put({partial_name(uid): requests[uid] for uid in requests}, request)
 
     def _put(
-        self, requests: dict[str, list[RequestState]], given: CollectResults | CollectPartialRows
+        self, requests: dict[str, list[RequestState]], request: CollectResults | CollectPartialRows
     ) -> CollectedResults:
         """Put requests into the buffer under names, and return what the front end needs of it."""
-        is_mapped = WorkerRank(self._stage, self._tensor_rank) in given.mapped
+        is_mapped = WorkerRank(self._stage, self._tensor_rank) in request.mapped
         resets = self._session.requests.resets
-        headers = self._results.put(requests, is_mapped, resets, given.front_end)
+        headers = self._results.put(requests, is_mapped, resets, request.front_end)
         return CollectedResults(
             headers=encode(headers),
-            inline=self._results.inline(list(requests), given.front_end),
-            retired=self._arena.take_retired(given.front_end),
+            inline=self._results.inline(list(requests), request.front_end),
+            retired=self._arena.take_retired(request.front_end),
             checksums=[] if self._checksum is None else self._checksum.marks,
         )
 
     def _read_scores(self, request: ReadScores) -> RunningScores:
-        found = self._session.collection.read_scores(request.spans)
-        return pack_scores([(state, block) for state, block in found.values()])
+        scores = self._session.collection.read_scores(request.spans)
+        return pack_scores([(state, block) for state, block in scores.values()])
 
 
 def pack_scores(
-    found: Iterable[tuple[RequestState, RowBlock[Scores]]],
+    scores: Iterable[tuple[RequestState, RowBlock[Scores]]],
 ) -> RunningScores:
     """Return the message of some requests' scores."""
     requests = []
     parts = []
-    for state, block in found:
+    for state, block in scores:
         slots = state.plan.slots
         requests.append(RequestScores(state.uid, slots, block.spans))
         parts.append(block.values[:, 0, :slots].contiguous().numpy().tobytes())
@@ -356,8 +356,8 @@ def _place(parallel: Any, rank: int) -> tuple[int, int]:
 
 def _gets_embeddings(runner: Any, vllm_config: Any) -> bool:
     """Return whether the model may get embeddings in place of token ids."""
-    given = bool(getattr(vllm_config.model_config, "enable_prompt_embeds", False))
-    return given or bool(getattr(runner, "supports_mm_inputs", False))
+    is_enabled = bool(getattr(vllm_config.model_config, "enable_prompt_embeds", False))
+    return is_enabled or bool(getattr(runner, "supports_mm_inputs", False))
 
 
 def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
@@ -441,7 +441,7 @@ def _drafts(vllm_config: Any) -> int:
 
 
 def _room(config: Config) -> Room:
-    return Room(**{each.name: getattr(config, each.name) for each in fields(Room)})
+    return Room(**{field.name: getattr(config, field.name) for field in fields(Room)})
 
 
 def _head(model: Any, vllm_config: Any) -> Head | None:

@@ -31,10 +31,10 @@ def num_switches(hidden_size: int) -> int:
     """Return the number of switches of a token: a power of two that the hidden size is a multiple
     of, so that vectors of both widths share their units.
     """
-    found = MOST
-    while hidden_size % found:
-        found //= 2
-    return found
+    count = MOST
+    while hidden_size % count:
+        count //= 2
+    return count
 
 
 class LogitBias:
@@ -60,9 +60,9 @@ class LogitBias:
         """
         self._pending = None
         having = [
-            (row, found)
+            (row, request_biases)
             for row, name in enumerate(batch.request_ids)
-            if (found := biases_of(name)) is not None
+            if (request_biases := biases_of(name)) is not None
         ]
         if not having:
             return
@@ -82,8 +82,8 @@ class LogitBias:
             for place in range(int(sampled[row])):
                 token_row = int(first_tokens[row]) + place
                 position = int(positions[token_row])
-                for nth, bias in enumerate(biases_at(position) if position >= 0 else ()):
-                    where = int(first_logits[row]) + place, token_row, nth
+                for index, bias in enumerate(biases_at(position) if position >= 0 else ()):
+                    where = int(first_logits[row]) + place, token_row, index
                     places += [where] * len(bias.tokens)
                     tokens += bias.tokens
                     values += bias.values
@@ -127,5 +127,5 @@ class LogitBias:
             )
         on = self._switches[places[1], places[2]]
         # Sampling is in float32 as well: nothing changes for the other rows.
-        found = logits.float()
-        return found.index_put_((places[0], tokens), on * values, accumulate=True)
+        biased_logits = logits.float()
+        return biased_logits.index_put_((places[0], tokens), on * values, accumulate=True)

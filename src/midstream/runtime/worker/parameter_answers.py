@@ -24,22 +24,22 @@ def parameter_rows(
     Args:
         tensor_rank: of what all ranks have, only the first sends.
     """
-    found = find_parameters(model, ties_head)
-    one = found.get(request.name)
-    if one is None:
-        return ParameterRows(names=sorted(found))
-    begin = max(request.first, one.first)
-    stop = min(request.first + request.count, one.first + one.rows.shape[0])
+    parameters = find_parameters(model, ties_head)
+    parameter = parameters.get(request.name)
+    if parameter is None:
+        return ParameterRows(names=sorted(parameters))
+    begin = max(request.first, parameter.first)
+    stop = min(request.first + request.count, parameter.first + parameter.rows.shape[0])
     data = b""
-    if begin < stop and not (one.shared and tensor_rank):
-        rows = one.rows[begin - one.first : stop - one.first].cpu().contiguous()
+    if begin < stop and not (parameter.shared and tensor_rank):
+        rows = parameter.rows[begin - parameter.first : stop - parameter.first].cpu().contiguous()
         data = rows.view(torch.uint8).numpy().tobytes()
     return ParameterRows(
-        shape=list(one.shape),
-        dtype=str(one.rows.dtype).removeprefix("torch."),
+        shape=list(parameter.shape),
+        dtype=str(parameter.rows.dtype).removeprefix("torch."),
         first=begin,
         data=data,
-        problem=one.problem,
+        problem=parameter.problem,
     )
 
 
@@ -57,7 +57,7 @@ def token_directions(
     if not 0 <= row < head.rows.shape[0]:
         return TokenDirections()
     try:
-        found = lens.directions(head.rows[row], request.maps)
+        directions = lens.directions(head.rows[row], request.maps)
     except UnsupportedError as error:
         return TokenDirections(problem=str(error))
-    return TokenDirections(found.cpu().numpy().tobytes())
+    return TokenDirections(directions.cpu().numpy().tobytes())

@@ -77,8 +77,8 @@ class PlanTable:
 
     def acquire(self, packed: bytes) -> RankPlan:
         """Return a plan for one more request. Pair with `release`."""
-        found = self._plans.get(packed)
-        if found is None:
+        plan = self._plans.get(packed)
+        if plan is None:
             resolved, pieces = self._parse(packed)
             try:
                 segments = self._acquire_segments(pieces, resolved.codec)
@@ -86,10 +86,10 @@ class PlanTable:
                 self.drop_unused()
                 segments = self._acquire_segments(pieces, resolved.codec)
             self._acquired += 1
-            found = self._plans[packed] = RankPlan(self._acquired, packed, resolved, segments)
+            plan = self._plans[packed] = RankPlan(self._acquired, packed, resolved, segments)
         self._unused.pop(packed, None)
-        found.users += 1
-        return found
+        plan.users += 1
+        return plan
 
     def without_work(self, packed: bytes) -> list[Segment]:
         """Return the segments of a plan that this rank cannot run, without edits and captures.
@@ -98,7 +98,9 @@ class PlanTable:
         bare = [PlanSegment(0, FOREVER, (), (), False, (), False)]
         with suppress(Exception):  # then no rank can read it
             _, pieces = self._parse(packed)
-            bare = [one._replace(edits=(), taps=(), scored=False, patterns=()) for one in pieces]
+            bare = [
+                piece._replace(edits=(), taps=(), scored=False, patterns=()) for piece in pieces
+            ]
         return self._acquire_segments(bare, "raw")
 
     def _acquire_segments(self, pieces: list[PlanSegment], codec: str) -> list[Segment]:

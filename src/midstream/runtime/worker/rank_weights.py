@@ -20,8 +20,8 @@ class RankWeights:
     def write(self, offset: int, data: bytes) -> None:
         """Write bytes."""
         if data:
-            given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self._bytes[offset : offset + len(data)].copy_(given)
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._bytes[offset : offset + len(data)].copy_(tensor)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Return the memory as numbers of a dtype, [numbers]."""

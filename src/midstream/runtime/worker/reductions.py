@@ -109,7 +109,7 @@ class Reductions:
         left = iter(request.rows)
         for capture, (kind, total, rows) in needs.items():
             mine = [[next(left) for _ in range(rows)] for _ in range(SUMS[kind])]
-            places = tuple(on_device(torch.tensor(each), self._table.device) for each in mine)
+            places = tuple(on_device(torch.tensor(indices), self._table.device) for indices in mine)
             counted = self._counts[mine[0][0]]
             counted.zero_()
             for place in places:
@@ -151,18 +151,18 @@ class Reductions:
         Args:
             place: index of the tap among those of the capture on this rank.
         """
-        found = []
+        rows = []
         for slot in slots:
             request = self._requests.get(slot)
             if request is None:
-                found.append(torch.zeros(columns.size, device=self._table.device))
+                rows.append(torch.zeros(columns.size, device=self._table.device))
                 continue
             sums = request.sums[columns.capture]
             begin = place * columns.width
-            parts = [each[begin : begin + columns.width].float() for each in self._values(sums)]
+            parts = [values[begin : begin + columns.width].float() for values in self._values(sums)]
             count = sums.count.to(torch.int32).view(torch.float32).view(1)
-            found.append(torch.cat([count, *parts]))
-        return torch.stack(found)
+            rows.append(torch.cat([count, *parts]))
+        return torch.stack(rows)
 
     def check_integrity(self) -> None:
         """Check that each vector is free, or that of one request."""
@@ -177,7 +177,7 @@ class Reductions:
         else:
             if not sums.is_begun:
                 self._set(sums, 0, rows[0].double())
-            first, total, squares = (self._get(sums, nth) for nth in range(3))
+            first, total, squares = (self._get(sums, index) for index in range(3))
             for part in rows.split(max(1, _WORKSPACE // (8 * rows.shape[1]))):
                 apart = part.double() - first
                 total = total + apart.sum(0)
@@ -193,41 +193,47 @@ class Reductions:
             return [self._get(sums, 0)]
         if sums.kind == "mean":
             return [self._get(sums, 0) / sums.count]
-        first, total, squares = (self._get(sums, nth) for nth in range(3))
+        first, total, squares = (self._get(sums, index) for index in range(3))
         apart = total / sums.count
         return [first + apart, (squares / sums.count - apart.square()).clamp_(min=0)]
 
-    def _get(self, sums: _Sums, nth: int) -> Tensor:
-        return self._table[sums.places[nth]].view(-1)[: sums.width]
+    def _get(self, sums: _Sums, index: int) -> Tensor:
+        return self._table[sums.places[index]].view(-1)[: sums.width]
 
-    def _set(self, sums: _Sums, nth: int, values: Tensor) -> None:
-        place, width = sums.places[nth], self._table.shape[1]
+    def _set(self, sums: _Sums, index: int, values: Tensor) -> None:
+        place, width = sums.places[index], self._table.shape[1]
         padded = torch.nn.functional.pad(values, (0, place.numel() * width - sums.width))
         self._table.index_copy_(0, place, padded.view(-1, width))
 
 
 def _by_capture(encoding: PatternEncoding) -> dict[int, list[PatternColumns]]:
     """Return the taps of each capture that reduces the vectors of an encoding's records."""
-    found: dict[int, list[PatternColumns]] = {}
+    groups: dict[int, list[PatternColumns]] = {}
     for columns in encoding.patterns:
         if columns.kind in REDUCING:
-            found.setdefault(columns.capture, []).append(columns)
-    return found
+            groups.setdefault(columns.capture, []).append(columns)
+    return groups
 
 
 def _vectors(columns: Sequence[PatternColumns], records: Tensor) -> Tensor:
     """Return the vectors of some taps, [n, numbers]: a view if they are neighbours."""
     begin, end = columns[0].start, columns[0].start
-    for each in columns:
-        if each.start != end:
+    for neighbour in columns:
+        if neighbour.start != end:
             break
-        end += each.width
+        end += neighbour.width
     else:
         return records[:, begin:end]
-    return torch.cat([records[:, one.start : one.start + one.width] for one in columns], 1)
+    return torch.cat(
+        [
+            records[:, tap_columns.start : tap_columns.start + tap_columns.width]
+            for tap_columns in columns
+        ],
+        1,
+    )
 
 
 def place_of(encoding: PatternEncoding, columns: PatternColumns) -> int:
     """Return the index of a tap among those of its capture on this rank."""
-    mine = [one.place for one in encoding.patterns if one.capture == columns.capture]
+    mine = [pattern.place for pattern in encoding.patterns if pattern.capture == columns.capture]
     return sorted(mine).index(columns.place)

@@ -41,22 +41,22 @@ class RequestResources:
         Args:
             slot: row of the request in the arrays of `SlotTable`.
         """
-        found = self._plans.acquire(packed)
+        plan = self._plans.acquire(packed)
         functions: list[FunctionUse] = []
         try:
-            if found.resolved.functions:
+            if plan.resolved.functions:
                 if self._load is None:
                     raise LookupError("this worker calls no functions")
-                functions = self._load(found.resolved)
-            if found.has_states:
-                self._gate_states.acquire(slot, found.segments, found.resolved.probes)
-            if found.has_sums and self._reductions is not None:
+                functions = self._load(plan.resolved)
+            if plan.has_states:
+                self._gate_states.acquire(slot, plan.segments, plan.resolved.probes)
+            if plan.has_sums and self._reductions is not None:
                 reductions, widths = self._reductions
-                reductions.acquire(slot, found.segments, widths)
+                reductions.acquire(slot, plan.segments, widths)
         except Exception:
-            self.release(found, slot)
+            self.release(plan, slot)
             raise
-        return found, functions
+        return plan, functions
 
     def release(self, plan: RankPlan, slot: int) -> None:
         """Take back what a request has."""

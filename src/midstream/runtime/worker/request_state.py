@@ -106,7 +106,7 @@ class RankPlan:
     def __post_init__(self) -> None:
         patterns = [capture.pattern for capture in self.resolved.captures]
         self.has_states = any(probe.is_scan for probe in self.resolved.probes)
-        self.has_sums = any(one is not None and one.reduces for one in patterns)
+        self.has_sums = any(pattern is not None and pattern.reduces for pattern in patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +191,14 @@ class RequestState:
     @property
     def has_biases(self) -> bool:
         """Whether a version of the plan adds something to logits."""
-        versions = [one.plan for one in self.later if one.plan is not None]
-        return bool(self.plan.biases) or any(one.resolved.biases for one in versions)
+        versions = [version.plan for version in self.later if version.plan is not None]
+        return bool(self.plan.biases) or any(plan.resolved.biases for plan in versions)
 
     def biases_at(self, position: int) -> Sequence[ResolvedBias]:
         """Return what the version of the plan that holds at a position adds to logits."""
-        for one in reversed(self.later):
-            if one.position <= position:
-                return () if one.plan is None else one.plan.resolved.biases
+        for version in reversed(self.later):
+            if version.position <= position:
+                return () if version.plan is None else version.plan.resolved.biases
         return self.plan.biases
 
     def num_scored(self, start: int, stop: int) -> int:
@@ -219,9 +219,11 @@ def splice(segments: list[Segment], later: Sequence[Segment], position: int) -> 
     if segments and segments[-1].stop > position:
         segments[-1] = segments[-1]._replace(stop=position)
     place = len(segments)
-    for one in later:
-        if one.stop > position:
-            segments.append(one if one.start >= position else one._replace(start=position))
+    for segment in later:
+        if segment.stop > position:
+            segments.append(
+                segment if segment.start >= position else segment._replace(start=position)
+            )
     return segments[place]
 
 

@@ -140,7 +140,9 @@ class RequestTable:
         """Let requests have other versions of their plans, each from a position on that no step has
         reached. An exception in here fails the request alone, as in `add`.
         """
-        self._slots.change([found for one in changes if (found := self._change(one)) is not None])
+        self._slots.change(
+            [changed for change in changes if (changed := self._change(change)) is not None]
+        )
 
     def _change(self, change: PlanChange) -> tuple[int, Segment] | None:
         """Change a plan; return the slot and the segment that holds there, None: the request was
@@ -253,9 +255,9 @@ class RequestTable:
         once.
         """
         known = self._slots.nonfinite
-        found = known.intersection(request_ids) if known else set()
-        known -= found
-        return found
+        nonfinite = known.intersection(request_ids) if known else set()
+        known -= nonfinite
+        return nonfinite
 
     @property
     def is_empty(self) -> bool:
@@ -267,7 +269,7 @@ class RequestTable:
         settled = self._recorder.settled
         removed = [request for number, request in self._finishing if number <= settled]
         if removed:
-            self._finishing = [one for one in self._finishing if one[0] > settled]
+            self._finishing = [finishing for finishing in self._finishing if finishing[0] > settled]
             self._slots.remove(removed)
         for request in removed:
             self._finished.setdefault(request.uid, []).append(request)

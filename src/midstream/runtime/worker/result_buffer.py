@@ -67,18 +67,18 @@ class ResultBuffer:
         """
         placer = _Placer()
         leases: dict[tuple[int, ...], Lease] = {}
-        found = []
+        headers = []
         for name, requests in results.items():
             parts: list[bytes | memoryview] = []
             placed = [[placer.place(block) for block in request.blocks] for request in requests]
             lease = self._lease(placed, front_end, leases) if mapped else None
             entries = [
-                self._entry(request, placed[nth], parts, placer if lease is None else None)
-                for nth, request in enumerate(requests)
+                self._entry(request, placed[index], parts, placer if lease is None else None)
+                for index, request in enumerate(requests)
             ]
             data = self._data[name] = b"".join(parts)
-            found.append(ResultHeader(name, entries, len(data), lease, resets))
-        return found
+            headers.append(ResultHeader(name, entries, len(data), lease, resets))
+        return headers
 
     def _entry(
         self,
@@ -95,8 +95,8 @@ class ResultBuffer:
         """
         parts.append(request.done.tobytes())
         blocks = []
-        for nth, block in enumerate(request.blocks):
-            places, nbytes = placed[nth]
+        for index, block in enumerate(request.blocks):
+            places, nbytes = placed[index]
             if reads is None:
                 parts.append(array("q", [number for place in places for number in place]).tobytes())
                 nbytes = len(parts[-1])
@@ -120,15 +120,18 @@ class ResultBuffer:
             rows=blocks,
             scores=scores,
             resets=request.resets,
-            functions=[FunctionCount(one.index, one.calls, one.rows) for one in request.functions],
-            versions=[(one.number, one.position) for one in request.later],
+            functions=[
+                FunctionCount(function.index, function.calls, function.rows)
+                for function in request.functions
+            ],
+            versions=[(version.number, version.position) for version in request.later],
         )
 
     def inline(self, names: list[str], front_end: int = 0) -> list[bytes | None]:
         """Remove and return the data that is small enough to be sent with its header; None for
         data that must be read before the next call of the same front end.
         """
-        found: list[bytes | None] = []
+        data: list[bytes | None] = []
         total = 0
         inlined = self._inlined[front_end] = set()
         for name in names:
@@ -136,10 +139,10 @@ class ResultBuffer:
             if size <= INLINE_BYTES and total + size <= INLINE_TOTAL:
                 total += size
                 inlined.add(name)
-                found.append(self._data.pop(name))
+                data.append(self._data.pop(name))
             else:
-                found.append(None)
-        return found
+                data.append(None)
+        return data
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return up to `size` bytes of data from `offset` on; no bytes if the data was sent with
@@ -176,16 +179,18 @@ class ResultBuffer:
         if sum([nbytes for _, nbytes in blocks]) < LEASED_BYTES:
             return None
         segments = tuple(sorted({segment for places, _ in blocks for segment, _, _ in places}))
-        found = leases.get(segments)
-        if found is None:
+        lease = leases.get(segments)
+        if lease is None:
             number = self._arena.lease(list(segments))
             if number is None:
                 return None
             self._arena.use(segments)
             known = self._arena.describe(segments, front_end)
-            found = Lease(number, [LeasedSegment(one, *place) for one, place in known.items()])
-            leases[segments] = found
-        return found
+            lease = Lease(
+                number, [LeasedSegment(segment, *place) for segment, place in known.items()]
+            )
+            leases[segments] = lease
+        return lease
 
 
 class _Placer:
@@ -201,8 +206,8 @@ class _Placer:
         """Return the places of the rows, and their bytes. Blocks until they are on the host."""
         places = []
         nbytes = 0
-        for _, records, nth, first in block.runs:
-            stored = block.sources[nth]
+        for _, records, source, first in block.runs:
+            stored = block.sources[source]
             if stored.shipment is not self._awaited:
                 self._awaited = stored.shipment
                 stored.shipment.wait()
@@ -223,11 +228,11 @@ class _Placer:
         ]
 
     def _memory_of(self, arena: Arena, segment: int) -> memoryview:
-        found = self._memory.get((arena, segment))
-        if found is None:
-            found = arena.memory_of(segment).numpy().data
-            self._memory[arena, segment] = found
-        return found
+        memory = self._memory.get((arena, segment))
+        if memory is None:
+            memory = arena.memory_of(segment).numpy().data
+            self._memory[arena, segment] = memory
+        return memory
 
 
 def _patterns(encoding: RowEncoding, request: RequestState) -> tuple[PatternHeader, ...]:
@@ -236,7 +241,7 @@ def _patterns(encoding: RowEncoding, request: RequestState) -> tuple[PatternHead
         return ()
     captures = request.plan.captures
     return tuple(
-        PatternHeader(captures[each.capture].taps[each.place], each.tap, each.nbytes)
-        for each in encoding.patterns
-        if each.is_row
+        PatternHeader(captures[pattern.capture].taps[pattern.place], pattern.tap, pattern.nbytes)
+        for pattern in encoding.patterns
+        if pattern.is_row
     )

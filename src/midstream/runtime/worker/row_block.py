@@ -88,8 +88,8 @@ class RowBlock(Generic[R]):
     def values(self) -> Tensor:
         """A copy of the rows, [size, `rows`, width]. Blocks until the rows are on the host."""
         parts = [
-            self.sources[nth].rows()[first : first + self.rows * records]
-            for _, records, nth, first in self.runs
+            self.sources[source].rows()[first : first + self.rows * records]
+            for _, records, source, first in self.runs
         ]
         return torch.cat(parts).view(self.size, self.rows, -1)
 

@@ -220,16 +220,16 @@ class CapturedRowIndex(Generic[R]):
         widths = np.array([rows for _, _, rows in self._keys], np.int64)
         begin = int(self._table[_STEP, : self._end].searchsorted(oldest))
         columns = self._columns(serials, begin)
-        found = self._known(columns)
-        stop = bounds[serials.searchsorted(found[_SERIAL])]
-        taken = np.clip(stop - found[_POSITION], 0, found[_LENGTH])
-        rest = found.copy()
+        table = self._known(columns)
+        stop = bounds[serials.searchsorted(table[_SERIAL])]
+        taken = np.clip(stop - table[_POSITION], 0, table[_LENGTH])
+        rest = table.copy()
         rest[_POSITION] += taken
         rest[_LENGTH] -= taken
-        rest[_FIRST] += taken * widths[found[_KIND]]
+        rest[_FIRST] += taken * widths[table[_KIND]]
         self._table[:, columns] = rest
-        found[_LENGTH] = taken
-        runs = self._runs(found[:, taken > 0])
+        table[_LENGTH] = taken
+        runs = self._runs(table[:, taken > 0])
         has_rest = rest[_LENGTH] > 0
         self._remove(columns[~has_rest])
         remains = rest[_STEP, has_rest].min(initial=self._next_step)
@@ -262,14 +262,14 @@ class CapturedRowIndex(Generic[R]):
             searched = 4 * max(searched, count)
             begin = max(self._end - searched, 0)
             columns = self._columns(serials, begin)
-            found = self._known(columns[self._table[_KIND, columns] == kind])
-            of = serials.searchsorted(found[_SERIAL])
-            cut = np.maximum(bounds[of, 0] - found[_POSITION], 0)
-            stop = np.minimum(found[_POSITION] + found[_LENGTH], bounds[of, 1])
-            found[_POSITION] += cut
-            found[_LENGTH] = stop - found[_POSITION]
-            found[_FIRST] += cut * len(taps)
-            runs = self._runs(found[:, found[_LENGTH] > 0])
+            table = self._known(columns[self._table[_KIND, columns] == kind])
+            of = serials.searchsorted(table[_SERIAL])
+            cut = np.maximum(bounds[of, 0] - table[_POSITION], 0)
+            stop = np.minimum(table[_POSITION] + table[_LENGTH], bounds[of, 1])
+            table[_POSITION] += cut
+            table[_LENGTH] = stop - table[_POSITION]
+            table[_FIRST] += cut * len(taps)
+            runs = self._runs(table[:, table[_LENGTH] > 0])
             blocks = dict(_blocks_of_kind(runs, key, kind))
             # A position that was computed twice is in two steps and counts once.
             if not begin or sum(block.size for block in blocks.values()) >= count:
@@ -279,32 +279,32 @@ class CapturedRowIndex(Generic[R]):
 
     def _columns(self, serials: Ints, begin: int = 0) -> Ints:
         """Return the columns with the runs of some requests, from a column on."""
-        given = self._table[_SERIAL, begin : self._end]
+        column_serials = self._table[_SERIAL, begin : self._end]
         if serials.size > _FEW:
-            mask = _among(given, serials)
+            mask = _among(column_serials, serials)
         else:
-            mask = np.zeros(given.size, np.bool_)
+            mask = np.zeros(column_serials.size, np.bool_)
             for serial in serials.tolist():
-                mask |= given == serial
+                mask |= column_serials == serial
         return np.flatnonzero(mask) + begin
 
     def _known(self, columns: Ints) -> Ints:
         """Return a copy of some columns. Blocks until their positions are on the host."""
-        found = self._table[:, columns]
-        pending = np.flatnonzero(found[_POSITION] < 0)
+        table = self._table[:, columns]
+        pending = np.flatnonzero(table[_POSITION] < 0)
         if pending.size:
-            steps, begins = np.unique(found[_STEP, pending], return_index=True)
+            steps, begins = np.unique(table[_STEP, pending], return_index=True)
             for step, mine in zip(steps.tolist(), np.split(pending, begins[1:]), strict=True):
                 copy = self._steps[step].positions
                 assert copy is not None
-                found[_POSITION, mine] = copy.values().numpy()[-1 - found[_POSITION, mine]]
-            self._table[:, columns] = found
-        return found
+                table[_POSITION, mine] = copy.values().numpy()[-1 - table[_POSITION, mine]]
+            self._table[:, columns] = table
+        return table
 
-    def _runs(self, found: Ints) -> _Runs[R]:
+    def _runs(self, table: Ints) -> _Runs[R]:
         """Return columns of the table with the sources of their steps."""
-        steps, found[_STEP] = np.unique(found[_STEP], return_inverse=True)
-        return _Runs(found, [self._steps[step].source for step in steps.tolist()])
+        steps, table[_STEP] = np.unique(table[_STEP], return_inverse=True)
+        return _Runs(table, [self._steps[step].source for step in steps.tolist()])
 
     def _remove(self, columns: Ints) -> None:
         """Remove columns, and the steps that have no others."""
@@ -322,15 +322,15 @@ class CapturedRowIndex(Generic[R]):
     # -- blocks ----------------------------------------------------------------------------------
 
     def _blocks(self, runs: _Runs[R], serials: list[int]) -> dict[int, list[RowBlock[R]]]:
-        found: dict[int, list[RowBlock[R]]] = {serial: [] for serial in serials}
-        if len(runs.sources) == 1 and self._add_single(runs, found):
-            return found
+        blocks: dict[int, list[RowBlock[R]]] = {serial: [] for serial in serials}
+        if len(runs.sources) == 1 and self._add_single(runs, blocks):
+            return blocks
         for kind in np.unique(runs.table[_KIND]).tolist():
             for serial, block in _blocks_of_kind(runs, self._keys[kind], kind):
-                found[serial].append(block)
-        return found
+                blocks[serial].append(block)
+        return blocks
 
-    def _add_single(self, runs: _Runs[R], found: dict[int, list[RowBlock[R]]]) -> bool:
+    def _add_single(self, runs: _Runs[R], blocks: dict[int, list[RowBlock[R]]]) -> bool:
         """Add the blocks of one step, as of requests that ended with their prompts, without the
         sorting of several steps; return whether that was possible: each request has one run there.
         """
@@ -340,8 +340,8 @@ class CapturedRowIndex(Generic[R]):
         for serial, kind, *run in zip(serials, kinds, positions, lengths, firsts, strict=True):
             position, length, first = run
             taps, codec, rows = self._keys[kind]
-            one = [RecordRun(position, length, 0, first)]
-            found[serial].append(RowBlock(taps, codec, rows, runs.sources, one))
+            record_runs = [RecordRun(position, length, 0, first)]
+            blocks[serial].append(RowBlock(taps, codec, rows, runs.sources, record_runs))
         return True
 
 
@@ -349,8 +349,8 @@ def _among(values: Ints, wanted: Ints) -> NDArray[np.bool_]:
     """Return which values are among some, which ascend. `np.isin` takes several times as long."""
     if not wanted.size:
         return np.zeros(values.size, np.bool_)
-    found: NDArray[np.bool_] = wanted.take(wanted.searchsorted(values), mode="clip") == values
-    return found
+    mask: NDArray[np.bool_] = wanted.take(wanted.searchsorted(values), mode="clip") == values
+    return mask
 
 
 def _blocks_of_kind(runs: _Runs[R], key: _Kind, kind: int) -> list[tuple[int, RowBlock[R]]]:
@@ -359,14 +359,14 @@ def _blocks_of_kind(runs: _Runs[R], key: _Kind, kind: int) -> list[tuple[int, Ro
     table = runs.of_kind(kind)
     if not table.size:
         return []
-    found: list[tuple[int, RowBlock[R]]] = []
+    blocks: list[tuple[int, RowBlock[R]]] = []
     last = -1
     for serial, *run in _in_order(table, rows).T.tolist():
         if serial != last:
-            found.append((serial, RowBlock(taps, codec, rows, runs.sources, [])))
+            blocks.append((serial, RowBlock(taps, codec, rows, runs.sources, [])))
             last = serial
-        found[-1][1].runs.append(RecordRun(*run))
-    return found
+        blocks[-1][1].runs.append(RecordRun(*run))
+    return blocks
 
 
 def _in_order(table: Ints, rows: int) -> Ints:

@@ -166,7 +166,7 @@ class StepRecorder:
                 self._slots.drop(plan.runs, np.flatnonzero(incomplete))
                 batches = plan.batches_of(~incomplete)
             # Of some records a rank returns nothing: scores, or logits that another one returns.
-            batches = [each for each in batches if self._row_bytes(each.codec)]
+            batches = [batch for batch in batches if self._row_bytes(batch.codec)]
         tally, scores = self._armed.tally, self._no_scores
         if plan.scored:
             scores = self._buffers.scores[: tally.shape[0]]
@@ -286,16 +286,16 @@ class StepRecorder:
             | (edits > plan.most)
             | (tally[:, layout.CAPTURES] != plan.captures)
         )
-        for nth in np.flatnonzero(wrong).tolist():
-            request = self._slots.by_slot(int(plan.slots[nth]))
+        for row in np.flatnonzero(wrong).tolist():
+            request = self._slots.by_slot(int(plan.slots[row]))
             if request is None or request.problem:
                 continue
-            signature, captures = int(tally[nth, layout.SIGNATURE]), tally[nth, layout.CAPTURES]
+            signature, captures = int(tally[row, layout.SIGNATURE]), tally[row, layout.CAPTURES]
             self._slots.fail(
                 request,
-                int(plan.positions[nth]),
-                f"position {plan.positions[nth]}: expected {bounds(plan, nth)} edits and "
-                f"{plan.captures[nth]} captured vectors, the device counted {edits[nth]} and "
+                int(plan.positions[row]),
+                f"position {plan.positions[row]}: expected {bounds(plan, row)} edits and "
+                f"{plan.captures[row]} captured vectors, the device counted {edits[row]} and "
                 f"{captures}; {self._signature.diagnose(signature)}",
             )
 

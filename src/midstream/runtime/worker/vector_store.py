@@ -35,4 +35,4 @@ class VectorStore:
 
     def count(self, front_end: int) -> int:
         """Return the number of vectors that are stored for a front end."""
-        return sum(front_end in found for found in self._front_ends.values())
+        return sum(front_end in front_ends for front_ends in self._front_ends.values())

@@ -61,13 +61,13 @@ _HANDLE = {
     },
 )
 async def fetch(name: Name, request: Request, server: ServerDep) -> Response:
-    found = await _open(server.captures, name, server.client_of(request.scope))
-    if found is not None and not server.owns(request.scope, found[0]):
-        server.captures.end_read(*found)
-        found = None
-    if found is None:
+    opened = await _open(server.captures, name, server.client_of(request.scope))
+    if opened is not None and not server.owns(request.scope, opened[0]):
+        server.captures.end_read(*opened)
+        opened = None
+    if opened is None:
         raise _unknown(name)
-    return _Rows(server.captures, server.settings.stall_seconds, *found)
+    return _Rows(server.captures, server.settings.stall_seconds, *opened)
 
 
 @router.delete(
@@ -77,8 +77,8 @@ async def fetch(name: Name, request: Request, server: ServerDep) -> Response:
     responses=error_responses(400, 401, 404, 503),
 )
 def delete(name: Name, request: Request, server: ServerDep) -> Response:
-    found = server.captures.get(name)
-    is_own = found is not None and server.owns(request.scope, found)
+    cached = server.captures.get(name)
+    is_own = cached is not None and server.owns(request.scope, cached)
     if not is_own or not server.captures.delete(name):
         raise _unknown(name)
     return Response(status_code=204)
@@ -96,18 +96,18 @@ def delete(name: Name, request: Request, server: ServerDep) -> Response:
 )
 async def captures(request: Request, server: ServerDep) -> dict[str, Any]:
     mine = server.captures.of_client(server.client_of(request.scope))
-    found: dict[str, Any] = {
+    listing: dict[str, Any] = {
         "captures": [{"request_id": cached.request_id, **handle_of(cached)} for cached in mine],
         "bytes": sum(cached.nbytes for cached in mine),
-        "server_wide": [one.to_dict() for one in server.llm.captures.list()],
+        "server_wide": [capture.to_dict() for capture in server.llm.captures.list()],
     }
     if server.peers is not None:
         async for other in server.peers.each(request.scope):
-            found["captures"] += other["captures"]
-            found["bytes"] += other["bytes"]
-            add_kept(found["server_wide"], other["server_wide"])
-        found["captures"].sort(key=lambda one: one["expires_at"])
-    return found
+            listing["captures"] += other["captures"]
+            listing["bytes"] += other["bytes"]
+            add_kept(listing["server_wide"], other["server_wide"])
+        listing["captures"].sort(key=lambda capture: capture["expires_at"])
+    return listing
 
 
 async def _open(captures: CaptureCache, name: str, client: str) -> tuple[CachedCapture, int] | None:
@@ -117,8 +117,8 @@ async def _open(captures: CaptureCache, name: str, client: str) -> tuple[CachedC
     opening = asyncio.ensure_future(asyncio.to_thread(captures.open, name, client))
 
     def end(done: asyncio.Future[tuple[CachedCapture, int] | None]) -> None:
-        if not done.cancelled() and done.exception() is None and (found := done.result()):
-            captures.end_read(*found)
+        if not done.cancelled() and done.exception() is None and (opened := done.result()):
+            captures.end_read(*opened)
 
     try:
         return await asyncio.shield(opening)

@@ -81,11 +81,13 @@ async def show(name: Name, request: Request, server: ServerDep) -> dict[str, Any
     description="Replaces what the name stood for. Running requests are unchanged.",
     responses={**ok_response(_ABOUT), **error_responses(400, 401, 403, 413, 503)},
 )
-def change(name: Name, given: ServerCaptureBody, server: AdminDep) -> dict[str, Any]:
-    found = server.llm.captures.set(name, given.capture, given.sink)
-    sinks = sorted({one.sink for one in found.captures})
-    audit_log.log_event("captures.set", name=name, captures=len(found.captures), sinks=sinks)
-    about: dict[str, Any] = found.to_dict()
+def change(name: Name, body: ServerCaptureBody, server: AdminDep) -> dict[str, Any]:
+    server_capture = server.llm.captures.set(name, body.capture, body.sink)
+    sinks = sorted({capture.sink for capture in server_capture.captures})
+    audit_log.log_event(
+        "captures.set", name=name, captures=len(server_capture.captures), sinks=sinks
+    )
+    about: dict[str, Any] = server_capture.to_dict()
     return about
 
 
@@ -127,13 +129,17 @@ def clear(server: AdminDep) -> Response:
 async def collect(name: Name, request: Request, server: AdminDep) -> dict[str, Any]:
     _known(server, name)
     # Asked first: one that does not answer must not lose what is collected.
-    kept = sum(one["kept"]["completions"] for one in await _others(name, request, server))
+    kept = sum(
+        description["kept"]["completions"] for description in await _others(name, request, server)
+    )
     captures, info = server.llm.captures, server.llm.info
-    found = captures.collect(name, server.settings.inline_bytes)
+    collected = captures.collect(name, server.settings.inline_bytes)
     vectors = info.shape.hidden_size, getattr(torch, info.dtype)
     try:
-        completions = [await run_in_threadpool(_encoded, one, *vectors) for one in found]
-        dropped = found.dropped
+        completions = [
+            await run_in_threadpool(_encoded, completion, *vectors) for completion in collected
+        ]
+        dropped = collected.dropped
         if not completions and server.peers is not None:
             # One other process after the other, until one has any.
             async for other in server.peers.each(request.scope, "POST"):
@@ -142,7 +148,7 @@ async def collect(name: Name, request: Request, server: AdminDep) -> dict[str, A
                     kept = max(0, kept - len(completions))
                     break
     except BaseException:
-        captures.put_back(found)
+        captures.put_back(collected)
         raise
     own = _known(server, name).get("kept", {})
     return {
@@ -159,10 +165,10 @@ async def _of_all(name: str, request: Request, server: Server) -> dict[str, Any]
         HttpError: 404, the name is not set.
     """
     others = await _others(name, request, server)
-    found = _known(server, name)
+    description = _known(server, name)
     for other in others:
-        add_kept([found], [other])
-    return found
+        add_kept([description], [other])
+    return description
 
 
 async def _others(name: str, request: Request, server: Server) -> list[dict[str, Any]]:

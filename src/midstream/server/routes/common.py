@@ -60,10 +60,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI entries of an endpoint's error responses."""
-    found: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in statuses}
+    responses: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in statuses}
     # Without a default FastAPI documents a 422 with its own body, which these routes never return.
-    found["default"] = {"model": ErrorBody, "description": "Internal server error."}
-    return found
+    responses["default"] = {"model": ErrorBody, "description": "Internal server error."}
+    return responses
 
 
 def ok_response(example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
@@ -82,7 +82,7 @@ class MidstreamRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        calls = [each.call for each in self.dependant.dependencies]
+        calls = [dependency.call for dependency in self.dependant.dependencies]
         checks = [call for call in calls if call in _before_body]
 
         async def guarded(request: Request) -> Response:
@@ -93,15 +93,15 @@ class MidstreamRoute(APIRoute):
                         await waiting
                 return await handle(StrictRequest(request.scope, request.receive))
             except (HttpError, MidstreamError) as error:
-                found = HttpError.of(error)
+                refusal = HttpError.of(error)
             except RequestValidationError as error:
-                found = _invalid(error)
+                refusal = _invalid(error)
             except HTTPException as error:
                 detail: Any = error.detail
                 is_refusal = isinstance(detail, HttpError)
-                found = detail if is_refusal else HttpError(error.status_code, str(detail))
+                refusal = detail if is_refusal else HttpError(error.status_code, str(detail))
             return Response(
-                found.content, found.status, found.headers, media_type="application/json"
+                refusal.content, refusal.status, refusal.headers, media_type="application/json"
             )
 
         return guarded
@@ -141,10 +141,10 @@ def adapter_of(request: Request, name: str | None) -> Any:
     models = getattr(request.app.state, "openai_serving_models", None)
     if name is None or models is None or models.is_base_model(name):
         return None
-    found = models.lora_requests.get(name)
-    if found is None:
+    adapter = models.lora_requests.get(name)
+    if adapter is None:
         raise HttpError(404, f"there is no model {name[:100]!r}", "model")
-    return found
+    return adapter
 
 
 async def client_gone(receive: Receive) -> None:

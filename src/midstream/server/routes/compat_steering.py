@@ -91,13 +91,13 @@ class Name(BaseModel):
         **error_responses(400, 401, 403, 413, 503),
     },
 )
-def set_vectors(given: VectorsBody, server: AdminDep) -> dict[str, Any]:
+def set_vectors(body: VectorsBody, server: AdminDep) -> dict[str, Any]:
     tiers: dict[str, Any] = {}
     for name, tier in _TIERS.items():
-        edits = _read_tier(given, name, TIERS[tier])
+        edits = _read_tier(body, name, TIERS[tier])
         if edits is not None:
             tiers[tier] = edits
-        elif given.replace:
+        elif body.replace:
             tiers[tier] = []
     if not tiers:
         raise SpecError(
@@ -112,10 +112,10 @@ def set_vectors(given: VectorsBody, server: AdminDep) -> dict[str, Any]:
     return {"status": "ok", "layers_updated": sorted(changed), "epoch": state.epoch}
 
 
-def _read_tier(given: VectorsBody, name: str, phase: PhaseLike | None) -> list[Edit] | None:
+def _read_tier(body: VectorsBody, name: str, phase: PhaseLike | None) -> list[Edit] | None:
     """Return the edits of a tier: its vectors, then its clamps; None if neither is given."""
     clamps_name = name.replace("vectors", "clamps")
-    vectors, clamps = getattr(given, name), getattr(given, clamps_name)
+    vectors, clamps = getattr(body, name), getattr(body, clamps_name)
     if vectors is None and clamps is None:
         return None
     edits: list[Edit] = []
@@ -194,10 +194,10 @@ def _taps(edit: Edit, server: Server) -> tuple[tuple[str, int], ...]:
 )
 def layers(server: ServerDep) -> dict[str, Any]:
     shape = server.llm.info.shape
-    found: dict[str, list[str]] = {}
+    sites: dict[str, list[str]] = {}
     for site, layer in sorted(shape.taps, key=order):
-        found.setdefault(str(layer), []).append(site)
-    return {"layers": found, "hidden_size": shape.hidden_size}
+        sites.setdefault(str(layer), []).append(site)
+    return {"layers": sites, "hidden_size": shape.hidden_size}
 
 
 @router.get(
@@ -206,7 +206,7 @@ def layers(server: ServerDep) -> dict[str, Any]:
     responses={**ok_response({"modules": [ABOUT]}), **error_responses(401, 503)},
 )
 def modules(server: ServerDep) -> dict[str, Any]:
-    return {"modules": [one.to_dict() for one in server.llm.vectors.list()]}
+    return {"modules": [module.to_dict() for module in server.llm.vectors.list()]}
 
 
 @router.post(

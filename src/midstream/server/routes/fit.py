@@ -118,8 +118,8 @@ async def fit(request: Request, server: ServerDep) -> Any:
             await end_tasks((gone, work))
         if not work.done() or work.cancelled():
             return Response(status_code=499)  # nobody reads it
-        found = work.result()
-    size = 8 * found.vectors.nbytes // 3  # vectors and midpoints in base64
+        directions = work.result()
+    size = 8 * directions.vectors.nbytes // 3  # vectors and midpoints in base64
     if size > server.settings.inline_bytes:
         raise HttpError(
             413,
@@ -129,6 +129,8 @@ async def fit(request: Request, server: ServerDep) -> Any:
         )
     registered = None
     if body.name is not None:
-        vectors = {f"{one.site}.{one.layer}": one.vector for one in found}
+        vectors = {
+            f"{direction.site}.{direction.layer}": direction.vector for direction in directions
+        }
         registered = await asyncio.to_thread(register_name, server, body.name, vectors)
-    return {"directions": found.to_json(), "registered": registered}
+    return {"directions": directions.to_json(), "registered": registered}

@@ -89,19 +89,19 @@ class UpdateBody(BaseModel):
     },
 )
 async def update(
-    id: Id, given: UpdateBody, request: Request, calls: CallsDep, server: ServerDep
+    id: Id, body: UpdateBody, request: Request, calls: CallsDep, server: ServerDep
 ) -> dict[str, Any]:
-    edits = given.edits
+    edits = body.edits
     if edits is not None and edits != []:
         # Parsing megabytes of numbers would block the event loop.
         edits = await in_thread(_read, edits, request.scope, server)
     plans = [call.call_plan for call in calls]
-    found = await server.llm.update_all(plans, edits=edits, scale=given.scale)
+    changes = await server.llm.update_all(plans, edits=edits, scale=body.scale)
     choices = [
-        {"index": call.first + index, "version": one.version, "position": position}
-        for call, one in zip(calls, found, strict=True)
-        if one is not None  # this prompt's has ended
-        for index, position in sorted(one.positions.items())
+        {"index": call.first + index, "version": change.version, "position": position}
+        for call, change in zip(calls, changes, strict=True)
+        if change is not None  # this prompt's has ended
+        for index, position in sorted(change.positions.items())
     ]
     if not choices:
         raise _not_running(id)

@@ -54,7 +54,7 @@ def sites(server: ServerDep) -> dict[str, Any]:
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
-        "sites": [asdict(one) for one in table.states],
+        "sites": [asdict(state) for state in table.states],
     }
 
 

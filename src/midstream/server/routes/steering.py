@@ -58,8 +58,8 @@ def show(server: ServerDep) -> State:
     responses=error_responses(400, 401, 403, 413, 503),
 )
 def change(tiers: Tiers, server: AdminDep) -> State:
-    given = {tier: getattr(tiers, tier) for tier in TIERS if tier in tiers.model_fields_set}
-    state = server.llm.steering.set(**given)
+    edits = {tier: getattr(tiers, tier) for tier in TIERS if tier in tiers.model_fields_set}
+    state = server.llm.steering.set(**edits)
     record_steering(state)
     return State(**state.to_dict())
 

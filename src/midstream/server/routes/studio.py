@@ -62,11 +62,11 @@ def asset(name: str, request: Request) -> Response:
 
 
 def _answer(request: Request, name: str) -> Response:
-    found = _read(name)
-    headers = {**HEADERS, "etag": found.etag}
-    if request.headers.get("if-none-match") == found.etag:
+    static_file = _read(name)
+    headers = {**HEADERS, "etag": static_file.etag}
+    if request.headers.get("if-none-match") == static_file.etag:
         return Response(status_code=304, headers=headers)
-    return Response(found.content, headers={**headers, "content-type": TYPES[name]})
+    return Response(static_file.content, headers={**headers, "content-type": TYPES[name]})
 
 
 @functools.cache

@@ -133,8 +133,8 @@ async def sweep(request: Request, server: ServerDep) -> Response:
     body = read_sweep(await json_of(request))
     with server.sweeps.begun():  # a request beyond the limit does no work
         adapter = adapter_of(request, body.model)
-        found = await ServedSweep.prepare(server, request.scope, body, adapter)
-    return _SweepResponse(found, body.stream)
+        prepared = await ServedSweep.prepare(server, request.scope, body, adapter)
+    return _SweepResponse(prepared, body.stream)
 
 
 class _SweepResponse(Response):
@@ -182,7 +182,7 @@ class _SweepResponse(Response):
             raise
 
     async def _stream(self, events: AsyncGenerator[list[Event], None], send: Send) -> None:
-        async for found in events:
+        async for batch in events:
             if not self._has_begun:
                 headers = [
                     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -191,7 +191,7 @@ class _SweepResponse(Response):
                 self._has_begun = True
                 await self._send(send, {"type": "http.response.start", "status": 200,
                                         "headers": headers})  # fmt: skip
-            await self._send(send, _part(found, is_last=False))
+            await self._send(send, _part(batch, is_last=False))
         await self._send(send, _part([Event(b"", DONE)], is_last=True))
 
     async def _whole(self, events: AsyncGenerator[list[Event], None], send: Send) -> None:
@@ -228,5 +228,5 @@ class _SweepResponse(Response):
 
 
 def _part(events: list[Event], is_last: bool) -> Message:
-    body = b"".join(one.encoded for one in events)
+    body = b"".join(event.encoded for event in events)
     return {"type": "http.response.body", "body": body, "more_body": not is_last}

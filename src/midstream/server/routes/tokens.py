@@ -41,9 +41,9 @@ class TokensAnswer(BaseModel):
     summary="Return the text of each token",
     responses=error_responses(400, 401, 403, 413, 503),
 )
-async def tokens(given: TokensBody, server: ServerDep) -> TokensAnswer:
+async def tokens(body: TokensBody, server: ServerDep) -> TokensAnswer:
     size = server.llm.vllm_config.model_config.get_vocab_size()
-    for nth, one in enumerate(given.ids):
-        if one >= size:
-            raise SpecError(f"ids[{nth}]", f"expected 0 to {size - 1}, got {one}")
-    return TokensAnswer(texts=await in_thread(texts_of, server.llm, given.ids))
+    for index, token_id in enumerate(body.ids):
+        if token_id >= size:
+            raise SpecError(f"ids[{index}]", f"expected 0 to {size - 1}, got {token_id}")
+    return TokensAnswer(texts=await in_thread(texts_of, server.llm, body.ids))

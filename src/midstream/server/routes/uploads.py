@@ -29,15 +29,15 @@ async def uploaded(request: Request) -> Any:
         HttpError: 415, its content type is unsupported.
         HTTPException: as `StrictRequest.json`.
     """
-    given = content_type(request)
-    if given in ("application/json", ""):
+    media_type = content_type(request)
+    if media_type in ("application/json", ""):
         return by_value(await request.json())
-    if given in FILES:
+    if media_type in FILES:
         body = await request.body()
         # Parsing megabytes would block the event loop.
         return await run_in_threadpool(read_file, body)
     raise HttpError(
-        415, f"content-type: expected application/json or {FILES[0]}, got {given[:80]!r}"
+        415, f"content-type: expected application/json or {FILES[0]}, got {media_type[:80]!r}"
     )
 
 

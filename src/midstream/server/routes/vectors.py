@@ -43,7 +43,7 @@ ABOUT = {
     responses={**ok_response({"vectors": [ABOUT]}), **error_responses(401, 503)},
 )
 def listing(server: ServerDep) -> dict[str, Any]:
-    return {"vectors": [one.to_dict() for one in server.llm.vectors.list()]}
+    return {"vectors": [registered.to_dict() for registered in server.llm.vectors.list()]}
 
 
 @router.get(
@@ -56,12 +56,12 @@ def listing(server: ServerDep) -> dict[str, Any]:
 )
 def show(name: Name, server: ServerDep) -> dict[str, Any]:
     try:
-        about, found = server.llm.vectors.show(name)
+        about, contents = server.llm.vectors.show(name)
     except SpecError as error:
         raise HttpError(404, error.problem, "name") from None
-    if isinstance(found, NamedEdits):
-        return {**about.to_dict(), "edits": [edit.to_dict() for edit in found.edits]}
-    return {**about.to_dict(), "vectors": [vector.emit() for vector in found.values()]}
+    if isinstance(contents, NamedEdits):
+        return {**about.to_dict(), "edits": [edit.to_dict() for edit in contents.edits]}
+    return {**about.to_dict(), "vectors": [vector.emit() for vector in contents.values()]}
 
 
 @router.put(
@@ -135,10 +135,10 @@ def _register(server: Server, name: str, vectors: object) -> dict[str, Any]:
     registry = server.llm.vectors
     try:
         # The size is known only after parsing; the limit of the body bounds that.
-        found = registry.register(name, vectors, server.settings.vector_bytes)
+        registered = registry.register(name, vectors, server.settings.vector_bytes)
     except NoRoomError as error:
         raise HttpError(507, str(error), error.path) from None
-    about: dict[str, Any] = found.to_dict()
+    about: dict[str, Any] = registered.to_dict()
     audit_log.log_event(
         "vectors.registered", name=name, taps=len(about["taps"]), width=about["width"]
     )

@@ -100,9 +100,9 @@ class Ablate(Operation):
                 raise SpecError("", f"expected `bool`, got {kind(subspace)}")
         with at("directions"):
             self._set(directions=read_directions(directions), subspace=None)
-            vectors = tuple(each for each in self.directions if isinstance(each, Vector))
+            vectors = tuple(vector for vector in self.directions if isinstance(vector, Vector))
             if len(vectors) == len(self.directions):
-                for part in [(each,) for each in vectors] if subspace is False else [vectors]:
+                for part in [(vector,) for vector in vectors] if subspace is False else [vectors]:
                     orthonormal(part)
         with at("strength"):
             self._set(strength=read_scalar(strength))
@@ -111,17 +111,17 @@ class Ablate(Operation):
         self._set(subspace=self._read_subspace(subspace, by_value=vectors == self.directions))
 
     def own(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"directions": self.directions, "strength": self.strength}
-        found = found if self.subspace is None else {**found, "subspace": self.subspace}
-        return with_norm(found, self.norm)
+        arguments: dict[str, Any] = {"directions": self.directions, "strength": self.strength}
+        arguments = arguments if self.subspace is None else {**arguments, "subspace": self.subspace}
+        return with_norm(arguments, self.norm)
 
     def per_layer(self) -> tuple[Ablate, ...]:
         if self.subspace is not False:
             return (self,)
         indices: Any = self.layers.indices
-        each = zip(self.directions, indices, strict=True)
+        pairs = zip(self.directions, indices, strict=True)
         return tuple(
-            self.replace(directions=row, layer=layer, subspace=None) for row, layer in each
+            self.replace(directions=row, layer=layer, subspace=None) for row, layer in pairs
         )
 
     def _with(self, vectors: dict[str, Vector], **place: object) -> Ablate:
@@ -137,9 +137,9 @@ class Ablate(Operation):
             [Instruction(Op.LINEAR, read=u, write=(u,), a=a) for u in orthonormal(rows)], self.norm
         )
 
-    def _read_subspace(self, given: bool | None, by_value: bool) -> bool | None:
+    def _read_subspace(self, subspace: bool | None, by_value: bool) -> bool | None:
         count, indices = len(self.directions), self.layers.indices
-        if given is False:
+        if subspace is False:
             if not by_value:
                 raise SpecError("subspace", "one row per layer requires vectors, got a name")
             check_per_layer("directions", count, self.layers)
@@ -147,11 +147,11 @@ class Ablate(Operation):
         if count == 1 or not by_value:
             return None
         several = self.sites.in_layers and (indices == "all" or len(indices) > 1)
-        if given is None and several:
+        if subspace is None and several:
             shown = "all" if indices == "all" else str(len(indices))
             raise SpecError(
                 "directions",
                 f"{count} directions at {shown} layers can be read two ways; give subspace=True to "
                 "remove all of them at each layer, or subspace=False to remove one row per layer",
             )
-        return given
+        return subspace

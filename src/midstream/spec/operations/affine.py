@@ -216,8 +216,8 @@ class LoReFT(Operation):
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        found = {"rotation": self.rotation, "weight": self.weight, "bias": self.bias}
-        return with_norm(found, self.norm)
+        arguments = {"rotation": self.rotation, "weight": self.weight, "bias": self.bias}
+        return with_norm(arguments, self.norm)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         rotation = rows_by_value("rotation", self.rotation, width)
@@ -245,11 +245,11 @@ def _rank_one_terms(
 
 def _read_like(value: object, other: str, rows: tuple[Vector, ...]) -> tuple[Vector, ...]:
     """Read rows whose shape must be that of `rows`, the rows of field `other`."""
-    found = read_rows(value)
-    shapes = [[len(each), each[0].size] for each in (rows, found)]
+    matrix = read_rows(value)
+    shapes = [[len(vectors), vectors[0].size] for vectors in (rows, matrix)]
     if shapes[0] != shapes[1]:
         raise SpecError("", f"expected the shape of `{other}`, {shapes[0]}, got {shapes[1]}")
-    return found
+    return matrix
 
 
 def _read_shift(value: object) -> Vector | Named | float:
@@ -261,7 +261,7 @@ def _read_shift(value: object) -> Vector | Named | float:
 def _read_bias(value: object, rank: int) -> Vector:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return Vector.parse([read_scalar(value)] * rank)
-    found = Vector.parse(value)
-    if found.size != rank:
-        raise SpecError("", f"expected {rank} numbers, one per row, got {found.size}")
-    return found
+    bias = Vector.parse(value)
+    if bias.size != rank:
+        raise SpecError("", f"expected {rank} numbers, one per row, got {bias.size}")
+    return bias

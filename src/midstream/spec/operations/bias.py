@@ -71,14 +71,14 @@ class Bias(Operation):
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads; there is no site."""
-        found = Operation.to_dict(self)
-        del found["site"]
-        return found
+        fields = Operation.to_dict(self)
+        del fields["site"]
+        return fields
 
     def replace(self, **changes: object) -> Bias:
         """Return a copy with some of the constructor's arguments changed."""
-        given: dict[str, Any] = {**self.own(), "positions": self.positions, **changes}
-        return Bias(**given)
+        arguments: dict[str, Any] = {**self.own(), "positions": self.positions, **changes}
+        return Bias(**arguments)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         """Return the instruction that adds 1 to the first component of the token's switches; the
@@ -87,9 +87,9 @@ class Bias(Operation):
         return one_edit([Instruction(Op.ADD, write=(switch(0, width),), a=1.0)])
 
 
-def switch(nth: int, width: int) -> Vector:
+def switch(component: int, width: int) -> Vector:
     """Return the vector of 1 at one component and 0 elsewhere."""
-    return Vector.parse([float(each == nth) for each in range(width)])
+    return Vector.parse([float(index == component) for index in range(width)])
 
 
 def _read_tokens(value: object) -> tuple[tuple[int, float], ...]:
@@ -97,14 +97,14 @@ def _read_tokens(value: object) -> tuple[tuple[int, float], ...]:
         raise SpecError("", f"expected {{token id: number}}, got {kind(value)}")
     if not 1 <= len(value) <= MAX_TOKENS:
         raise SpecError("", f"expected 1 to {MAX_TOKENS} tokens, got {len(value)}")
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for key, number in value.items():
         is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
         token = int(key) if is_text else key
         if not is_int(token) or not 0 <= int(token) <= INT_LIMIT:
             raise SpecError("", f"expected token ids from 0, got {show(key)}")
-        if int(token) in found:
+        if int(token) in biases:
             raise SpecError("", f"token {int(token)} is given twice")
         with at(f"[{int(token)}]"):
-            found[int(token)] = read_scalar(number)
-    return tuple(sorted(found.items()))
+            biases[int(token)] = read_scalar(number)
+    return tuple(sorted(biases.items()))

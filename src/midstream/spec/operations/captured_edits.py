@@ -33,7 +33,7 @@ def fill_edit(
     if isinstance(edit, Gate):
         with at("edit"):
             inner = _fill(edit.edit, open_rows, shape)
-        return tuple(dataclasses.replace(edit, edit=one) for one in inner)
+        return tuple(dataclasses.replace(edit, edit=part) for part in inner)
     if isinstance(edit, Local):
         return (edit,)
     return _fill(edit, open_rows, shape)
@@ -48,15 +48,15 @@ def _fill(edit: PlainEdit, open_rows: OpenRows, shape: ModelShape) -> tuple[Plai
     captured: dict[str, Any] = {rows.id: dict.fromkeys(source.taps)}
     taps = find_taps(captured, from_start(edit.layers, shape.num_layers), edit.sites, edit.left)
     assert taps is not None, "captured rows have taps"
-    found = []
+    edits = []
     for tap in taps:
         with at("rows"):
             mine = source.read(tap, rows.positions)
         place: dict[str, Any] = {"site": tap[0], "layer": tap[1]}
         if edit.heads:
             place |= {"head": None, "dims": _columns(edit, shape.size(tap))}
-        found.append(edit.replace(rows=mine, **place))
-    return tuple(found)
+        edits.append(edit.replace(rows=mine, **place))
+    return tuple(edits)
 
 
 def _columns(edit: Replace, size: VectorSize) -> list[int]:

@@ -85,10 +85,10 @@ class Clamp(Operation):
             SpecError: a field is malformed; its path starts with the field's name.
         """
         with at("direction"):
-            found = read_direction(direction)
-            if isinstance(found, Vector):
-                check_nonzero(found, "the vector is zero; expected a direction")
-            self._set(direction=found)
+            vector = read_direction(direction)
+            if isinstance(vector, Vector):
+                check_nonzero(vector, "the vector is zero; expected a direction")
+            self._set(direction=vector)
         if value is not None:
             for name, bound in (("low", low), ("high", high)):
                 if bound is not None:
@@ -108,13 +108,13 @@ class Clamp(Operation):
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        found = {
+        arguments = {
             "direction": self.direction,
             "low": self.low,
             "high": self.high,
             "strength": self.strength,
         }
-        return with_norm(found, self.norm)
+        return with_norm(arguments, self.norm)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         with at("direction"):

@@ -153,11 +153,11 @@ class Feature(Operation):
         else:
             with at("sae"):
                 self._set(sae=read_sae(sae))
-            for name, given in (
+            for name, argument in (
                 ("encoder", encoder), ("decoder", decoder), ("bias", bias),
                 ("threshold", threshold), ("decoder_bias", decoder_bias), ("head", head),
             ):  # fmt: skip
-                if given is not None:
+                if argument is not None:
                     raise SpecError(name, "unsupported with `sae`, which determines it")
             self._set(encoder=(), decoder=(), bias=(), threshold=())
             self._set(**read_changes(index, mode, value))
@@ -165,18 +165,18 @@ class Feature(Operation):
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"mode": self.mode, "value": short(self.value)}
+        arguments: dict[str, Any] = {"mode": self.mode, "value": short(self.value)}
         if self.sae is None:
             rows = {"encoder": self.encoder, "decoder": self.decoder}
-            found = {
+            arguments = {
                 **rows,
-                **found,
+                **arguments,
                 "bias": short(self.bias),
                 "threshold": short(self.threshold),
             }
         else:
-            found = {"sae": self.sae, "index": list(self.index), **found}
-        return with_norm(found, self.norm)
+            arguments = {"sae": self.sae, "index": list(self.index), **arguments}
+        return with_norm(arguments, self.norm)
 
     def names(self) -> tuple[str, ...]:
         """Return the name of the SAE, if there is one."""
@@ -204,7 +204,7 @@ class Feature(Operation):
                     problem = "the SAE has no hook point; give both `layer` and `site`"
                     raise SpecError("", problem)
                 place |= {name: tap[name == "layer"] for name in self.left}
-        given: dict[str, Any] = {**source.weights_of(self.index, self.mode), **place}
+        arguments: dict[str, Any] = {**source.weights_of(self.index, self.mode), **place}
         value = list(self.value) or None
         return (
             Feature(
@@ -212,7 +212,7 @@ class Feature(Operation):
                 value=value,
                 norm=self.norm,  # type: ignore[arg-type]
                 positions=self.positions,
-                **given,
+                **arguments,
             ),
         )
 
@@ -222,8 +222,8 @@ class Feature(Operation):
         reads = rows_by_value("encoder", self.encoder, width)
         writes = rows_by_value("decoder", self.decoder, width)
         values = self.value or (0.0,) * len(reads)
-        given = zip(reads, writes, values, self.bias, self.threshold, strict=True)
-        return one_edit([self._change(*each) for each in given], self.norm)
+        changes = zip(reads, writes, values, self.bias, self.threshold, strict=True)
+        return one_edit([self._change(*change) for change in changes], self.norm)
 
     def _change(
         self, read: Vector, write: Vector, value: float, bias: float, threshold: float
@@ -262,10 +262,10 @@ class Feature(Operation):
             with at("decoder_bias"):
                 self._set(bias=self._fold_bias(Vector.parse(decoder_bias)))
         with at("threshold"):
-            found = _read_numbers(0.0 if threshold is None else threshold, count)
-            if min(found) < 0:
-                raise SpecError("", f"expected at least 0, got {min(found)!r}")
-            self._set(threshold=found)
+            thresholds = _read_numbers(0.0 if threshold is None else threshold, count)
+            if min(thresholds) < 0:
+                raise SpecError("", f"expected at least 0, got {min(thresholds)!r}")
+            self._set(threshold=thresholds)
 
     def _fold_bias(self, decoder_bias: Vector) -> tuple[float, ...]:
         if decoder_bias.size != self.encoder[0].size:
@@ -300,8 +300,8 @@ def read_changes(index: object, mode: object, value: object) -> dict[str, Any]:
     order = sorted(range(len(ids)), key=ids.__getitem__)
     return {
         "mode": word,
-        "index": tuple(ids[nth] for nth in order),
-        "value": tuple(values[nth] for nth in order) if values else (),
+        "index": tuple(ids[place] for place in order),
+        "value": tuple(values[place] for place in order) if values else (),
     }
 
 
@@ -325,27 +325,29 @@ def read_index(value: object) -> tuple[tuple[int, ...], tuple[float, ...] | None
     """
     if value is None:
         raise SpecError("", "missing; give the id of a feature, several ids, or {id: value}")
-    given = [value] if is_int(value) else as_list(value)
-    if not isinstance(given, (list, tuple, range, Mapping)):
+    features = [value] if is_int(value) else as_list(value)
+    if not isinstance(features, (list, tuple, range, Mapping)):
         raise SpecError(
             "", f"expected the id of a feature, ids, or {{id: value}}, got {kind(value)}"
         )
-    if not 1 <= len(given) <= MAX_RANK:
-        raise SpecError("", f"expected 1 to {MAX_RANK} features, got {len(given)}")
-    has_values, found = isinstance(given, Mapping), dict[int, float]()
-    for nth, one in enumerate(given):
-        place = f"[{nth}]"
-        if isinstance(given, Mapping):
-            place = f"[{show(one) if isinstance(one, (str, int)) else kind(one)}]"
+    if not 1 <= len(features) <= MAX_RANK:
+        raise SpecError("", f"expected 1 to {MAX_RANK} features, got {len(features)}")
+    has_values, values_by_id = isinstance(features, Mapping), dict[int, float]()
+    for index, key in enumerate(features):
+        place = f"[{index}]"
+        if isinstance(features, Mapping):
+            place = f"[{show(key) if isinstance(key, (str, int)) else kind(key)}]"
         with nullcontext() if is_int(value) else at(place):
-            is_text = isinstance(one, str) and one.isascii() and one.isdecimal() and len(one) < 10
-            feature = int(one) if has_values and is_text else read_int(one)
+            is_text = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10
+            feature = int(key) if has_values and is_text else read_int(key)
             if not 0 <= feature <= INT_LIMIT:
                 raise SpecError("", f"expected ids from 0, got {feature}")
-            if feature in found:
+            if feature in values_by_id:
                 raise SpecError("", f"feature {feature} is given twice")
-            found[feature] = read_scalar(given[one]) if isinstance(given, Mapping) else 0.0
-    return tuple(found), tuple(found.values()) if has_values else None
+            values_by_id[feature] = (
+                read_scalar(features[key]) if isinstance(features, Mapping) else 0.0
+            )
+    return tuple(values_by_id), tuple(values_by_id.values()) if has_values else None
 
 
 def read_sae(value: object) -> str:
@@ -361,10 +363,12 @@ def read_sae(value: object) -> str:
 def _read_numbers(value: object, count: int) -> tuple[float, ...]:
     """Read one number for all features, or one for each."""
     if isinstance(value, (list, tuple, Mapping, Vector)) or len(getattr(value, "shape", ())):
-        found = Vector.parse(value)
-        if found.size != count:
-            raise SpecError("", f"expected {count} numbers, one for each feature, got {found.size}")
-        return tuple(read_scalar(each) for each in found.numpy().tolist())
+        vector = Vector.parse(value)
+        if vector.size != count:
+            raise SpecError(
+                "", f"expected {count} numbers, one for each feature, got {vector.size}"
+            )
+        return tuple(read_scalar(number) for number in vector.numpy().tolist())
     return (read_scalar(value),) * count
 
 

@@ -103,16 +103,16 @@ class Gate:
         with at("threshold"):
             object.__setattr__(self, "threshold", read_scalar(threshold))
         with at("sharpness"):
-            found = None if sharpness is None else read_scalar(sharpness)
-            if found is not None and float32(found) == 0:
+            number = None if sharpness is None else read_scalar(sharpness)
+            if number is not None and float32(number) == 0:
                 raise SpecError(
                     "", "must not be 0, where the gate is always ½; omit `sharpness` for a step"
                 )
-            if found is not None and isinstance(self.edit, Route) and self.edit.forces:
+            if number is not None and isinstance(self.edit, Route) and self.edit.forces:
                 raise SpecError(
                     "", "an expert is chosen or not: omit `sharpness`, or give a Route of `bias`"
                 )
-            object.__setattr__(self, "sharpness", found)
+            object.__setattr__(self, "sharpness", number)
         memory = Memory.read(hold, smooth, release, self.threshold, self.sharpness)
         if memory and self.probe.layers:
             problem = "a gate with memory (hold, smooth, release) reads one layer, got several"
@@ -155,14 +155,14 @@ class Gate:
         """
         if isinstance(value, Gate):
             return value
-        given = read_fields(
+        fields = read_fields(
             value,
             required=("edit", "probe"),
             optional=("threshold", "sharpness", "hold", "smooth", "release", "op"),
         )
         with at("op"):
-            read_word(given.pop("op", Gate.op), (Gate.op,))
-        return Gate(**given)
+            read_word(fields.pop("op", Gate.op), (Gate.op,))
+        return Gate(**fields)
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads; `hold`, `smooth` and `release` if given."""
@@ -206,7 +206,7 @@ class Gate:
             flags=Flags.FRESH | (Flags.STEP if step else Flags.NONE),
         )
         # The GATE already read h and does not change it, so the first one need not read it again.
-        first, *rest = (each.with_flags(Flags.GATED) for each in steps)
+        first, *rest = (instruction.with_flags(Flags.GATED) for instruction in steps)
         return gate, replace(first, flags=first.flags & ~Flags.FRESH), *rest
 
     def names(self) -> tuple[str, ...]:

@@ -76,8 +76,8 @@ class Reading:
             SpecError: a field is malformed; its path starts with the field's name.
         """
         if is_by_layer(direction) or is_matrix(direction):
-            found, layer = read_per_layer("direction", direction, layer)
-            object.__setattr__(self, "direction", found)
+            rows, layer = read_per_layer("direction", direction, layer)
+            object.__setattr__(self, "direction", rows)
         else:
             with at("direction"):
                 object.__setattr__(self, "direction", read_direction(direction))
@@ -139,7 +139,7 @@ class Reading:
             return value
         if isinstance(value, Operation) and not value.op:
             return _from_probe(value)
-        given: Any = value
+        direction: Any = value
         if isinstance(value, Mapping) and "attention" in value:
             raise SpecError("attention", _LATE)
         if isinstance(value, Mapping) and "mlp" in value:
@@ -150,22 +150,22 @@ class Reading:
                     value, required=("direction",), optional=("bias", "layer", "site", "head")
                 )
             )
-        return Reading(given)
+        return Reading(direction)
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
         direction = self.direction
         rows = emit_rows(direction) if isinstance(direction, tuple) else direction.emit()
-        found: dict[str, object] = {"direction": rows, "bias": self.bias}
+        fields: dict[str, object] = {"direction": rows, "bias": self.bias}
         if self.head is not None:
-            found["head"] = self.head
+            fields["head"] = self.head
         if self.tap is not None:
-            found |= {"layer": self.tap[1], "site": self.tap[0]}
+            fields |= {"layer": self.tap[1], "site": self.tap[0]}
             if self.layers:
-                found["layer"] = list(self.layers)
+                fields["layer"] = list(self.layers)
             if self.tap[0] in ENDS:
-                del found["layer"]
-        return found
+                del fields["layer"]
+        return fields
 
     def at_tap(self, direction: Vector, tap: Tap | None) -> Reading:
         """Return a copy with the direction by value, read at `tap`."""

@@ -27,10 +27,10 @@ def bind_edit(
     do not scale: bounds of a clamp, a replaced value or an affine map are absolute.
     """
     if isinstance(edit, Steer) and isinstance(edit.vector, Named):
-        found = lookup(edit.vector.name)
-        if isinstance(found, NamedEdits):
+        registered = lookup(edit.vector.name)
+        if isinstance(registered, NamedEdits):
             _check_bare(edit, edit.vector.name)
-            return _scaled_edits(edit.vector, edit.scale, found)
+            return _scaled_edits(edit.vector, edit.scale, registered)
     return edit.bind(lookup, num_layers)
 
 
@@ -52,18 +52,18 @@ def _check_bare(edit: Steer, name: str) -> None:
 
 
 def _scaled_edits(
-    named: Named, scale: float, found: NamedEdits
+    named: Named, scale: float, named_edits: NamedEdits
 ) -> tuple[PlainEdit | Gate | Local, ...]:
     factor = named.scale * scale
     if factor == 0.0:
-        for edit in found.edits:
+        for edit in named_edits.edits:
             if not isinstance(edit.edit if isinstance(edit, Gate) else edit, Steer):
                 raise SpecError(
                     "scale",
                     f"0 would leave the {edit.op} of `{named.name}`, which does not scale; omit "
                     "the name to apply none of its edits",
                 )
-    return tuple(_scaled_edit(edit, factor) for edit in found.edits)
+    return tuple(_scaled_edit(edit, factor) for edit in named_edits.edits)
 
 
 def _scaled_edit(edit: E, factor: float) -> E:

@@ -42,7 +42,7 @@ KINDS: tuple[type[PlainEdit], ...] = (
     Route,
     Bias,
 )
-PLAIN: dict[str, type[PlainEdit]] = {each.op: each for each in KINDS}
+PLAIN: dict[str, type[PlainEdit]] = {kind.op: kind for kind in KINDS}
 
 
 def bad_edit(value: object, known: tuple[str, ...]) -> SpecError:

@@ -107,8 +107,8 @@ class Reconstruct(Operation):
         if index is None:
             if error:
                 raise SpecError("error", "without `index` nothing would change; omit one of them")
-            for name, given in (("mode", None if mode == "set" else mode), ("value", value)):
-                if given is not None:
+            for name, argument in (("mode", None if mode == "set" else mode), ("value", value)):
+                if argument is not None:
                     raise SpecError(name, "only with `index`, the features that are changed")
             self._set(index=(), mode=mode, value=())
         else:
@@ -120,10 +120,10 @@ class Reconstruct(Operation):
                 raise SpecError("site", f"expected one of {listed(SITES)}, got `{name}`")
 
     def own(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"sae": self.sae}
+        arguments: dict[str, Any] = {"sae": self.sae}
         if self.index:
-            found |= {"index": list(self.index), "mode": self.mode, "value": short(self.value)}
-        return with_norm({**found, "error": self.error}, self.norm)
+            arguments |= {"index": list(self.index), "mode": self.mode, "value": short(self.value)}
+        return with_norm({**arguments, "error": self.error}, self.norm)
 
     def names(self) -> tuple[str, ...]:
         """Return the name of the SAE, if the edit is not bound."""
@@ -131,9 +131,9 @@ class Reconstruct(Operation):
 
     def replace(self, **changes: object) -> Reconstruct:
         """Return a copy with some of the constructor's arguments changed."""
-        found = Operation.replace(self, **changes)
-        object.__setattr__(found, "code", self.code)
-        return found
+        edit = Operation.replace(self, **changes)
+        object.__setattr__(edit, "code", self.code)
+        return edit
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Reconstruct, ...]:
         """Return the edit with the place of its SAE in the workers' memory.
@@ -160,19 +160,19 @@ class Reconstruct(Operation):
         place: dict[str, Any] = {"layer": self.layers, "site": self.sites}
         if tap is not None:
             place |= {name: tap[name == "layer"] for name in self.left}
-        found = Reconstruct(**{**self.own(), **place, "positions": self.positions})
+        edit = Reconstruct(**{**self.own(), **place, "positions": self.positions})
         if code.transcodes:
-            if found.sites.names != (READS,):
-                raise SpecError("site", f"a transcoder reads {READS}, got {listed(found.sites)}")
-            found = found.replace(site=WRITES)
-        object.__setattr__(found, "code", code)
-        return (found,)
+            if edit.sites.names != (READS,):
+                raise SpecError("site", f"a transcoder reads {READS}, got {listed(edit.sites)}")
+            edit = edit.replace(site=WRITES)
+        object.__setattr__(edit, "code", code)
+        return (edit,)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        found = [Instruction(Op.RECONSTRUCT, a=1.0, b=0.0 if self.error else 1.0)]
+        instructions = [Instruction(Op.RECONSTRUCT, a=1.0, b=0.0 if self.error else 1.0)]
         if not self._bound().transcodes:
-            found.insert(0, self._code(width))
-        return one_edit(found, self.norm)
+            instructions.insert(0, self._code(width))
+        return one_edit(instructions, self.norm)
 
     def reads_elsewhere(self, width: int) -> tuple[str, Instruction] | None:
         """Return the site at which a transcoder reads, and its instruction there; None: it is the
@@ -192,8 +192,8 @@ class Reconstruct(Operation):
         numbers[layout.ERROR] = float(self.error)
         numbers[layout.CHANGES] = float(len(self.index))
         numbers[layout.WIDEST] = float(code.features)
-        for nth in range(layout.DIGEST_NUMBERS):
-            numbers[layout.DIGEST + nth] = float(int(code.digest[4 * nth : 4 * nth + 4], 16))
+        for index in range(layout.DIGEST_NUMBERS):
+            numbers[layout.DIGEST + index] = float(int(code.digest[4 * index : 4 * index + 4], 16))
         for feature, value in zip(self.index, self.value or (0.0,) * len(self.index), strict=True):
             factor, shift = {
                 "set": (0.0, value),

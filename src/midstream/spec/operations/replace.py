@@ -102,8 +102,8 @@ class Replace(Operation):
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        found = with_norm({"rows": self.rows, "alpha": self.alpha}, self.norm)
-        return {**found, "dims": list(self.dims)} if self.dims else found
+        arguments = with_norm({"rows": self.rows, "alpha": self.alpha}, self.norm)
+        return {**arguments, "dims": list(self.dims)} if self.dims else arguments
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         if isinstance(self.rows, CapturedRows):

@@ -116,14 +116,14 @@ class Route(Operation):
         return bool(self.activate or self.deactivate)
 
     def own(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self.activate:
-            found["activate"] = list(self.activate)
+            arguments["activate"] = list(self.activate)
         if self.deactivate:
-            found["deactivate"] = list(self.deactivate)
+            arguments["deactivate"] = list(self.deactivate)
         if self.bias:
-            found["bias"] = {str(expert): number for expert, number in self.bias}
-        return found
+            arguments["bias"] = {str(expert): number for expert, number in self.bias}
+        return arguments
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         size = width if isinstance(width, VectorSize) else VectorSize(width)
@@ -178,26 +178,26 @@ def _read_bias(value: object) -> tuple[tuple[int, float], ...]:
         raise SpecError("", f"expected {{expert: number}}, got {kind(value)}")
     if not 1 <= len(value) <= MAX_ITEMS:
         raise SpecError("", f"expected 1 to {MAX_ITEMS} experts, got {len(value)}")
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for key, number in value.items():
         with at(f"[{show(key) if isinstance(key, str | int) else kind(key)}]"):
             is_text = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10
             expert = int(key) if is_text else read_int(key)
             if expert < 0:
                 raise SpecError("", f"expected an index from 0 on, got {expert}")
-            if expert in found:
+            if expert in biases:
                 raise SpecError("", "the expert is given twice")
-            found[expert] = read_scalar(number)
-            if not 0 < abs(float32(found[expert])) <= MAX_BIAS:
+            biases[expert] = read_scalar(number)
+            if not 0 < abs(float32(biases[expert])) <= MAX_BIAS:
                 raise SpecError("", f"expected a number within ±500, not 0, got {number}")
-    return tuple(sorted(found.items()))
+    return tuple(sorted(biases.items()))
 
 
 def _vector(values: Mapping[int, float], size: int) -> Vector:
     """Return the vector with some components, zero elsewhere."""
     import numpy as np
 
-    found = np.zeros(size, np.float32)
+    array = np.zeros(size, np.float32)
     for index, number in values.items():
-        found[index] = number
-    return Vector.parse(found)
+        array[index] = number
+    return Vector.parse(array)

@@ -79,10 +79,10 @@ class Scale(Operation):
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"factor": self.factor}
+        arguments: dict[str, Any] = {"factor": self.factor}
         if self.shift is not None:
-            found["shift"] = self.shift
-        return {**found, "dims": list(self.dims)} if self.dims else found
+            arguments["shift"] = self.shift
+        return {**arguments, "dims": list(self.dims)} if self.dims else arguments
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         if isinstance(self.factor, Vector):

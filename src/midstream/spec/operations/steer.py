@@ -177,25 +177,25 @@ class Steer(Operation):
         if vector is not None:
             raise SpecError("rows", "`vector` is given too; give one of them")
         with at("rows"):
-            found = read_rows(rows, MAX_ITEMS)
-            if not any(row.norm for row in found):
+            vectors = read_rows(rows, MAX_ITEMS)
+            if not any(row.norm for row in vectors):
                 raise SpecError("", "all rows are zero, so that the edit would change nothing")
-        if len(found) == 1:
-            return found[0]
-        self._set(rows=found)
+        if len(vectors) == 1:
+            return vectors[0]
+        self._set(rows=vectors)
         return None
 
     def _read_vector(
         self, vector: object, layer: object
     ) -> tuple[Vector | Named | tuple[Vector, ...], Any]:
         """Return the vector, or one per layer, and the layers."""
-        found, layer = read_per_layer("vector", vector, layer)
-        each = found if isinstance(found, tuple) else (found,)
-        for index, row in enumerate(each):
+        vectors, layer = read_per_layer("vector", vector, layer)
+        rows = vectors if isinstance(vectors, tuple) else (vectors,)
+        for index, row in enumerate(rows):
             if isinstance(row, Vector):
-                with at("vector" if len(each) == 1 else f"vector[{index}]"):
+                with at("vector" if len(rows) == 1 else f"vector[{index}]"):
                     check_nonzero(row, "the vector is zero, so that the edit would change nothing")
-        return found, layer
+        return vectors, layer
 
     def own(self) -> dict[str, Any]:
         what: dict[str, Any] = {"rows": self.rows} if self.rows else {"vector": self.vector}
@@ -206,8 +206,8 @@ class Steer(Operation):
     def per_layer(self) -> tuple[Steer, ...]:
         if not isinstance(self.vector, tuple):
             return (self,)
-        each = zip(self.vector, self.layers.indices, strict=True)
-        return tuple(self.replace(vector=row, layer=layer) for row, layer in each)
+        pairs = zip(self.vector, self.layers.indices, strict=True)
+        return tuple(self.replace(vector=row, layer=layer) for row, layer in pairs)
 
     def bound(self, vectors: dict[str, Vector]) -> dict[str, object]:
         assert isinstance(self.vector, Named)
@@ -245,9 +245,9 @@ class Steer(Operation):
         if self.norm == "match":
             is_huge, shown = size > MAX_MATCHED, f"{size:.3g} times the norm of h"
         else:
-            given = self.vector if isinstance(self.vector, tuple) else (self.vector, *self.rows)
+            rows = self.vector if isinstance(self.vector, tuple) else (self.vector, *self.rows)
             # All have one size.
-            vectors = [row for row in given if isinstance(row, Vector)]
+            vectors = [row for row in rows if isinstance(row, Vector)]
             norm = size * max((row.norm for row in vectors), default=0.0)
             is_huge = bool(vectors) and norm > MAX_RMS * math.sqrt(vectors[0].size)
             shown = f"|scale| · ‖vector‖ = {norm:.3g}"

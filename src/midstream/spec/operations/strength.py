@@ -40,12 +40,12 @@ def with_strength(
         return ()
     if factor == 1:
         return tuple(edits)
-    return tuple(_scaled(edit, factor, nth) for nth, edit in enumerate(edits))
+    return tuple(_scaled(edit, factor, index) for index, edit in enumerate(edits))
 
 
-def _scaled(edit: PlainEdit | Gate | Local, factor: float, nth: int) -> PlainEdit | Gate | Local:
+def _scaled(edit: PlainEdit | Gate | Local, factor: float, i: int) -> PlainEdit | Gate | Local:
     if isinstance(edit, Gate):
-        inner = _scaled(edit.edit, factor, nth)
+        inner = _scaled(edit.edit, factor, i)
         assert not isinstance(inner, Gate | Local)
         return dataclasses.replace(edit, edit=inner)
     with at("scale"):
@@ -55,7 +55,7 @@ def _scaled(edit: PlainEdit | Gate | Local, factor: float, nth: int) -> PlainEdi
         if name is None:
             raise SpecError(
                 "",
-                f"edits[{nth}] is a {type(edit).__name__}, which has no strength to multiply; use "
+                f"edits[{i}] is a {type(edit).__name__}, which has no strength to multiply; use "
                 "0, 1, or give other `edits`",
             )
         return edit.replace(**{name: factor * getattr(edit, name)})

@@ -93,12 +93,12 @@ class _Decoding:
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Return the text of some tokens, with special tokens and without cleaning up spaces."""
     if hasattr(tokenizer, "clean_up_tokenization_spaces"):
-        found = tokenizer.decode(
+        text = tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
     else:
-        found = tokenizer.decode(token_ids, skip_special_tokens=False)
-    return str(found)
+        text = tokenizer.decode(token_ids, skip_special_tokens=False)
+    return str(text)
 
 
 def map_of_rendering(tokenizer: Any, text: str, token_ids: Sequence[int]) -> TextMap:
@@ -106,9 +106,9 @@ def map_of_rendering(tokenizer: Any, text: str, token_ids: Sequence[int]) -> Tex
     wanted = list(token_ids)
     if getattr(tokenizer, "is_fast", False):
         for special in (False, True):
-            found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-            if list(found["input_ids"]) == wanted:
-                return _map_of_offsets(text, found["offset_mapping"])
+            encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+            if list(encoding["input_ids"]) == wanted:
+                return _map_of_offsets(text, encoding["offset_mapping"])
     decoded = text_map(tokenizer, wanted)
     if decoded.text != text:
         raise SpecError(

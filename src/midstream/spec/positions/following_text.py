@@ -36,9 +36,9 @@ def ids_after(
     if whole[: len(before)] == before:
         return whole[len(before) :]
     spelt = decode(tokenizer, whole)
-    for found in _elsewhere(tokenizer, text):
-        if decode(tokenizer, [*before, *found]) == spelt:
-            return found
+    for ids in _elsewhere(tokenizer, text):
+        if decode(tokenizer, [*before, *ids]) == spelt:
+            return ids
     return None
 
 
@@ -47,9 +47,9 @@ def following_ids(tokenizer: Any, text: str) -> list[int]:
     for first in _BEFORE:
         before = tokenizer.encode(first, add_special_tokens=False)
         whole = tokenizer.encode(first + text, add_special_tokens=False)
-        found = ids_after(tokenizer, before, whole, text)
-        if found is not None:
-            return found
+        ids = ids_after(tokenizer, before, whole, text)
+        if ids is not None:
+            return ids
     raise SpecError(
         "", f"this tokenizer has no tokens for {show(text)} behind other text; give token ids"
     )

@@ -52,18 +52,18 @@ def read_items(
     """Read a list of distinct items, each of which can select a token of the phase."""
     if len(values) > MAX_ITEMS:
         raise SpecError("", f"expected at most {MAX_ITEMS} items, got {len(values)}; use slices")
-    found: dict[Item, None] = {}
+    items: dict[Item, None] = {}
     ids = 0
     for index, value in enumerate(values):
         with at(f"[{index}]"):
             item = read_item(value, phase, words)
-            if item in found:
+            if item in items:
                 raise SpecError("", f"{show_item(item)} is listed twice")
             ids += len(item.ids) if isinstance(item, TokenIds) else 0
             if ids > MAX_IDS:
                 raise SpecError("", f"expected at most {MAX_IDS} token ids in total")
-            found[item] = None
-    return tuple(found)
+            items[item] = None
+    return tuple(items)
 
 
 def read_item(value: object, phase: str, words: Sequence[str]) -> Item:

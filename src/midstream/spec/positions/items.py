@@ -121,23 +121,23 @@ class TokenIds:
     ids: tuple[int, ...]
 
     def __init__(self, ids: object) -> None:
-        given = [ids] if is_int(ids) else ids
-        if not isinstance(given, (list, tuple)):
+        values = [ids] if is_int(ids) else ids
+        if not isinstance(values, (list, tuple)):
             raise SpecError(
                 "", f"expected a token id, an `int`, or a list of them, got {kind(ids)}"
             )
-        if not 1 <= len(given) <= MAX_IDS:
-            raise SpecError("", f"expected 1 to {MAX_IDS} token ids, got {len(given)}")
-        found: set[int] = set()
-        for index, value in enumerate(given):
-            with at("" if given is not ids else f"[{index}]"):
+        if not 1 <= len(values) <= MAX_IDS:
+            raise SpecError("", f"expected 1 to {MAX_IDS} token ids, got {len(values)}")
+        numbers: set[int] = set()
+        for index, value in enumerate(values):
+            with at("" if values is not ids else f"[{index}]"):
                 number = read_int(value)
                 if not 0 <= number < 2**31:
                     raise SpecError("", f"expected a token id, 0 to 2**31 - 1, got {show(number)}")
-                if number in found:
+                if number in numbers:
                     raise SpecError("", f"token id {number} is listed twice")
-                found.add(number)
-        object.__setattr__(self, "ids", tuple(sorted(found)))
+                numbers.add(number)
+        object.__setattr__(self, "ids", tuple(sorted(numbers)))
 
     def emit(self) -> dict[str, object]:
         """Return the JSON form, which Positions reads."""

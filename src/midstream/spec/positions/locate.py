@@ -109,11 +109,11 @@ class Locator:
 
     def _int(self, position: int) -> Found:
         length, rows = self.prompt.length, self.rows
-        found = position + length if position < 0 else position
-        if found >= 0 and (rows is None or found < rows):
-            return Found(((found, found + 1),))
+        index = position + length if position < 0 else position
+        if index >= 0 and (rows is None or index < rows):
+            return Found(((index, index + 1),))
         limit = "up" if rows is None else f"to {rows - 1}"
-        why = f"; {NEVER_FED}" if found == rows else ""
+        why = f"; {NEVER_FED}" if index == rows else ""
         return Found(
             (),
             f"position {position} is out of range: {self.lengths}, so positions go from "

@@ -60,10 +60,10 @@ class Where:
     @property
     def possible(self) -> Ranges:
         """Every position that may be selected, depending on the generated tokens."""
-        found = [*self.ranges, *(each for match in self.matches for each in match.ranges)]
+        ranges = [*self.ranges, *(span for match in self.matches for span in match.ranges)]
         if self.last_from is not None:
-            found.append((self.last_from, None))
-        return merge(found)
+            ranges.append((self.last_from, None))
+        return merge(ranges)
 
     def first(self, most: int) -> Where:
         """Return the first positions of the selection.
@@ -74,12 +74,12 @@ class Where:
         Raises:
             SpecError: which these are depends on what is generated.
         """
-        found: list[Range] = []
+        ranges: list[Range] = []
         left, end = most, 0
         for start, stop in self.ranges:
             if left:
                 end = start + left if stop is None else min(stop, start + left)
-                found.append((start, end))
+                ranges.append((start, end))
                 left -= end - start
         later = [match.ranges[0][0] for match in self.matches]
         later += [] if self.last_from is None else [self.last_from]
@@ -89,7 +89,7 @@ class Where:
                 f"which {most} rows are the first depends on what is generated: select positions "
                 'without the word "last", and token ids in the prompt alone',
             )
-        return Where(tuple(found))
+        return Where(tuple(ranges))
 
     def within(self, start: int, stop: int, token: Callable[[int], int]) -> Sequence[int]:
         """Return the selected positions of [start, stop), ascending, without the final row.
@@ -100,15 +100,15 @@ class Where:
         if len(self.ranges) == 1 and not self.matches:
             ((first, end),) = self.ranges
             return range(max(first, start), stop if end is None else min(end, stop))
-        found: list[int] = []
+        positions: list[int] = []
         for first, end in self.ranges:
-            found += range(max(first, start), stop if end is None else min(end, stop))
+            positions += range(max(first, start), stop if end is None else min(end, stop))
         for match in self.matches:
             for first, end in match.ranges:
                 for position in range(max(first, start), stop if end is None else min(end, stop)):
                     if (token(position) in match.ids) != match.others:
-                        found.append(position)
-        return sorted(found)
+                        positions.append(position)
+        return sorted(positions)
 
     def final(self, length: int, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Return the selected positions of a request that has ended.
@@ -118,15 +118,15 @@ class Where:
             tokens: the token id of each position below `length`; only those of generated tokens
                 are read, and only for `matches`.
         """
-        found: list[Range] = list(self.ranges)
+        ranges: list[Range] = list(self.ranges)
         for match in self.matches:
             ids = frozenset(match.ids)
             for start, stop in clip(match.ranges, length):
-                found.extend(
+                ranges.extend(
                     (position, position + 1)
                     for position in range(start, stop)
                     if (tokens[position] in ids) != match.others
                 )
         if self.last_from is not None and length - 1 >= self.last_from:
-            found.append((length - 1, length))
-        return clip(merge(found), length)
+            ranges.append((length - 1, length))
+        return clip(merge(ranges), length)

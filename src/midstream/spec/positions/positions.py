@@ -128,10 +128,10 @@ class Positions:
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form: fields `positions`, `phase` and, if not empty, `exclude`."""
-        found: dict[str, object] = {"positions": self.emit(), "phase": self.phase}
+        fields: dict[str, object] = {"positions": self.emit(), "phase": self.phase}
         if self.exclude:
-            found["exclude"] = self.emit_exclude()
-        return found
+            fields["exclude"] = self.emit_exclude()
+        return fields
 
     def path(self, index: int) -> str:
         """Return the error path of item `index`: without an index if it is the only item."""
@@ -160,10 +160,10 @@ def _narrowed(value: Positions, phase: object, exclude: object) -> Positions:
     left_out = value.exclude
     if exclude is not None:
         with at("exclude"):
-            given = _read_exclude(exclude, word)
-            if left_out and set(given) != set(left_out):
+            items = _read_exclude(exclude, word)
+            if left_out and set(items) != set(left_out):
                 raise SpecError("", "the positions already have an `exclude`; give only one")
-        left_out = given
+        left_out = items
     if (word, left_out) == (value.phase, value.exclude):
         return value
     return Positions.within(list(value.include), word, left_out)

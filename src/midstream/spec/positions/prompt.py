@@ -69,12 +69,12 @@ class Prompt:
         Raises:
             SpecError: raised by the function, or the text has another number of tokens.
         """
-        found = self.text() if callable(self.text) else self.text
-        if found is not None and len(found) != self.length:
+        text = self.text() if callable(self.text) else self.text
+        if text is not None and len(text) != self.length:
             raise SpecError(
-                "", f"the text has {len(found)} tokens, but the prompt has {self.length}"
+                "", f"the text has {len(text)} tokens, but the prompt has {self.length}"
             )
-        return found
+        return text
 
     @cached_property
     def chat(self) -> tuple[Message, ...] | None:
@@ -94,10 +94,10 @@ class Prompt:
         """
         if self.chat is None:
             return None
-        found: dict[str, list[Message]] = {}
+        messages_by_role: dict[str, list[Message]] = {}
         for message in self.chat:
-            found.setdefault(message.role, []).append(message)
-        return found
+            messages_by_role.setdefault(message.role, []).append(message)
+        return messages_by_role
 
     @cached_property
     def token_index(self) -> TokenIndex | None:

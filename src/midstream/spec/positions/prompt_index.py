@@ -66,10 +66,10 @@ class TextIndex:
         Args:
             budget: counts the places before they are listed.
         """
-        found = self._kept.get(wanted)
-        if found is not None:
-            budget.match(len(found))
-            return found
+        kept = self._kept.get(wanted)
+        if kept is not None:
+            budget.match(len(kept))
+            return kept
         size, text = len(wanted), self._text
         if size > len(text):
             return _NONE

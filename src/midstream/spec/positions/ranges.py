@@ -13,7 +13,7 @@ Ranges = tuple[Range, ...]
 def merge(ranges: Iterable[Range]) -> Ranges:
     """Return the union of non-empty ranges given in any order."""
     merged: list[Range] = []
-    for start, stop in sorted(ranges, key=lambda each: each[0]):
+    for start, stop in sorted(ranges, key=lambda span: span[0]):
         if not merged:
             merged.append((start, stop))
             continue

@@ -28,7 +28,7 @@ def check_row_order(positions: Positions, prompt_len: int | None) -> None:
         return
     if prompt_len is None:
         for from_end in (False, True):
-            alike = [nth for nth, item in enumerate(items) if _is_from_end(item) == from_end]
+            alike = [index for index, item in enumerate(items) if _is_from_end(item) == from_end]
             _check(positions, alike, 0)
     else:
         _check(positions, range(len(items)), prompt_len)
@@ -37,12 +37,12 @@ def check_row_order(positions: Positions, prompt_len: int | None) -> None:
 def _check(positions: Positions, chosen: range | list[int], prompt_len: int) -> None:
     """Check some items, by their indices."""
     items = positions.include
-    for nth, after in pairwise(chosen):
-        one, other = _place(items[nth], prompt_len), _place(items[after], prompt_len)
-        if one < other:
+    for before, after in pairwise(chosen):
+        place, other = _place(items[before], prompt_len), _place(items[after], prompt_len)
+        if place < other:
             continue
-        first, second = show_item(items[nth]), show_item(items[after])
-        if one == other:
+        first, second = show_item(items[before]), show_item(items[after])
+        if place == other:
             raise SpecError(
                 positions.path(after),
                 f"position {second} is the same as {first}, which is listed too, and a result has "

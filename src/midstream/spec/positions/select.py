@@ -103,17 +103,19 @@ class _Selector:
     def in_listed_order(self, most: int) -> list[int]:
         ranges = self._where(self._included()).ranges
         starts = [start for start, _ in ranges]
-        found: list[int] = []
+        positions: list[int] = []
         for start, stop in self._by_item():
             for place in range(max(0, bisect_right(starts, start) - 1), len(ranges)):
                 first, end = ranges[place]
                 assert end is not None
                 if stop is not None and first >= stop:
                     break
-                found += range(max(start, first), least(stop, end) or 0)[: most - len(found)]
-                if len(found) == most:
-                    return found
-        return found
+                positions += range(max(start, first), least(stop, end) or 0)[
+                    : most - len(positions)
+                ]
+                if len(positions) == most:
+                    return positions
+        return positions
 
     def _by_item(self) -> Iterator[Range]:
         """Yield the ranges of each item in turn; those of one ascend. All can be located."""
@@ -154,7 +156,7 @@ class _Selector:
             path: returns the error path of an item by its index.
             strict: whether an item that selects nothing is an error.
         """
-        found: list[Range] = []
+        ranges: list[Range] = []
         ids: set[int] = set()
         in_prompt = self.positions.phase != "generated"
         for index, item in enumerate(items):
@@ -166,15 +168,15 @@ class _Selector:
                     if in_prompt:
                         self.locator.check_ids()
                     continue
-                here = self.locator.find(item, MAX_RANGES - len(found))
+                here = self.locator.find(item, MAX_RANGES - len(ranges))
                 if strict and not here.ranges and here.nothing:
                     raise NothingSelectedError("", here.nothing)
-                found.extend(here.ranges)
+                ranges.extend(here.ranges)
         by_id: Ranges = ()
         if ids and in_prompt:
             with at(path(0).partition("[")[0]):
                 by_id = self.locator.token_ranges(ids)
-        return _Located(merge(found), by_id, frozenset(ids))
+        return _Located(merge(ranges), by_id, frozenset(ids))
 
     def _prompt_part(self, included: _Located, excluded: _Located) -> Ranges:
         if self.positions.phase == "generated":
@@ -206,18 +208,18 @@ class _Selector:
     def _reachable(self, ranges: Ranges) -> Ranges:
         """Return, unclipped, the ranges that max_tokens lets the request reach in part."""
         rows = self.locator.rows
-        return ranges if rows is None else tuple(each for each in ranges if each[0] < rows)
+        return ranges if rows is None else tuple(span for span in ranges if span[0] < rows)
 
     def _last_from(self, ranges: Ranges) -> int | None:
         if "last" not in self.positions.include:
             return None
-        found = max(self.locator.prompt.length - 1, self.locator.phase_range[0])
-        if self.locator.rows is not None and found >= self.locator.rows:
+        position = max(self.locator.prompt.length - 1, self.locator.phase_range[0])
+        if self.locator.rows is not None and position >= self.locator.rows:
             return None
-        # The final row is already selected if all rows from `found` on are.
-        if ranges and ranges[-1][1] is None and ranges[-1][0] <= found:
+        # The final row is already selected if all rows from `position` on are.
+        if ranges and ranges[-1][1] is None and ranges[-1][0] <= position:
             return None
-        return found
+        return position
 
     def _why_empty(self) -> str:
         problem = f"nothing is selected: {self.locator.lengths}"

@@ -90,7 +90,7 @@ def check_overlaps(parts: Sequence[tuple[Ranges, int]], versions: int) -> None:
     combined = 0
     if count * max((weight for _, weight in parts), default=0) > MAX_COMBINED:
         sets = {indices for *_, indices in overlay([ranges for ranges, _ in parts])}
-        combined = versions * sum(parts[nth][1] for indices in sets for nth in indices)
+        combined = versions * sum(parts[index][1] for indices in sets for index in indices)
     if combined > MAX_COMBINED:
         raise SpecError("", _OVERLAPS.format("combinations", combined, MAX_COMBINED))
 

@@ -78,8 +78,8 @@ def resolve_attention_probe(
     with at("attention"):
         reduced = _reduction(probe.attention, where, selections)
     pattern = _pattern(layers, probe.heads, reduced, shape, "layer", "head")
-    found = SlottedPattern(slot, pattern, shape.num_heads(pattern.reads[0]))
-    return ResolvedProbe(probe.name, ATTENTION, layers[0], Steps(()), where, found)
+    slotted = SlottedPattern(slot, pattern, shape.num_heads(pattern.reads[0]))
+    return ResolvedProbe(probe.name, ATTENTION, layers[0], Steps(()), where, slotted)
 
 
 def _pattern(
@@ -113,32 +113,32 @@ def check_attention(captures: Sequence[ResolvedCapture]) -> None:
                 )
 
 
-def _layers(given: Layers, shape: ModelShape, field: str) -> list[int]:
+def _layers(selection: Layers, shape: ModelShape, field: str) -> list[int]:
     """Return the layers, ascending.
 
     Args:
         field: name of the field that names them, for messages.
     """
-    indices = given.indices
+    indices = selection.indices
     if indices == "all":
         every = range(shape.num_layers)
         layers = [layer for layer in every if shape.reason((ATTENTION, layer)) is None]
         if not layers:
             raise SpecError(field, f"no layer's attention can be read: {_why(0, shape)}")
         return layers
-    found: dict[int, int] = {}
+    index_by_layer: dict[int, int] = {}
     for place, index in enumerate(indices):
         path = field if len(indices) == 1 else f"{field}[{place}]"
         with at(path):
             layer = find_layer(index, shape)
-            if layer in found:
-                raise SpecError("", f"layer {index} is the same as layer {found[layer]}")
-            found[layer] = index
+            if layer in index_by_layer:
+                raise SpecError("", f"layer {index} is the same as layer {index_by_layer[layer]}")
+            index_by_layer[layer] = index
             if shape.reason((ATTENTION, layer)) is not None:
                 raise SpecError(
                     "", f"attention of layer {index} cannot be read: {_why(layer, shape)}"
                 )
-    return sorted(found)
+    return sorted(index_by_layer)
 
 
 def _why(layer: int, shape: ModelShape) -> str:

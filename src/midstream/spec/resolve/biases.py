@@ -39,14 +39,17 @@ def check_sampled(where: Where, prompt_len: int) -> None:
         )
 
 
-def with_switch(steps: tuple[Instruction, ...], nth: int, width: int) -> tuple[Instruction, ...]:
+def with_switch(steps: tuple[Instruction, ...], index: int, width: int) -> tuple[Instruction, ...]:
     """Return a bias's instructions for the nth switch of a token."""
-    if nth >= width:
+    if index >= width:
         raise SpecError("", f"a request can have at most {width} biases in this model")
     return tuple(
-        replace(step, write=(switch(nth, width),)) if step.op is Op.ADD else step for step in steps
+        replace(step, write=(switch(index, width),)) if step.op is Op.ADD else step
+        for step in steps
     )
 
 
 def _ranges(where: Where) -> list[tuple[tuple[int, int | None], ...]]:
-    return [ranges for ranges in (where.ranges, *(one.ranges for one in where.matches)) if ranges]
+    return [
+        ranges for ranges in (where.ranges, *(match.ranges for match in where.matches)) if ranges
+    ]

@@ -38,18 +38,18 @@ def gate_taps(shape: ModelShape, edit: Edit) -> list[Tap | None]:
     site, index = edit.probe.tap
     taps: list[Tap] = []
     with at("probe"):
-        for each in edit.probe.layers or (index,):
+        for layer in edit.probe.layers or (index,):
             with at("layer"):
-                taps.append((site, find_layer(each, shape)))
+                taps.append((site, find_layer(layer, shape)))
                 if taps[-1] in taps[:-1]:
-                    raise SpecError("", f"layer {each} is listed twice")
+                    raise SpecError("", f"layer {layer} is listed twice")
             check_tapped(taps[-1], shape, "site", "layer")
     return [*sorted(taps, key=order)]
 
 
 def check_order(taps: tuple[Tap, ...], read: Tap | None) -> None:
     """Check that a gate reads no tap that comes after one of its edit; None: it reads those."""
-    late = [] if read is None else [each for each in taps if order(each) < order(read)]
+    late = [] if read is None else [tap for tap in taps if order(tap) < order(read)]
     if late and read is not None:
         raise SpecError(
             "probe.layer",
@@ -78,4 +78,4 @@ def gated_steps(
     by_slot = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
     # This gate does not read the stream, so the first instruction that does needs FRESH.
     later = Steps((by_slot, *refreshed(list(steps[1:]))))
-    return [here if each == tap else later for each in taps]
+    return [here if edited_tap == tap else later for edited_tap in taps]

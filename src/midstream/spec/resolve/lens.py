@@ -54,7 +54,11 @@ def check_names(captures: Sequence[ResolvedCapture]) -> None:
 
 def lenses_of(plan: ResolvedPlan) -> list[ResolvedCapture]:
     """Return the lenses among the captures of a plan."""
-    return [one for one in plan.captures if one.pattern is not None and one.pattern.kind == "lens"]
+    return [
+        capture
+        for capture in plan.captures
+        if capture.pattern is not None and capture.pattern.kind == "lens"
+    ]
 
 
 def check_lenses(plan: ResolvedPlan, vllm_config: Any) -> None:
@@ -64,10 +68,10 @@ def check_lenses(plan: ResolvedPlan, vllm_config: Any) -> None:
         vocabulary = int(vllm_config.model_config.get_vocab_size())
         pattern = capture.pattern
         assert pattern is not None
-        for nth, (token, _) in enumerate(pattern.keys):
+        for token_index, (token, _) in enumerate(pattern.keys):
             if token >= vocabulary:
                 raise SpecError(
-                    f"{path}.tokens[{nth}]",
+                    f"{path}.tokens[{token_index}]",
                     f"there is no token {token}: the model has {vocabulary}, 0 to {vocabulary - 1}",
                 )
         if pattern.size > 2 * vocabulary + 2 * len(pattern.keys) + 1:

@@ -46,17 +46,17 @@ def resolve_logits(logits: Logits, source: int, where: Where, shape: ModelShape)
 
 def check_logits(captures: Sequence[ResolvedCapture]) -> None:
     """Check that at most one capture returns logits."""
-    found = [one.source for one in captures if one.taps[0][0] == LOGITS]
-    if len(found) > 1:
+    sources = [capture.source for capture in captures if capture.taps[0][0] == LOGITS]
+    if len(sources) > 1:
         raise SpecError(
-            f"capture[{found[1]}]",
-            f"capture[{found[0]}] returns logits too; ask for one kind of logits in a request",
+            f"capture[{sources[1]}]",
+            f"capture[{sources[0]}] returns logits too; ask for one kind of logits in a request",
         )
 
 
 def with_vocabulary(plan: ResolvedPlan, vllm_config: Any) -> ResolvedPlan:
     """Return a plan whose logits the engine can return, with the sizes of their rows."""
-    places = [nth for nth, one in enumerate(plan.captures) if one.taps[0][0] == LOGITS]
+    places = [index for index, capture in enumerate(plan.captures) if capture.taps[0][0] == LOGITS]
     if not places:
         return plan
     (place,) = places
@@ -65,10 +65,10 @@ def with_vocabulary(plan: ResolvedPlan, vllm_config: Any) -> ResolvedPlan:
     vocabulary = int(vllm_config.model_config.get_vocab_size())
     pattern = capture.pattern
     assert pattern is not None
-    for nth, (token, _) in enumerate(pattern.keys):
+    for token_index, (token, _) in enumerate(pattern.keys):
         if token >= vocabulary:
             raise SpecError(
-                f"{path}.tokens[{nth}]",
+                f"{path}.tokens[{token_index}]",
                 f"there is no token {token}: the model has {vocabulary}, 0 to {vocabulary - 1}",
             )
     if pattern.kind == "logits_top" and pattern.size > 2 * vocabulary + 1:

@@ -36,13 +36,13 @@ def resolve_reduced(
     by_width: dict[int, list[Tap]] = {}
     for tap in taps:
         by_width.setdefault(1 if kind == "norm" else shape.width(tap), []).append(tap)
-    found = []
+    captures = []
     for width, reads in by_width.items():
         size = 1 + RETURNED[kind] * width if kind in REDUCING else 1
         names = tuple((f"{kind}.{site}", layer) for site, layer in reads)
         pattern = Pattern(kind, size, (), (), tuple(reads), (1,) * len(reads))  # type: ignore[arg-type]
-        found.append(ResolvedCapture(names, where, source, pattern))
-    return found
+        captures.append(ResolvedCapture(names, where, source, pattern))
+    return captures
 
 
 def _check_prompt(kind: str, where: Where, prompt_len: int) -> None:
@@ -112,8 +112,12 @@ def with_split_rows(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> ResolvedPla
 
 def check_codec(plan: ResolvedPlan) -> None:
     """Check that what is captured beside reduced rows is not encoded."""
-    reduced = [one for one in plan.captures if one.pattern is not None and is_reduced(one.pattern)]
-    whole = [one for one in plan.captures if one.pattern is None]
+    reduced = [
+        capture
+        for capture in plan.captures
+        if capture.pattern is not None and is_reduced(capture.pattern)
+    ]
+    whole = [capture for capture in plan.captures if capture.pattern is None]
     if reduced and whole and plan.codec != "raw":
         raise SpecError(
             f"capture[{reduced[0].source}].reduce",

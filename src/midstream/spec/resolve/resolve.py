@@ -158,16 +158,16 @@ class _Resolver:
             origin = plan.origin(index)
             with at(f"edits[{origin}]"):
                 own[index] = self._resolve_edit(plan.edits[index], origin)
-        found = ResolvedPlan(
+        resolved = ResolvedPlan(
             self._prompt.length,
-            (*edits, *(one for index in sorted(own) for one in own[index])),
+            (*edits, *(resolved_edit for index in sorted(own) for resolved_edit in own[index])),
             tuple(captures),
             tuple(self._probes),
             biases=tuple(self._biases),
             functions=tuple(self._functions),
         )
-        check_overlaps(weighed(found), 1 + len(plan.switches))
-        return found
+        check_overlaps(weighed(resolved), 1 + len(plan.switches))
+        return resolved
 
     def _select(self, positions: Positions) -> Where:
         where = self._selections.select(positions)
@@ -205,26 +205,26 @@ class _Resolver:
     def _add_probe(self, probe: Probe, source: int) -> None:
         if probe.name in self._names:
             raise SpecError("name", f"a probe of the request is named `{probe.name}` as well")
-        *parts, found = self._resolve_probe(probe)
-        self._probes += [replace(one, source=source, part_of=probe.name) for one in parts]
-        self._probes.append(replace(found, name=probe.name, act=probe.act, source=source))
+        *parts, last = self._resolve_probe(probe)
+        self._probes += [replace(part, source=source, part_of=probe.name) for part in parts]
+        self._probes.append(replace(last, name=probe.name, act=probe.act, source=source))
         self._names.add(probe.name)
 
     def _resolve_probe(self, probe: Probe) -> list[ResolvedProbe]:
         """Return one probe without a name for each layer, in the order of a forward pass."""
         where = self._select(probe.positions)
         if probe.attention is not None:
-            given = (where, self._shape, self._selections)
-            return [resolve_attention_probe(probe, self._new_slot(), *given)]
+            args = (where, self._shape, self._selections)
+            return [resolve_attention_probe(probe, self._new_slot(), *args)]
         taps = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
         slot = self._new_slot()
-        found: list[ResolvedProbe] = []
+        probes: list[ResolvedProbe] = []
         for tap in taps:
             steps = probe.steps(self._shape.size(tap))
             if isinstance(probe.direction, tuple):
                 steps = (steps[place_of(self._shape, tap, probe.layers)],)
-            found.append(ResolvedProbe("", *tap, _scored(steps, slot, bool(found)), where))
-        return found
+            probes.append(ResolvedProbe("", *tap, _scored(steps, slot, bool(probes)), where))
+        return probes
 
     def _resolve_edit(
         self, edit: Edit, source: int, where: Where | None = None
@@ -242,7 +242,7 @@ class _Resolver:
         slot, placed = None, False
         if isinstance(edit, Gate) and read is not None:
             slot = self._earlier_parts(edit, before, where)
-        found = []
+        resolved = []
         for size, mine in self._by_size(taps):
             if isinstance(edit, Gate) and read is not None:
                 instructions = edit.steps(
@@ -267,22 +267,22 @@ class _Resolver:
                     shared = [Steps(steps)] * len(mine)
                 else:
                     shared = gated_steps(steps, mine, read, slot, bool(before))
-                found += [
+                resolved += [
                     ResolvedEdit(*tap, own, part, source)
                     for tap, own in zip(mine, shared, strict=True)
                 ]
-        return [*_reads_elsewhere(edit, taps, where, source, self._shape), *found]
+        return [*_reads_elsewhere(edit, taps, where, source, self._shape), *resolved]
 
     def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
         """Group taps by the size of their vectors, and what these are of."""
         shape = self._shape
         if not (shape.widths or shape.heads or shape.routing):
             return [(shape.size(taps[0]), taps)]
-        found: dict[tuple[int, int, int | str], list[Tap]] = {}
+        taps_by_size: dict[tuple[int, int, int | str], list[Tap]] = {}
         for tap in taps:
             size = shape.size(tap)
-            found.setdefault((size, size.heads, size.routing), []).append(tap)
-        return [(shape.size(mine[0]), tuple(mine)) for mine in found.values()]
+            taps_by_size.setdefault((size, size.heads, size.routing), []).append(tap)
+        return [(shape.size(mine[0]), tuple(mine)) for mine in taps_by_size.values()]
 
     def _earlier_parts(self, edit: Gate, taps: list[Tap | None], where: Where) -> int | None:
         """Let the score of a gate be added up in the layers before the last that it reads.
@@ -291,13 +291,13 @@ class _Resolver:
             Its slot; None: there are no such layers.
         """
         slot = self._new_slot() if taps else None
-        for nth, tap in enumerate(taps):
+        for index, tap in enumerate(taps):
             assert tap is not None
             assert slot is not None
             with at("probe"):
                 row = edit.probe.vector(self._shape.size(tap), row_of(self._shape, edit, tap))
             probe = Instruction(Op.PROBE, row, flags=Flags.FRESH)
-            self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, nth > 0), where))
+            self._probes.append(ResolvedProbe("", *tap, _scored((probe,), slot, index > 0), where))
         return slot
 
     def _gate_slot(
@@ -368,11 +368,13 @@ def weighed(plan: ResolvedPlan) -> list[tuple[Ranges, int]]:
     """Return the positions of each part of a plan, and its weight; see `check_overlaps`."""
     edits_and_probes: tuple[ResolvedEdit | ResolvedProbe, ...] = (*plan.edits, *plan.probes)
     parts = [
-        (one.where.possible, 1 + sum(len(match.ids) for match in one.where.matches))
-        for one in edits_and_probes
+        (part.where.possible, 1 + sum(len(match.ids) for match in part.where.matches))
+        for part in edits_and_probes
     ]
     # A combination costs as much for one edit as for some 16 captured taps.
-    return parts + [(one.where.possible, 1 + len(one.taps) // 16) for one in plan.captures]
+    return parts + [
+        (capture.where.possible, 1 + len(capture.taps) // 16) for capture in plan.captures
+    ]
 
 
 def _memory_first(edits: Sequence[Edit]) -> list[int]:
@@ -413,9 +415,9 @@ def _functions_of(
             "a function cannot be called by the ids of generated tokens: select all, and read "
             "info.token_ids in it",
         )
-    one = edit.function
+    function = edit.function
     return [
-        ResolvedFunction(*tap, one.key, one.path, one.name, where, source)
+        ResolvedFunction(*tap, function.key, function.path, function.name, where, source)
         for tap in sorted(taps, key=order)
     ]
 

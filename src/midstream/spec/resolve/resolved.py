@@ -387,16 +387,20 @@ class ResolvedPlan:
         alike: dict[tuple[int, ...], list[Tap]] = {}
         for tap in taps:
             alike.setdefault(tuple(captures_of[tap]), []).append(tap)
-        found = tuple(Alike(captures, tuple(each)) for captures, each in alike.items())
+        groups = tuple(Alike(captures, tuple(alike_taps)) for captures, alike_taps in alike.items())
         object.__setattr__(self, "taps", taps)
         object.__setattr__(self, "pattern_widths", widths)
-        object.__setattr__(self, "alike", found)
-        reducing = [one for one in self.captures if one.pattern is not None and one.pattern.reduces]
-        reduced = frozenset(tap for one in reducing for tap in one.taps)
+        object.__setattr__(self, "alike", groups)
+        reducing = [
+            capture
+            for capture in self.captures
+            if capture.pattern is not None and capture.pattern.reduces
+        ]
+        reduced = frozenset(tap for capture in reducing for tap in capture.taps)
         object.__setattr__(self, "reduced", reduced)
-        where = [one.where for one in self.edits] + [one.where for one in self.captures]
-        where += [one.where for one in self.probes]
-        object.__setattr__(self, "reads_tokens", any(one.matches for one in where))
+        where = [edit.where for edit in self.edits] + [capture.where for capture in self.captures]
+        where += [probe.where for probe in self.probes]
+        object.__setattr__(self, "reads_tokens", any(selection.matches for selection in where))
 
     @property
     def read_taps(self) -> tuple[Tap, ...]:
@@ -422,24 +426,24 @@ class ResolvedPlan:
             return make()
         key = (what, length)
         try:
-            found: T = self._known[key]
+            value: T = self._known[key]
         except KeyError:
-            found = make()
+            value = make()
             if len(self._known) >= _KNOWN:
                 self._known.clear()
-            self._known[key] = found
-        return found
+            self._known[key] = value
+        return value
 
     def only(self, captures: tuple[int, ...]) -> ResolvedPlan:
         """Return the plan with these of its captures alone, by index."""
-        return replace(self, captures=tuple(self.captures[nth] for nth in captures))
+        return replace(self, captures=tuple(self.captures[index] for index in captures))
 
     def ranges_of(self, captures: tuple[int, ...], length: int, tokens: Sequence[int]) -> Final:
         """Return the positions selected by any of these captures."""
 
         def make() -> Final:
             finals = [self.captures[index].where.final(length, tokens) for index in captures]
-            return clip(merge([each for final in finals for each in final]), length)
+            return clip(merge([span for final in finals for span in final]), length)
 
         return self.remember(("ranges", captures), length, make)
 
@@ -449,19 +453,19 @@ class ResolvedPlan:
         """
 
         def make() -> dict[Tap, int]:
-            found = dict.fromkeys(self.taps, 0)
+            counts = dict.fromkeys(self.taps, 0)
             for captures, taps in self.alike:
                 ranges = self.ranges_of(captures, length, tokens)
-                found.update(dict.fromkeys(taps, sum(stop - start for start, stop in ranges)))
-            return found
+                counts.update(dict.fromkeys(taps, sum(stop - start for start, stop in ranges)))
+            return counts
 
         return dict(self.remember("rows", length, make))
 
     @property
     def slots(self) -> int:
         """Number of score columns that the plan needs per token."""
-        steps = [one for edit in self.edits for one in edit.steps.instructions]
-        slots = [one.slot for one in steps if one.slot is not None]
+        steps = [step for edit in self.edits for step in edit.steps.instructions]
+        slots = [step.slot for step in steps if step.slot is not None]
         return 1 + max([*slots, *(probe.slot for probe in self.probes)], default=-1)
 
 

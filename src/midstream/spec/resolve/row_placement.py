@@ -89,4 +89,4 @@ def _with_rows(step: Instruction, chosen: Sequence[int], first: int) -> Instruct
     if len(step.write) <= 1:
         return step
     flags = step.flags | Flags.ROW_BY_POSITION
-    return replace(step, write=tuple(step.write[nth] for nth in chosen), first=first, flags=flags)
+    return replace(step, write=tuple(step.write[row] for row in chosen), first=first, flags=flags)

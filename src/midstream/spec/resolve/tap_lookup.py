@@ -53,10 +53,12 @@ def find_taps(
                     f"{shape.num_layers} layers",
                 )
         chosen[layer] = index
-        for nth, site in enumerate(names):
+        for site_index, site in enumerate(names):
             if site in ENDS:
                 continue
-            check_tapped((site, layer), shape, _element(site_field, nth, len(names)), layer_path)
+            check_tapped(
+                (site, layer), shape, _element(site_field, site_index, len(names)), layer_path
+            )
             taps.append((site, layer))
     return tuple(sorted(taps, key=order))
 

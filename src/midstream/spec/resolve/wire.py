@@ -173,10 +173,10 @@ class _Shared:
 
     def place(self, steps: Steps) -> int:
         """Return the index of a list of instructions."""
-        found = self._places.setdefault(steps.digest, len(self.steps))
-        if found == len(self.steps):
-            self.steps.append(tuple([self._instruction(one) for one in steps.instructions]))
-        return found
+        index = self._places.setdefault(steps.digest, len(self.steps))
+        if index == len(self.steps):
+            self.steps.append(tuple([self._instruction(step) for step in steps.instructions]))
+        return index
 
     def _instruction(self, step: Instruction) -> InstructionMessage:
         return InstructionMessage(
@@ -209,29 +209,33 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
         raise SpecError("", f"expected `bytes`, got {kind(data)}")
     message = read_message(_DECODER.decode, data)
     vectors = []
-    for nth, vector in enumerate(message.vectors):
-        with at(f"vectors[{nth}]"):
+    for index, vector in enumerate(message.vectors):
+        with at(f"vectors[{index}]"):
             vectors.append(_read_vector(vector, known or {}))
     steps = []
-    for nth, instructions in enumerate(message.steps):
-        with at(f"steps[{nth}]"):
-            steps.append(Steps(tuple([_read_instruction(one, vectors) for one in instructions])))
+    for index, instructions in enumerate(message.steps):
+        with at(f"steps[{index}]"):
+            steps.append(
+                Steps(
+                    tuple([_read_instruction(instruction, vectors) for instruction in instructions])
+                )
+            )
     edits = []
-    for nth, edit in enumerate(message.edits):
-        with at(f"edits[{nth}]"):
+    for index, edit in enumerate(message.edits):
+        with at(f"edits[{index}]"):
             edits.append(_read_edit(edit, steps))
-    for nth, capture in enumerate(message.captures):
-        with at(f"captures[{nth}]"):
+    for index, capture in enumerate(message.captures):
+        with at(f"captures[{index}]"):
             _check_capture(capture)
     probes = []
-    for nth, probe in enumerate(message.probes):
-        with at(f"probes[{nth}]"):
+    for index, probe in enumerate(message.probes):
+        with at(f"probes[{index}]"):
             probes.append(_read_probe(probe, steps))
-    for nth, bias in enumerate(message.biases):
-        with at(f"biases[{nth}]"):
+    for index, bias in enumerate(message.biases):
+        with at(f"biases[{index}]"):
             _check_bias(bias)
-    for nth, function in enumerate(message.functions):
-        with at(f"functions[{nth}]"):
+    for index, function in enumerate(message.functions):
+        with at(f"functions[{index}]"):
             _check_function(function)
     return ResolvedPlan(
         message.prompt_len,
@@ -245,79 +249,81 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
     )
 
 
-def _read_vector(given: bytes | NamedVectorMessage, known: Mapping[str, Vector]) -> Vector:
-    if isinstance(given, bytes):
-        return Vector(given)
-    found = known.get(given.digest)
-    if found is None:
-        raise SpecError("", f"there is no vector with the digest {given.digest!r} here")
-    return found
+def _read_vector(message: bytes | NamedVectorMessage, known: Mapping[str, Vector]) -> Vector:
+    if isinstance(message, bytes):
+        return Vector(message)
+    vector = known.get(message.digest)
+    if vector is None:
+        raise SpecError("", f"there is no vector with the digest {message.digest!r} here")
+    return vector
 
 
-def _read_instruction(given: InstructionMessage, vectors: Sequence[Vector]) -> Instruction:
+def _read_instruction(message: InstructionMessage, vectors: Sequence[Vector]) -> Instruction:
     return Instruction(
-        op=given.op,
-        read=None if given.read is None else _choose("vector", given.read, vectors),
-        write=tuple([_choose("vector", index, vectors) for index in given.write]),
-        a=given.a,
-        b=given.b,
-        c=given.c,
-        d=given.d,
-        flags=Flags(given.flags),
-        slot=given.slot,
-        first=given.first,
-        mask=None if given.mask is None else _choose("vector", given.mask, vectors),
-        hold=given.hold,
+        op=message.op,
+        read=None if message.read is None else _choose("vector", message.read, vectors),
+        write=tuple([_choose("vector", index, vectors) for index in message.write]),
+        a=message.a,
+        b=message.b,
+        c=message.c,
+        d=message.d,
+        flags=Flags(message.flags),
+        slot=message.slot,
+        first=message.first,
+        mask=None if message.mask is None else _choose("vector", message.mask, vectors),
+        hold=message.hold,
     )
 
 
-def _read_edit(given: EditMessage, steps: Sequence[Steps]) -> ResolvedEdit:
-    _check_tap(given.site, given.layer)
-    _check_where(given.where)
-    if given.where.last_from is not None:
+def _read_edit(message: EditMessage, steps: Sequence[Steps]) -> ResolvedEdit:
+    _check_tap(message.site, message.layer)
+    _check_where(message.where)
+    if message.where.last_from is not None:
         raise SpecError("where", "the last row cannot be edited")
-    found = _choose("steps", given.steps, steps)
-    return ResolvedEdit(given.site, given.layer, found, given.where, given.source)
+    edit_steps = _choose("steps", message.steps, steps)
+    return ResolvedEdit(message.site, message.layer, edit_steps, message.where, message.source)
 
 
-def _read_probe(given: ProbeMessage, steps: Sequence[Steps]) -> ResolvedProbe:
-    _check_where(given.where)
-    if given.attention is not None:
+def _read_probe(message: ProbeMessage, steps: Sequence[Steps]) -> ResolvedProbe:
+    _check_where(message.where)
+    if message.attention is not None:
         with at("attention"):
-            return _read_slotted(given, given.attention)
-    _check_tap(given.site, given.layer)
-    if given.steps is None:
+            return _read_slotted(message, message.attention)
+    _check_tap(message.site, message.layer)
+    if message.steps is None:
         raise SpecError("steps", "missing")
-    found = _choose("steps", given.steps, steps)
-    *units, last = found.instructions
-    if last.op not in (Op.PROBE, Op.SCAN) or any(one.op is not Op.UNIT for one in units):
+    probe_steps = _choose("steps", message.steps, steps)
+    *units, last = probe_steps.instructions
+    if last.op not in (Op.PROBE, Op.SCAN) or any(unit.op is not Op.UNIT for unit in units):
         raise SpecError("steps", "expected one PROBE, maybe after UNITs, or one SCAN")
     if bool(units) != (Flags.UNITS in last.flags):
         raise SpecError("steps", "expected UNITs and a PROBE that reads them")
     if last.slot is None:
         raise SpecError("steps", "expected a PROBE or SCAN with a slot")
-    if last.op is Op.SCAN and given.name:
+    if last.op is Op.SCAN and message.name:
         raise SpecError("name", "expected none: a SCAN is read by gates only")
-    return ResolvedProbe(given.name, given.site, given.layer, found, given.where)
+    return ResolvedProbe(message.name, message.site, message.layer, probe_steps, message.where)
 
 
-def _read_slotted(given: ProbeMessage, attention: SlottedPattern) -> ResolvedProbe:
+def _read_slotted(message: ProbeMessage, attention: SlottedPattern) -> ResolvedProbe:
     slot, pattern, num_heads = attention
     _check_pattern(pattern, 1)
     _check_int("num_heads", num_heads, max((1, *(head + 1 for head in pattern.heads))))
     for site, layer in pattern.reads:
         _check_tap(site, layer)
     _check_int("slot", slot)
-    _check_int("layer", given.layer)
-    if pattern.kind not in ("mass", "entropy") or pattern.size != 1 or given.steps is not None:
+    _check_int("layer", message.layer)
+    if pattern.kind not in ("mass", "entropy") or pattern.size != 1 or message.steps is not None:
         raise SpecError("", "expected a mass or an entropy, and no instruction")
-    return ResolvedProbe(given.name, given.site, given.layer, Steps(()), given.where, attention)
+    return ResolvedProbe(
+        message.name, message.site, message.layer, Steps(()), message.where, attention
+    )
 
 
 def _check_capture(capture: ResolvedCapture) -> None:
     pattern = capture.pattern
-    for nth, (site, layer) in enumerate(capture.taps if pattern is None else pattern.reads):
-        with at(f"taps[{nth}]"):
+    for index, (site, layer) in enumerate(capture.taps if pattern is None else pattern.reads):
+        with at(f"taps[{index}]"):
             _check_tap(site, layer)
     if pattern is not None:
         _check_pattern(pattern, len(capture.taps))
@@ -333,7 +339,7 @@ def _check_pattern(pattern: Pattern, taps: int) -> None:
             raise SpecError("", f"expected the queries and heads of {taps} taps")
         # Of these, each token or feature is a range, in the order of the request.
         is_each = pattern.kind in ("lens", "logits_of", "features")
-        for ranges in [(each,) for each in pattern.keys] if is_each else [pattern.keys]:
+        for ranges in [(key,) for key in pattern.keys] if is_each else [pattern.keys]:
             _check_ranges(ranges)
         if (pattern.encoder is None) == (pattern.kind == "features"):
             raise SpecError("encoder", "expected one of features, and of nothing else")
@@ -341,9 +347,9 @@ def _check_pattern(pattern: Pattern, taps: int) -> None:
             _check_encoder(pattern.encoder, pattern)
         if pattern.maps and len(pattern.maps) != taps:
             raise SpecError("maps", f"expected the maps of {taps} taps")
-        for one in pattern.maps:
-            _check_int("maps", one.matrix, -1)
-            _check_int("maps", one.bias, -1)
+        for tap_map in pattern.maps:
+            _check_int("maps", tap_map.matrix, -1)
+            _check_int("maps", tap_map.bias, -1)
         for number in (pattern.size, *pattern.counts):
             _check_int("size", number, 1)
         for head in pattern.heads:
@@ -391,14 +397,14 @@ def _check_where(where: Where) -> None:
         parts = [where.ranges, *(match.ranges for match in where.matches)]
         for ranges in parts:
             _check_ranges(ranges)
-        for nth, match in enumerate(where.matches):
-            with at(f"matches[{nth}]"):
+        for index, match in enumerate(where.matches):
+            with at(f"matches[{index}]"):
                 _check_match(match)
         if where.last_from is not None:
             _check_int("last_from", where.last_from)
         elif not where.ranges and not where.matches:
             raise SpecError("", "nothing is selected")
-        if any(intersect(one, other) for one, other in combinations(parts, 2)):
+        if any(intersect(part, other) for part, other in combinations(parts, 2)):
             raise SpecError("", "expected ranges and matches that have no position in common")
 
 

@@ -72,14 +72,14 @@ class LocalFolder:
 
     def open(self, name: str) -> File:
         with self._lock:
-            found = self._mapped.get(name)
-            if found is None:
+            mapped = self._mapped.get(name)
+            if mapped is None:
                 with self._named(name):
-                    found = self._mapped[name] = _Mapped(os.path.join(self.root, name))
+                    mapped = self._mapped[name] = _Mapped(os.path.join(self.root, name))
                 if len(self._mapped) > _MAX_MAPPED:
                     self._mapped.popitem(last=False)
             self._mapped.move_to_end(name)
-            return found
+            return mapped
 
     def make(self) -> None:
         with self._named():
@@ -139,14 +139,14 @@ class LocalFolder:
 
     def temporaries(self, older_than_s: float) -> list[str]:
         """Return the names of temporaries that were not written to for `older_than_s` seconds."""
-        found = []
+        names = []
         now = time.time()
         with self._named():
             for file in os.scandir(self.root):
                 with contextlib.suppress(FileNotFoundError):
                     if is_temporary(file.name) and now - file.stat().st_mtime >= older_than_s:
-                        found.append(file.name)
-        return sorted(found)
+                        names.append(file.name)
+        return sorted(names)
 
     def sweep(self, names: Iterable[str]) -> None:
         """Remove temporaries by name."""
@@ -191,12 +191,12 @@ class _Mapped:
         # O_NONBLOCK: opening a named pipe would otherwise block.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode):
+            file_stat = os.fstat(file)
+            if not stat.S_ISREG(file_stat.st_mode):
                 raise StoreError(f"{path}: not a regular file")
-            if not found.st_size:
+            if not file_stat.st_size:
                 raise StoreError(f"{path}: truncated: the file is empty")
-            self._bytes = mmap.mmap(file, found.st_size, access=mmap.ACCESS_READ)
+            self._bytes = mmap.mmap(file, file_stat.st_size, access=mmap.ACCESS_READ)
         finally:
             os.close(file)
 

@@ -65,27 +65,27 @@ class CloudFolder:
     def names(self) -> list[str]:
         with self._named():
             try:
-                found = self._connected().ls(self._path, detail=False, refresh=True)
+                paths = self._connected().ls(self._path, detail=False, refresh=True)
             except FileNotFoundError:
                 raise StoreError(
                     f"{self}: no such store: there is no such bucket or object"
                 ) from None
         parent = f"{self._path}/"
-        names = (path.removeprefix(parent) for path in found if path.startswith(parent))
+        names = (path.removeprefix(parent) for path in paths if path.startswith(parent))
         return sorted(filter(is_shard_name, names))
 
     def open(self, name: str) -> _Object:
         with self._lock:
-            found = self._files.get(name)
-        if found is None:
+            s3_object = self._files.get(name)
+        if s3_object is None:
             with self._named(name):
                 size = self._connected().info(f"{self._path}/{name}", refresh=True)["size"]
             if not size:
                 raise StoreError(f"{self}/{name}: truncated: the object is empty")
-            found = _Object(self, name, int(size))
+            s3_object = _Object(self, name, int(size))
             with self._lock:
-                self._files[name] = found
-        return found
+                self._files[name] = s3_object
+        return s3_object
 
     def make(self) -> None:
         with self._named():
@@ -105,24 +105,24 @@ class CloudFolder:
 
     def blocks(self, name: str, size: int, first: int, last: int) -> list[bytes]:
         """Return blocks [first, last) of a shard; blocks that are not cached are fetched."""
-        found: dict[int, bytes] = {}
+        blocks: dict[int, bytes] = {}
         with self._lock:
             for block in range(first, last):
                 cached = self._cache.get((name, block))
                 if cached is not None:
                     self._cache.move_to_end((name, block))
-                    found[block] = cached
-        for start, stop in _gaps(found, first, last):
+                    blocks[block] = cached
+        for start, stop in _gaps(blocks, first, last):
             data = self._fetch(name, start * _BLOCK, min(stop * _BLOCK, size))
             for block in range(start, stop):
                 offset = (block - start) * _BLOCK
-                found[block] = data[offset : offset + _BLOCK]
+                blocks[block] = data[offset : offset + _BLOCK]
             with self._lock:
                 for block in range(start, stop):
-                    self._cache[name, block] = found[block]
+                    self._cache[name, block] = blocks[block]
                 while len(self._cache) > _MAX_CACHED:
                     self._cache.popitem(last=False)
-        return [found[block] for block in range(first, last)]
+        return [blocks[block] for block in range(first, last)]
 
     def _fetch(self, name: str, start: int, stop: int) -> bytes:
         with self._named(name):
@@ -181,14 +181,14 @@ class _Object:
         return memoryview(data)[start - first * _BLOCK : stop - first * _BLOCK]
 
     def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        found = np.empty((len(rows), width), np.uint8)
+        gathered = np.empty((len(rows), width), np.uint8)
         order = np.argsort(rows, kind="stable")
         for places in _near(rows, order, width):
             low, high = int(rows[places[0]]), int(rows[places[-1]]) + 1
             part = self.read(start + low * width, start + high * width)
             table = np.frombuffer(part, np.uint8).reshape(high - low, width)
-            found[places] = table[rows[places] - low]
-        return found
+            gathered[places] = table[rows[places] - low]
+        return gathered
 
 
 @functools.lru_cache(maxsize=4)
@@ -208,11 +208,11 @@ def _aws_environment() -> tuple[tuple[str, str], ...]:
     return tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
 
 
-def _gaps(found: dict[int, bytes], first: int, last: int) -> Iterator[tuple[int, int]]:
+def _gaps(blocks: dict[int, bytes], first: int, last: int) -> Iterator[tuple[int, int]]:
     """Yield the runs [start, stop) of blocks in [first, last) that are missing from `found`."""
     start = None
     for block in range(first, last + 1):
-        missing = block < last and block not in found
+        missing = block < last and block not in blocks
         if missing and start is None:
             start = block
         elif not missing and start is not None:

@@ -123,15 +123,15 @@ class CheckedFile:
         def sums(first: int, last: int) -> list[int]:
             return block_sums([file.read(self.head_bytes + first, self.head_bytes + last)])
 
-        found = np.fromiter(
+        checksums = np.fromiter(
             (
-                one
+                checksum
                 for part in in_parallel(sums, start * BLOCK, min(stop * BLOCK, end))
-                for one in part
+                for checksum in part
             ),
             np.uint32,
         )
-        wrong = np.flatnonzero(found != self._sums[start:stop])
+        wrong = np.flatnonzero(checksums != self._sums[start:stop])
         if len(wrong):
             raise StoreError(self._damage(start + int(wrong[0])))
         self._verified[start:stop] = True

@@ -100,7 +100,7 @@ def in_parallel(work: Callable[[int, int], Any], start: int, stop: int) -> Itera
     Several ranges run on several threads.
     """
     starts = range(start, stop, JOB)
-    stops = (min(one + JOB, stop) for one in starts)
+    stops = (min(first + JOB, stop) for first in starts)
     if len(starts) <= 1:
         yield from map(work, starts, stops)
         return

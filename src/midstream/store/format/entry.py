@@ -104,8 +104,8 @@ class Header:
     @property
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as a torch dtype."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     def width(self, tap: Tap) -> int:
         """Return the width of a tap's vectors before encoding."""
@@ -124,9 +124,13 @@ class Header:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values; `widths`, {"attn_out.1": 12}, only if there are any."""
-        found = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        found["widths"] = {f"{site}.{layer}": width for (site, layer), width in self.widths}
-        return {name: value for name, value in found.items() if name != "widths" or value}
+        json_fields = {
+            attribute.name: getattr(self, attribute.name)
+            for attribute in fields(self)
+            if attribute.init
+        }
+        json_fields["widths"] = {f"{site}.{layer}": width for (site, layer), width in self.widths}
+        return {name: value for name, value in json_fields.items() if name != "widths" or value}
 
     def open_codec(self) -> Codec:
         """Return the codec of the rows."""
@@ -148,19 +152,21 @@ def _row_bytes(codec: str, width: int, dtype: torch.dtype) -> int:
 def _other_widths(widths: Any, hidden_size: int) -> dict[Tap, int]:
     """Return the taps of another width than `hidden_size`, in the order of a forward pass."""
     try:
-        given: dict[Any, object] = dict(widths)
+        by_tap: dict[Any, object] = dict(widths)
     except (TypeError, ValueError):
         raise StoreError(f"widths: expected pairs of tap and width, got {kind(widths)}") from None
-    found: dict[Tap, int] = {}
-    for tap, width in given.items():
+    checked: dict[Tap, int] = {}
+    for tap, width in by_tap.items():
         if not isinstance(tap, tuple) or len(tap) != 2 or tap[0] not in sites.NAMES:
             raise StoreError(
                 f"widths: expected (site, layer) of a site of {listed(sites.NAMES)}, got "
                 f"{show(repr(tap))}"
             )
         check_number("widths: layer", tap[1], 0, MAX_LAYER)
-        found[tap] = check_number(f"widths: {tap[0]}.{tap[1]}", width, 1, MAX_HIDDEN)
-    return {tap: found[tap] for tap in sorted(found, key=sites.order) if found[tap] != hidden_size}
+        checked[tap] = check_number(f"widths: {tap[0]}.{tap[1]}", width, 1, MAX_HIDDEN)
+    return {
+        tap: checked[tap] for tap in sorted(checked, key=sites.order) if checked[tap] != hidden_size
+    }
 
 
 def check_text(name: str, value: object, *, least: int = 0) -> str:
@@ -181,7 +187,7 @@ def check_number(name: str, value: object, least: int, most: int) -> int:
     # The common case first: `is_int` takes ten times as long.
     if type(value) is not int and not is_int(value):
         raise StoreError(f"{name}: expected `int`, got {kind(value)}")
-    found = int(value)
-    if not least <= found <= most:
-        raise StoreError(f"{name}: expected {least} to {most}, got {show(found)}")
-    return found
+    number = int(value)
+    if not least <= number <= most:
+        raise StoreError(f"{name}: expected {least} to {most}, got {show(number)}")
+    return number

@@ -103,14 +103,14 @@ class Layout:
 
     def places(self) -> dict[str, Place]:
         """Return every tensor by name, in the shard's order, without gaps."""
-        found: dict[str, Place] = {}
+        places: dict[str, Place] = {}
         end = 0
         for name, dtype, shape, size in self._tensors():
-            found[name] = Place(dtype, shape, end, end + size)
+            places[name] = Place(dtype, shape, end, end + size)
             end += size
         words = 2 + -(-end // BLOCK)
-        found["checksums"] = Place("U32", (words,), end, end + 4 * words)
-        return found
+        places["checksums"] = Place("U32", (words,), end, end + 4 * words)
+        return places
 
     def _tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """Yield (name, dtype, shape, bytes) of all tensors except the last, `checksums`."""
@@ -235,13 +235,13 @@ def _read_widths(text: object) -> tuple[tuple[Tap, int], ...]:
     if text is None:
         return ()
     try:
-        found = read_json(text) if isinstance(text, str) else None
+        parsed = read_json(text) if isinstance(text, str) else None
     except SpecError as error:
         raise StoreError(f"widths: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise StoreError(f"widths: expected a JSON object as text, got {_shown(text)}")
     widths = []
-    for name, width in found.items():
+    for name, width in parsed.items():
         match = _TAP.fullmatch(name)
         if match is None:
             raise StoreError(f"widths: expected names such as attn_out.1, got {show(name)}")

@@ -61,16 +61,16 @@ def read_line(text: bytes) -> Line:
     if len(text) > MAX_LINE:
         raise StoreError(f"a request's line of {len(text)} bytes; the limit is {MAX_LINE}")
     try:
-        found: dict[str, Any] = read_fields(read_json(text), _FIELDS)
+        fields: dict[str, Any] = read_fields(read_json(text), _FIELDS)
     except SpecError as error:
         raise StoreError(f"a request's line: {error}") from None
     return Line(
-        check_text("id", found["id"], least=1),
-        check_number("child", found["child"], 0, MAX_CHILD),
-        check_text("tag", found["tag"]),
-        check_number("prompt_tokens", found["prompt_tokens"], 0, MAX_POSITION + 1),
-        _read_rows(found["rows"]),
-        check_number("metadata", found["metadata"], 3, MAX_METADATA),
+        check_text("id", fields["id"], least=1),
+        check_number("child", fields["child"], 0, MAX_CHILD),
+        check_text("tag", fields["tag"]),
+        check_number("prompt_tokens", fields["prompt_tokens"], 0, MAX_POSITION + 1),
+        _read_rows(fields["rows"]),
+        check_number("metadata", fields["metadata"], 3, MAX_METADATA),
     )
 
 
@@ -93,19 +93,19 @@ def read_metadata(text: bytes) -> dict[str, Any]:
     if len(text) > MAX_METADATA:
         raise StoreError(f"metadata of {len(text)} bytes; the limit is {MAX_METADATA}")
     try:
-        found = read_json(text)
+        metadata = read_json(text)
     except SpecError as error:
         raise StoreError(f"metadata: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(metadata, dict):
         raise StoreError("metadata: expected a JSON object")
-    return found
+    return metadata
 
 
 def _read_rows(value: object) -> tuple[tuple[int, int], ...]:
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     for pair in value if isinstance(value, list) else [value]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise StoreError("rows: expected a list of [group, rows]")
-        group = check_number("rows: group", pair[0], found[-1][0] + 1 if found else 0, 10**6)
-        found.append((group, check_number("rows", pair[1], 0, MAX_ROWS)))
-    return tuple(found)
+        group = check_number("rows: group", pair[0], counts[-1][0] + 1 if counts else 0, 10**6)
+        counts.append((group, check_number("rows", pair[1], 0, MAX_ROWS)))
+    return tuple(counts)

@@ -146,7 +146,7 @@ class ShardBuilder:
         metadata = sum(map(len, self._metadata)) + self._padding()
         present = {tap for group in groups for tap in group.taps}
         # Rows of the same taps make the same shard, whatever taps the engine has.
-        widths = tuple(one for one in self.header.widths if one[0] in present)
+        widths = tuple(tap_width for tap_width in self.header.widths if tap_width[0] in present)
         header = replace(self.header, widths=widths)
         return Layout(header, groups, self._lines_bytes, metadata, self._replaces)
 

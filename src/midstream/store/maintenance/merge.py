@@ -89,7 +89,7 @@ def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_B
             cannot be written.
     """
     check_shard_bytes(shard_bytes)
-    folders = [folder_of(each) for each in _listed(sources)]
+    folders = [folder_of(source) for source in _listed(sources)]
     for folder in folders:
         folder.names()  # raises if the folder does not exist, before the target is created
     target = local_folder_of(into)
@@ -98,7 +98,7 @@ def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_B
         store = Store(target)
         _remove_replaced(target, store)
         contents = _Contents(store.shards)
-        found = [
+        source_shards = [
             shard
             for folder in folders
             if not _is_same(folder, target)
@@ -106,13 +106,13 @@ def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_B
             if contents.add(shard)
         ]
         # A source may have a shard that one of a later source was made from.
-        parts = {name for shard in found for name in shard.layout.replaces}
-        found = [shard for shard in found if shard.name not in parts]
-        new = [_copy(shard, target) for shard in found if shard.size > shard_bytes // 2]
+        parts = {name for shard in source_shards for name in shard.layout.replaces}
+        source_shards = [shard for shard in source_shards if shard.name not in parts]
+        new = [_copy(shard, target) for shard in source_shards if shard.size > shard_bytes // 2]
         if any(_is_same(folder, target) for folder in folders):
-            replaced = set(names_for(found))
-            found += [shard for shard in store.shards if shard.name not in replaced]
-        small = [shard for shard in found if shard.size <= shard_bytes // 2]
+            replaced = set(names_for(source_shards))
+            source_shards += [shard for shard in store.shards if shard.name not in replaced]
+        small = [shard for shard in source_shards if shard.size <= shard_bytes // 2]
         for shards in _packs(small, shard_bytes):
             new.extend(_join(shards, target))
         _remove_replaced(target, Store(target))
@@ -176,7 +176,7 @@ def _packs(shards: Iterable[Shard], shard_bytes: int) -> list[list[Shard]]:
     """Group shards into packs that are merged into one shard each, in the order of names."""
     packs: list[_Pack] = []
     open_packs: dict[Header, _Pack] = {}
-    for shard in sorted(shards, key=lambda one: one.name):
+    for shard in sorted(shards, key=lambda shard: shard.name):
         # A shard's header has the widths of its own taps only.
         header = replace(shard.header, widths=())
         pack = open_packs.get(header)
@@ -192,7 +192,7 @@ def _join(shards: list[Shard], target: LocalFolder) -> list[str]:
     if len(shards) == 1:
         # Rewriting a single shard of the target gains nothing.
         return [] if shards[0].name in target.names() else [_copy(shards[0], target)]
-    widths = tuple(one for shard in shards for one in shard.header.widths)
+    widths = tuple(tap_width for shard in shards for tap_width in shard.header.widths)
     draft = ShardBuilder(replace(shards[0].header, widths=widths), names_for(shards))
     for shard in shards:
         check_shard(shard)

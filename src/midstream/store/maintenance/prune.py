@@ -69,15 +69,15 @@ def prune(
     folder = local_folder_of(root)
     folder.names()
     with folder.exclusive():
-        found = _find(folder, options)
-        folder.sweep(found.pruned.temporaries)
-        for name in found.pruned.damaged:
+        leftovers = _find(folder, options)
+        folder.sweep(leftovers.pruned.temporaries)
+        for name in leftovers.pruned.damaged:
             folder.set_aside(name)
-        for name in found.pruned.replaced:
+        for name in leftovers.pruned.replaced:
             folder.delete(name)
-        for shard, indices in found.unwanted:
+        for shard, indices in leftovers.unwanted:
             _rewrite(shard, indices, folder)
-    return found.pruned
+    return leftovers.pruned
 
 
 def find_prunable(
@@ -105,12 +105,12 @@ class _Options:
     tags: Collection[str]
 
     def __post_init__(self) -> None:
-        for name, given in (("requests", self.requests), ("tags", self.tags)):
-            if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Collection):
-                raise StoreError(f"{name}: expected a list, got {kind(given)}")
-            for nth, one in enumerate(given):
-                if not isinstance(one, str):
-                    raise StoreError(f"{name}[{nth}]: expected `str`, got {kind(one)}")
+        for name, values in (("requests", self.requests), ("tags", self.tags)):
+            if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Collection):
+                raise StoreError(f"{name}: expected a list, got {kind(values)}")
+            for index, value in enumerate(values):
+                if not isinstance(value, str):
+                    raise StoreError(f"{name}[{index}]: expected `str`, got {kind(value)}")
         for name, flag in (("damaged", self.damaged), ("duplicates", self.duplicates)):
             if not isinstance(flag, bool):
                 raise StoreError(f"{name}: expected `bool`, got {kind(flag)}")
@@ -131,7 +131,7 @@ class _Found:
 
 def _find(folder: LocalFolder, options: _Options) -> _Found:
     names = folder.names()
-    bad = [each.shard for each in verify_folder(folder).findings] if options.damaged else []
+    bad = [finding.shard for finding in verify_folder(folder).findings] if options.damaged else []
     shards = [Shard(folder, name) for name in names if name not in bad]
     replaced = find_replaced(folder, shards)
     shards = [shard for shard in shards if shard.name not in replaced]
@@ -164,7 +164,7 @@ def _unwanted(
         for missing in sorted(wanted - known):
             raise StoreError(f"{name}: no rows in this store have {show(missing)}")
     newest = {(line.request, line.child): shard for shard in shards for line in shard.lines}
-    found = []
+    unwanted = []
     for shard in shards:
         indices = {
             index
@@ -174,8 +174,8 @@ def _unwanted(
             or (duplicates and newest[line.request, line.child] is not shard)
         }
         if indices:
-            found.append((shard, indices))
-    return found
+            unwanted.append((shard, indices))
+    return unwanted
 
 
 def _rewrite(shard: Shard, without: Collection[int], folder: LocalFolder) -> None:

@@ -34,7 +34,9 @@ def copy_requests(shard: Shard, draft: ShardBuilder, requests: Iterable[int]) ->
 
 def names_for(shards: Iterable[Shard]) -> list[str]:
     """Return the names of shards and of all shards that they replace."""
-    return list(dict.fromkeys(name for one in shards for name in (one.name, *one.layout.replaces)))
+    return list(
+        dict.fromkeys(name for shard in shards for name in (shard.name, *shard.layout.replaces))
+    )
 
 
 def successor(shards: Collection[Shard]) -> str:
@@ -48,10 +50,10 @@ def successor(shards: Collection[Shard]) -> str:
 def find_replaced(folder: Folder, shards: Iterable[Shard]) -> list[str]:
     """Return the names of replaced shards that an interrupted operation left in a folder."""
     present = set(folder.names())
-    found: set[str] = set()
+    leftovers: set[str] = set()
     for shard in shards:
         replaced = present.intersection(shard.layout.replaces)
         if replaced:
             check_shard(shard)
-        found |= replaced
-    return sorted(found)
+        leftovers |= replaced
+    return sorted(leftovers)

@@ -56,7 +56,7 @@ class Verification:
         return not self.findings
 
     def __str__(self) -> str:
-        wrong = "".join(f"\n{each.shard}: {each.problem}" for each in self.findings)
+        wrong = "".join(f"\n{finding.shard}: {finding.problem}" for finding in self.findings)
         intact = self.shards - len(self.findings)
         return (
             f"{self.root}: {intact} of {self.shards} shards are intact, {self.requests} requests, "

@@ -71,10 +71,10 @@ def prompts(vocabulary: int, seed: int) -> list[list[int]]:
 
 def plain_cases(reference: Reference, seed: int) -> list[Case]:
     """Return the requests that only capture."""
-    found = []
+    cases = []
     for prompt in prompts(reference.vocabulary, seed):
-        found.append(_case(reference, "", None, prompt, None, None, PLAIN_TOKENS))
-    return found
+        cases.append(_case(reference, "", None, prompt, None, None, PLAIN_TOKENS))
+    return cases
 
 
 def operation_cases(reference: Reference, seed: int) -> list[Case]:
@@ -93,32 +93,32 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
     prompt = prompts(reference.vocabulary, seed)[EDITED]
     plain = reference.run(prompt)
 
-    def maker(tap: Tap, nth: int = 0) -> _Maker:
-        return _Maker(tap, plain.values[tap], seed + nth, reference.heads(tap))
+    def maker(tap: Tap, offset: int = 0) -> _Maker:
+        return _Maker(tap, plain.values[tap], seed + offset, reference.heads(tap))
 
     def can_edit(tap: Tap) -> bool:
         return reference.missing(tap) is None and not reference.is_fixed(tap)
 
-    found = [
+    cases = [
         _operation_case(reference, "Steer", maker((site, layer)), prompt)
         for layer in sorted({0, count // 3, 2 * count // 3, count - 1})
         for site in IN_LAYERS
         if can_edit((site, layer))
     ]
     ends = [(site, ENDS[site] % count) for site in COMPARED if reference.missing((site, 0)) is None]
-    found += [_operation_case(reference, "Steer", maker(tap), prompt) for tap in ends]
+    cases += [_operation_case(reference, "Steer", maker(tap), prompt) for tap in ends]
     taps = [(site, count // 2) for site in OUTER]
     taps = [tap for tap in taps if reference.missing(tap) is None]
     others = [name for name in OPERATIONS if name != "Steer"]
-    for nth, name in enumerate(others):
+    for index, name in enumerate(others):
         # The engine may lack a branch site; the stream site always exists.
-        for tap in dict.fromkeys((taps[nth % len(taps)], taps[-1], *ends[-1:])):
-            found.append(_operation_case(reference, name, maker(tap, nth), prompt))
+        for tap in dict.fromkeys((taps[index % len(taps)], taps[-1], *ends[-1:])):
+            cases.append(_operation_case(reference, name, maker(tap, index), prompt))
     inner = [(site, count // 2) for site in INNER if can_edit((site, count // 2))]
     for name in OF_PARTS:
         for tap in inner if "head" not in name else filter(reference.heads, inner):
-            found.append(_operation_case(reference, name, maker(tap), prompt))
-    return found
+            cases.append(_operation_case(reference, name, maker(tap), prompt))
+    return cases
 
 
 def _operation_case(reference: Reference, name: str, maker: _Maker, prompt: list[int]) -> Case:
@@ -146,7 +146,7 @@ def _case(
     if changes and tap is not None:
         moved = seen.values[tap] - seen.before[tap]
         effect = float(moved.norm() / seen.before[tap].norm())
-    values = {one: rows for one, rows in seen.values.items() if compares(tap, one)}
+    values = {other: rows for other, rows in seen.values.items() if compares(tap, other)}
     return Case(name, tap, prompt, edit, probe, tokens, seen.logits, values, effect, heads)
 
 
@@ -166,9 +166,9 @@ class _Maker:
     def of_last_head(self) -> _Maker:
         """Return the same for the last head's part of the vectors."""
         part = self.rows[:, -(self.rows.shape[1] // self.heads) :]
-        found = _Maker(self.tap, part.float(), self._draw.initial_seed())
-        found.place["head"] = self.heads - 1
-        return found
+        maker = _Maker(self.tap, part.float(), self._draw.initial_seed())
+        maker.place["head"] = self.heads - 1
+        return maker
 
     def vector(self, length: float = 1.0) -> Tensor:
         """Return a random vector whose norm is `length` times the median activation norm."""
@@ -191,14 +191,14 @@ class _Maker:
         products = (self.rows @ direction.double()).sort().values
         third = len(products) // 3
         gaps = products.diff()[third : len(products) - third]
-        nth = third + int(gaps.argmax())
-        return float(products[nth] + products[nth + 1]) / 2
+        index = third + int(gaps.argmax())
+        return float(products[index] + products[index + 1]) / 2
 
     def orthonormal(self) -> Tensor:
         """Return two orthonormal vectors, float32 [2, H]."""
         rows = torch.stack([self.direction(), self.direction()]).double()
-        found: Tensor = torch.linalg.qr(rows.T).Q.T.contiguous().float()
-        return found
+        basis: Tensor = torch.linalg.qr(rows.T).Q.T.contiguous().float()
+        return basis
 
 
 def _clamp(make: _Maker) -> Clamp:

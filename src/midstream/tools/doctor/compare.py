@@ -27,20 +27,20 @@ TIES = {"float32": 5e-4, "bfloat16": 1e-1, "float16": 3e-2}
 LEAST_EFFECT = 5.0
 
 
-def row_error(found: Tensor, expected: Tensor) -> float:
+def row_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest relative error of a row, ‖found − expected‖ / ‖expected‖.
 
     The denominator is at least a tenth of the median row norm. The result is infinite where the
     shapes differ or a value is not finite.
 
     Args:
-        found, expected: [T, H].
+        actual, expected: [T, H].
     """
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return math.inf
-    if found.numel() == 0:
+    if actual.numel() == 0:
         return 0.0
-    a, b = found.double().cpu(), expected.double()
+    a, b = actual.double().cpu(), expected.double()
     lengths = b.norm(dim=-1)
     floor = max(1e-6, 0.1 * float(lengths.median()))
     error = float(((a - b).norm(dim=-1) / lengths.clamp_min(floor)).max())
@@ -61,26 +61,26 @@ def same_rows(case: Case, output: Any, tie: float) -> tuple[int, str]:
         (number of rows, description); the description is empty if there is no error.
     """
     generated = list(output.outputs[0].token_ids)
-    for nth, (ours, theirs) in enumerate(zip(generated, case.tokens, strict=False)):
+    for index, (ours, theirs) in enumerate(zip(generated, case.tokens, strict=False)):
         if ours == theirs:
             continue
-        likely = case.logits[len(case.prompt) - 1 + nth].log_softmax(dim=-1)
+        likely = case.logits[len(case.prompt) - 1 + index].log_softmax(dim=-1)
         gap = float(likely[theirs] - likely[ours]) / _spread(likely)
-        problem = f"token {nth} is {ours}, expected {theirs}" if gap > tie else ""
-        return len(case.prompt) + nth, problem
+        problem = f"token {index} is {ours}, expected {theirs}" if gap > tie else ""
+        return len(case.prompt) + index, problem
     return len(case.prompt) + len(generated) - 1, ""
 
 
 def site_errors(cases: Sequence[Case], outputs: Sequence[Any], tie: float) -> dict[Tap, float]:
     """Return the largest error of each captured tap over plain requests."""
-    found: dict[Tap, float] = defaultdict(float)
+    errors: dict[Tap, float] = defaultdict(float)
     for case, output in zip(cases, outputs, strict=True):
         rows, _ = same_rows(case, output, tie)
         for tap, value in output.activations.items():
             if tap in case.values:
                 error = row_error(value[:rows].flatten(1), case.values[tap][:rows])
-                found[tap] = max(found[tap], error)
-    return dict(found)
+                errors[tap] = max(errors[tap], error)
+    return dict(errors)
 
 
 def logit_error(cases: Sequence[Case], outputs: Sequence[Any], tie: float) -> float:
@@ -90,13 +90,13 @@ def logit_error(cases: Sequence[Case], outputs: Sequence[Any], tie: float) -> fl
     worst = 0.0
     for case, output in zip(cases, outputs, strict=True):
         rows, _ = same_rows(case, output, tie)
-        for nth, step in enumerate(output.outputs[0].logprobs):
-            if len(case.prompt) + nth > rows:
+        for index, step in enumerate(output.outputs[0].logprobs):
+            if len(case.prompt) + index > rows:
                 break
-            expected = case.logits[len(case.prompt) - 1 + nth].log_softmax(dim=-1)
-            for token, one in step.items():
+            expected = case.logits[len(case.prompt) - 1 + index].log_softmax(dim=-1)
+            for token, logprob in step.items():
                 if token < expected.shape[0]:
-                    error = abs(one.logprob - float(expected[token])) / _spread(expected)
+                    error = abs(logprob.logprob - float(expected[token])) / _spread(expected)
                     worst = max(worst, error if math.isfinite(error) else math.inf)
     return worst
 
@@ -158,5 +158,5 @@ def judge_operation(
         problems.append(
             f"the edit changed its tap by only {case.effect:.1e} (relative), too little to verify"
         )
-    found = "; ".join(one for one in problems if one)
-    return OperationFound(case.name, site, layer, WRONG if found else OK, worst, found)
+    reason = "; ".join(text for text in problems if text)
+    return OperationFound(case.name, site, layer, WRONG if reason else OK, worst, reason)

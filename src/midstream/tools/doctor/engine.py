@@ -67,7 +67,7 @@ def run_cases(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) 
             for site, chosen in layers.items()
         ]
 
-    found: list[Any] = llm.generate(
+    outputs: list[Any] = llm.generate(
         [{"prompt_token_ids": case.prompt} for case in cases],
         [
             SamplingParams(
@@ -84,4 +84,4 @@ def run_cases(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) 
         probes=[None if case.probe is None else [case.probe] for case in cases],
         use_tqdm=False,
     )
-    return found
+    return outputs

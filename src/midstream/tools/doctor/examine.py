@@ -180,7 +180,7 @@ def _report(options: Options, outcome: str, reason: str) -> Report:
 
 def versions() -> tuple[tuple[str, str], ...]:
     """Return (package, version) of midstream, vLLM, transformers and PyTorch."""
-    found = []
+    pairs = []
     for name, packages in (
         ("midstream", ("midstream",)),
         # The CUDA and the CPU build are different packages.
@@ -189,8 +189,8 @@ def versions() -> tuple[tuple[str, str], ...]:
         ("torch", ("torch",)),
     ):
         known = filter(None, map(_version, packages))
-        found.append((name, next(known, "unknown")))
-    return tuple(found)
+        pairs.append((name, next(known, "unknown")))
+    return tuple(pairs)
 
 
 def _version(package: str) -> str | None:

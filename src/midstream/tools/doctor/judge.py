@@ -69,7 +69,7 @@ def judge(
     limits = compare.limits_for(dtype, difference)
     errors = compare.site_errors(plain.cases, plain.outputs, limits.tie)
     sites = _sites(reference, table, errors, limits)
-    differing = {(one.site, one.layer): 0.0 for one in sites if one.outcome == WRONG}
+    differing = {(site.site, site.layer): 0.0 for site in sites if site.outcome == WRONG}
     operations = [
         compare.judge_operation(case, output, limits, differing)
         for case, output in zip(edited.cases, edited.outputs, strict=True)
@@ -77,7 +77,9 @@ def judge(
     note, is_local = "", False
     if difference > tie:
         note = f"vLLM's own logits of plain requests differ from transformers' by {difference:.1e}"
-        outcomes = [one.outcome for one in sites] + [one.outcome for one in operations]
+        outcomes = [site.outcome for site in sites] + [
+            operation.outcome for operation in operations
+        ]
         if WRONG in outcomes:
             try:
                 sites, operations = _compare_locally(reference, table, plain, edited, limits)
@@ -129,24 +131,24 @@ def _sites(
     reference: Reference, table: SiteTable, errors: Mapping[Tap, float | None], limits: ErrorLimits
 ) -> list[SiteFound]:
     """Return what was found at each site of each layer."""
-    found = []
+    findings = []
     for state in table.states:
         if state.site not in (*IN_LAYERS, *COMPARED):
             continue
         tap = state.site, state.layer
         missing, error = reference.missing(tap), errors.get(tap)
         if not state.tapped:
-            found.append(SiteFound(*tap, LACKING, None, state.reason))
+            findings.append(SiteFound(*tap, LACKING, None, state.reason))
         elif missing is not None:
-            found.append(SiteFound(*tap, UNCOMPARED, None, missing))
+            findings.append(SiteFound(*tap, UNCOMPARED, None, missing))
         elif error is None:
             reason = UNPROVEN if state.site in OUTER else local.WITHIN
-            found.append(SiteFound(*tap, UNCOMPARED, None, reason))
+            findings.append(SiteFound(*tap, UNCOMPARED, None, reason))
         elif error <= limits.tolerance:
-            found.append(SiteFound(*tap, OK, error))
+            findings.append(SiteFound(*tap, OK, error))
         else:
-            found.append(SiteFound(*tap, WRONG, error, "its values differ from transformers'"))
-    return found
+            findings.append(SiteFound(*tap, WRONG, error, "its values differ from transformers'"))
+    return findings
 
 
 def _verdict(
@@ -154,19 +156,19 @@ def _verdict(
 ) -> tuple[str, str]:
     """Return the overall (outcome, reason)."""
     wrong = [
-        f"{one.site} of layer {one.layer} (off by {one.error:.1e})"
-        for one in sites
-        if one.outcome == WRONG
+        f"{site.site} of layer {site.layer} (off by {site.error:.1e})"
+        for site in sites
+        if site.outcome == WRONG
     ]
     wrong += [
-        f"{one.name} at {one.site} of layer {one.layer} ({one.reason})"
-        for one in operations
-        if one.outcome == WRONG
+        f"{operation.name} at {operation.site} of layer {operation.layer} ({operation.reason})"
+        for operation in operations
+        if operation.outcome == WRONG
     ]
     if wrong:
         return WRONG, "; ".join([*wrong, *([note] if note else [])])
-    if any(one.reason == UNPROVEN for one in sites):
+    if any(site.reason == UNPROVEN for site in sites):
         return UNCOMPARED, f"{note}, which is not conclusive for every site"
-    if not any(one.outcome == OK for one in sites):
+    if not any(site.outcome == OK for site in sites):
         return UNCOMPARED, "no site of this engine was found in transformers' layers"
     return OK, note

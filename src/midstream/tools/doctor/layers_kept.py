@@ -62,8 +62,10 @@ def keep(config: dict[str, Any], kept: Sequence[int]) -> None:
             picked = [value[old] for old in kept]
             config[name] = "".join(picked) if isinstance(value, str) else picked
         elif name == "per_layer_config" and isinstance(value, dict):
-            found = {int(key): each for key, each in value.items()}
-            config[name] = {str(new): found[old] for new, old in enumerate(kept) if old in found}
+            by_layer = {int(key): layer_config for key, layer_config in value.items()}
+            config[name] = {
+                str(new): by_layer[old] for new, old in enumerate(kept) if old in by_layer
+            }
 
 
 def _kind(config: Mapping[str, Any], layer: int, total: int) -> Iterator[str]:
@@ -74,7 +76,7 @@ def _kind(config: Mapping[str, Any], layer: int, total: int) -> Iterator[str]:
         elif _is_by_layer(value, total):
             yield str(value[layer])
         elif name == "per_layer_config" and isinstance(value, dict):
-            yield str({int(key): each for key, each in value.items()}.get(layer))
+            yield str({int(key): layer_config for key, layer_config in value.items()}.get(layer))
 
 
 def _is_by_layer(value: object, total: int) -> bool:
@@ -84,6 +86,6 @@ def _is_by_layer(value: object, total: int) -> bool:
 def _is_indices(name: str, value: object, total: int) -> bool:
     if not (_INDICES.search(name) and isinstance(value, list) and value):
         return False
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in value):
+    if not all(isinstance(index, int) and not isinstance(index, bool) for index in value):
         return False
     return max(value) < total and value == sorted(set(value))

@@ -65,7 +65,7 @@ def judge_operation(
     if site in COMPUTED and case.edit is not None:
         # Only the plain request has the module's output before the edit.
         before, size = _captured(plain[0]), len(case.prompt)
-        others = [_captured(one) for one in plain[1:]]
+        others = [_captured(plain_output) for plain_output in plain[1:]]
         if not _is_regular(case, before, [values, *others], limits.tolerance):
             return OperationFound(case.name, site, layer, UNCOMPARED, None, IRREGULAR)
         own = formulas.apply(case.edit, before[case.tap][:size]).float()
@@ -82,8 +82,8 @@ def judge_operation(
     problems = list(output.receipt.problems)
     if not worst <= limits.tolerance:
         problems.append(f"{place}: off by {worst:.1e}")
-    found = "; ".join(problems)
-    return OperationFound(case.name, site, layer, WRONG if found else OK, worst, found)
+    reason = "; ".join(problems)
+    return OperationFound(case.name, site, layer, WRONG if reason else OK, worst, reason)
 
 
 def _is_regular(
@@ -97,9 +97,9 @@ def _is_regular(
     here = case.tap[1], OUTER.index(case.tap[0])
     return all(
         row_error(values[tap][:size], plain[tap][:size]) <= tolerance
-        for nth, values in enumerate(others)
+        for index, values in enumerate(others)
         for tap in values
-        if (tap[1], OUTER.index(tap[0])) < here or (nth and tap == case.tap)
+        if (tap[1], OUTER.index(tap[0])) < here or (index and tap == case.tap)
     )
 
 
@@ -114,16 +114,18 @@ def _errors(
     if case.edit is not None and case.tap in expected:
         expected[case.tap] = formulas.apply(case.edit, expected[case.tap]).float()
     errors = {tap: row_error(values[tap], expected[tap]) for tap in known}
-    found: dict[Tap, float | None] = {}
+    comparable: dict[Tap, float | None] = {}
     for tap, error in errors.items():
         site, layer = tap
         if site in COMPUTED:
-            found[tap] = _error_after(tap, errors)
+            comparable[tap] = _error_after(tap, errors)
         else:
-            needed = [(one, layer) for one in COMPUTED if _is_added_before(one, site)]
-            proven = error <= limits.tolerance or all(one in errors for one in needed)
-            found[tap] = error if proven else None
-    return found
+            needed = [
+                (other_site, layer) for other_site in COMPUTED if _is_added_before(other_site, site)
+            ]
+            proven = error <= limits.tolerance or all(needed_tap in errors for needed_tap in needed)
+            comparable[tap] = error if proven else None
+    return comparable
 
 
 def _is_added_before(computed: str, site: str) -> bool:

@@ -85,7 +85,9 @@ class Report:
     @property
     def worst(self) -> float | None:
         """Largest relative error; None if nothing was compared."""
-        errors = [one.error for one in self.sites] + [one.error for one in self.operations]
+        errors = [site.error for site in self.sites] + [
+            operation.error for operation in self.operations
+        ]
         return max((error for error in errors if error is not None), default=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,7 +96,7 @@ class Report:
             **asdict(self),
             "worst": self.worst,
             "layer_classes": list(self.layer_classes),
-            "sites": [asdict(one) for one in self.sites],
-            "operations": [asdict(one) for one in self.operations],
+            "sites": [asdict(site) for site in self.sites],
+            "operations": [asdict(operation) for operation in self.operations],
             "versions": dict(self.versions),
         }

@@ -84,42 +84,44 @@ def shrink(config: dict[str, Any], size: Size) -> dict[str, Any]:
     Args:
         config: `PretrainedConfig.to_dict()` of a language model; not modified.
     """
-    found = {name: value for name, value in config.items() if name not in _DROPPED}
-    kept = layers_kept.choose(found, size.layers)
-    layers_kept.keep(found, kept)
+    fields = {name: value for name, value in config.items() if name not in _DROPPED}
+    kept = layers_kept.choose(fields, size.layers)
+    layers_kept.keep(fields, kept)
     for name in _PERIODS:
-        if isinstance(found.get(name), int):
-            found[name] = min(found[name], 2)
+        if isinstance(fields.get(name), int):
+            fields[name] = min(fields[name], 2)
     for name in _OFFSETS:
-        if isinstance(found.get(name), int):
-            found[name] = min(found[name], 1)
-    found = _fields(found, found, size)
-    _fit_attention(found, config)
-    _fit_mamba(found, size)
-    _fit_rope(found, config)
-    found["dtype"] = "float32"
-    return found
+        if isinstance(fields.get(name), int):
+            fields[name] = min(fields[name], 1)
+    fields = _fields(fields, fields, size)
+    _fit_attention(fields, config)
+    _fit_mamba(fields, size)
+    _fit_rope(fields, config)
+    fields["dtype"] = "float32"
+    return fields
 
 
-def _fields(given: dict[str, Any], whole: dict[str, Any], size: Size) -> dict[str, Any]:
+def _fields(fields: dict[str, Any], whole: dict[str, Any], size: Size) -> dict[str, Any]:
     """Return all fields after their rules, including those of nested dicts."""
-    found: dict[str, Any] = {}
-    for name, value in given.items():
+    shrunk: dict[str, Any] = {}
+    for name, value in fields.items():
         if name == "per_layer_config":
-            found[name] = {
-                key: {**_fields(each, whole, size), **_other_heads(each)}
-                for key, each in value.items()
+            shrunk[name] = {
+                key: {**_fields(layer_fields, whole, size), **_other_heads(layer_fields)}
+                for key, layer_fields in value.items()
             }
         elif name in ("ffn_config", "attn_config") and isinstance(value, dict):
-            given_there = {key: each for key, each in value.items() if key not in _DROPPED}
-            found[name] = _fields(given_there, whole, size)
+            given_there = {
+                key: nested_value for key, nested_value in value.items() if key not in _DROPPED
+            }
+            shrunk[name] = _fields(given_there, whole, size)
         elif name.endswith("token_id"):
-            found[name] = _token(name, value)
-        elif isinstance(value, list) and value and all(_is_count(each) for each in value):
-            found[name] = [_field(name, each, whole, size) for each in value]
+            shrunk[name] = _token(name, value)
+        elif isinstance(value, list) and value and all(_is_count(number) for number in value):
+            shrunk[name] = [_field(name, number, whole, size) for number in value]
         else:
-            found[name] = _field(name, value, whole, size) if _is_count(value) else value
-    return found
+            shrunk[name] = _field(name, value, whole, size) if _is_count(value) else value
+    return shrunk
 
 
 def _is_count(value: object) -> bool:
@@ -167,16 +169,16 @@ def _field(name: str, value: int, whole: dict[str, Any], size: Size) -> int:
 
 
 def _first(whole: dict[str, Any], names: tuple[str, ...], default: int) -> int:
-    found = [whole[name] for name in names if isinstance(whole.get(name), int)]
-    return found[0] if found else default
+    numbers = [whole[name] for name in names if isinstance(whole.get(name), int)]
+    return numbers[0] if numbers else default
 
 
 def _linear_heads(value: int, whole: dict[str, Any]) -> int:
     """Return the number of linear-attention heads, keeping the ratio of key to value heads."""
     counts = [
-        each
-        for name, each in whole.items()
-        if name.startswith(("linear_num_", "linear_n")) and _is_count(each)
+        count
+        for name, count in whole.items()
+        if name.startswith(("linear_num_", "linear_n")) and _is_count(count)
     ]
     least = max(1, math.gcd(*counts) if counts else value)
     return max(1, value // least) * (2 if min(counts, default=2) > 1 else 1)
@@ -197,48 +199,48 @@ def _other_heads(fields: dict[str, Any]) -> dict[str, Any]:
 def _token(name: str, value: Any) -> Any:
     """Return special token ids that exist in the small vocabulary."""
     if isinstance(value, list):
-        return [_token(name, each) for each in value]
+        return [_token(name, token_id) for token_id in value]
     if not isinstance(value, int) or value < VOCABULARY:
         return value
     return {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}.get(name, 3)
 
 
-def _fit_attention(found: dict[str, Any], config: dict[str, Any]) -> None:
+def _fit_attention(fields: dict[str, Any], config: dict[str, Any]) -> None:
     """Keep the ratio of attention's input width to the stream's width, in place."""
     wide = config.get("attention_hidden_size")
     if isinstance(wide, int) and {"hidden_size", "num_attention_heads"} <= config.keys():
-        found["attention_hidden_size"] = wide // config["hidden_size"] * found["hidden_size"]
-        heads = found["num_attention_heads"]
-        found["attention_head_dim"] = found["attention_hidden_size"] // heads
+        fields["attention_hidden_size"] = wide // config["hidden_size"] * fields["hidden_size"]
+        heads = fields["num_attention_heads"]
+        fields["attention_head_dim"] = fields["attention_hidden_size"] // heads
 
 
-def _fit_mamba(found: dict[str, Any], size: Size) -> None:
+def _fit_mamba(fields: dict[str, Any], size: Size) -> None:
     """Set the Mamba mixer's width to `expand` times the stream's, and its heads to match."""
-    expand = next((found[name] for name in _EXPANDS if name in found), None)
+    expand = next((fields[name] for name in _EXPANDS if name in fields), None)
     if expand is None:
         return
     inner = int(expand * size.hidden)
     for heads, width in _MAMBA_HEADS:
-        if heads == "num_heads" and "num_attention_heads" in found:
+        if heads == "num_heads" and "num_attention_heads" in fields:
             continue
-        if isinstance(found.get(heads), int) and isinstance(found.get(width), int):
-            if inner % found[width]:
-                found[width] = HEAD_DIM
-            found[heads] = inner // found[width]
+        if isinstance(fields.get(heads), int) and isinstance(fields.get(width), int):
+            if inner % fields[width]:
+                fields[width] = HEAD_DIM
+            fields[heads] = inner // fields[width]
     for name in ("mamba_d_ssm", "mamba_intermediate"):
-        if isinstance(found.get(name), int):
-            found[name] = inner
-    if "n_groups" in found:
-        found["n_groups"] = 1
+        if isinstance(fields.get(name), int):
+            fields[name] = inner
+    if "n_groups" in fields:
+        fields["n_groups"] = 1
 
 
-def _fit_rope(found: dict[str, Any], config: dict[str, Any]) -> None:
+def _fit_rope(fields: dict[str, Any], config: dict[str, Any]) -> None:
     """Replace RoPE scalings that list one factor per frequency, in place."""
     for name in ("rope_parameters", "rope_scaling"):
-        rope = found.get(name)
-        if isinstance(rope, dict) and any(isinstance(each, list) for each in rope.values()):
+        rope = fields.get(name)
+        if isinstance(rope, dict) and any(isinstance(setting, list) for setting in rope.values()):
             theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
             partial = rope.get("partial_rotary_factor", 1.0)
-            found[name] = {
+            fields[name] = {
                 "rope_type": "default", "rope_theta": theta, "partial_rotary_factor": partial,
             }  # fmt: skip

@@ -44,24 +44,24 @@ def render(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def render_environment(found: Environment) -> RenderableType:
+def render_environment(environment: Environment) -> RenderableType:
     """Return versions, devices, extras, seams and problems."""
     rows = Table(box=None, show_header=False, pad_edge=False)
-    for name, version in found.versions.items():
+    for name, version in environment.versions.items():
         if version is not None:
             rows.add_row(Text(name), Text(version))
-    rows.add_row("devices", Text(", ".join(found.devices) or "CPU"))
-    rows.add_row("model runner", found.runner or "unknown")
-    complete = [name for name, missing in found.extras.items() if not missing]
+    rows.add_row("devices", Text(", ".join(environment.devices) or "CPU"))
+    rows.add_row("model runner", environment.runner or "unknown")
+    complete = [name for name, missing in environment.extras.items() if not missing]
     rows.add_row("extras", Text(", ".join(complete) or "none"))
-    for name, missing in found.extras.items():
+    for name, missing in environment.extras.items():
         if missing:
             rows.add_row(Text(f"without {name}"), Text(f"lacks {', '.join(missing)}"))
-    if found.seams is None:
+    if environment.seams is None:
         rows.add_row("seams", "not checked: no vLLM")
     else:
-        rows.add_row("seams", Text("\n".join(found.seams) or "as expected"))
-    lines = [Text(f"problem: {one}", style="yellow") for one in found.problems]
+        rows.add_row("seams", Text("\n".join(environment.seams) or "as expected"))
+    lines = [Text(f"problem: {problem}", style="yellow") for problem in environment.problems]
     return Group(rows, *(lines or [Text("no problems found", style="green")]))
 
 
@@ -70,9 +70,9 @@ def verdict(report: Report) -> Text:
     if report.outcome != OK:
         style = _STYLES.get(report.outcome, "yellow")
         return Text(f"{_VERDICTS[report.outcome]}: {report.reason}", style=style)
-    compared = sum(one.outcome == OK for one in report.sites)
-    skipped = sum(one.outcome == UNCOMPARED for one in report.sites)
-    lacking = sum(one.outcome == "lacking" for one in report.sites)
+    compared = sum(site.outcome == OK for site in report.sites)
+    skipped = sum(site.outcome == UNCOMPARED for site in report.sites)
+    lacking = sum(site.outcome == "lacking" for site in report.sites)
     text = (
         f"ok: {compared} taps and {len(report.operations)} operations match transformers; largest "
         f"relative error {report.worst:.1e}"
@@ -95,14 +95,14 @@ def _sites(sites: Iterable[SiteFound]) -> Table:
     table = Table("site", "layers", "result", "largest error", "reason")
     for name in NAMES:
         alike: dict[tuple[str, str], list[SiteFound]] = {}
-        for one in sites:
-            if one.site == name:
-                alike.setdefault((one.outcome, one.reason), []).append(one)
-        for (outcome, reason), found in alike.items():
-            errors = [one.error for one in found if one.error is not None]
+        for finding in sites:
+            if finding.site == name:
+                alike.setdefault((finding.outcome, finding.reason), []).append(finding)
+        for (outcome, reason), group in alike.items():
+            errors = [member.error for member in group if member.error is not None]
             table.add_row(
                 name,
-                format_ranges([one.layer for one in found]),
+                format_ranges([member.layer for member in group]),
                 Text(outcome, style=_STYLES[outcome]),
                 f"{max(errors):.1e}" if errors else "",
                 reason,
@@ -112,12 +112,12 @@ def _sites(sites: Iterable[SiteFound]) -> Table:
 
 def _operations(operations: Iterable[OperationFound]) -> Table:
     table = Table("operation", "at", "result", "largest error", "reason")
-    for one in operations:
+    for operation in operations:
         table.add_row(
-            one.name,
-            f"{one.site} of layer {one.layer}",
-            Text(one.outcome, style=_STYLES[one.outcome]),
-            "" if one.error is None else f"{one.error:.1e}",
-            one.reason,
+            operation.name,
+            f"{operation.site} of layer {operation.layer}",
+            Text(operation.outcome, style=_STYLES[operation.outcome]),
+            "" if operation.error is None else f"{operation.error:.1e}",
+            operation.reason,
         )
     return table

@@ -81,10 +81,10 @@ class Norms:
         not_finite = 0
         for site, layer in sorted(_taps(store, request), key=tap_order):
             selection = store.select(site=site, layer=layer, **which_request)
-            found, _, left_out = _read(selection, _MOST_ROWS, rng)
+            row_norms, _, left_out = _read(selection, _MOST_ROWS, rng)
             not_finite += left_out
-            if len(found):
-                norms.setdefault(site, {})[layer] = found
+            if len(row_norms):
+                norms.setdefault(site, {})[layer] = row_norms
         if not norms:
             which = "finite " if not_finite else ""
             raise StoreError(f"{store.root}: there are no {which}rows to draw")
@@ -93,15 +93,17 @@ class Norms:
         by_position = []
         for layer in dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])):
             selection = store.select(site=site, layer=layer, **which_request)
-            found, positions, _ = _read(selection, _MOST_ROWS_BY_POSITION, rng)
-            if len(found):
-                by_position.append(_by_position(f"layer {layer}", found, positions))
+            row_norms, positions, _ = _read(selection, _MOST_ROWS_BY_POSITION, rng)
+            if len(row_norms):
+                by_position.append(_by_position(f"layer {layer}", row_norms, positions))
         return Norms(
             codec=codec,
             by_layer=tuple(_by_layer(name, norms[name]) for name in store.sites if name in norms),
             by_position=tuple(by_position),
             site=site,
-            rows=sum(len(each) for of_site in norms.values() for each in of_site.values()),
+            rows=sum(
+                len(layer_norms) for of_site in norms.values() for layer_norms in of_site.values()
+            ),
             not_finite=not_finite,
             request=request,
         )
@@ -109,7 +111,12 @@ class Norms:
 
 def _taps(store: Store, request: str) -> set[tuple[str, int]]:
     if request:
-        return {tap for one in store.requests if one.request == request for tap in one.taps}
+        return {
+            tap
+            for stored_request in store.requests
+            if stored_request.request == request
+            for tap in stored_request.taps
+        }
     return {tap for shard in store.shards for group in shard.groups for tap in group.taps}
 
 
@@ -142,6 +149,8 @@ def _by_position(name: str, norms: Floats, positions: NDArray[np.int64]) -> Spre
     width = last // _MOST_BINS + 1
     bins = positions // width
     present = np.unique(bins)
-    percentiles = np.stack([np.percentile(norms[bins == one], PERCENTILES) for one in present])
+    percentiles = np.stack(
+        [np.percentile(norms[bins == bin_index], PERCENTILES) for bin_index in present]
+    )
     middles = np.asarray(present * width + (width - 1) / 2, np.float64)
     return Spread(name, middles, percentiles)

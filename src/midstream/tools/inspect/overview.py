@@ -91,22 +91,22 @@ class Overview:
         return asdict(self) | {"headers": [header.to_dict() for header in self.headers]}
 
 
-def plain_request(one: StoredRequest) -> dict[str, Any]:
+def plain_request(stored_request: StoredRequest) -> dict[str, Any]:
     """Return one completion as JSON values, without its rows."""
-    activations = one.activations()
+    activations = stored_request.activations()
     return {
-        "request": one.request,
-        "child": one.child,
-        "tag": one.tag,
-        "prompt_tokens": one.prompt_tokens,
-        "shard": one.shard,
+        "request": stored_request.request,
+        "child": stored_request.child,
+        "tag": stored_request.tag,
+        "prompt_tokens": stored_request.prompt_tokens,
+        "shard": stored_request.shard,
         "taps": [
             {
                 "site": site,
                 "layer": layer,
                 "positions": activations.positions_of(site, layer).tolist(),
             }
-            for site, layer in one.taps
+            for site, layer in stored_request.taps
         ],
-        "metadata": one.metadata,
+        "metadata": stored_request.metadata,
     }

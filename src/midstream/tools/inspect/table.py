@@ -31,21 +31,25 @@ def render(overview: Overview) -> RenderableType:
         parts.append(Text(f"prompts of {least} to {most} tokens, median {middle:g}"))
     if overview.sites:
         sites = Table("site", "layers", "rows")
-        differ = len({width for one in overview.sites for width in one.widths}) > 1
+        differ = len({width for site in overview.sites for width in site.widths}) > 1
         if differ:
             sites.add_column("width")
-        for one in overview.sites:
-            cells = [one.site, format_ranges(one.layers), f"{one.rows:,}"]
-            sites.add_row(*cells, *([", ".join(map(str, one.widths))] if differ else []))
+        for site_overview in overview.sites:
+            cells = [
+                site_overview.site,
+                format_ranges(site_overview.layers),
+                f"{site_overview.rows:,}",
+            ]
+            sites.add_row(*cells, *([", ".join(map(str, site_overview.widths))] if differ else []))
         parts.append(sites)
     if set(overview.tags) - {""}:
         parts.append(_tags(overview))
     return Group(*parts)
 
 
-def render_request(found: Sequence[StoredRequest]) -> RenderableType:
+def render_request(requests: Sequence[StoredRequest]) -> RenderableType:
     """Return the tables of every completion of a request."""
-    return Group(*(part for one in found for part in _completion(one)))
+    return Group(*(part for stored_request in requests for part in _completion(stored_request)))
 
 
 def _title(overview: Overview) -> str:
@@ -65,16 +69,16 @@ def _tags(overview: Overview) -> Table:
     return table
 
 
-def _completion(one: StoredRequest) -> list[RenderableType]:
-    tag = f", tag {one.tag}" if one.tag else ""
+def _completion(req: StoredRequest) -> list[RenderableType]:
+    tag = f", tag {req.tag}" if req.tag else ""
     title = (
-        f"{one.request}, completion {one.child}{tag}: {one.prompt_tokens} prompt tokens; in "
-        f"{one.shard}"
+        f"{req.request}, completion {req.child}{tag}: {req.prompt_tokens} prompt tokens; in "
+        f"{req.shard}"
     )
-    activations = one.activations()
+    activations = req.activations()
     table = Table("site", "layers", "rows", "positions")
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for site, layer in one.taps:
+    for site, layer in req.taps:
         positions = tuple(activations.positions_of(site, layer).tolist())
         alike.setdefault((site, positions), []).append(layer)
     for (site, positions), layers in alike.items():
@@ -84,5 +88,5 @@ def _completion(one: StoredRequest) -> list[RenderableType]:
             f"{len(positions) * len(layers):,}",
             format_ranges(positions),
         )
-    metadata = json.dumps(one.metadata, indent=2, ensure_ascii=False)
+    metadata = json.dumps(req.metadata, indent=2, ensure_ascii=False)
     return [Text(visible(title), style="bold"), table, Text(visible(metadata))]

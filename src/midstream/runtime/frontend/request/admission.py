@@ -79,17 +79,17 @@ class Admission:
             self._waiting[uid].sends.append(send)
             return
         allowed = self._every if only is None else frozenset({only})
-        found = self._find(need, allowed - self._waited_for() if self._waiting else allowed)
-        if found is None:
+        replica = self._find(need, allowed - self._waited_for() if self._waiting else allowed)
+        if replica is None:
             self._waiting[uid] = _Waiting(need, allowed, [send])
         else:
-            self._admit(uid, need, found)
+            self._admit(uid, need, replica)
             send()
 
     def replica_of(self, uid: str) -> int:
         """Return the number of the engine of an admitted request."""
-        one = self._admitted.get(uid) or self._ended[uid]
-        return one.replica
+        admitted = self._admitted.get(uid) or self._ended[uid]
+        return admitted.replica
 
     def extend(self, needs: Mapping[str, Need]) -> None:
         """Take more capacity for running requests, until they end. It does not wait for that.
@@ -102,8 +102,8 @@ class Admission:
         for uid, need in needs.items():
             budget = self._budgets[self._admitted[uid].replica]
             if not budget.fits(need):
-                for earlier, each in taken:
-                    earlier.release_tables(each)
+                for earlier, taken_need in taken:
+                    earlier.release_tables(taken_need)
                 raise BusyError(
                     "there is no capacity now for another version of the request's plan, which "
                     "takes room until the request ends: use edits that requests have already, "
@@ -114,8 +114,8 @@ class Admission:
             budget.take(need)
             taken.append((budget, need))
         for uid, need in needs.items():
-            one = self._admitted[uid]
-            self._admitted[uid] = replace(one, more=(*one.more, need))
+            admitted = self._admitted[uid]
+            self._admitted[uid] = replace(admitted, more=(*admitted.more, need))
 
     def end(self, uids: list[str]) -> None:
         """Release the capacity of ended requests, except for their rows."""
@@ -124,32 +124,32 @@ class Admission:
 
     def release_rows(self, uid: str, nbytes: int) -> None:
         """Release the capacity for rows of a running request that were fetched."""
-        one = self._admitted.get(uid)
-        if one is not None:
-            need = one.need
+        admitted = self._admitted.get(uid)
+        if admitted is not None:
+            need = admitted.need
             left = max(0, need.rows - nbytes)
-            self._budgets[one.replica].release_rows(replace(need, rows=need.rows - left))
-            self._admitted[uid] = replace(one, need=replace(need, rows=left))
+            self._budgets[admitted.replica].release_rows(replace(need, rows=need.rows - left))
+            self._admitted[uid] = replace(admitted, need=replace(need, rows=left))
             self._admit_waiting()
 
     def finish(self, uids: list[str]) -> None:
         """Release all capacity of requests whose rows were fetched, or are not needed."""
         self._end(uids)
         for uid in uids:
-            one = self._ended.pop(uid, None)
-            if one is not None:
-                self._budgets[one.replica].release_rows(one.need)
+            ended = self._ended.pop(uid, None)
+            if ended is not None:
+                self._budgets[ended.replica].release_rows(ended.need)
             self._waiting.pop(uid, None)
         self._admit_waiting()
 
     def _end(self, uids: list[str]) -> None:
         for uid in uids:
-            one = self._admitted.pop(uid, None)
-            if one is not None:
-                self._counts[one.replica] -= 1
-                for need in (one.need, *one.more):
-                    self._budgets[one.replica].release_tables(need)
-                self._ended[uid] = one
+            admitted = self._admitted.pop(uid, None)
+            if admitted is not None:
+                self._counts[admitted.replica] -= 1
+                for need in (admitted.need, *admitted.more):
+                    self._budgets[admitted.replica].release_tables(need)
+                self._ended[uid] = admitted
 
     def is_running(self, uid: str) -> bool:
         """Return whether a request was sent and has not ended."""
@@ -168,12 +168,12 @@ class Admission:
         """Send the waiting requests for which there is capacity now."""
         if not self._waiting:
             return
-        while (found := self._next()) is not None:
-            uid, replica = found
-            one = self._waiting.pop(uid)
-            self._admit(uid, one.need, replica)
+        while (next_request := self._next()) is not None:
+            uid, replica = next_request
+            waiting = self._waiting.pop(uid)
+            self._admit(uid, waiting.need, replica)
             try:
-                for send in one.sends:
+                for send in waiting.sends:
                     send()
             except BaseException:
                 # The requests behind it must not wait for its capacity.
@@ -185,12 +185,12 @@ class Admission:
 
     def _waited_for(self) -> frozenset[int]:
         """Return the engines that requests wait for."""
-        found: frozenset[int] = frozenset()
-        for one in self._waiting.values():
-            found |= one.allowed
-            if found == self._every:  # usually with the first request
+        replicas: frozenset[int] = frozenset()
+        for waiting in self._waiting.values():
+            replicas |= waiting.allowed
+            if replicas == self._every:  # usually with the first request
                 break
-        return found
+        return replicas
 
     def _next(self) -> tuple[str, int] | None:
         """Return the first waiting request that can be sent, and its engine; None: there is none.
@@ -198,12 +198,12 @@ class Admission:
         A request is not sent to an engine that an earlier one waits for.
         """
         waited_for: frozenset[int] = frozenset()
-        for uid, one in self._waiting.items():
+        for uid, waiting in self._waiting.items():
             # It fits an idle engine: `check_rows` and `need_of` rejected those that never would.
-            found = self._find(one.need, one.allowed - waited_for)
-            if found is not None:
-                return uid, found
-            waited_for |= one.allowed
+            replica = self._find(waiting.need, waiting.allowed - waited_for)
+            if replica is not None:
+                return uid, replica
+            waited_for |= waiting.allowed
             if waited_for == self._every:
                 break
         return None
@@ -219,7 +219,11 @@ class Admission:
         # Reports of the engines are late, and the counts here lack requests without a plan.
         return min(
             fitting,
-            key=lambda nth: (max(busy[nth], self._counts[nth]), self._counts[nth], nth),
+            key=lambda replica: (
+                max(busy[replica], self._counts[replica]),
+                self._counts[replica],
+                replica,
+            ),
         )
 
     def _admit(self, uid: str, need: Need, replica: int) -> None:

@@ -124,7 +124,9 @@ def need_of(
     pieces, order = cut(plan, taps, WHOLE), list(taps)
     kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
     # Segments with the same content need the same.
-    for piece in {(id(one.edits), id(one.taps), id(one.patterns)): one for one in pieces}.values():
+    for piece in {
+        (id(segment.edits), id(segment.taps), id(segment.patterns)): segment for segment in pieces
+    }.values():
         _check_sites(piece, order, edits_per_site)
         _check_maps(piece, order, hidden_size)
         _check_codes(piece, order)
@@ -144,15 +146,15 @@ def need_of(
                         continue
                     rows_each = -(-vectors[0].size // hidden_size)
                     kinds["bank_rows"][vectors] = len(vectors) * rows_each
-    found = Need({kind: things for kind, things in kinds.items() if things})
-    check_tables(found, room)
+    need = Need({kind: things for kind, things in kinds.items() if things})
+    check_tables(need, room)
     if plan.slots > room.probes:
         raise SpecError(
             "probes",
             f"the request reads {plan.slots} scores (probes, and probes of gates at other sites), "
             f"and a token has room for {room.probes}; raise midstream's setting probes",
         )
-    return found
+    return need
 
 
 def check_tables(need: Need, room: Room) -> None:
@@ -316,7 +318,9 @@ def _check_codes(piece: PlanSegment, taps: list[Tap]) -> None:
                     "before those of a request)",
                 ) from None
         is_transcoder = Op.CODE in of_tap and Op.RECONSTRUCT not in of_tap
-        others = {one for one in reads if one[1] == layer and one[0] in _WITHIN} - {(site, layer)}
+        others = {other for other in reads if other[1] == layer and other[0] in _WITHIN} - {
+            (site, layer)
+        }
         if is_transcoder and others:
             raise SpecError(
                 "edits",
@@ -339,14 +343,14 @@ def row_limit(workers: Sequence[RemoteWorker], config: Config, front_ends: int =
         front_ends: number of its front ends, which have equal shares.
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
-    found = RowLimit(
+    limit = RowLimit(
         sum(worker.arena_bytes for worker in capturing),
         lambda: sum(worker.held for worker in capturing),
         config.readout_rows // front_ends,
         config.reductions // front_ends,
         config.gate_states // front_ends,
     )
-    return found if config.overflow == "block" else replace(found, limit=None, held=lambda: 0)
+    return limit if config.overflow == "block" else replace(limit, limit=None, held=lambda: 0)
 
 
 def max_row_bytes(
@@ -368,11 +372,11 @@ def max_row_bytes(
     sizes = row_sizes(plan, shape)
     first = RankShare(0, ranks)
     positions: Counter[tuple[int, ...]] = Counter()  # by the captures that apply
-    for start, stop, indices in overlay([each.returned for each in plan.captures]):
+    for start, stop, indices in overlay([capture.returned for capture in plan.captures]):
         positions[indices] += max(0, (length if stop is None else min(stop, length)) - start)
     nbytes = 0
     for indices, count in positions.items():
-        taps = tuple({tap for nth in indices for tap in plan.captures[nth].taps})
+        taps = tuple({tap for index in indices for tap in plan.captures[index].taps})
         whole = first.of(tuple(tap for tap in taps if tap not in parts), plan.sharded)
         split = sum(sizes[tap] // parts[tap] for tap in taps if tap in parts)
         nbytes += (sum(sizes[tap] for tap in whole) + split) * count
@@ -380,8 +384,7 @@ def max_row_bytes(
 
 
 def row_sizes(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, int]:
-    """Return the bytes of an encoded row of each tap that a plan captures, which nobody may change.
-    """
+    """Return the bytes of an encoded row of each tap that a plan captures; do not change them."""
 
     def make() -> dict[Tap, int]:
         codec, dtype = parse_codec(plan.codec), getattr(torch, shape.dtype)
@@ -432,9 +435,9 @@ def returned_captures(plan: ResolvedPlan, own: Plan) -> tuple[int, ...]:
     """Return the captures whose rows are returned to the caller of a request."""
     return tuple(
         [
-            nth
-            for nth, one in enumerate(plan.captures)
-            if one.source >= 0 and own.captures[one.source].sink == MEMORY
+            index
+            for index, capture in enumerate(plan.captures)
+            if capture.source >= 0 and own.captures[capture.source].sink == MEMORY
         ]
     )
 

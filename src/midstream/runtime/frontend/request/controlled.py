@@ -55,21 +55,25 @@ def with_controller(
             )
         of_plan = len(prepared.plan.edits) + len(prepared.plan.probes)
         of_plan += sum(len(capture.taps) for capture in prepared.plan.captures)
-        check_taps(len(scales) * (len(sets) * of_plan + sum(len(one.edits) for one in sets)))
+        check_taps(
+            len(scales) * (len(sets) * of_plan + sum(len(candidate.edits) for candidate in sets))
+        )
         check_overlaps(weighed(prepared.plan), len(sets) * len(scales))
-    bare = replace(plan, probes=tuple(one.replace(act=None) for one in plan.probes))
+    bare = replace(plan, probes=tuple(probe.replace(act=None) for probe in plan.probes))
     bare = replace(bare, controller=None)
     choices: list[VersionChoice] = []
     later: dict[int, LaterPlan] = {}
     needs = [prepared.need]
-    for one in sets:
+    for edit_set in sets:
         for scale in scales:
-            found = _version(prepared, bare, one, scale, prepare)
+            prepared_version = _version(prepared, bare, edit_set, scale, prepare)
             number = 1 + len(choices)
-            version = PlanVersion(number, found.packed, found.keys)
-            choices.append(VersionChoice(one.name, scale, version))
-            later[number] = LaterPlan(found.plan, control_source(controller.name, one.name), scale)
-            needs.append(found.need)
+            version = PlanVersion(number, prepared_version.packed, prepared_version.keys)
+            choices.append(VersionChoice(edit_set.name, scale, version))
+            later[number] = LaterPlan(
+                prepared_version.plan, control_source(controller.name, edit_set.name), scale
+            )
+            needs.append(prepared_version.need)
     for number in range(1, 1 + len(choices)):
         failed = control_source(controller.name, choices[number - 1].edits, has_failed=True)
         later[len(choices) + number] = replace(later[number], source=failed)
@@ -87,14 +91,14 @@ def _read(
         scales, on_error = law.scales(), "keep"
     else:
         name = str(controller.decide)
-        found = declared.get(name)
-        if found is None:
+        declaration = declared.get(name)
+        if declaration is None:
             known = f"declared are {listed(sorted(declared))}" if declared else "none is declared"
             raise SpecError(
                 "",
                 f"the engine has no controller {show(name)}; {known} by the setting `controllers`",
             )
-        scales, on_error = found.scales, found.on_error
+        scales, on_error = declaration.scales, declaration.on_error
     return tuple(dict.fromkeys((1.0, 0.0, *scales))), controller.on_error or on_error
 
 
@@ -108,12 +112,12 @@ def _version(
     """Return a version of a plan: with some edits and a factor on their strength."""
     try:
         edits = with_strength(chosen.edits, scale)
-        found = prepare(replace(bare, edits=edits, origins=chosen.origins if edits else ()))
-        check_same_reads(prepared.plan, found.plan)
+        version = prepare(replace(bare, edits=edits, origins=chosen.origins if edits else ()))
+        check_same_reads(prepared.plan, version.plan)
     except SpecError as error:
         if not chosen.name and scale == 1:
             raise  # an error of the request's own plan
         shown = f", scale {scale:g}" if scale != 1 else ""
         path = f"controller.edits.{chosen.name}" if chosen.name else "controller"
         raise SpecError(path, f"{error} (version of the plan{shown})") from None
-    return found
+    return version

@@ -56,16 +56,18 @@ class ControllerRun:
             rows: see `Observed`.
         """
         probes = probes or {}
-        scores = {name: found[self._seen.get(name, 0) :].clone() for name, found in probes.items()}
+        scores = {
+            name: values[self._seen.get(name, 0) :].clone() for name, values in probes.items()
+        }
         if not any(map(len, scores.values())):
             return None
-        self._seen = {name: len(found) for name, found in probes.items()}
+        self._seen = {name: len(values) for name, values in probes.items()}
         return self._in_thread(Observed(self._request_id, tokens, scores, rows))
 
     def asked(self, answer: Answer) -> dict[str, Any]:
         """Return what an answer asks for, as `read_answer`; nothing if that holds already."""
-        found = read_answer(answer)
-        return {} if found == {"scale": self._scale} else found
+        fields = read_answer(answer)
+        return {} if fields == {"scale": self._scale} else fields
 
     @contextmanager
     def changing(self, asked: Mapping[str, Any]) -> Iterator[None]:
@@ -105,24 +107,23 @@ class ControllerRun:
 
     def _in_thread(self, observed: Observed) -> Future[Answer]:
         """Call it in a thread of its own, which may never end."""
-        found: Future[Answer] = Future()
-        found.set_running_or_notify_cancel()  # nobody can cancel it
+        future: Future[Answer] = Future()
+        future.set_running_or_notify_cancel()  # nobody can cancel it
 
         def run() -> None:
             try:
                 value = self._decide(observed)
             except BaseException as error:  # noqa: BLE001 - the thread ends with it
-                found.set_exception(RuntimeError(repr(error)))
+                future.set_exception(RuntimeError(repr(error)))
             else:
-                found.set_result(value)
+                future.set_result(value)
 
         threading.Thread(target=run, name="midstream controller", daemon=True).start()
-        return found
+        return future
 
 
 def check_beside(plan: Plan | None, params: Any, controller: Controller) -> None:
-    """Check that a request has scores, and edits that a controller with `mode="async"` can change.
-    """
+    """Check that a request has scores, and edits that an asynchronous controller can change."""
     if plan is None or not plan.probes:
         raise SpecError("controller", "it reads scores: give the request `probes`")
     check_law(plan, controller)

@@ -31,12 +31,12 @@ def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
         return None
     id_of = functools.partial(token_id, engine)
     captures = []
-    for nth, capture in enumerate(plan.captures):
-        with at(f"capture[{nth}]"):
+    for index, capture in enumerate(plan.captures):
+        with at(f"capture[{index}]"):
             captures.append(
                 capture.with_ids(id_of) if isinstance(capture, (Lens, Logits)) else capture
             )
-    if all(one is other for one, other in zip(captures, plan.captures, strict=True)):
+    if all(capture is other for capture, other in zip(captures, plan.captures, strict=True)):
         return plan
     return replace(plan, captures=tuple(captures))
 
@@ -51,20 +51,20 @@ def with_maps(
     """
     names: dict[str, None] = {}
     captures = list(plan.captures)
-    for nth, capture in enumerate(captures):
-        given = None if own is None or capture.source < 0 else own.captures[capture.source]
-        if not isinstance(given, Lens) or given.kind == LOGIT:
+    for index, capture in enumerate(captures):
+        own_capture = None if own is None or capture.source < 0 else own.captures[capture.source]
+        if not isinstance(own_capture, Lens) or own_capture.kind == LOGIT:
             continue
         assert capture.pattern is not None
         assert registry is not None
         with at(f"capture[{capture.source}]"):
-            after = AFTER.get(given.sites.names[0])
+            after = AFTER.get(own_capture.sites.names[0])
             if after is None:
                 raise SpecError("site", "a registered lens reads resid_pre or resid_post")
             depths = [layer + after for _, layer in capture.pattern.reads]
-            maps = registry.maps_of(given.kind, depths)
-        captures[nth] = replace(capture, pattern=replace(capture.pattern, maps=maps))
-        names[given.kind] = None
+            maps = registry.maps_of(own_capture.kind, depths)
+        captures[index] = replace(capture, pattern=replace(capture.pattern, maps=maps))
+        names[own_capture.kind] = None
     return (replace(plan, captures=tuple(captures)) if names else plan), tuple(names)
 
 

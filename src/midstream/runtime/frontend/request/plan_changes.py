@@ -138,37 +138,37 @@ class PlanChanges(RunningPlans):
         await self._fetch([name for name in names if not self._has_ended(name)], edits)
         running = [name for name in names if not self._has_ended(name)]
         changes = await self._begin_later(running, edits, scale, "update")
-        found = dict(zip(running, await self._send(changes), strict=True))
+        answers = dict(zip(running, await self._send(changes), strict=True))
         of_name = dict(zip(running, changes, strict=True))
         return [
-            _update_of(of_name[name], found[name]) if name in of_name else None for name in names
+            _update_of(of_name[name], answers[name]) if name in of_name else None for name in names
         ]
 
     async def _fetch(self, names: Sequence[str | CallPlan], edits: object) -> None:
         """Fetch what edits towards tokens are computed from."""
-        given = [edits] if edits is not None else [self.find(one)[1].edits for one in names]
-        await _fetch(self._resolver.registries.directions, given)
+        edit_lists = [edits] if edits is not None else [self.find(name)[1].edits for name in names]
+        await _fetch(self._resolver.registries.directions, edit_lists)
 
     async def _send(self, changes: Sequence[PendingChange]) -> list[Sequence[UpdatedPlan]]:
         """Send changes to the engine cores, and return their answers."""
         assert self.send_later is not None
         sending = [
-            self.send_later(one.replica, one.message, partial(self._completed, one))
-            for one in changes
+            self.send_later(change.replica, change.message, partial(self._completed, change))
+            for change in changes
         ]
         # A caller that gives up does not take back what was sent.
         answers = await asyncio.shield(asyncio.gather(*sending, return_exceptions=True))
-        found: list[Sequence[UpdatedPlan]] = []
+        updates: list[Sequence[UpdatedPlan]] = []
         failure: BaseException | None = None
         for change, answer in zip(changes, answers, strict=True):
             if isinstance(answer, BaseException):
                 self._lose(change)
                 failure = failure or answer
             else:
-                found.append(answer)
+                updates.append(answer)
         if failure is not None:
             raise failure
-        return found
+        return updates
 
     def stop(self, name: str | CallPlan, reason: str, is_error: bool = False) -> None:
         """End a running request with the tokens of its next step.
@@ -185,7 +185,7 @@ class PlanChanges(RunningPlans):
         """End a running request of an asynchronous engine as stopped; see `stop`."""
         assert self.send_later is not None
         replica, message = self._stop(name, reason)
-        await asyncio.shield(self.send_later(replica, message, lambda given: given))
+        await asyncio.shield(self.send_later(replica, message, lambda request: request))
 
     def _stop(
         self, name: str | CallPlan, reason: str, is_error: bool = False
@@ -213,21 +213,24 @@ class PlanChanges(RunningPlans):
             scale: factor on their strength; None: 1.
             checked: what `_check` returned for each request; empty: it was not called.
         """
-        found = checked or [self._check(name, edits, scale) for name in names]
-        self._admission.extend({one.uid: one.need for one in found})
-        return [self._take(one, source) for one in found]
+        changes = checked or [self._check(name, edits, scale) for name in names]
+        self._admission.extend({change.uid: change.need for change in changes})
+        return [self._take(change, source) for change in changes]
 
     async def _begin_later(
         self, names: Sequence[str | CallPlan], edits: object, scale: object, source: str
     ) -> list[PendingChange]:
         """Begin a change, see `begin`, that a thread validates."""
-        found = [await in_thread(self._check, name, edits, scale) for name in names]
-        for one in found:
-            if not self._admission.is_running(one.uid):
-                raise ended(one.history.name)
-        if any(edits is None and one.given != one.history.given for one in found):
-            found = []  # another change came between
-        return self.begin(names, edits, scale, source, found)
+        changes = [await in_thread(self._check, name, edits, scale) for name in names]
+        for change in changes:
+            if not self._admission.is_running(change.uid):
+                raise ended(change.history.name)
+        if any(
+            edits is None and valid_change.given != valid_change.history.given
+            for valid_change in changes
+        ):
+            changes = []  # another change came between
+        return self.begin(names, edits, scale, source, changes)
 
     def _check(self, name: str | CallPlan, edits: object, scale: object) -> _ValidChange:
         if edits is None and scale is None:
@@ -250,26 +253,26 @@ class PlanChanges(RunningPlans):
             raise ended(history.name)
         with at("scale"):
             factor = 1.0 if scale is None else read_scalar(scale)
-        given = history.given if edits is None else self._read(edits)
-        if edits is None and not given[0]:
+        own_edits = history.given if edits is None else self._read(edits)
+        if edits is None and not own_edits[0]:
             raise SpecError("scale", "the request has no edits of its own; give `edits`")
-        prepared = self._prepare(history, with_strength(given[0], factor), given[1])
+        prepared = self._prepare(history, with_strength(own_edits[0], factor), own_edits[1])
         check_same_reads(history.first, prepared.plan)
-        return _ValidChange(uid, history, given, factor, prepared)
+        return _ValidChange(uid, history, own_edits, factor, prepared)
 
-    def _take(self, one: _ValidChange, source: str) -> PendingChange:
+    def _take(self, change: _ValidChange, source: str) -> PendingChange:
         """Record a change, which has capacity, and return it."""
-        history, prepared = one.history, one.prepared
+        history, prepared = change.history, change.prepared
         number = 1 + len(history.later)
-        history.later[number] = LaterPlan(prepared.plan, source, one.factor)
-        history.edits, history.origins = one.given
-        replica = self._admission.replica_of(one.uid)
+        history.later[number] = LaterPlan(prepared.plan, source, change.factor)
+        history.edits, history.origins = change.given
+        replica = self._admission.replica_of(change.uid)
         message = UpdatePlan(
-            one.uid,
+            change.uid,
             list(history.request_ids),
             PlanVersion(number, prepared.packed, prepared.keys),
         )
-        return PendingChange(history, replica, message, one.need.vectors)
+        return PendingChange(history, replica, message, change.need.vectors)
 
     def _completed(self, change: PendingChange, message: object = None) -> UpdatePlan:
         """Return the message of a change with what the workers lack of its vectors. It must be
@@ -312,11 +315,11 @@ class PlanChanges(RunningPlans):
         )
 
 
-async def _fetch(directions: DirectionCache | None, given: Sequence[object]) -> None:
+async def _fetch(directions: DirectionCache | None, edit_lists: Sequence[object]) -> None:
     """Fetch what edits towards tokens are computed from."""
     if directions is None:
         return
-    for edits in given:
+    for edits in edit_lists:
         keys = directions.needed(await in_thread(Plan.make, edits=edits))
         if keys:
             await directions.fetch(keys)
@@ -324,10 +327,10 @@ async def _fetch(directions: DirectionCache | None, given: Sequence[object]) -> 
 
 def _end(change: PendingChange, answers: Sequence[UpdatedPlan]) -> PlanUpdate:
     """Return where a change holds."""
-    found = _update_of(change, answers)
-    if found is None:
+    update = _update_of(change, answers)
+    if update is None:
         raise ended(change.history.name)
-    return found
+    return update
 
 
 def _update_of(change: PendingChange, answers: Sequence[UpdatedPlan]) -> PlanUpdate | None:
@@ -335,8 +338,8 @@ def _update_of(change: PendingChange, answers: Sequence[UpdatedPlan]) -> PlanUpd
     (answer,) = answers
     if not answer.positions:
         return None
-    found = {
+    positions = {
         index_of(request_id, change.history.completions): position
         for request_id, position in answer.positions.items()
     }
-    return PlanUpdate(change.message.version.number, found)
+    return PlanUpdate(change.message.version.number, positions)

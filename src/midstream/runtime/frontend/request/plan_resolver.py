@@ -144,11 +144,11 @@ class PlanResolver:
             self._recent[_key_of(own, request)] = _Recent(own, before, also, prepared)
         return prepared
 
-    def known(self, own: Plan | None, *given: Any) -> PreparedPlan | None:
+    def known(self, own: Plan | None, *args: Any) -> PreparedPlan | None:
         """Return what `resolve` knows already of a plan, with `before`, `also` and `request`; None:
         nothing.
         """
-        *others, request = given
+        *others, request = args
         recent = self._recent.get(_key_of(own, request))
         return recent.prepared if recent is not None and recent.is_for(own, *others) else None
 
@@ -179,7 +179,7 @@ class PlanResolver:
 
     def check_captures(self, also: tuple[Capture, ...]) -> None:
         """Check that requests can have these server-wide captures together."""
-        everywhere = tuple(replace(one, positions=Positions("all")) for one in also)
+        everywhere = tuple(replace(capture, positions=Positions("all")) for capture in also)
         if everywhere:
             self._finish(None, (), everywhere, Prompt(1), None)
 
@@ -201,12 +201,12 @@ class PlanResolver:
         prompt: Prompt,
         max_tokens: int | None,
     ) -> PreparedPlan:
-        given, plan = plan, bound(plan, self._engine, self.registries)
+        unbound_plan, plan = plan, bound(plan, self._engine, self.registries)
         resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, also)
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
             own = () if plan is None else plan.captures
-            vectors = tuple(each for each in own if is_vectors(each))
+            vectors = tuple(capture for capture in own if is_vectors(capture))
             decisive = vectors or also or own
             resolved = replace(
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
@@ -247,8 +247,8 @@ class PlanResolver:
         def prepare(later: Plan) -> PreparedPlan:
             return self._finish(later, before, also, prompt, max_tokens)
 
-        prepared = with_switches(prepared, given, prepare, self._info.room)
-        prepared = with_controller(prepared, given, prepare, self._info.room, self._declared)
+        prepared = with_switches(prepared, unbound_plan, prepare, self._info.room)
+        prepared = with_controller(prepared, unbound_plan, prepare, self._info.room, self._declared)
         if prepared.acts or prepared.control is not None:
             prepared = replace(prepared, split=split_scores(resolved, self._parts))
         return prepared
@@ -274,7 +274,8 @@ class PlanResolver:
             return plan
         plan = with_split_rows(plan, self._parts)
         return replace(
-            plan, captures=tuple(one.of_all_heads(self._info.shape) for one in plan.captures)
+            plan,
+            captures=tuple(capture.of_all_heads(self._info.shape) for capture in plan.captures),
         )
 
     def _codec(self, captures: tuple[Capture, ...]) -> str:
@@ -343,16 +344,16 @@ def _check_ring(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
 
 def _check_functions(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
     """Check that the workers call functions, and have these or can import them."""
-    for one in plan.functions:
-        with at(f"edits[{one.source}]"):
+    for fn in plan.functions:
+        with at(f"edits[{fn.source}]"):
             if not all(worker.functions for worker in workers):
                 problem = 'this engine calls no functions: start it with midstream={"hooks": '
                 raise SpecError("", problem + '"local"}')
             here = all(worker.functions == this_process() for worker in workers)
-            if not here and not one.path:
+            if not here and not fn.path:
                 raise SpecError(
                     "fn",
-                    f"the workers are other processes, which cannot import {one.name}: define it "
+                    f"the workers are other processes, which cannot import {fn.name}: define it "
                     "at the top of a module that they can import, or set "
                     "VLLM_ENABLE_V1_MULTIPROCESSING=0",
                 )
@@ -387,18 +388,20 @@ def _check_gates(plan: ResolvedPlan, workers: Sequence[WorkerInfo]) -> None:
 def read_prompts(before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
     """Return whether what applies to every request depends on more of a prompt than its length."""
     return any(
-        one.needs_prompt
+        selection.needs_prompt
         for part in (*before, *also)
-        for one in (part.selections if isinstance(part, (Capture, Probe)) else (part.positions,))
+        for selection in (
+            part.selections if isinstance(part, (Capture, Probe)) else (part.positions,)
+        )
     )
 
 
 def _common(name: str, values: Sequence[str]) -> str:
     """Return the value that a field has in all captures of a request."""
-    for nth, value in enumerate(values):
+    for index, value in enumerate(values):
         if value != values[0]:
             raise SpecError(
-                f"capture[{nth}].{name}",
+                f"capture[{index}].{name}",
                 f"{value}, and that of capture[0] is {values[0]}; all captures of a request have "
                 f"one {name}",
             )

@@ -42,10 +42,10 @@ class PreparedPlan:
         counted once for the same captures.
         """
         captures = returned_captures(self.plan, own)
-        found = self._returned.get(captures)
-        if found is None:
-            found = self._returned[captures] = prompt_bytes(self.plan, captures, shape)
-        return found
+        nbytes = self._returned.get(captures)
+        if nbytes is None:
+            nbytes = self._returned[captures] = prompt_bytes(self.plan, captures, shape)
+        return nbytes
 
     def payload(self, uid: str, mm_prefix: bool) -> RequestPayload:
         """Return the payload of a request.

@@ -40,19 +40,19 @@ def bound(plan: Plan | None, engine: Any, registries: Registries) -> Plan | None
     plan = with_token_ids(plan, engine)
     if registries.directions is not None:
         plan = registries.directions.bound(plan)
-    if plan is None or not any(isinstance(one, Features) for one in plan.captures):
+    if plan is None or not any(isinstance(capture, Features) for capture in plan.captures):
         return plan
     captures = list(plan.captures)
-    for nth, capture in enumerate(captures):
+    for index, capture in enumerate(captures):
         if isinstance(capture, Features):
             assert registries.saes is not None
-            with at(f"capture[{nth}]"):
+            with at(f"capture[{index}]"):
                 sae = registries.saes.get(capture.sae)
                 if capture.layer is not None and capture.site is not None:
                     continue
                 tap = sae.sae.tap
                 if tap is not None:
-                    captures[nth] = capture.at_tap(*tap)
+                    captures[index] = capture.at_tap(*tap)
     return replace(plan, captures=tuple(captures))
 
 
@@ -68,7 +68,7 @@ def with_weights(
     plan, lenses = with_maps(plan, own, registries.lenses)
     read = dict.fromkeys(("lens", name) for name in lenses)
     captures = list(plan.captures)
-    for nth, capture in enumerate(captures):
+    for index, capture in enumerate(captures):
         if capture.pattern is None or capture.pattern.kind != "features":
             continue
         assert own is not None
@@ -78,7 +78,7 @@ def with_weights(
         encoder = registries.saes.get(asked.sae).encoder
         with at(f"capture[{capture.source}]"):
             _check(asked, encoder.features)
-        captures[nth] = replace(capture, pattern=replace(capture.pattern, encoder=encoder))
+        captures[index] = replace(capture, pattern=replace(capture.pattern, encoder=encoder))
         read["sae", asked.sae] = None
     return (replace(plan, captures=tuple(captures)) if read else plan), tuple(read)
 
@@ -96,31 +96,33 @@ def readout_rows(
     if lenses:
         check_decodable(lenses, plan, vllm_config, workers)
     reads = lenses + [
-        one for one in plan.captures if one.pattern is not None and one.pattern.kind == "features"
+        capture
+        for capture in plan.captures
+        if capture.pattern is not None and capture.pattern.kind == "features"
     ]
-    taken = [(one.where, len(one.taps)) for one in reads]
+    taken = [(capture.where, len(capture.taps)) for capture in reads]
     taken += [(edit.where, 1) for edit in reading(plan)]
     if not taken:
         return 0
     step_tokens = workers[0].step_tokens
     speculative = vllm_config.speculative_config
     at_once = 1 if speculative is None else 1 + speculative.num_speculative_tokens
-    found = 0
+    num_rows = 0
     for where, layers in taken:
         prompt = count(where.possible, plan.prompt_len)
         positions = step_tokens if grows else min(step_tokens, max(prompt, at_once))
-        found += positions * layers
-    return found
+        num_rows += positions * layers
+    return num_rows
 
 
 def _check(asked: Features, features: int) -> None:
     """Check that an SAE has what is asked for."""
     if asked.top > features:
         raise SpecError("top", f"the SAE {asked.sae!r} has {features} features")
-    for nth, feature in enumerate(asked.features):
+    for index, feature in enumerate(asked.features):
         if feature >= features:
             raise SpecError(
-                f"features[{nth}]",
+                f"features[{index}]",
                 f"there is no feature {feature}: the SAE {asked.sae!r} has {features}, 0 to "
                 f"{features - 1}",
             )

@@ -29,7 +29,7 @@ def read_saes(
     Args:
         before: server-wide edits, bound when they were set.
     """
-    found: dict[tuple[str, str], None] = {}
+    used_saes: dict[tuple[str, str], None] = {}
     own = () if plan is None else plan.edits
     for path, edit in _named(plan, own, before):
         inner = edit.edit if isinstance(edit, Gate) else edit
@@ -43,11 +43,11 @@ def read_saes(
                     f"the SAE {show(inner.sae)} was registered again since this edit was; give "
                     "the edit again",
                 )
-        found["sae", inner.sae] = None
+        used_saes["sae", inner.sae] = None
     for nth_edit in reading(resolved):
         assert saes is not None
         _check_place(nth_edit, saes)
-    return tuple(found)
+    return tuple(used_saes)
 
 
 def reading(plan: ResolvedPlan) -> list[ResolvedEdit]:
@@ -72,25 +72,25 @@ def check_same_saes(first: ResolvedPlan, later: ResolvedPlan) -> None:
 
 def _places(plan: ResolvedPlan) -> set[tuple[str, int, tuple[float, ...]]]:
     """Return (site, layer, place and digest) of the SAEs with which a plan reconstructs."""
-    found = set()
+    places = set()
     for edit in reading(plan):
         for step in edit.steps.instructions:
             if step.op is Op.CODE and step.read is not None:
                 numbers = step.read.numpy()
                 sae = [*numbers[: layout.ERROR], *numbers[layout.DIGEST : layout.DESCRIPTION]]
-                found.add((edit.site, edit.layer, tuple(map(float, sae))))
-    return found
+                places.add((edit.site, edit.layer, tuple(map(float, sae))))
+    return places
 
 
 def _named(
     plan: Plan | None, own: Sequence[Edit], before: Sequence[ServerWide]
 ) -> Iterator[tuple[str, Edit]]:
-    for nth, edit in enumerate(before):
+    for index, edit in enumerate(before):
         if not isinstance(edit, Probe):
-            yield f"steering[{nth - len(before)}]", edit
-    for nth, edit in enumerate(own):
+            yield f"steering[{index - len(before)}]", edit
+    for index, edit in enumerate(own):
         assert plan is not None
-        yield f"edits[{plan.origin(nth)}]", edit
+        yield f"edits[{plan.origin(index)}]", edit
 
 
 def _check_place(edit: ResolvedEdit, saes: SaeRegistry) -> None:

@@ -71,8 +71,8 @@ class RequestPlans:
         """
         ahead = self._ahead.pop(call_plan, None)
         most = request.sampling_params.max_tokens
-        given = (request.prompt_token_ids, most, others)
-        if ahead is not None and (ahead.tokens, ahead.max_tokens, ahead.others) == given:
+        key = (request.prompt_token_ids, most, others)
+        if ahead is not None and (ahead.tokens, ahead.max_tokens, ahead.others) == key:
             return ahead.resolved
         return self._resolve(request, call_plan, *others)
 
@@ -89,8 +89,8 @@ class RequestPlans:
         if request is None or not self._is_long(request, call_plan, *others):
             return
         resolved = await in_thread(self._resolve, request, call_plan, *others)
-        given = (request.prompt_token_ids, request.sampling_params.max_tokens)
-        self._ahead[call_plan] = _Ahead(*given, others, resolved)
+        key = (request.prompt_token_ids, request.sampling_params.max_tokens)
+        self._ahead[call_plan] = _Ahead(*key, others, resolved)
 
     def forget(self, call_plan: CallPlan) -> None:
         """Forget what was resolved for a call that has ended."""

@@ -134,14 +134,14 @@ class RunningPlans:
         """Record the id of a vLLM request that was submitted. Requests that cannot change are
         ignored, here and in `remove`.
         """
-        found = self._running.get(uid)
-        if found is not None:
-            found.request_ids.append(request_id)
+        history = self._running.get(uid)
+        if history is not None:
+            history.request_ids.append(request_id)
 
     def ids_of(self, uid: str) -> Sequence[str]:
         """Return vLLM's ids of the requests that were submitted for one with a plan."""
-        found = self._running.get(uid)
-        return () if found is None else found.request_ids
+        history = self._running.get(uid)
+        return () if history is None else history.request_ids
 
     def remove(self, uids: Iterable[str]) -> None:
         """Remove requests that have ended."""
@@ -154,16 +154,16 @@ class RunningPlans:
         Args:
             name: the id that its caller gave it, or the plan that it was sent with.
         """
-        found = [
-            (uid, one)
-            for uid, one in list(self._running.items())  # a thread may admit others
-            if name in (one.asked if isinstance(name, CallPlan) else one.name,)
+        matches = [
+            (uid, history)
+            for uid, history in list(self._running.items())  # a thread may admit others
+            if name in (history.asked if isinstance(name, CallPlan) else history.name,)
         ]
-        if not found:
+        if not matches:
             raise ended(name if isinstance(name, str) else "")
-        if len(found) > 1:
-            raise SpecError("request_id", f"{len(found)} running requests have the id {name!r}")
-        return found[0]
+        if len(matches) > 1:
+            raise SpecError("request_id", f"{len(matches)} running requests have the id {name!r}")
+        return matches[0]
 
 
 def ended(name: str) -> SpecError:

@@ -45,7 +45,7 @@ def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
 
 def check_edits_can_change(plan: Plan) -> None:
     """Check that a request's rows do not depend on the edits that it began with."""
-    if any(getattr(one, "reuse", False) for one in plan.captures):
+    if any(getattr(capture, "reuse", False) for capture in plan.captures):
         raise SpecError(
             "", "a request that reuses rows (Capture(reuse=True)) keeps the edits it began with"
         )

@@ -27,11 +27,11 @@ def named_vectors(plan: ResolvedPlan) -> tuple[Vector, ...]:
     they are to have the numbers.
     """
     parts = [*(edit.steps for edit in plan.edits), *(probe.steps for probe in plan.probes)]
-    steps = {one.digest: one for one in parts}
+    steps = {part.digest: part for part in parts}
     vectors = dict.fromkeys(
         vector
-        for one in steps.values()
-        for step in one.instructions
+        for part in steps.values()
+        for step in part.instructions
         for run in vectors_of(step)
         for vector in run
     )

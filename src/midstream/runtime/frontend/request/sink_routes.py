@@ -47,10 +47,10 @@ def routes_of(
         own: the request's own plan; None: it has none.
         uid: midstream's id, which no other request has.
     """
-    found: dict[tuple[str, str, str], list[int]] = {}
+    by_place: dict[tuple[str, str, str], list[int]] = {}
     metadata: dict[tuple[str, str, str], Metadata] = {}
     layouts: dict[tuple[str, str, str], str] = {}
-    for nth, capture in enumerate(resolved.captures):
+    for index, capture in enumerate(resolved.captures):
         if capture.source < 0:
             written = every[capture.source]
         else:
@@ -58,29 +58,29 @@ def routes_of(
             written = own.captures[capture.source]
         # Rows on an output have neither tags nor names.
         place = (MEMORY, "", "") if written.sink == MEMORY else written.place
-        found.setdefault(place, []).append(nth)
+        by_place.setdefault(place, []).append(index)
         metadata[place] = metadata.get(place) or written.metadata
         layouts[place] = layouts.get(place) or written.layout
     unnamed: dict[str, int] = {}
     routes = []
-    for (sink, tag, given), captures in found.items():
-        name = given
+    for (sink, tag, given_name), captures in by_place.items():
+        name = given_name
         if not name and sink != MEMORY:
             name = unique_name(request_id, uid, unnamed.get(sink, 0))
             unnamed[sink] = unnamed.get(sink, 0) + 1
         is_all = len(captures) == len(resolved.captures)
-        described, layout = metadata[sink, tag, given], layouts[sink, tag, given]
+        described, layout = metadata[sink, tag, given_name], layouts[sink, tag, given_name]
         routes.append(SinkRoute(sink, tag, name, described, tuple(captures), is_all, layout))
     return tuple(routes)
 
 
-def unique_name(request_id: str, uid: str, nth: int) -> str:
+def unique_name(request_id: str, uid: str, number: int) -> str:
     """Return a name that no other request has, and that is a valid file name.
 
     Request ids may be those of another process, and need not be valid file names.
 
     Args:
-        nth: index of the route among those to one sink without a given name.
+        number: index of the route among those to one sink without a given name.
     """
     plain = _NOT_IN_NAMES.sub("_", request_id)[:_KEPT_OF_ID].lstrip(".-") or "request"
-    return f"{plain}-{uid[:12]}" + (f"-{nth}" if nth else "")
+    return f"{plain}-{uid[:12]}" + (f"-{number}" if number else "")

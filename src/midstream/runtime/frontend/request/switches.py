@@ -38,21 +38,21 @@ def with_switches(
     later: dict[int, LaterPlan] = {}
     versions: dict[str, PlanVersion] = {}
     needs = [prepared.need]
-    for nth, probe in enumerate(() if plan is None else plan.probes):
+    for index, probe in enumerate(() if plan is None else plan.probes):
         if not isinstance(probe.act, Switch):
             continue
         assert plan is not None
-        with at(f"probes[{nth}].act.switch"):
+        with at(f"probes[{index}].act.switch"):
             check_edits_can_change(plan)
-            bare = tuple(one.replace(act=None) for one in plan.probes)
+            bare = tuple(plan_probe.replace(act=None) for plan_probe in plan.probes)
             edits = probe.act.edits
             origins = probe.act.origins if edits else ()
-            found = prepare(replace(plan, edits=edits, probes=bare, origins=origins))
-            check_same_reads(prepared.plan, found.plan)
+            version = prepare(replace(plan, edits=edits, probes=bare, origins=origins))
+            check_same_reads(prepared.plan, version.plan)
         number = 1 + len(later)
-        later[number] = LaterPlan(found.plan, switch_source(probe.name), 1.0)
-        versions[probe.name] = PlanVersion(number, found.packed, found.keys)
-        needs.append(found.need)
+        later[number] = LaterPlan(version.plan, switch_source(probe.name), 1.0)
+        versions[probe.name] = PlanVersion(number, version.packed, version.keys)
+        needs.append(version.need)
     acts = acting_probes(prepared.plan, versions)
     if not later:
         return replace(prepared, acts=acts)
@@ -69,14 +69,14 @@ def joint_need(needs: Sequence[Need], room: Room) -> Need:
     for need in needs:
         for kind, things in need.kinds.items():
             kinds[kind] = {**kinds.get(kind, {}), **things}
-    found = replace(
+    total = replace(
         needs[0],
         kinds=kinds,
-        vectors=tuple(dict.fromkeys(one for need in needs for one in need.vectors)),
-        weights=tuple(dict.fromkeys(one for need in needs for one in need.weights)),
+        vectors=tuple(dict.fromkeys(vector for need in needs for vector in need.vectors)),
+        weights=tuple(dict.fromkeys(weight for need in needs for weight in need.weights)),
     )
-    check_tables(found, room)
-    return found
+    check_tables(total, room)
+    return total
 
 
 def check_acts(plan: ResolvedPlan, is_controlled: bool, workers: Sequence[WorkerInfo]) -> None:

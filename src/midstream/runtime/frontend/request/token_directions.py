@@ -75,9 +75,9 @@ class DirectionCache:
                 continue
             with at(path) if path else nullcontext():
                 answers: list[TokenDirections] = yield ReadDirections(key.token, self._map(key))
-                data = next((each.data for each in answers if each.data), None)
+                data = next((answer.data for answer in answers if answer.data), None)
                 if data is None:
-                    whys = [each.problem for each in answers if each.problem]
+                    whys = [answer.problem for answer in answers if answer.problem]
                     raise SpecError("token", f"its direction is unknown: {', '.join(whys)}")
             self._found[key] = Vector(data)
             while len(self._found) > _CACHED:
@@ -90,14 +90,14 @@ class DirectionCache:
 
     def needed(self, plan: Plan | None) -> dict[DirectionKey, str]:
         """Return the directions that a plan needs, with the path of an edit that needs each."""
-        found: dict[DirectionKey, str] = {}
-        for nth, edit in enumerate(() if plan is None else plan.edits):
+        paths: dict[DirectionKey, str] = {}
+        for index, edit in enumerate(() if plan is None else plan.edits):
             if _has_token(edit):
-                path = f"edits[{nth}]"
+                path = f"edits[{index}]"
                 with at(path):
                     keys = [key for _, key in self._keys(edit)]
-                found |= dict.fromkeys(keys, f"{path}.edit" if isinstance(edit, Gate) else path)
-        return found
+                paths |= dict.fromkeys(keys, f"{path}.edit" if isinstance(edit, Gate) else path)
+        return paths
 
     def get(self, key: DirectionKey) -> Vector:
         """Return a direction."""
@@ -106,8 +106,8 @@ class DirectionCache:
                 raise BusyError("a lens was replaced meanwhile; ask again", 1)
             self.carry_out(self.reading({key: ""}))
         # The last used are kept longest.
-        found = self._found[key] = self._found.pop(key)
-        return found
+        vector = self._found[key] = self._found.pop(key)
+        return vector
 
     def place(self, token: int | str, layer: int, lens: str, site: str) -> DirectionKey:
         """Return what the direction of a token at a layer is stored under."""

@@ -58,20 +58,20 @@ def tokens_of_rows(
     tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
     probe = probe_that_stopped(plan, completion)
     if controller is not None and _has_stopped(controller, completion):
-        read = [one for one in plan.probes if one.name and one.source >= 0]
-        runs = [positions for one in read for positions, _ in scores_of(one, sent)]
+        read = [probe for probe in plan.probes if probe.name and probe.source >= 0]
+        runs = [positions for probe in read for positions, _ in scores_of(probe, sent)]
         last = max((int(positions[-1]) for positions in runs if positions.size), default=-1)
         return tokens if completion.token_ids else tokens[: last + 1]
     if probe is None:
         return tokens[: max(0, len(tokens) - 1)]
     if completion.token_ids:
         return tokens
-    found = scores_of(probe, sent)
-    if not found:
+    blocks = scores_of(probe, sent)
+    if not blocks:
         return tokens
-    order = np.argsort(np.concatenate([positions for positions, _ in found]), kind="stable")
-    positions = np.concatenate([positions for positions, _ in found])[order]
-    scores = np.concatenate([values for _, values in found])[order]
+    order = np.argsort(np.concatenate([positions for positions, _ in blocks]), kind="stable")
+    positions = np.concatenate([positions for positions, _ in blocks])[order]
+    scores = np.concatenate([values for _, values in blocks])[order]
     chosen = np.isin(positions, probe.where.within(0, len(tokens), tokens.__getitem__))
     positions, scores = positions[chosen], scores[chosen]
     assert probe.act is not None
@@ -94,8 +94,8 @@ def actions_of(
         num_rows: number of its rows.
     """
     stopped = probe_that_stopped(plan, completion)
-    starts = {one.later.source: one.start for one in held if one.later is not None}
-    found = []
+    starts = {version.later.source: version.start for version in held if version.later is not None}
+    actions = []
     for probe in plan.probes:
         if probe.act is None or probes is None:
             continue
@@ -108,14 +108,14 @@ def actions_of(
         _, met = follow(probe.act, Progress(), scores)
         if probe is stopped and positions and (met is None or positions[met.nth] != num_rows - 1):
             # Scores that were computed again, after a preemption, may differ in the last bits.
-            found.append(Action(probe.name, probe.act.word, num_rows - 1, scores[-1]))
+            actions.append(Action(probe.name, probe.act.word, num_rows - 1, scores[-1]))
         elif isinstance(probe.act, Switch) and start is not None:
-            before = [nth for nth, position in enumerate(positions) if position < start]
-            nth, score = (None, 0.0) if met is None else met
-            if before and (nth is None or nth > before[-1]):
-                nth, score = before[-1], scores[before[-1]]
-            if nth is not None:
-                found.append(Action(probe.name, probe.act.word, positions[nth], score))
+            before = [place for place, position in enumerate(positions) if position < start]
+            index, score = (None, 0.0) if met is None else met
+            if before and (index is None or index > before[-1]):
+                index, score = before[-1], scores[before[-1]]
+            if index is not None:
+                actions.append(Action(probe.name, probe.act.word, positions[index], score))
         elif met is not None:
-            found.append(Action(probe.name, probe.act.word, positions[met.nth], met.pooled))
-    return tuple(found)
+            actions.append(Action(probe.name, probe.act.word, positions[met.nth], met.pooled))
+    return tuple(actions)

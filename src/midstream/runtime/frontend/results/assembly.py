@@ -81,7 +81,7 @@ def assemble(
     """
     children = split(answers, len(output.outputs))
     coming_from = () if own is None else own.coming_from
-    found = {}
+    results = {}
     for completion in output.outputs:
         parts = children.get(completion.index, [])
         sent = [(part.worker, *entry) for part in parts for entry in part.scores()]
@@ -106,8 +106,8 @@ def assemble(
             )  # fmt: skip
         else:
             key = ("results", *[part.outline for part in parts], coming_from, *_ending(completion))
-            given = plan, parts, completion, tokens, shape, probes, coming_from
-            shared = plan.remember(key, len(tokens), functools.partial(_shared_results, *given))
+            args = plan, parts, completion, tokens, shape, probes, coming_from
+            shared = plan.remember(key, len(tokens), functools.partial(_shared_results, *args))
             blocks = shared.blocks(plan, parts)
             activations = shared.activations(plan, blocks, tokens)
             receipt = shared.receipt.of_request(output.request_id)
@@ -119,8 +119,8 @@ def assemble(
             same = not later and all(part.resets == resets for part in parts)
             if receipt.status == "ok" and same:
                 reused.keep(computed, tokens, resets)
-        found[completion.index] = CompletionResults(activations, probes, receipt, blocks, tokens)
-    return found
+        results[completion.index] = CompletionResults(activations, probes, receipt, blocks, tokens)
+    return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class _SharedResults:
         """Return the captured rows of one of these completions."""
         if self.forms is None:
             return joined_blocks(parts) if plan.captures else []
-        return [parts[nth].block(form) for nth, form in self.forms]
+        return [parts[index].block(form) for index, form in self.forms]
 
     def activations(
         self, plan: ResolvedPlan, blocks: Sequence[ResultBlock], tokens: list[int]
@@ -191,13 +191,13 @@ def _shared_results(
 
 def _forms(parts: Sequence[WorkerResult]) -> tuple[tuple[int, BlockForm], ...] | None:
     """Return the forms of all blocks, in the order of `joined_blocks`; None: one has no form."""
-    found: list[tuple[int, BlockForm]] = []
-    for nth, part in enumerate(parts):
+    block_forms: list[tuple[int, BlockForm]] = []
+    for index, part in enumerate(parts):
         forms = part.forms()
         if forms is None:
             return None
-        found += [(nth, form) for form in forms]
-    return tuple(found)
+        block_forms += [(index, form) for form in forms]
+    return tuple(block_forms)
 
 
 def _ending(completion: Any) -> tuple[Hashable, ...]:
@@ -206,11 +206,11 @@ def _ending(completion: Any) -> tuple[Hashable, ...]:
 
 
 def _count_by_tap(blocks: Sequence[ResultBlock]) -> dict[Tap, int]:
-    found: dict[Tap, int] = {}
+    counts: dict[Tap, int] = {}
     for block in blocks:
         for tap in block.taps:
-            found[tap] = found.get(tap, 0) + block.positions.size
-    return found
+            counts[tap] = counts.get(tap, 0) + block.positions.size
+    return counts
 
 
 def _no_rows_once(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
@@ -227,24 +227,24 @@ def no_rows(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
         return dict.fromkeys(plan.taps, Rows(codec, shape.hidden_size, dtype, (), ()))
     vectors: dict[int, Rows] = {}
     patterns: dict[int, Rows] = {}
-    found = {}
+    rows = {}
     for tap in plan.taps:
         numbers = plan.pattern_widths.get(tap)
         if numbers is None:
             width = shape.width(tap)
-            found[tap] = vectors.setdefault(width, Rows(codec, width, dtype, (), ()))
+            rows[tap] = vectors.setdefault(width, Rows(codec, width, dtype, (), ()))
         else:
             row = Rows(Raw(), numbers, torch.float32, (), ())
-            found[tap] = patterns.setdefault(numbers, row)
-    return found
+            rows[tap] = patterns.setdefault(numbers, row)
+    return rows
 
 
 def _of_one_form(taps: Sequence[Tap], nothing: Mapping[Tap, Rows]) -> list[list[Tap]]:
     """Group taps by the form of their rows."""
-    found: dict[int, list[Tap]] = {}
+    groups: dict[int, list[Tap]] = {}
     for tap in taps:
-        found.setdefault(id(nothing[tap]), []).append(tap)
-    return list(found.values())
+        groups.setdefault(id(nothing[tap]), []).append(tap)
+    return list(groups.values())
 
 
 def _activations(
@@ -277,9 +277,9 @@ def select_final(plan: ResolvedPlan, tokens: Sequence[int]) -> Select:
 
 def _expanded(ranges: Final) -> Ints:
     """Return the positions in ranges as an array that may be shared: it cannot be changed."""
-    found = expand(ranges)
-    found.setflags(write=False)
-    return found
+    positions = expand(ranges)
+    positions.setflags(write=False)
+    return positions
 
 
 def activations_of(
@@ -308,14 +308,14 @@ def _places(
     nothing: Mapping[Tap, Rows],
 ) -> list[_Places]:
     """Return where the captured rows are; see `activations_of`."""
-    found = []
+    places = []
     for captures, taps in plan.alike:
         selected = select(captures)
         for alike in _of_one_form(taps, nothing):
             for together, mine in _found_together(alike, blocks):
-                there, chosen = _choose([blocks[nth].positions for nth in mine], selected)
-                found.append(_Places(together, there, mine, chosen, nothing[together[0]]))
-    return found
+                there, chosen = _choose([blocks[index].positions for index in mine], selected)
+                places.append(_Places(together, there, mine, chosen, nothing[together[0]]))
+    return places
 
 
 def _gathered(
@@ -328,9 +328,13 @@ def _gathered(
     """Return the rows of some blocks, given where they are; `numbers` as for `GatheredRows`."""
     groups = [
         RowGroup(
-            one.taps, one.positions, [blocks[nth] for nth in one.blocks], one.chosen, one.nothing
+            place.taps,
+            place.positions,
+            [blocks[index] for index in place.blocks],
+            place.chosen,
+            place.nothing,
         )
-        for one in places
+        for place in places
     ]
     rows = GatheredRows(plan.taps, groups, numbers)
     return Activations(rows, rows.positions(), tokens)
@@ -343,11 +347,11 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
     for probe in plan.probes:
         if not probe.name:
             continue
-        found = scores_of(probe, sent)
+        blocks = scores_of(probe, sent)
         wanted = _selected_by(plan, probe, tokens)
-        there, chosen = _choose([known for known, _ in found], wanted)
+        there, chosen = _choose([known for known, _ in blocks], wanted)
         # A copy: the worker's bytes are read-only, and of all probes.
-        values = np.concatenate([np.zeros(0, np.float32), *(values for _, values in found)])
+        values = np.concatenate([np.zeros(0, np.float32), *(values for _, values in blocks)])
         every = torch.from_numpy(values)
         scores[probe.name] = every if chosen is None else every[chosen]
         positions[probe.name] = torch.from_numpy(there)
@@ -372,29 +376,33 @@ def _found_together(
         return [(tuple(taps), tuple(range(len(blocks))))]
     together: dict[tuple[int, ...], list[Tap]] = {}
     for tap in taps:
-        key = tuple([nth for nth, there in enumerate(present) if tap in there])
+        key = tuple([index for index, there in enumerate(present) if tap in there])
         together.setdefault(key, []).append(tap)
-    return [(tuple(each), found) for found, each in together.items()]
+    return [(tuple(group), indices) for indices, group in together.items()]
 
 
 def _choose(
-    found: list[NDArray[np.int64]], wanted: NDArray[np.int64]
+    block_positions: list[NDArray[np.int64]], wanted: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], Tensor | None]:
     """Select rows by position.
 
     Args:
-        found: int64, positions of each block's rows.
+        block_positions: int64, positions of each block's rows.
         wanted: int64, the positions to select, ascending.
 
     Returns:
         (selected positions, ascending; indices of their rows among all rows, or None for all rows
         in their order).
     """
-    if not found:
+    if not block_positions:
         return np.zeros(0, np.int64), None
-    if len(found) == 1 and found[0].size == wanted.size and (found[0] == wanted).all():
-        return found[0], None
-    positions = np.concatenate(found)
+    if (
+        len(block_positions) == 1
+        and block_positions[0].size == wanted.size
+        and (block_positions[0] == wanted).all()
+    ):
+        return block_positions[0], None
+    positions = np.concatenate(block_positions)
     rising = np.argsort(positions, kind="stable")
     chosen = rising[np.isin(positions[rising], wanted)]
     if np.array_equal(chosen, np.arange(positions.size)):

@@ -123,7 +123,7 @@ class AsyncCompletion:
         assert call.admitted is not None
         assert call.replica is not None
         plan = call.admitted.plan
-        if any(isinstance(one.stop_reason, str) for one in output.outputs):
+        if any(isinstance(completion.stop_reason, str) for completion in output.outputs):
             # Stop strings are found in this process, and the engine generates until the request is
             # aborted. The abort must precede the release of its capacity to other requests.
             await self._abort(call.ids)
@@ -140,18 +140,18 @@ class AsyncCompletion:
         before = {} if call.partial_rows is None else call.partial_rows.received()
         admitted = call.admitted
         known = (admitted.own, admitted.reused, admitted.later)
-        given = (whole, plan, answers, self._shape, before, *known)
+        args = (whole, plan, answers, self._shape, before, *known)
         if sum(len(answer.data) for answer in answers) > _THREAD_BYTES:
-            results = await asyncio.to_thread(assemble, *given)
+            results = await asyncio.to_thread(assemble, *args)
         else:
-            results = assemble(*given)
+            results = assemble(*args)
         if plan is not admitted.plan:
             admitted = replace(admitted, plan=plan)
         finished = FinishedRequest(admitted, whole, self._shape, results, call.partial_rows)
         if not set_on_output(output, finished):
             (await deliver_soon(self._sinks, finished)).set_results(output)
         self._count(call, output)
-        if any(one.receipt.problems for one in output.outputs):
+        if any(completion.receipt.problems for completion in output.outputs):
             reporter = ReceiptReporter(self._config)
             reporter.add(output)
             reporter.report([output])
@@ -159,7 +159,7 @@ class AsyncCompletion:
     def _count(self, call: GenerateCall, output: Any) -> None:
         """Add a call's receipts to the totals and to vLLM's spans."""
         assert call.admitted is not None
-        receipts = [one.receipt for one in output.outputs]
+        receipts = [completion.receipt for completion in output.outputs]
         plan = call.admitted.plan
         self.totals.add(receipts, row_sizes(plan, self._shape), plan.reduced)
         for span in call.spans:

@@ -46,7 +46,7 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
     if rows is None or not any(tap in widths for tap in rows):
         return Parted(rows)
     assert admitted.own is not None
-    found: dict[Key, AttentionRows] = {}
+    attention_rows: dict[Key, AttentionRows] = {}
     lenses: dict[str, LensRows] = {}
     features: dict[str, FeatureRows] = {}
     logits = None
@@ -70,8 +70,10 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
         for place, tap in enumerate(capture.taps):
             if tap in rows.counts():
                 count = capture.pattern.counts[place]
-                found[asked.name, tap[1]] = _rows_of(rows, tap, capture.pattern, count, asked.heads)
-    attention = AttentionResults(found, rows.num_layers) if found else None
+                attention_rows[asked.name, tap[1]] = _rows_of(
+                    rows, tap, capture.pattern, count, asked.heads
+                )
+    attention = AttentionResults(attention_rows, rows.num_layers) if attention_rows else None
     lens = LensResults(lenses) if lenses else None
     active = FeatureResults(features) if features else None
     vectors = with_reduced(_vectors(rows, widths), rows, admitted.plan)
@@ -116,17 +118,17 @@ def _lens_of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRo
     )
 
 
-def _as_listed(found: list[int], asked: Layers) -> tuple[int, ...]:
+def _as_listed(layers: list[int], asked: Layers) -> tuple[int, ...]:
     """Return layers in the order in which a request lists them.
 
     Args:
-        found: the layers, from 0, ascending.
+        layers: the layers, from 0, ascending.
         asked: the same as listed; a negative layer is counted from the last.
     """
     if asked.indices == "all":
-        return tuple(found)
+        return tuple(layers)
     from_end = sorted(layer for layer in asked.indices if layer < 0)
-    rest = [layer for layer in found if layer not in asked.indices]
+    rest = [layer for layer in layers if layer not in asked.indices]
     named = dict(zip(from_end, rest, strict=True))
     return tuple(named.get(layer, layer) for layer in asked.indices)
 
@@ -155,14 +157,14 @@ def _vectors(rows: Activations, patterns: dict[Tap, int]) -> Activations | None:
     taps = [tap for tap in rows if tap not in patterns]
     if not taps:
         return None
-    given = rows._given  # noqa: SLF001
+    given_rows = rows._given  # noqa: SLF001
     tokens = rows._given_tokens  # noqa: SLF001
-    if not isinstance(given, GatheredRows):
-        values = {tap: given[tap] for tap in taps}
+    if not isinstance(given_rows, GatheredRows):
+        values = {tap: given_rows[tap] for tap in taps}
         positions = {tap: rows.positions_of(*tap) for tap in taps}
         return Activations(values, positions, tokens, rows.num_layers, rows.heads)
     # Rows of attention are in groups of their own, as they have another form.
-    groups = [group for group in given.groups if group.taps[0] not in patterns]
+    groups = [group for group in given_rows.groups if group.taps[0] not in patterns]
     mine = GatheredRows(taps, groups)
     return Activations(mine, mine.positions(), tokens, rows.num_layers, rows.heads)
 

@@ -104,12 +104,12 @@ class PendingDelivery:
     @property
     def futures(self) -> list[Future[CaptureResult]]:
         """The results of all pieces."""
-        return [one for _, futures in self._shares for one in futures]
+        return [future for _, futures in self._shares for future in futures]
 
     @property
     def is_done(self) -> bool:
         """Whether all results are known."""
-        return all(one.done() for one in self.futures)
+        return all(future.done() for future in self.futures)
 
     def set_results(self, output: Any) -> None:
         """Set all results on an output. Blocks until they are known.
@@ -118,7 +118,8 @@ class PendingDelivery:
             output: vLLM's RequestOutput, possibly without tokens that earlier outputs had.
         """
         results = [
-            (share, _joined([one.result() for one in futures])) for share, futures in self._shares
+            (share, _joined([future.result() for future in futures]))
+            for share, futures in self._shares
         ]
         _set_results(output, self._finished, results)
 
@@ -139,8 +140,8 @@ async def deliver_soon(sinks: Queues, finished: FinishedRequest) -> PendingDeliv
 
     async def put(share: SinkShare) -> Sequence[Future[CaptureResult]]:
         futures = await run_puts_soon(_puts(finished, share), sinks)
-        for one in futures:
-            await asyncio.wrap_future(one)
+        for future in futures:
+            await asyncio.wrap_future(future)
         return futures
 
     shares = shares_of(finished)
@@ -171,15 +172,15 @@ def set_on_output(output: Any, finished: FinishedRequest) -> bool:
             return False
         assert mine.activations is not None, "there is a route only for captured rows"
         shown = with_heads(mine.activations, admitted.heads(route.captures, finished.shape))
-    found = {
+    attributes = {
         **_NO_RESULTS,
         "activations": shown,
         "probes": mine.probes,
         "receipt": mine.receipt,
         "capture_results": {MEMORY: _STORED} if routes else None,
     }
-    only.__dict__.update(found)
-    output.__dict__.update(found)
+    only.__dict__.update(attributes)
+    output.__dict__.update(attributes)
     return True
 
 
@@ -247,7 +248,7 @@ def _set_results(
         mine = finished.results[completion.index]
         receipt = mine.receipt
         activations: Activations | None = None
-        found: dict[str, list[CaptureResult]] = {}
+        sink_results: dict[str, list[CaptureResult]] = {}
         problems = []
         for share, result in results:
             if share.completion != completion.index:
@@ -258,9 +259,9 @@ def _set_results(
             if result.status != "ok":
                 problems.append(f"sink {sink}: {result.reason or result.status}")
             result = _limited(result, plan, share.route, receipt)
-            found.setdefault(sink, []).append(result)
-        joined = {sink: CaptureResult.joined(results) for sink, results in found.items()}
-        kept = tuple((sink, one) for sink, one in joined.items() if sink != MEMORY)
+            sink_results.setdefault(sink, []).append(result)
+        joined = {sink: CaptureResult.joined(results) for sink, results in sink_results.items()}
+        kept = tuple((sink, sink_result) for sink, sink_result in joined.items() if sink != MEMORY)
         if kept:
             receipt = replace(receipt, kept=kept, problems=(*receipt.problems, *problems))
         shown = parted(activations, finished.admitted)
@@ -270,8 +271,8 @@ def _set_results(
         completion.receipt = receipt
         completion.capture_results = joined or None
         completion.activation_manifest = _manifest(joined)
-        for sink, one in joined.items():
-            every.setdefault(sink, []).append(one)
+        for sink, joined_result in joined.items():
+            every.setdefault(sink, []).append(joined_result)
     output.capture_results = {
         sink: CaptureResult.joined(results) for sink, results in every.items()
     } or None
@@ -292,12 +293,12 @@ def _set_results(
 
 def _ranks_of(blocks: Sequence[ResultBlock]) -> dict[Tap, tuple[int, ...]]:
     """Return the ranks that transferred the rows of each tap."""
-    found: dict[Tap, set[int]] = {}
+    ranks_by_tap: dict[Tap, set[int]] = {}
     for block in blocks:
         if block.positions.size:
             for tap in block.taps:
-                found.setdefault(tap, set()).add(block.rank)
-    return {tap: tuple(sorted(ranks)) for tap, ranks in found.items()}
+                ranks_by_tap.setdefault(tap, set()).add(block.rank)
+    return {tap: tuple(sorted(ranks)) for tap, ranks in ranks_by_tap.items()}
 
 
 def _rows_of(
@@ -348,14 +349,17 @@ def _limited(
     """Return the result of a share: at best "partial" if not all expected rows arrived."""
     if result.status != "ok" or not (receipt.dropped or receipt.problems):
         return result
-    taps = {tap for nth in route.captures for tap in plan.captures[nth].taps}
-    counts = [one for one in receipt.captured if (one.site, one.layer) in taps]
-    expected, actual = (sum(one.expected for one in counts), sum(one.actual for one in counts))
+    taps = {tap for index in route.captures for tap in plan.captures[index].taps}
+    counts = [count for count in receipt.captured if (count.site, count.layer) in taps]
+    expected, actual = (
+        sum(count.expected for count in counts),
+        sum(count.actual for count in counts),
+    )
     if actual == expected:
         return result
     return replace(result, status="partial", reason=f"{actual} of {expected} rows came")
 
 
 def _manifest(results: dict[str, CaptureResult]) -> Any:
-    found = results.get(_MANIFEST_SINK)
-    return None if found is None else found.manifest
+    result = results.get(_MANIFEST_SINK)
+    return None if result is None else result.manifest

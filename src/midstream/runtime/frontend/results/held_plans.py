@@ -52,13 +52,13 @@ def held_plans(
     if unknown:
         problems.append(f"the workers had a version {unknown[0]} of its plan, which nobody sent")
     known = [(number, position) for number, position in reported if number in later]
-    found: list[HeldPlan] = []
+    plans: list[HeldPlan] = []
     stop = length
     # A version ends where a later one begins, also if that is before its own first position:
     # positions of rejected drafts belong to nobody.
     for number, position in reversed(known):
         start = min(position, stop)
-        found.append(HeldPlan(number, later[number].plan, start, stop, later[number]))
+        plans.append(HeldPlan(number, later[number].plan, start, stop, later[number]))
         stop = start
-    found.append(HeldPlan(0, first, 0, stop))
-    return found[::-1], problems
+    plans.append(HeldPlan(0, first, 0, stop))
+    return plans[::-1], problems

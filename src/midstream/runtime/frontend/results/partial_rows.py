@@ -100,7 +100,7 @@ class PartialRows:
         self._selection = RowSelection(admitted.plan, shape)
         self._needs_all_at_end = len(self._paces) < len(admitted.routes)
         self._last_request = time.monotonic()
-        self._completions = {nth: _Completion() for nth in range(num_completions)}
+        self._completions = {index: _Completion() for index in range(num_completions)}
 
     @property
     def routes(self) -> tuple[SinkRoute, ...]:
@@ -143,12 +143,16 @@ class PartialRows:
         """
         self._last_request = time.monotonic()
         stops = {}
-        for request_id, one in progress.items():
+        for request_id, request_progress in progress.items():
             mine = self._completion(request_id)
-            stops[request_id] = self.stop(self._admitted.plan.prompt_len + len(one.generated))
+            stops[request_id] = self.stop(
+                self._admitted.plan.prompt_len + len(request_progress.generated)
+            )
             # While the prompt is computed, it is not known how far it is.
-            mine.requested = max(mine.requested, stops[request_id] if one.generated else 0)
-            mine.progress = one
+            mine.requested = max(
+                mine.requested, stops[request_id] if request_progress.generated else 0
+            )
+            mine.progress = request_progress
         return stops
 
     # -- received rows ----------------------------------------------------------------------
@@ -174,7 +178,7 @@ class PartialRows:
 
     def received(self) -> dict[int, list[ResultBlock]]:
         """Return all blocks that arrived, per completion."""
-        return {nth: mine.received for nth, mine in self._completions.items()}
+        return {index: mine.received for index, mine in self._completions.items()}
 
     def shown(self, tokens: Ints, is_delta: bool) -> Activations:
         """Return the rows for an output before the last, of a request with one completion.
@@ -196,7 +200,7 @@ class PartialRows:
 
     def pieces(self) -> Puts[None]:
         """Put the received rows into the queues of their sinks, and record the results."""
-        found: list[tuple[SinkRoute, int, SinkPut]] = []
+        puts: list[tuple[SinkRoute, int, SinkPut]] = []
         for index, mine in self._completions.items():
             blocks, mine.undelivered = mine.undelivered, []
             if not blocks or mine.progress is None:
@@ -208,8 +212,8 @@ class PartialRows:
                 if size:
                     mine.counts.setdefault(route, Counter()).update(rows.counts())
                     piece = self._piece(index, mine.progress, route, rows)
-                    found.append((route, index, SinkPut(route.sink, piece, size)))
-        for route, index, put in found:
+                    puts.append((route, index, SinkPut(route.sink, piece, size)))
+        for route, index, put in puts:
             result = yield put
             self._completions[index].results.setdefault(route, []).append(result)
 
@@ -239,7 +243,7 @@ class PartialRows:
 
         The request was aborted, or its caller has left. The pieces have no rows.
         """
-        found = []
+        endings = []
         for index, mine in self._completions.items():
             for route in mine.results:
                 assert mine.progress is not None
@@ -248,8 +252,8 @@ class PartialRows:
                 problems = ("it was aborted, or its caller has left",)
                 receipt = replace(piece.receipt, problems=problems)
                 last = replace(piece, receipt=receipt, finish_reason="abort", is_last=True)
-                found.append((route, last))
-        return found
+                endings.append((route, last))
+        return endings
 
     def _completion(self, request_id: str) -> _Completion:
         return self._completions[index_of(request_id, self._count)]
@@ -299,7 +303,7 @@ def _streamed(admitted: AdmittedRequest) -> tuple[int, ...]:
     """Return the indices of the captures that outputs show while the request runs."""
     own = () if admitted.own is None else admitted.own.captures
     return tuple(
-        nth
-        for nth, capture in enumerate(admitted.plan.captures)
+        index
+        for index, capture in enumerate(admitted.plan.captures)
         if capture.source >= 0 and own[capture.source].stream
     )

@@ -79,8 +79,11 @@ class StreamState:
         if not self._scores:
             return None
         return Probes(
-            {one.name: torch.from_numpy(one.values.values.copy()) for one in self._scores},
-            {one.name: torch.from_numpy(one.positions.values.copy()) for one in self._scores},
+            {scores.name: torch.from_numpy(scores.values.values.copy()) for scores in self._scores},
+            {
+                scores.name: torch.from_numpy(scores.positions.values.copy())
+                for scores in self._scores
+            },
             torch.from_numpy(self._tokens.values[:-1]),
         )
 

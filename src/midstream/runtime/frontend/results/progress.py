@@ -25,7 +25,11 @@ def lengths_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, int]:
     Args:
         states: vLLM's states of running requests, by its ids.
     """
-    return {one: len(states[one].detokenizer.output_token_ids) for one in ids if one in states}
+    return {
+        request_id: len(states[request_id].detokenizer.output_token_ids)
+        for request_id in ids
+        if request_id in states
+    }
 
 
 def running_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, RequestProgress]:
@@ -34,14 +38,14 @@ def running_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, Reque
     Args:
         states: vLLM's states of running requests, by its ids.
     """
-    found = {}
-    for one in ids:
-        state = states.get(one)
+    progress = {}
+    for request_id in ids:
+        state = states.get(request_id)
         if state is not None:
             prompt = state.prompt_token_ids
-            found[one] = RequestProgress(
+            progress[request_id] = RequestProgress(
                 state.prompt,
                 None if prompt is None else tuple(prompt),
                 tuple(state.detokenizer.output_token_ids),
             )
-    return found
+    return progress

@@ -81,17 +81,17 @@ def make_receipt(
         captured = plan.remember("captured", length, lambda: _captured(rows, rows))
     else:
         captured = _captured(rows, came)
-        lost = sum(_lost(one, plan) for one in captured)
+        lost = sum(_lost(tap, plan) for tap in captured)
         partly = any(
-            0 < one.actual < one.expected and (one.site, one.layer) in plan.reduced
-            for one in captured
+            0 < tap.actual < tap.expected and (tap.site, tap.layer) in plan.reduced
+            for tap in captured
         )
         # A row that was dropped may have been computed again, and stored then.
-        if lost > dropped or partly or any(one.actual > one.expected for one in captured):
+        if lost > dropped or partly or any(tap.actual > tap.expected for tap in captured):
             problems += [
-                f"{one.site} of layer {one.layer}: {one.actual} rows came, expected {one.expected}"
-                for one in captured
-                if one.actual != one.expected
+                f"{tap.site} of layer {tap.layer}: {tap.actual} rows came, expected {tap.expected}"
+                for tap in captured
+                if tap.actual != tap.expected
             ]
     probed = []
     for probe in plan.probes:
@@ -105,9 +105,9 @@ def make_receipt(
     problems += wrong
     edited = None
     versions: tuple[Version, ...] = ()
-    if any(one.plan.edits or one.plan.probes for one in held):
+    if any(version.plan.edits or version.plan.probes for version in held):
         counts, versions, wrong = _edited(held, parts, length, tokens)
-        edited = counts if any(one.plan.edits for one in held) else None
+        edited = counts if any(version.plan.edits for version in held) else None
         problems += wrong
     selected = plan.remember("receipt", length, lambda: _selected(plan, length, tokens))
     if len(held) > 1:
@@ -133,19 +133,19 @@ def make_receipt(
 def _nonfinite(parts: list[WorkerResult], length: int) -> Nonfinite | None:
     if not any((part.states >= NONFINITE).any() for part in parts):
         return None
-    found = np.zeros(length, np.bool_)
+    is_nonfinite = np.zeros(length, np.bool_)
     for part in parts:
         states = part.states[:length]
-        found[: states.size] |= states >= NONFINITE
-    where = np.flatnonzero(found)
+        is_nonfinite[: states.size] |= states >= NONFINITE
+    where = np.flatnonzero(is_nonfinite)
     return Nonfinite(int(where.size), int(where[0])) if where.size else None
 
 
-def _lost(one: Captured, plan: ResolvedPlan) -> int:
+def _lost(tap: Captured, plan: ResolvedPlan) -> int:
     """Return the number of rows of a tap that did not come; a reduced one is one row."""
-    if not one.actual and (one.site, one.layer) in plan.reduced:
-        return min(1, one.expected)
-    return max(0, one.expected - one.actual)
+    if not tap.actual and (tap.site, tap.layer) in plan.reduced:
+        return min(1, tap.expected)
+    return max(0, tap.expected - tap.actual)
 
 
 def _captured(expected: Mapping[Tap, int], actual: Mapping[Tap, int]) -> tuple[Captured, ...]:
@@ -204,15 +204,15 @@ def _edited(
         return counts, (), problems
     versions = [
         Version(
-            number=one.number,
-            source="request" if one.later is None else one.later.source,
-            positions=(one.start, one.stop),
-            scale=1.0 if one.later is None else one.later.scale,
-            expected=int(edits[one.start : one.stop].sum()),
-            applied=int(applied[one.start : one.stop].sum()),
-            cached=int((edits * cached)[one.start : one.stop].sum()),
+            number=version.number,
+            source="request" if version.later is None else version.later.source,
+            positions=(version.start, version.stop),
+            scale=1.0 if version.later is None else version.later.scale,
+            expected=int(edits[version.start : version.stop].sum()),
+            applied=int(applied[version.start : version.stop].sum()),
+            cached=int((edits * cached)[version.start : version.stop].sum()),
         )
-        for one in held
+        for version in held
     ]
     return counts, tuple(versions), problems
 
@@ -221,16 +221,16 @@ def _expected_of_versions(
     held: Sequence[HeldPlan], length: int, tokens: Sequence[int]
 ) -> tuple[Ints, Ints]:
     """Return the number of edits and of probes at each position, by the version that held there."""
-    found = [
-        one.plan.remember("edits", length, partial(_expected, one.plan, length, tokens))
-        for one in held
+    counts = [
+        held_plan.plan.remember("edits", length, partial(_expected, held_plan.plan, length, tokens))
+        for held_plan in held
     ]
-    if len(found) == 1:
-        return found[0]
+    if len(counts) == 1:
+        return counts[0]
     edits, reads = np.zeros((2, length), np.int64)
-    for one, (mine, read) in zip(held, found, strict=True):
-        edits[one.start : one.stop] = mine[one.start : one.stop]
-        reads[one.start : one.stop] = read[one.start : one.stop]
+    for version, (mine, read) in zip(held, counts, strict=True):
+        edits[version.start : version.stop] = mine[version.start : version.stop]
+        reads[version.start : version.stop] = read[version.start : version.stop]
     return edits, reads
 
 
@@ -242,17 +242,17 @@ def _called(
         return ()
     counts: dict[int, tuple[int, int]] = {}
     for part in sorted(parts, key=lambda part: part.worker.tensor_rank):
-        for one in part.functions:
-            counts.setdefault(one.index, (one.rows, one.calls))
+        for count in part.functions:
+            counts.setdefault(count.index, (count.rows, count.calls))
     return tuple(
         Called(
-            one.name,
-            one.site,
-            one.layer,
-            _count(one.where.final(length, tokens)),
-            *counts.get(nth, (0, 0)),
+            function.name,
+            function.site,
+            function.layer,
+            _count(function.where.final(length, tokens)),
+            *counts.get(index, (0, 0)),
         )
-        for nth, one in enumerate(plan.functions)
+        for index, function in enumerate(plan.functions)
     )
 
 
@@ -275,12 +275,14 @@ def _unread(
     held: Sequence[HeldPlan], cached: NDArray[np.bool_], length: int, tokens: Sequence[int]
 ) -> list[str]:
     """Return a problem if a gate with memory did not read a token that the cache served."""
-    if not any(probe.is_scan for one in held for probe in one.plan.probes):
+    if not any(probe.is_scan for held_plan in held for probe in held_plan.plan.probes):
         return []
     read = np.zeros(length, np.int64)
-    for one in held:
-        scans = [probe.where.final(length, tokens) for probe in one.plan.probes if probe.is_scan]
-        read[one.start : one.stop] = _add_up(scans, length)[one.start : one.stop]
+    for version in held:
+        scans = [
+            probe.where.final(length, tokens) for probe in version.plan.probes if probe.is_scan
+        ]
+        read[version.start : version.stop] = _add_up(scans, length)[version.start : version.stop]
     missed = np.flatnonzero((read > 0) & cached)
     if not missed.size:
         return []
@@ -315,18 +317,18 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
     every = [
         # Captures of every request have negative indices, as server-wide edits have.
         Selected(
-            f"capture[{one.source}]" if one.source >= 0 else f"sinks[{one.source}]",
-            one.where.final(length, tokens),
-            _left_out(one, length, tokens),
+            f"capture[{capture.source}]" if capture.source >= 0 else f"sinks[{capture.source}]",
+            capture.where.final(length, tokens),
+            _left_out(capture, length, tokens),
         )
-        for one in plan.captures
+        for capture in plan.captures
     ]
     # A capture whose rows are reduced may have been resolved to several.
-    found = list(dict.fromkeys(every))
+    selections = list(dict.fromkeys(every))
     by_source: dict[int, list[tuple[int, int]]] = {}
     for edit in {(edit.source, edit.where): edit for edit in plan.edits}.values():
         by_source.setdefault(edit.source, []).extend(edit.where.final(length, tokens))
-    found += [
+    selections += [
         # Server-wide edits come before the request's own, and have negative indices.
         Selected(
             f"edits[{source}]" if source >= 0 else f"steering[{source}]",
@@ -335,8 +337,8 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
         for source, ranges in by_source.items()
     ]
     named = [probe for probe in plan.probes if probe.name]
-    found += [Selected(_path_of(probe), probe.where.final(length, tokens)) for probe in named]
-    return tuple(found)
+    selections += [Selected(_path_of(probe), probe.where.final(length, tokens)) for probe in named]
+    return tuple(selections)
 
 
 def _selected_by_version(
@@ -345,12 +347,14 @@ def _selected_by_version(
     """Yield the selections of captures and probes, and those of the edits of each version where it
     held.
     """
-    yield from (one for one in every if not one.what.startswith(("edits[", "steering[")))
-    for one in held:
-        prefix = f"versions[{one.number}]."
-        for found in _selected(replace(one.plan, captures=(), probes=()), length, tokens):
-            within = intersect(found.positions, ((one.start, one.stop),))
-            yield Selected(prefix + found.what, clip(within, length))
+    yield from (
+        selected for selected in every if not selected.what.startswith(("edits[", "steering["))
+    )
+    for version in held:
+        prefix = f"versions[{version.number}]."
+        for selection in _selected(replace(version.plan, captures=(), probes=()), length, tokens):
+            within = intersect(selection.positions, ((version.start, version.stop),))
+            yield Selected(prefix + selection.what, clip(within, length))
 
 
 def _path_of(probe: ResolvedProbe) -> str:
@@ -378,11 +382,15 @@ class ReceiptReporter:
 
     def add(self, output: Any) -> None:
         """Add the receipts of an output's completions."""
-        self._receipts += [one.receipt for one in output.outputs if one.receipt.problems]
+        self._receipts += [
+            completion.receipt for completion in output.outputs if completion.receipt.problems
+        ]
 
     def forget(self, request_ids: Container[str]) -> None:
         """Drop the receipts of requests, by the ids that their caller gave."""
-        self._receipts = [one for one in self._receipts if one.request_id not in request_ids]
+        self._receipts = [
+            receipt for receipt in self._receipts if receipt.request_id not in request_ids
+        ]
 
     def report(self, outputs: Sequence[Any] = ()) -> None:
         """Report the problems, once.

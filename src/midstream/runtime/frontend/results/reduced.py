@@ -15,7 +15,7 @@ from midstream.spec.resolve.resolved import Pattern, ResolvedCapture
 
 def num_reduced(rows: Activations, plan: ResolvedPlan) -> dict[Tap, int]:
     """Return the number of rows that each reduced row is made of, by its tap in the plan."""
-    found = {}
+    num_rows = {}
     for capture in plan.captures:
         pattern = capture.pattern
         if pattern is None or not pattern.reduces:
@@ -24,8 +24,8 @@ def num_reduced(rows: Activations, plan: ResolvedPlan) -> dict[Tap, int]:
             if tap in rows.counts():
                 counts = _parts(rows, tap, pattern, place)[..., 0].contiguous().view(torch.int32)
                 # Ranks with parts of a row have counted the same rows.
-                found[tap] = int(counts.min()) if counts.numel() else 0
-    return found
+                num_rows[tap] = int(counts.min()) if counts.numel() else 0
+    return num_rows
 
 
 def with_reduced(
@@ -36,7 +36,9 @@ def with_reduced(
     Args:
         whole: captured vectors of a completion; None: there are none.
     """
-    captures = [one for one in plan.captures if one.pattern and is_reduced(one.pattern)]
+    captures = [
+        capture for capture in plan.captures if capture.pattern and is_reduced(capture.pattern)
+    ]
     if not captures:
         return whole
     values: dict[Tap, Tensor | Rows] = {}
@@ -73,7 +75,9 @@ def _reduced(
     positions = rows.positions_of(*tap)
     if not pattern.reduces:
         return rows[tap].as_subclass(torch.Tensor).clone(), positions.clone()
-    each = RETURNED[pattern.kind]
+    num_returned = RETURNED[pattern.kind]
     # [rows, parts, numbers, components] to [rows · numbers, width].
-    parts = _parts(rows, tap, pattern, place)[..., 1:].unflatten(2, (each, -1))
-    return parts.transpose(1, 2).flatten(2).flatten(0, 1).clone(), positions.repeat_interleave(each)
+    parts = _parts(rows, tap, pattern, place)[..., 1:].unflatten(2, (num_returned, -1))
+    return parts.transpose(1, 2).flatten(2).flatten(0, 1).clone(), positions.repeat_interleave(
+        num_returned
+    )

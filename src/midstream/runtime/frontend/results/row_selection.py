@@ -32,9 +32,9 @@ class RowSelection:
         self.row_bytes = row_sizes(plan, shape)
         self.position_bytes = sum(self.row_bytes.values())
         # A row may be the last one until the next token is known.
-        self._is_last_open = any(one.where.last_from is not None for one in plan.captures)
+        self._is_last_open = any(capture.where.last_from is not None for capture in plan.captures)
         self._selections = [
-            ScoreSelection(replace(one.where, last_from=None)) for one in plan.captures
+            ScoreSelection(replace(capture.where, last_from=None)) for capture in plan.captures
         ]
 
     def stop(self, length: int) -> int:
@@ -70,7 +70,9 @@ class RowSelection:
         stop = max(start, min(stop, len(tokens)))
 
         def selected(chosen: tuple[int, ...]) -> Ints:
-            parts = [self._selections[captures[nth]].within(start, stop, tokens) for nth in chosen]
+            parts = [
+                self._selections[captures[index]].within(start, stop, tokens) for index in chosen
+            ]
             return np.unique(np.concatenate(parts))
 
         return activations_of(plan, blocks, selected, torch.from_numpy(tokens), self._no_rows)

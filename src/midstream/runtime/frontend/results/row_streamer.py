@@ -131,7 +131,7 @@ class RowStreamer:
         states: Callable[[], Mapping[str, Any]],
     ) -> None:
         try:
-            while streamed := [one for one in calls() if one.partial_rows is not None]:
+            while streamed := [call for call in calls() if call.partial_rows is not None]:
                 known = states()
                 for call in streamed:
                     if self.is_due(call, known):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def open_sinks(vllm_config: Any, info: EngineInfo) -> SinkSet:
     """Open the sinks of an engine's settings."""
-    found = vllm_config.additional_config[KEY]
-    settings = read_sinks(found.sinks if isinstance(found, Settings) else {})
+    section = vllm_config.additional_config[KEY]
+    settings = read_sinks(section.sinks if isinstance(section, Settings) else {})
     return SinkSet(settings, origin_of(vllm_config, info))
 
 

@@ -54,8 +54,8 @@ def collect(workers: Sequence[RemoteWorker], uids: list[str]) -> Exchange[dict[s
     Returns:
         Per uid, the answer of each worker, in their order.
     """
-    found = yield from _fetch(workers, CollectResults(uids, *_reader(workers)), uids)
-    return found
+    answers = yield from _fetch(workers, CollectResults(uids, *_reader(workers)), uids)
+    return answers
 
 
 def collect_partial(
@@ -69,8 +69,8 @@ def collect_partial(
     request = CollectPartialRows(
         {uid: dict(positions) for uid, positions in stops.items()}, *_reader(workers)
     )
-    found = yield from _fetch(workers, request, [partial_name(uid) for uid in stops])
-    return {uid: found[partial_name(uid)] for uid in stops}
+    answers = yield from _fetch(workers, request, [partial_name(uid) for uid in stops])
+    return {uid: answers[partial_name(uid)] for uid in stops}
 
 
 def _reader(workers: Sequence[RemoteWorker]) -> tuple[list[Any], int]:
@@ -83,14 +83,18 @@ def _fetch(
     workers: Sequence[RemoteWorker], request: RpcRequest[CollectedResults], names: list[str]
 ) -> Exchange[dict[str, WorkerAnswers]]:
     """Fetch what the workers put into their buffers, under some names, for a request."""
-    found: dict[str, WorkerAnswers] = {name: [] for name in names}
+    results: dict[str, WorkerAnswers] = {name: [] for name in names}
     answers: list[CollectedResults] = yield request
     large: set[str] = set()
-    of_workers = [decode(list[ResultHeader], one.headers, "results of a worker") for one in answers]
+    of_workers = [
+        decode(list[ResultHeader], answer.headers, "results of a worker") for answer in answers
+    ]
     # Leases that no array ends yet.
-    unread = [{one.lease.number for one in mine if one.lease is not None} for mine in of_workers]
+    unread = [
+        {header.lease.number for header in mine if header.lease is not None} for mine in of_workers
+    ]
     try:
-        check_traces([worker.info for worker in workers], [one.checksums for one in answers])
+        check_traces([worker.info for worker in workers], [answer.checksums for answer in answers])
         for worker, answer, headers, mine in zip(workers, answers, of_workers, unread, strict=True):
             worker.see(headers, answer.retired)
             leases: dict[int, Leased | None] = {}
@@ -104,14 +108,14 @@ def _fetch(
                         mine.discard(number)
                         leases[number] = worker.leased(header.lease)
                     leased = leases[number]
-                found[header.name].append(WorkerAnswer(worker.info, header, data or b"", leased))
+                results[header.name].append(WorkerAnswer(worker.info, header, data or b"", leased))
     except BaseException:
         for worker, mine in zip(workers, unread, strict=True):
             worker.end_leases(mine)
         raise
     for name in large:
-        found[name] = yield from _read(name, found[name])
-    return found
+        results[name] = yield from _read(name, results[name])
+    return results
 
 
 def _read(name: str, answers: WorkerAnswers) -> Exchange[WorkerAnswers]:
@@ -120,10 +124,10 @@ def _read(name: str, answers: WorkerAnswers) -> Exchange[WorkerAnswers]:
     longest = max(answer.header.nbytes for answer in answers)
     is_missing = [not answer.data for answer in answers]
     for offset in range(0, longest, READ_BYTES):
-        found: list[ResultData] = yield ReadData(name, offset, READ_BYTES)
-        for nth, one in enumerate(found):
-            if is_missing[nth]:
-                parts[nth].append(one.data)
+        results: list[ResultData] = yield ReadData(name, offset, READ_BYTES)
+        for index, result in enumerate(results):
+            if is_missing[index]:
+                parts[index].append(result.data)
     yield DiscardData(name)
     return [
         replace(answer, data=b"".join(mine)) for answer, mine in zip(answers, parts, strict=True)
@@ -149,11 +153,11 @@ def scores_by_uid(
     workers: Sequence[RemoteWorker], uids: Iterable[str], answers: Sequence[RunningScores]
 ) -> dict[str, list[ScoreBlock]]:
     """Return the scores of running requests, by uid."""
-    found: dict[str, list[ScoreBlock]] = {uid: [] for uid in uids}
+    blocks: dict[str, list[ScoreBlock]] = {uid: [] for uid in uids}
     for worker, answer in zip(workers, answers, strict=True):
         for uid, block in score_blocks(worker.info, answer.requests, answer.data):
-            found[uid].append(block)
-    return found
+            blocks[uid].append(block)
+    return blocks
 
 
 def check_traces(workers: Sequence[WorkerInfo], checksums: Sequence[list[StepChecksum]]) -> None:
@@ -162,17 +166,19 @@ def check_traces(workers: Sequence[WorkerInfo], checksums: Sequence[list[StepChe
     Args:
         checksums: those of each worker, in the same order.
     """
-    traces = [{one.step: one for one in found} for found in checksums]
+    traces = [
+        {checksum.step: checksum for checksum in worker_checksums} for worker_checksums in checksums
+    ]
     if not all(traces):
         return
     last = min(max(trace) for trace in traces)
     first_of_stage: dict[int, int] = {}
-    for nth, (worker, trace) in enumerate(zip(workers, traces, strict=True)):
+    for index, (worker, trace) in enumerate(zip(workers, traces, strict=True)):
         if last not in trace:
             raise RankError(
                 f"worker {worker.place} is more than {KEPT_CHECKSUMS} steps ahead of another one"
             )
-        other = first_of_stage.setdefault(worker.stage, nth)
+        other = first_of_stage.setdefault(worker.stage, index)
         mine = trace[last]
         for what, against, is_same in (
             ("received other requests or batches", 0, mine.received == traces[0][last].received),

@@ -41,9 +41,9 @@ def read_parameter(name: str) -> Exchange[Tensor]:
         The whole parameter on the CPU, in its dtype.
     """
     answers: list[ParameterRows] = yield ReadParameter(name, 0, 0)
-    known = next((one for one in answers if one.shape), None)
+    known = next((answer for answer in answers if answer.shape), None)
     if known is None:
-        names = sorted({each for one in answers for each in one.names})
+        names = sorted({parameter for answer in answers for parameter in answer.names})
         raise SpecError(
             "name",
             f"there is no parameter {show(name)} outside the decoder layers; expected one of "
@@ -57,11 +57,13 @@ def read_parameter(name: str) -> Exchange[Tensor]:
     for first in range(0, known.shape[0], most):
         part = whole[first : first + most]
         is_missing = torch.ones(part.shape[0], dtype=torch.bool)
-        found: list[ParameterRows] = yield ReadParameter(name, first, part.shape[0])
-        for one in found:
-            if one.data:
-                rows = torch.frombuffer(bytearray(one.data), dtype=dtype).view(-1, *part.shape[1:])
-                at = slice(one.first - first, one.first - first + rows.shape[0])
+        pieces: list[ParameterRows] = yield ReadParameter(name, first, part.shape[0])
+        for piece in pieces:
+            if piece.data:
+                rows = torch.frombuffer(bytearray(piece.data), dtype=dtype).view(
+                    -1, *part.shape[1:]
+                )
+                at = slice(piece.first - first, piece.first - first + rows.shape[0])
                 part[at], is_missing[at] = rows, False
         if is_missing.any():
             raise FetchError(f"no worker has row {first + int(is_missing.nonzero()[0])} of {name}")

@@ -51,7 +51,7 @@ async def call(
     client: Any,
     number: int,
     request: RpcRequest[A],
-    complete: Callable[[RpcRequest[A]], RpcRequest[A]] = lambda given: given,
+    complete: Callable[[RpcRequest[A]], RpcRequest[A]] = lambda request: request,
 ) -> list[A]:
     """Return the answers of one engine's workers to a request.
 

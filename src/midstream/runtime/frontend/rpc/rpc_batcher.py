@@ -67,23 +67,27 @@ class _Queue:
         """Carry out one batch. An error of the operation is the result of each request in it."""
         batch = {uid: self._waiting.pop(uid) for uid in list(self._waiting)[: self._limit]}
         # A future is done already if its caller gave up.
-        batch = {uid: (argument, one) for uid, (argument, one) in batch.items() if not one.done()}
+        batch = {
+            uid: (argument, future)
+            for uid, (argument, future) in batch.items()
+            if not future.done()
+        }
         if not batch:
             return
-        found: Mapping[str, Any] | BaseException
+        results: Mapping[str, Any] | BaseException
         try:
             work = self._run({uid: argument for uid, (argument, _) in batch.items()})
-            [found] = await asyncio.gather(work, return_exceptions=True)
+            [results] = await asyncio.gather(work, return_exceptions=True)
         except asyncio.CancelledError:
             _end(future for _, future in batch.values())
             raise
         for uid, (_, future) in batch.items():
             if future.done():
                 continue
-            if isinstance(found, BaseException):
-                future.set_exception(found)
+            if isinstance(results, BaseException):
+                future.set_exception(results)
             else:
-                future.set_result(found.get(uid))
+                future.set_result(results.get(uid))
 
 
 def _end(futures: Iterable[asyncio.Future[Any]]) -> None:
@@ -115,8 +119,8 @@ class RpcBatcher:
 
     async def peek(self, uid: str, span: Span) -> list[ScoreBlock]:
         """Return the scores of a running request at positions [start, stop), all computed."""
-        found: list[ScoreBlock] = await self._request(self._scores, uid, span)
-        return found
+        blocks: list[ScoreBlock] = await self._request(self._scores, uid, span)
+        return blocks
 
     async def collect_partial(self, uid: str, stops: Mapping[str, int]) -> WorkerAnswers:
         """Return rows of a running request; the workers forget these rows.
@@ -124,13 +128,13 @@ class RpcBatcher:
         Args:
             stops: by vLLM's id, the position below which rows are fetched.
         """
-        found: WorkerAnswers = await self._request(self._partial, uid, stops)
-        return found
+        answers: WorkerAnswers = await self._request(self._partial, uid, stops)
+        return answers
 
     async def collect(self, uid: str) -> WorkerAnswers:
         """Return all results of an ended request; the workers forget them."""
-        found: WorkerAnswers = await self._request(self._collects, uid, None)
-        return found
+        answers: WorkerAnswers = await self._request(self._collects, uid, None)
+        return answers
 
     async def release(self, uid: str) -> None:
         """Have the workers forget a request."""
@@ -179,5 +183,5 @@ class RpcBatcher:
                 # There is more to read: requests for scores need not wait for all of it.
                 await self._scores.run()
         except StopIteration as end:
-            found: T = end.value
-            return found
+            result: T = end.value
+            return result

@@ -62,5 +62,5 @@ def carry_out_whole(
         wait_for([answers])
     finally:
         wait_for([answers])
-        found = carry_on(exchange, read_answers(request, answers.result()), call)
-    return found
+        result = carry_on(exchange, read_answers(request, answers.result()), call)
+    return result

@@ -52,8 +52,8 @@ class WorkersUsage:
     async def _update(self) -> None:
         answers = await call_all(self._client, ReadUsage())
         self._last = [
-            {"replica": number, **msgspec.structs.asdict(one)}
-            for number, found in enumerate(answers)
-            for one in found
+            {"replica": number, **msgspec.structs.asdict(usage)}
+            for number, usages in enumerate(answers)
+            for usage in usages
         ]
         self._read_at = time.monotonic()

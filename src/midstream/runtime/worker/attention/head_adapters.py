@@ -28,7 +28,7 @@ class HeadAdapters:
             module for module in model.modules() if isinstance(module, LogitsProcessorWithLoRA)
         ]
         # Of each processor, the slots whose adapter changes the head: few adapters do.
-        self._slots: list[set[int]] = [_watched(each) for each in self._processors]
+        self._slots: list[set[int]] = [_watched(processor) for processor in self._processors]
 
     @contextmanager
     def of_rows(self, rows: Tensor) -> Iterator[None]:
@@ -37,14 +37,16 @@ class HeadAdapters:
         Args:
             rows: int64 [n], the row of the batch of each row that goes through the head.
         """
-        wrappers = [each.punica_wrapper for each in self._processors]
+        wrappers = [wrapped.punica_wrapper for wrapped in self._processors]
         try:
-            for each, wrapper, slots in zip(self._processors, wrappers, self._slots, strict=True):
-                each.punica_wrapper = _OfRows(wrapper.token_lora_indices[rows], sorted(slots))
+            for processor, wrapper, slots in zip(
+                self._processors, wrappers, self._slots, strict=True
+            ):
+                processor.punica_wrapper = _OfRows(wrapper.token_lora_indices[rows], sorted(slots))
             yield
         finally:
-            for each, wrapper in zip(self._processors, wrappers, strict=True):
-                each.punica_wrapper = wrapper
+            for processor, wrapper in zip(self._processors, wrappers, strict=True):
+                processor.punica_wrapper = wrapper
 
 
 class _OfRows:

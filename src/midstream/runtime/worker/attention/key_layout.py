@@ -64,8 +64,8 @@ class KeyLayout:
             return None
         shape = (cache.shape[self.dim], self.size, self.heads, self.head_dim)
         start = cache.storage_offset() + self.offset
-        found = cache.as_strided(shape, (cache.stride(self.dim), *self.strides), start)
-        return found.view(self.dtype)
+        keys = cache.as_strided(shape, (cache.stride(self.dim), *self.strides), start)
+        return keys.view(self.dtype)
 
     def read(self, cache: Tensor, blocks: Tensor) -> Tensor:
         """Return the keys of some blocks, [requests, tokens, heads, head_dim].
@@ -75,15 +75,15 @@ class KeyLayout:
         """
         view = self.view(cache)
         if view is not None:
-            found = view[blocks]
+            keys = view[blocks]
         else:
             assert self.index is not None
             count, stride = cache.shape[self.dim], cache.stride(self.dim)
             start = cache.storage_offset() + self.offset
             flat = cache.as_strided((count, self.span), (stride, 1), start)
-            found = flat[blocks[..., None], self.index.view(-1)].view(self.dtype)
+            keys = flat[blocks[..., None], self.index.view(-1)].view(self.dtype)
         requests, per_request = blocks.shape
-        return found.reshape(requests, per_request * self.size, self.heads, self.head_dim)
+        return keys.reshape(requests, per_request * self.size, self.heads, self.head_dim)
 
 
 def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
@@ -120,8 +120,8 @@ def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
 
 def cache_of(attention: Any) -> Tensor:
     """Return the KV cache of a layer."""
-    found = attention.kv_cache
-    cache: Tensor = found[0] if isinstance(found, (list, tuple)) else found
+    kv_cache = attention.kv_cache
+    cache: Tensor = kv_cache[0] if isinstance(kv_cache, (list, tuple)) else kv_cache
     return cache
 
 
@@ -134,22 +134,22 @@ def scale_of(attention: Any, of: str) -> float:
     """
     if attention.kv_cache_dtype not in _QUANTISED:
         return 1.0
-    found = getattr(attention, f"_{of}_scale", None)
-    if found is None or found.numel() != 1 or getattr(attention, "calculate_kv_scales", False):
+    scale = getattr(attention, f"_{of}_scale", None)
+    if scale is None or scale.numel() != 1 or getattr(attention, "calculate_kv_scales", False):
         raise UnsupportedError(
             f"its KV cache has the dtype {attention.kv_cache_dtype} without one scale for all "
             "heads that is known when the engine starts"
         )
-    return float(found)
+    return float(scale)
 
 
 def _format_of(attention: Any, cache: Tensor) -> torch.dtype:
     """Return the format of the numbers in the cache of a layer."""
     name = attention.kv_cache_dtype
-    found = _QUANTISED.get(name)
-    if found is not None and cache.dtype in (torch.uint8, found):
-        return found
-    if found is None and cache.dtype == attention.dtype and cache.dtype in _BASES:
+    dtype = _QUANTISED.get(name)
+    if dtype is not None and cache.dtype in (torch.uint8, dtype):
+        return dtype
+    if dtype is None and cache.dtype == attention.dtype and cache.dtype in _BASES:
         return cache.dtype
     raise UnsupportedError(
         f"its KV cache has the dtype {name}; only the model's own dtype, "
@@ -173,7 +173,7 @@ def _written(
     scale = scale_of(attention, "k")
     if attention.kv_cache_dtype in _QUANTISED:
         scale *= 1 + 2**-6  # some backends round down: digits become what they are either way
-    found = torch.zeros(block.shape, dtype=torch.int64, device=cache.device)
+    element_numbers = torch.zeros(block.shape, dtype=torch.int64, device=cache.device)
     is_key = torch.ones(block.shape, dtype=torch.bool, device=cache.device)
     digit = 1
     while digit < numbers.numel():
@@ -182,9 +182,9 @@ def _written(
         write(attention, keys, values.to(attention.dtype), cache, slots)
         stored = block.view(dtype).float()
         is_key &= stored >= 0
-        found += torch.where(stored >= 0, stored, 0).to(torch.int64) * digit
+        element_numbers += torch.where(stored >= 0, stored, 0).to(torch.int64) * digit
         digit *= base
-    return torch.where(is_key, found, -1)
+    return torch.where(is_key, element_numbers, -1)
 
 
 def _layout(
@@ -230,6 +230,6 @@ def _strides(index: Tensor) -> tuple[int, int, int] | None:
     regular = torch.full((), origin)
     for count, stride in zip(index.shape, strides, strict=True):
         regular = regular[..., None] + torch.arange(count) * stride
-    found = (strides[0], strides[1], strides[2])
+    dim_strides = (strides[0], strides[1], strides[2])
     # as_strided takes no negative strides.
-    return found if torch.equal(regular, index) and min(found) >= 0 else None
+    return dim_strides if torch.equal(regular, index) and min(dim_strides) >= 0 else None

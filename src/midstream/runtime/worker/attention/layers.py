@@ -44,12 +44,12 @@ class AttentionLayer:
     key_heads: Tensor
     query_scale: float | None = None
 
-    def queries(self, given: Tensor) -> Tensor:
+    def queries(self, queries: Tensor) -> Tensor:
         """Return queries as attention reads them, without the scale."""
         if self.query_scale is None:
-            return given
-        scaled = given.float() * (1 / self.query_scale)
-        return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).to(given.dtype)
+            return queries
+        scaled = queries.float() * (1 / self.query_scale)
+        return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).to(queries.dtype)
 
     def keys(self, blocks: Tensor) -> Tensor:
         """Return the keys of some blocks; see `KeyLayout.read`."""
@@ -126,17 +126,17 @@ def _check_queries(decoder: Decoder, layer: int, taps: Mapping[Tap, int]) -> Non
 
 def _attention_of(layer: DecoderLayer, runner: Any, block_size: BlockSize) -> AttentionLayer:
     expected = Types.of_vllm().attention
-    found = [module for module in layer.module.modules() if isinstance(module, expected)]
-    if len(found) != 1:
-        raise UnsupportedError(f"it has {len(found)} modules that attend to keys by head")
-    module: Any = found[0]
+    modules = [module for module in layer.module.modules() if isinstance(module, expected)]
+    if len(modules) != 1:
+        raise UnsupportedError(f"it has {len(modules)} modules that attend to keys by head")
+    module: Any = modules[0]
     # A tapped module is of a class made at run time.
     kind = next(cls for cls in type(module).__mro__ if cls.__module__.startswith("vllm."))
     if kind is not expected:
         raise UnsupportedError(f"its attention is a {kind.__qualname__}")
     _check(module)
     groups = runner.kv_cache_config.kv_cache_groups
-    mine = [nth for nth, group in enumerate(groups) if module.layer_name in group.layer_names]
+    mine = [index for index, group in enumerate(groups) if module.layer_name in group.layer_names]
     if len(mine) != 1:
         raise UnsupportedError("vLLM has no KV cache for it")
     layout = measure(module, runner.kv_cache_config.num_blocks, block_size(mine[0]))

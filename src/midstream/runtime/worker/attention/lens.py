@@ -47,14 +47,14 @@ class RankLens:
         if not hasattr(model, "compute_logits") and not self.reason:
             self.reason = f"{type(model).__qualname__} has no head"
 
-    def mapped(self, stream: Tensor, one: LensMap) -> Tensor:
+    def mapped(self, stream: Tensor, lens_map: LensMap) -> Tensor:
         """Return the images of rows of the stream, [n, hidden]."""
         width = stream.shape[1]
-        matrix = self._maps[one.matrix : one.matrix + width * width].view(width, width)
-        found = stream @ matrix.T
-        if one.bias >= 0:
-            found += self._maps[one.bias : one.bias + width]
-        return found.add_(stream) if one.adds else found
+        matrix = self._maps[lens_map.matrix : lens_map.matrix + width * width].view(width, width)
+        images = stream @ matrix.T
+        if lens_map.bias >= 0:
+            images += self._maps[lens_map.bias : lens_map.bias + width]
+        return images.add_(stream) if lens_map.adds else images
 
     def __call__(self, stream: Tensor) -> Tensor:
         """Return what the head reads of rows of the stream, [n, hidden]."""
@@ -76,21 +76,21 @@ class RankLens:
         read = gain * head.double()
         if is_centred:
             read -= read.mean()
-        found = torch.stack([self._pulled_back(read, one) for one in maps])
-        norms = found.norm(dim=1, keepdim=True)
+        directions = torch.stack([self._pulled_back(read, lens_map) for lens_map in maps])
+        norms = directions.norm(dim=1, keepdim=True)
         if not bool((norms > 0).all()):
             raise UnsupportedError("the token's direction is zero")
-        units: Tensor = (found / norms).float()
+        units: Tensor = (directions / norms).float()
         return units
 
-    def _pulled_back(self, read: Tensor, one: LensMap) -> Tensor:
+    def _pulled_back(self, read: Tensor, lens_map: LensMap) -> Tensor:
         """Return the image of a vector under the transposed map, float64 [width]."""
-        if one.matrix < 0:
+        if lens_map.matrix < 0:
             return read
         width = read.shape[0]
-        found = read.clone() if one.adds else torch.zeros_like(read)
-        rows = self._maps[one.matrix : one.matrix + width * width].view(width, width)
+        image = read.clone() if lens_map.adds else torch.zeros_like(read)
+        rows = self._maps[lens_map.matrix : lens_map.matrix + width * width].view(width, width)
         for first in range(0, width, _ROWS):
             part = slice(first, first + _ROWS)
-            found += read[part] @ rows[part].double()
-        return found
+            image += read[part] @ rows[part].double()
+        return image

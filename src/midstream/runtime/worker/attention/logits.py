@@ -139,9 +139,9 @@ class LogitReader:
         forms = _by_form(queries)
         nbytes = sum(4 * len(q.rows) * q.columns.size for q in queries if q.columns.is_row)
         out = device if nbytes <= MOST_BYTES else torch.device("cpu")
-        groups = [_Group(each, device, out) for each in forms]
+        groups = [_Group(form, device, out) for form in forms]
         rows, nths, places = map(np.concatenate, zip(*map(_places, forms), strict=True))
-        sizes = [sum(len(query.rows) for query in each) for each in forms]
+        sizes = [sum(len(query.rows) for query in form) for form in forms]
         order = np.lexsort((nths, rows))
         group = np.repeat(np.arange(len(forms)), sizes)[order]
         target = np.concatenate([np.arange(size) for size in sizes])[order]
@@ -156,10 +156,10 @@ class LogitReader:
             if logits is None:
                 continue
             of = group[first : first + len(logits)]
-            for nth in np.unique(of).tolist():
-                at = np.flatnonzero(of == nth)
-                groups[nth].set(target[first + at], logits, at)
-        return {key: rows for each in groups for key, rows in each.rows()}
+            for index in np.unique(of).tolist():
+                at = np.flatnonzero(of == index)
+                groups[index].set(target[first + at], logits, at)
+        return {key: rows for logit_group in groups for key, rows in logit_group.rows()}
 
     def _normed(self, vectors: Tensor, read: _Stream, first: int) -> Tensor:
         """Return what the head reads of some vectors, of which those of lenses are the stream.
@@ -174,10 +174,10 @@ class LogitReader:
         if not chosen.size:
             return vectors
         assert self._lens is not None
-        for nth in np.unique(number[chosen]).tolist():
-            if read.maps[nth].matrix >= 0:
-                at = _index(np.flatnonzero(number == nth), vectors.device)
-                vectors[at] = self._lens.mapped(vectors[at], read.maps[nth])
+        for index in np.unique(number[chosen]).tolist():
+            if read.maps[index].matrix >= 0:
+                at = _index(np.flatnonzero(number == index), vectors.device)
+                vectors[at] = self._lens.mapped(vectors[at], read.maps[index])
         at = _index(chosen, vectors.device)
         vectors[at] = self._lens(vectors[at])
         return vectors
@@ -196,7 +196,7 @@ class _Stream:
         """
         numbers: dict[LensMap, int] = {}
         every = []
-        for query in (query for each in forms for query in each):
+        for query in (query for form in forms for query in form):
             columns, number = query.columns, -1
             if columns.kind == "lens":
                 number = numbers.setdefault(columns.map, len(numbers))
@@ -236,12 +236,12 @@ class _Group:
 
 def _by_form(queries: Sequence[LogitQuery]) -> list[list[LogitQuery]]:
     """Group queries whose rows have the same contents: the layers of a lens are one group."""
-    found: dict[tuple[Any, ...], list[LogitQuery]] = {}
+    groups: dict[tuple[Any, ...], list[LogitQuery]] = {}
     for query in queries:
         columns = query.columns
         form = columns.kind, columns.size, query.tokens.shape[1], columns.is_row
-        found.setdefault(form, []).append(query)
-    return list(found.values())
+        groups.setdefault(form, []).append(query)
+    return list(groups.values())
 
 
 def _places(queries: Sequence[LogitQuery]) -> tuple[Ints, Ints, Ints]:
@@ -292,8 +292,8 @@ def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     blocks = padded.unflatten(1, (-1, _BLOCK))
     of = blocks.amax(-1).topk(count, -1).indices
     rows = torch.arange(len(logits), device=logits.device)[:, None]
-    found = blocks[rows, of].flatten(1)
-    values, at = found.topk(count, -1)
+    candidates = blocks[rows, of].flatten(1)
+    values, at = candidates.topk(count, -1)
     return values, of.gather(1, at // _BLOCK) * _BLOCK + at % _BLOCK
 
 
@@ -303,7 +303,7 @@ def _lens_row(logits: Tensor, size: int, tokens: Tensor, total: Tensor) -> Tenso
     values, ids = largest(logits, (size - 1) // 2 - count)
     chosen = logits.gather(1, tokens)
     # By column: a product of tokens and vocabulary would take the workspace many times over.
-    ranks = [1 + (logits > chosen[:, nth : nth + 1]).sum(-1) for nth in range(count)]
+    ranks = [1 + (logits > chosen[:, column : column + 1]).sum(-1) for column in range(count)]
     ranked = torch.stack(ranks, -1).int() if ranks else tokens.int()
     parts = (ids.int().view(torch.float32), values, chosen, ranked.view(torch.float32), total)
     return torch.cat(parts, -1)

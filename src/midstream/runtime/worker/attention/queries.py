@@ -45,14 +45,14 @@ def queries_of(
     record = np.cumsum(length) - length
     runs = [
         QueryRun(
-            request=int(request[nth]),
-            record=int(record[nth]),
-            length=int(length[nth]),
-            lowest=int(lowest[nth]),
-            position=int(position[nth]),
+            request=int(request[index]),
+            record=int(record[index]),
+            length=int(length[index]),
+            lowest=int(lowest[index]),
+            position=int(position[index]),
             keys=tuple(read.pattern.keys for read in segment.patterns),
         )
-        for nth, segment in enumerate(_segments(plan, batch, slots))
+        for index, segment in enumerate(_segments(plan, batch, slots))
     ]
     return positions, runs
 
@@ -66,28 +66,30 @@ def logits_of(
         unit: numbers of a unit of the ring.
     """
     plan = prepared.plan.runs
-    found = []
+    queries = []
     for batch in prepared.plan.batches:
         how = encoding(batch.codec)
-        if not isinstance(how, PatternEncoding) or not any(one.of_logits for one in how.patterns):
+        if not isinstance(how, PatternEncoding) or not any(
+            pattern.of_logits for pattern in how.patterns
+        ):
             continue
         length, within = batch.length, within_runs(batch.length)
         rows = np.repeat(plan.row[batch.runs], length) + within
         units = np.repeat(plan.record[batch.runs], length) + within * how.units
         segments = list(_segments(plan, batch, slots))
         tokens: dict[tuple[Ranges, ...], Ints] = {}  # the layers of a lens have the same
-        for nth, columns in enumerate(how.patterns):
+        for index, columns in enumerate(how.patterns):
             if not columns.of_logits:
                 continue
             keys: tuple[Ranges, ...] = ()
             if columns.kind in ("logits_of", "lens"):
-                keys = tuple([segment.patterns[nth].pattern.keys for segment in segments])
+                keys = tuple([segment.patterns[index].pattern.keys for segment in segments])
             if keys not in tokens:
                 tokens[keys] = _tokens(keys, length)
             begin = columns.start // unit
-            query = LogitQuery(batch.codec, nth, columns, rows, units + begin, tokens[keys])
-            found.append(query)
-    return found
+            query = LogitQuery(batch.codec, index, columns, rows, units + begin, tokens[keys])
+            queries.append(query)
+    return queries
 
 
 def _tokens(keys: Sequence[Ranges], length: Ints) -> Ints:
@@ -99,17 +101,17 @@ def _tokens(keys: Sequence[Ranges], length: Ints) -> Ints:
     """
     if not keys:
         return np.zeros((int(length.sum()), 0), np.int64)
-    each = [
+    tokens = [
         [token for first, stop in ranges for token in range(first, stop or 0)] for ranges in keys
     ]
-    return np.repeat(np.array(each, np.int64), length, axis=0)
+    return np.repeat(np.array(tokens, np.int64), length, axis=0)
 
 
 def _segments(plan: TokenRuns, batch: CodecBatch, slots: SlotTable) -> Iterable[Segment]:
     """Yield the segment of each run of a batch."""
     position = plan.position[batch.runs]
-    for nth, slot in enumerate(plan.slot[batch.runs].tolist()):
+    for index, slot in enumerate(plan.slot[batch.runs].tolist()):
         asked = slots.by_slot(slot)
         assert asked is not None
-        (segment,) = asked.segments_within(int(position[nth]), int(position[nth]) + 1)
+        (segment,) = asked.segments_within(int(position[index]), int(position[index]) + 1)
         yield segment

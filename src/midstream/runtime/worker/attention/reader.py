@@ -110,18 +110,18 @@ class PatternReader:
         out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=device)
         end = encoding.encode_vectors(records, out)
         begins, reads, made = [], [], []
-        for nth, columns in enumerate(encoding.patterns):
+        for index, columns in enumerate(encoding.patterns):
             begins.append(end)
             if not columns.is_row:
                 continue
-            if nth in logits:
-                made.append((end, logits[nth]))
+            if index in logits:
+                made.append((end, logits[index]))
             elif columns.kind == "features":
                 assert self._saes is not None
-                rows = self._saes.rows(nth, columns, records, runs)
+                rows = self._saes.rows(index, columns, records, runs)
                 out[:, end : end + columns.nbytes] = rows.view(torch.uint8)
             else:
-                reads.append(_Read(nth, columns, self._layers(columns.tap)))
+                reads.append(_Read(index, columns, self._layers(columns.tap)))
             end += columns.nbytes
         for begin, rows in _joined(made):
             out[:, begin : begin + rows.shape[1]] = rows
@@ -153,9 +153,9 @@ class PatternReader:
             out: float32 [rows, slots], to be written.
         """
         reads = []
-        for nth, columns in enumerate(encoding.patterns):
+        for index, columns in enumerate(encoding.patterns):
             if columns.slot is not None and columns.count:
-                reads.append(_Read(nth, columns, self._layers(columns.tap)))
+                reads.append(_Read(index, columns, self._layers(columns.tap)))
             elif columns.slot is not None:
                 out[:, columns.slot].index_fill_(0, places, 0.0)
         tiles = Tiles(runs, positions, self._workspace)
@@ -189,14 +189,14 @@ class PatternReader:
         if not columns.heads:
             return _Selected(read.nth, columns, layer, layer.form, layer.key_heads, None)
         key = columns.tap, columns.heads
-        found = self._chosen.get(key)
-        if found is None:
+        selection = self._chosen.get(key)
+        if selection is None:
             if len(self._chosen) >= _CHOICES:
                 self._chosen.clear()
             heads = _index(columns.heads, device)
-            found = layer.form.of_heads(heads), layer.key_heads[heads], heads
-            self._chosen[key] = found
-        return _Selected(read.nth, columns, layer, *found)
+            selection = layer.form.of_heads(heads), layer.key_heads[heads], heads
+            self._chosen[key] = selection
+        return _Selected(read.nth, columns, layer, *selection)
 
     def _rows(self, stack: Sequence[_Read], records: Tensor, tiles: Tiles) -> Tensor:
         """Return the rows of a stack, float32 [n, layers · heads · size]."""
@@ -219,10 +219,10 @@ class PatternReader:
                 end = max(read.columns.start for read in some) + columns.width
                 queries = records[:, begin:end][tile.at]
                 scores = torch.empty((len(some), *shape), dtype=out.dtype, device=out.device)
-                for read, each in zip(some, scores, strict=True):
+                for read, layer_scores in zip(some, scores, strict=True):
                     at = read.columns.start - begin
                     mine = queries[:, at : at + read.columns.width]
-                    self._score_keys(read, mine, tile, table, each)
+                    self._score_keys(read, mine, tile, table, layer_scores)
                 rows = _reduced(some, scores, tile).flatten(1, 2)
                 out[tile.at, first : first + len(some)] = rows.transpose(0, 1)
         return out.flatten(1)
@@ -245,9 +245,9 @@ class PatternReader:
         if queries.is_cuda and keys is not None and _kernel_reads(keys.dtype, keys.device):
             from midstream.runtime.worker.attention.scores_kernel import scores_triton
 
-            given = queries if keys.itemsize == 1 else queries.to(keys.dtype)
+            query = queries if keys.itemsize == 1 else queries.to(keys.dtype)
             scores_triton(
-                given, tile.positions, keys, table, tile.requests, read.key_heads, tile.begin, stop,
+                query, tile.positions, keys, table, tile.requests, read.key_heads, tile.begin, stop,
                 out, scale=form.scale, soft_cap=form.soft_cap, window=form.window,
                 slopes=form.slopes,
             )  # fmt: skip
@@ -256,8 +256,8 @@ class PatternReader:
 
         def read_keys(first: int, last: int) -> Tensor:
             blocks = table[tile.requests, first // size : -(-last // size)]
-            found = layer.keys(blocks)
-            return found[:, first % size : first % size + last - first]
+            block_keys = layer.keys(blocks)
+            return block_keys[:, first % size : first % size + last - first]
 
         per_key = len(tile.runs) * columns.count * queries.shape[-1] * 4
         step = max(size, self._workspace // 2 // per_key // size * size)
@@ -313,7 +313,7 @@ def _reduced(stack: Sequence[_Selected], scores: Tensor, tile: Tile) -> Tensor:
         case "mass":
             stop = begin + scores.shape[-1]
             chosen = [tile.keys_of_mass(read.nth, stop) for read in stack]
-            same = all(each is chosen[0] for each in chosen)
+            same = all(keys is chosen[0] for keys in chosen)
             return op.mass(weights, chosen[0] if same else torch.stack(chosen))
         case "entropy":
             return op.entropy(weights)
@@ -329,15 +329,15 @@ def _joined(made: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
     Args:
         made: (column, rows [n, numbers of 4 bytes]), in the order of columns.
     """
-    for nth, (begin, rows) in enumerate(made):
-        if nth and made[nth - 1][0] + 4 * made[nth - 1][1].shape[1] == begin:
+    for index, (begin, rows) in enumerate(made):
+        if index and made[index - 1][0] + 4 * made[index - 1][1].shape[1] == begin:
             continue
         some, end = [], begin
-        for first, one in made[nth:]:
+        for first, part in made[index:]:
             if first != end:
                 break
-            some.append(one)
-            end += 4 * one.shape[1]
+            some.append(part)
+            end += 4 * part.shape[1]
         yield begin, (rows if len(some) == 1 else torch.cat(some, 1)).view(torch.uint8)
 
 

@@ -29,20 +29,20 @@ class SaeReader:
         self._workspace = workspace
 
     def rows(
-        self, nth: int, columns: PatternColumns, records: Tensor, runs: Sequence[QueryRun]
+        self, index: int, columns: PatternColumns, records: Tensor, runs: Sequence[QueryRun]
     ) -> Tensor:
         """Return rows of features, float32 [n, size]; see `Pattern`.
 
         Args:
-            nth: number of the pattern.
+            index: number of the pattern.
             records: [n, numbers], the captured vectors.
             runs: the runs of all records, in order.
         """
         encoder = columns.encoder
         assert encoder is not None
-        each = [[feature for feature, _ in run.keys[nth]] for run in runs]
+        features = [[feature for feature, _ in run.keys[index]] for run in runs]
         length = torch.tensor([run.length for run in runs])
-        ids = torch.tensor(each, dtype=torch.int64).view(len(runs), -1)
+        ids = torch.tensor(features, dtype=torch.int64).view(len(runs), -1)
         chosen = on_device(ids.repeat_interleave(length, 0), records.device)
         vectors = records[:, columns.start : columns.start + columns.width]
         out = torch.empty(len(vectors), columns.size, device=vectors.device)
@@ -58,14 +58,14 @@ class SaeReader:
         """Return the activations of all features, [n, features]."""
         width, count = vectors.shape[1], encoder.features
         matrix = self._at(encoder.matrix, width * count).view(width, count)
-        found = _normalized(vectors.float(), encoder) @ matrix
-        found += self._at(encoder.bias, count)
+        activations = _normalized(vectors.float(), encoder) @ matrix
+        activations += self._at(encoder.bias, count)
         # Thresholds are not negative: what passes is positive.
-        found.mul_(found > self._at(encoder.threshold, count))
+        activations.mul_(activations > self._at(encoder.threshold, count))
         if encoder.top_k and encoder.top_k < count:
-            values, ids = found.topk(encoder.top_k, -1)
-            found = torch.zeros_like(found).scatter_(1, ids, values)
-        return found
+            values, ids = activations.topk(encoder.top_k, -1)
+            activations = torch.zeros_like(activations).scatter_(1, ids, values)
+        return activations
 
     def _at(self, first: int, count: int) -> Tensor:
         return self._numbers[first : first + count]

@@ -47,7 +47,7 @@ def scores_kernel(
         )
         place = block.to(tl.int64) * k_block + key % size * k_token
         place += tl.load(key_heads + head) * k_head
-        given = tl.load(
+        key_vectors = tl.load(
             keys + place[None, :] + column[:, None] * k_dim,
             mask=is_column[:, None] & is_key[None, :],
             other=0.0,
@@ -58,16 +58,16 @@ def scores_kernel(
             other=0.0,
         )
         # Numbers of fp8 are numbers of the queries' dtype too.
-        found = tl.dot(query, given.to(query.dtype), input_precision="ieee") * scale
+        scores = tl.dot(query, key_vectors.to(query.dtype), input_precision="ieee") * scale
         if has_cap:
-            found = cap * (2.0 * tl.sigmoid(2.0 * found / cap) - 1.0)
+            scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
         distance = at[:, None] - key[None, :]
         if has_slopes:
-            found -= tl.load(slopes + head) * distance.to(tl.float32)
+            scores -= tl.load(slopes + head) * distance.to(tl.float32)
         seen = (distance >= 0) & is_key[None, :]
         seen &= (window == 0) | (distance < window)
         # Not by adding −∞: what the cache holds after the last key may be anything.
-        tile = tl.where(seen, found, tile)
+        tile = tl.where(seen, scores, tile)
     width = stop - begin
     place = ((run * rows + row[:, None]) * heads + head) * width + (key - begin)[None, :]
     tl.store(out + place, tile, mask=is_row[:, None] & is_key[None, :])

@@ -66,7 +66,7 @@ class StepPatterns:
         mine = _logits_of(prepared, batch, logits, encoding.units)
         reduced = self._reduced(prepared, batch, encoding, records)
         device = next(iter(mine.values())).device if mine else records.device
-        mine |= {nth: rows.to(device) for nth, rows in reduced.items()}
+        mine |= {index: rows.to(device) for index, rows in reduced.items()}
         return self._reader.encode(encoding, records, *queries, mine)
 
     def _count(self, prepared: PreparedStep) -> None:
@@ -84,7 +84,7 @@ class StepPatterns:
             records = self._records(prepared, batch, encoding)
             first = (batch.record // encoding.units).tolist()
             columns = runs.slot, runs.position, runs.length
-            every = zip(first, *(each[batch.runs].tolist() for each in columns), strict=True)
+            every = zip(first, *(column[batch.runs].tolist() for column in columns), strict=True)
             for record, slot, position, length in every:
                 skip = max(0, reductions.counted(slot) - position)
                 if skip < length:
@@ -99,20 +99,20 @@ class StepPatterns:
         """Return norms and reduced rows of some records, float32 [n, size], by number of the
         pattern.
         """
-        found = {}
-        for nth, columns in enumerate(encoding.patterns):
+        rows = {}
+        for index, columns in enumerate(encoding.patterns):
             if not columns.is_row:
                 continue
             if columns.kind == "norm":
                 vectors = records[:, columns.start : columns.start + columns.width]
                 norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=torch.float64)
-                found[nth] = norms.float()
+                rows[index] = norms.float()
             elif columns.kind in REDUCING:
                 length = batch.length
                 slots = np.repeat(prepared.plan.runs.slot[batch.runs], length).tolist()
                 place = place_of(encoding, columns)
-                found[nth] = self._reductions.rows(slots, columns, place)
-        return found
+                rows[index] = self._reductions.rows(slots, columns, place)
+        return rows
 
     def _score(self, prepared: PreparedStep, reader: PatternReader) -> None:
         runs, scores = prepared.plan.runs, self._buffers.scores
@@ -149,4 +149,6 @@ def _logits_of(
         return {}
     (first,) = [every.first for every in prepared.plan.batches if every.codec == batch.codec]
     begin, stop = (batch.first - first) // units, (batch.first - first + batch.num_units) // units
-    return {nth: rows[begin:stop] for (codec, nth), rows in logits.items() if codec == batch.codec}
+    return {
+        index: rows[begin:stop] for (codec, index), rows in logits.items() if codec == batch.codec
+    }

@@ -43,12 +43,12 @@ class Tile:
         if len(runs) > 1:
             at = on_device(torch.tensor([run.record for run in runs]), device)
         requests = on_device(torch.tensor([run.request for run in runs]), device)
-        given = positions[at].view(len(runs), -1)
-        return cls(runs, at, given, requests, *_span(runs, window), {})
+        tile_positions = positions[at].view(len(runs), -1)
+        return cls(runs, at, tile_positions, requests, *_span(runs, window), {})
 
-    def keys_of_mass(self, nth: int, stop: int) -> Tensor:
+    def keys_of_mass(self, index: int, stop: int) -> Tensor:
         """Return the keys [begin, stop) of the pattern's mass, by its number."""
-        ranges = tuple(run.keys[nth] for run in self.runs)
+        ranges = tuple(run.keys[index] for run in self.runs)
         key = stop, ranges
         if key not in self.chosen:
             device = self.positions.device
@@ -72,12 +72,12 @@ class Tiles:
 
     def of(self, heads: int, window: int) -> list[Tile]:
         """Return the tiles for a number of heads and a window."""
-        found = self._known.get((heads, window))
-        if found is None:
+        tiles = self._known.get((heads, window))
+        if tiles is None:
             batches = _batches(self._runs, heads, window, self._workspace)
-            found = [Tile.of(some, window, self._positions) for some in batches]
-            self._known[heads, window] = found
-        return found
+            tiles = [Tile.of(some, window, self._positions) for some in batches]
+            self._known[heads, window] = tiles
+        return tiles
 
 
 def most_cells(workspace: int, heads: int) -> int:
@@ -106,13 +106,13 @@ def _batches(
         workspace: bytes.
     """
     limit = most_cells(workspace, heads)
-    found: list[list[QueryRun]] = []
+    groups: list[list[QueryRun]] = []
     single: list[QueryRun] = []
     for run in sorted(runs, key=lambda run: run.position):
         if run.length == 1:
             begin, stop = _span([*single, run], window)
             if single and (len(single) + 1) * (stop - begin) > limit:
-                found.append(single)
+                groups.append(single)
                 single = []
             single.append(run)
             continue
@@ -120,7 +120,7 @@ def _batches(
         rows = max(1, limit // (stop - begin))
         for first in range(0, run.length, rows):
             count = min(rows, run.length - first)
-            found.append(
+            groups.append(
                 [
                     QueryRun(
                         run.request,
@@ -132,4 +132,4 @@ def _batches(
                     )
                 ]
             )
-    return [*found, single] if single else found
+    return [*groups, single] if single else groups

@@ -69,9 +69,9 @@ def scores(
     Returns:
         float32 [requests, rows, heads, stop − begin].
     """
-    found = out
-    if found is None:
-        found = queries.new_empty((*queries.shape[:3], stop - begin), dtype=torch.float32)
+    scores = out
+    if scores is None:
+        scores = queries.new_empty((*queries.shape[:3], stop - begin), dtype=torch.float32)
     scaled = queries.float() * form.scale
     for first in range(begin, stop, step):
         last = min(first + step, stop)
@@ -82,17 +82,17 @@ def scores(
         else:
             some = some[:, :, key_heads].float()
             products = torch.einsum("nrhd,nkhd->nrhk", scaled, some)
-        found[..., first - begin : last - begin] = products
+        scores[..., first - begin : last - begin] = products
     if form.soft_cap:
-        found.div_(form.soft_cap).tanh_().mul_(form.soft_cap)
+        scores.div_(form.soft_cap).tanh_().mul_(form.soft_cap)
     distance = positions[:, :, None] - torch.arange(begin, stop, device=queries.device)
     if form.slopes is not None:
-        found -= form.slopes[:, None] * distance[:, :, None]
+        scores -= form.slopes[:, None] * distance[:, :, None]
     seen = distance >= 0
     if form.window:
         seen &= distance < form.window
     # Not by adding −∞: what the cache holds after the last key may be anything.
-    return found.masked_fill_(~seen[:, :, None], -torch.inf)
+    return scores.masked_fill_(~seen[:, :, None], -torch.inf)
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -162,9 +162,9 @@ def chosen_keys(
     """Return which of the keys [begin, stop) are in the ranges of each request, bool [requests,
     keys] on the host.
     """
-    found = torch.zeros(len(ranges), stop - begin, dtype=torch.bool)
-    for nth, mine in enumerate(ranges):
+    mask = torch.zeros(len(ranges), stop - begin, dtype=torch.bool)
+    for row, mine in enumerate(ranges):
         for first, last in mine:
             end = stop if last is None else min(last, stop)
-            found[nth, max(0, first - begin) : max(0, end - begin)] = True
-    return found
+            mask[row, max(0, first - begin) : max(0, end - begin)] = True
+    return mask

@@ -43,12 +43,14 @@ class ModelSwitch:
         self._current = PLAIN
         self._places: list[tuple[dict[str, Any], str, tuple[Any, Any]]] = []
         tapped_root = None
-        for one in replacements:
-            if one.owner is None:
-                tapped_root = one.tapped
+        for replacement in replacements:
+            if replacement.owner is None:
+                tapped_root = replacement.tapped
             else:
-                children: dict[str, Any] = one.owner._modules
-                self._places.append((children, one.name, (one.plain, one.tapped)))
+                children: dict[str, Any] = replacement.owner._modules
+                self._places.append(
+                    (children, replacement.name, (replacement.plain, replacement.tapped))
+                )
         if replacements:
             runner = worker.model_runner
             both = runner.model, _wrapped_as(runner.model, tapped_root)
@@ -127,14 +129,14 @@ class ModelSwitch:
 
     def _run(self, run: Callable[[], Any]) -> Any:
         """Call a function for each model of dummy runs; return what the first call returned."""
-        found = []
+        results = []
         try:
             for tapped in self._models:
                 self.use(tapped)
-                found.append(run())
+                results.append(run())
         finally:
             self.use(PLAIN)
-        return found[0]
+        return results[0]
 
 
 def _wrapped_as(wrapper: Any, model: nn.Module | None) -> Any:

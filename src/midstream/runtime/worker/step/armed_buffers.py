@@ -77,9 +77,9 @@ class ArmedBuffers:
     def check_integrity(self) -> None:
         """Check that the device has what was armed last."""
         armed = self._tokens.shape[0]
-        found = self._buffers.tokens[:armed].cpu().numpy().copy()
+        tokens = self._buffers.tokens[:armed].cpu().numpy().copy()
         if (self._tokens[:, layout.POSITION] < 0).any():  # the device has set these positions
-            found[:, layout.POSITION] = self._tokens[:, layout.POSITION]
-        assert np.array_equal(found, self._tokens)
+            tokens[:, layout.POSITION] = self._tokens[:, layout.POSITION]
+        assert np.array_equal(tokens, self._tokens)
         assert not bool(self._buffers.tokens[armed:].any())
         assert bool((self._first_of_taps == self._first).all())

@@ -75,7 +75,7 @@ def positions_of(
     return PendingPositions(prepared.positions, runs.row[chosen])
 
 
-def bounds(plan: StepPlan, nth: int) -> str:
+def bounds(plan: StepPlan, row: int) -> str:
     """Return the number of edits that an active row must get, as text: "2", or "1 to 2"."""
-    fewest, most = int(plan.fewest[nth]), int(plan.most[nth])
+    fewest, most = int(plan.fewest[row]), int(plan.most[row])
     return str(most) if fewest == most else f"{fewest} to {most}"

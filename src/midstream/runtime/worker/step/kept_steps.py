@@ -66,13 +66,13 @@ class KeptSteps:
         Args:
             slot: slots of the requests that have a plan.
         """
-        found = self._kept.get(key)
-        if found is None:
+        kept_step = self._kept.get(key)
+        if kept_step is None:
             return None
-        self._slots.states.advance(slot, found.position, found.stop)
-        self._slots.segments[slot] = found.segments
-        mine = slot[found.of_run]
-        return found.plan.of(mine, self._slots.serials(mine))
+        self._slots.states.advance(slot, kept_step.position, kept_step.stop)
+        self._slots.segments[slot] = kept_step.segments
+        mine = slot[kept_step.of_run]
+        return kept_step.plan.of(mine, self._slots.serials(mine))
 
     def keep(
         self, key: StepKey, plan: StepPlan, batch: StepBatch, chosen: Ints, slot: Ints

@@ -56,8 +56,8 @@ class PositionStates:
         reached = self._reached[slot]
         skipped = position > reached
         if skipped.any():
-            for nth in np.flatnonzero(skipped).tolist():
-                states = self._states[slot[nth], reached[nth] : position[nth]]
+            for index in np.flatnonzero(skipped).tolist():
+                states = self._states[slot[index], reached[index] : position[index]]
                 states[states == UNSEEN] = CACHED
         self._reached[slot] = np.maximum(reached, stop)
 
@@ -80,11 +80,11 @@ class PositionStates:
         if plan.slots.size < _LONG_RUN * runs.slot.size or not runs.exact:
             self._states[plan.slots, plan.positions] = states
             return
-        given, begin = states.astype(np.uint16, copy=False).data.cast("B"), 0
+        state_bytes, begin = states.astype(np.uint16, copy=False).data.cast("B"), 0
         columns = runs.slot.tolist(), runs.position.tolist(), runs.length.tolist()
         for slot, position, length in zip(*columns, strict=True):
             part = self._bytes_of(slot, position, length)
-            part[:] = given[begin : begin + len(part)]
+            part[:] = state_bytes[begin : begin + len(part)]
             begin += len(part)
 
     def _bytes_of(self, slot: int, position: int, length: int) -> memoryview:

@@ -69,8 +69,8 @@ class SlotTable:
 
     def ids_of(self, slots: Ints) -> list[str]:
         """Return vLLM's ids of the requests in some slots."""
-        found = [self._by_slot[slot] for slot in slots.tolist()]
-        return [request.id for request in found if request is not None]
+        requests = [self._by_slot[slot] for slot in slots.tolist()]
+        return [request.id for request in requests if request is not None]
 
     def serials(self, slots: Ints) -> Ints:
         """Return the serial numbers of the requests in some slots."""
@@ -180,7 +180,7 @@ class SlotTable:
             last = dict(changed)
             self.plans[list(last)] = 0
             self.segments[list(last)] = [
-                (one.start, one.stop, *one.content) for one in last.values()
+                (segment.start, segment.stop, *segment.content) for segment in last.values()
             ]
 
     def record(self, plan: StepPlan, edits: Ints, nonfinite: NDArray[np.bool_]) -> None:
@@ -194,10 +194,10 @@ class SlotTable:
         states = np.minimum(APPLIED_0 + edits, MOST_APPLIED)
         if nonfinite.any():
             states |= np.where(nonfinite, NONFINITE, 0)
-            for nth in np.flatnonzero(nonfinite).tolist():
-                request = self._by_slot[int(plan.slots[nth])]
+            for row in np.flatnonzero(nonfinite).tolist():
+                request = self._by_slot[int(plan.slots[row])]
                 if request is not None:
-                    self._add_nonfinite(request, int(plan.positions[nth]))
+                    self._add_nonfinite(request, int(plan.positions[row]))
         self.states.set(plan, states)
 
     def _add_nonfinite(self, request: RequestState, position: int) -> None:

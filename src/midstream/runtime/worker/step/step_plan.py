@@ -97,7 +97,7 @@ class CodecBatch:
 
     def alone(self) -> list[CodecBatch]:
         """Return the rows of each run, those of the oldest request first."""
-        parts = [self.between(nth, nth + 1) for nth in range(self.runs.size)]
+        parts = [self.between(run, run + 1) for run in range(self.runs.size)]
         return sorted(parts, key=lambda part: int(part.serial[0]))
 
     def stretches(self, chosen: NDArray[np.bool_]) -> list[CodecBatch]:

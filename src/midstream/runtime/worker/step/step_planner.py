@@ -177,9 +177,9 @@ class StepPlanner:
         if not inside.all():
             crossing = [
                 run
-                for nth in np.flatnonzero(~inside)
+                for index in np.flatnonzero(~inside)
                 for run in self._cross(
-                    int(slot[nth]), int(row[nth]), int(position[nth]), int(stop[nth])
+                    int(slot[index]), int(row[index]), int(position[index]), int(stop[index])
                 )
             ]
             more = np.array(crossing, np.int64).reshape(-1, columns.RUN_COLUMNS)
@@ -230,10 +230,10 @@ class StepPlanner:
         """Return whether the rows of some request may be in one segment or in another."""
         segment = self._slots.segments[slot]
         outside = (lowest < segment[:, columns.START]) | (stop > segment[:, columns.STOP])
-        for nth in np.flatnonzero(outside & (lowest < position)).tolist():
-            request = self._slots.by_slot(int(slot[nth]))
+        for index in np.flatnonzero(outside & (lowest < position)).tolist():
+            request = self._slots.by_slot(int(slot[index]))
             assert request is not None
-            if len(request.segments_within(int(lowest[nth]), int(stop[nth]))) > 1:
+            if len(request.segments_within(int(lowest[index]), int(stop[index]))) > 1:
                 return True
         return False
 

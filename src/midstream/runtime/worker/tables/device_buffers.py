@@ -133,7 +133,7 @@ class Buffers:
             scan_states=zeros(int32, room.gate_states, _kept_states(drafts), layout.STATE_COLUMNS),
             sae=sae,
             encoding=frozenset(
-                table[nth].data_ptr() for nth, tap in enumerate(taps) if tap in reconstructed
+                table[index].data_ptr() for index, tap in enumerate(taps) if tap in reconstructed
             ),
         )
 
@@ -149,7 +149,7 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
-        values = [getattr(self, each.name) for each in fields(self)]
+        values = [getattr(self, field.name) for field in fields(self)]
         tensors = sum(int(value.nbytes) for value in values if isinstance(value, Tensor))
         return tensors + (0 if self.sae is None else self.sae.nbytes)
 

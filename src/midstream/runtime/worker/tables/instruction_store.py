@@ -93,8 +93,8 @@ class InstructionStore:
 
         def rows(vectors: tuple[Vector, ...]) -> int:
             units = sum(vector.size for vector in vectors) // unit
-            found = self.bank.acquire(vectors, units)
-            if found is None:
+            allocation = self.bank.acquire(vectors, units)
+            if allocation is None:
                 raise NoRoomError(
                     "",
                     f"{len(vectors)} vectors, {units * unit} numbers, do not fit beside those in "
@@ -102,7 +102,7 @@ class InstructionStore:
                     "`bank_rows`, or run fewer vectors at once",
                 )
             acquired.append((self.bank, vectors))
-            start, is_new = found
+            start, is_new = allocation
             if is_new and units * unit >= _ALONE:
                 data = bytearray().join([vector.data for vector in vectors])
                 values = torch.frombuffer(data, dtype=torch.float32).view(-1, unit)
@@ -143,14 +143,14 @@ class InstructionStore:
 
     def _write_ids(self, ids: tuple[int, ...]) -> int:
         """Return the start of a list of token ids, which is written if it is new."""
-        found = self.lists.acquire(ids, len(ids))
-        if found is None:
+        allocation = self.lists.acquire(ids, len(ids))
+        if allocation is None:
             raise NoRoomError(
                 "",
                 f"{len(ids)} token ids do not fit beside those in use: the limit is "
                 f"{self.lists.size}; raise the setting `token_ids`",
             )
-        start, is_new = found
+        start, is_new = allocation
         if is_new:
             lists = self._buffers.lists[start : start + len(ids)]
             upload(lists, torch.tensor(ids, dtype=torch.int32))

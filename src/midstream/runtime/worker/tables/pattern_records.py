@@ -72,17 +72,17 @@ class PatternEncoding(RowEncoding):
     @property
     def has_scores(self) -> bool:
         """Whether scores are made of a record."""
-        return any(each.slot is not None for each in self.patterns)
+        return any(pattern.slot is not None for pattern in self.patterns)
 
     @property
     def has_sums(self) -> bool:
         """Whether vectors of a record are counted in sums."""
-        return any(each.kind in REDUCING for each in self.patterns)
+        return any(pattern.kind in REDUCING for pattern in self.patterns)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of an encoded record; 0: this rank returns nothing of it."""
         captured = sum(self.codec.row_bytes(width, dtype) for _, width in self.vectors)
-        return captured + sum(each.nbytes for each in self.patterns)
+        return captured + sum(pattern.nbytes for pattern in self.patterns)
 
     def encode_vectors(self, records: Tensor, out: Tensor) -> int:
         """Encode the captured vectors of whole records into the first columns of `out`.

@@ -105,8 +105,8 @@ class ProgramTable:
 
     def edits_of(self, index: int) -> Edits:
         """Return the edits of a program in use; a linear search."""
-        found = [edits for edits, program in self._programs.items() if program.index == index]
-        return found[0] if found else ()
+        matches = [edits for edits, program in self._programs.items() if program.index == index]
+        return matches[0] if matches else ()
 
     def acquire_group(self, taps: tuple[int, ...]) -> int:
         """Return the index of the group that captures these taps, in the order of its record. Pair

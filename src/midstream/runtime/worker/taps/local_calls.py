@@ -41,7 +41,7 @@ class LocalCalls:
         """Args:
         taps: the rank's taps and their indices.
         """
-        self._addresses = {tap: buffers.table[nth].data_ptr() for tap, nth in taps.items()}
+        self._addresses = {tap: buffers.table[index].data_ptr() for tap, index in taps.items()}
         self._slots = slots
         self._pending: dict[int, list[_Call]] = {}
         self._token_ids: Callable[[], Tensor] = lambda: torch.zeros(0)
@@ -49,9 +49,9 @@ class LocalCalls:
     def load(self, plan: ResolvedPlan) -> list[FunctionUse]:
         """Return the functions of a plan at this rank's taps."""
         return [
-            FunctionUse(nth, one, find_function(one.key, one.path))
-            for nth, one in enumerate(plan.functions)
-            if (one.site, one.layer) in self._addresses
+            FunctionUse(index, function, find_function(function.key, function.path))
+            for index, function in enumerate(plan.functions)
+            if (function.site, function.layer) in self._addresses
         ]
 
     def prepare(self, plan: StepPlan | None, batch: StepBatch) -> None:
@@ -65,22 +65,22 @@ class LocalCalls:
             return
         self._token_ids = batch.token_ids
         runs = plan.runs
-        found: dict[tuple[int, int], _Call] = {}
-        for nth in sorted(range(runs.row.size), key=lambda nth: int(runs.row[nth])):
-            request = self._slots.by_slot(int(runs.slot[nth]))
+        calls: dict[tuple[int, int], _Call] = {}
+        for index in sorted(range(runs.row.size), key=lambda run: int(runs.row[run])):
+            request = self._slots.by_slot(int(runs.slot[index]))
             if request is None or request.problem:
                 continue
-            first, start = int(runs.row[nth]), int(runs.position[nth])
-            stop = start + int(runs.length[nth])
+            first, start = int(runs.row[index]), int(runs.position[index])
+            stop = start + int(runs.length[index])
             for use in request.functions:
                 for begin, end in use.function.where.ranges:
                     low, high = max(start, begin), stop if end is None else min(stop, end)
                     if low < high:
                         key = request.serial, use.index
-                        call = found.setdefault(key, _Call(request, use, [], []))
+                        call = calls.setdefault(key, _Call(request, use, [], []))
                         call.rows += range(first + low - start, first + high - start)
                         call.positions += range(low, high)
-        for call in sorted(found.values(), key=lambda call: call.use.index):
+        for call in sorted(calls.values(), key=lambda call: call.use.index):
             tap = call.use.function.site, call.use.function.layer
             self._pending.setdefault(self._addresses[tap], []).append(call)
 
@@ -138,9 +138,9 @@ class LocalCalls:
             hidden[rows] = mine.where(same, low)
 
     def _fail(self, call: _Call, problem: str) -> None:
-        one = call.use.function
-        where = f"{one.site} of layer {one.layer}, position {call.positions[0]}"
-        name = f"the function {one.name} of edits[{one.source}]"
+        function = call.use.function
+        where = f"{function.site} of layer {function.layer}, position {call.positions[0]}"
+        name = f"the function {function.name} of edits[{function.source}]"
         self._slots.fail(call.request, call.positions[0], f"{where}: {name} {problem}")
 
 

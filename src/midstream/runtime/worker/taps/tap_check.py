@@ -48,13 +48,13 @@ def check_taps(buffers: Buffers, taps: Iterable[Tap], run: Callable[[], object])
     buffers.tally[:1].zero_()
     buffers.tokens[:1, layout.PROGRAM].fill_(layout.WATCH_PROGRAM)
     run()
-    found = int(buffers.tally[0, layout.SIGNATURE].item())
+    actual = int(buffers.tally[0, layout.SIGNATURE].item())
     buffers.tokens[:1].zero_()
     signature = TapSignature(taps)
-    if found != signature.signature:
+    if actual != signature.signature:
         raise TapError(
             "midstream's taps did not all fire once in a trial run, so captures and edits would be "
-            f"wrong: {signature.diagnose(found)}. If the model is compiled, clear the compile "
+            f"wrong: {signature.diagnose(actual)}. If the model is compiled, clear the compile "
             "cache (VLLM_CACHE_ROOT); otherwise report the model's architecture"
         )
 

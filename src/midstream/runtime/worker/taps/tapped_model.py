@@ -96,13 +96,13 @@ class TappedCopies:
                 self._replace(module, child_name, child)
 
     def _is_copied(self, module: nn.Module) -> bool:
-        found = self._holds.get(id(module))
-        if found is None:
-            found = id(module) in self._targets or any(
+        is_copied = self._holds.get(id(module))
+        if is_copied is None:
+            is_copied = id(module) in self._targets or any(
                 self._is_copied(child) for child in module.children()
             )
-            self._holds[id(module)] = found
-        return found
+            self._holds[id(module)] = is_copied
+        return is_copied
 
     def _copy(self, module: nn.Module) -> nn.Module:
         if id(module) in self._copies:
@@ -153,8 +153,8 @@ def add_taps(
     for layer in decoder.layers:
         ends = {site: None if end is None else copies[end] for site, end in layer.ends.items()}
         tap_layer(replace(layer, module=copies[layer.module], ends=ends), taps, buffers)
-    for one in copies.replacements:
-        separate_compilation(one, vllm_config)
+    for replacement in copies.replacements:
+        separate_compilation(replacement, vllm_config)
     name_experts(copies, vllm_config)
     return copies.replacements
 

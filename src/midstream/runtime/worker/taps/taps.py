@@ -85,12 +85,12 @@ class TappedModule(nn.Module):
             residual = args[1] if len(args) > 1 else kwargs.get("residual")
             _fire(self, self.midstream_mid, _first(args, self), residual)
         if self.midstream_input is not None:
-            given = self._input(args, kwargs)
+            value = self._input(args, kwargs)
             if self.midstream_copies:
-                given = given.clone()
+                value = value.clone()
                 where = self.midstream_parameter or ("", 0)
-                args, kwargs = _with_argument(given, args, kwargs, where)
-            _fire(self, self.midstream_input, given, None)
+                args, kwargs = _with_argument(value, args, kwargs, where)
+            _fire(self, self.midstream_input, value, None)
         for columns in self.midstream_taken:
             taken = _first((_argument(args, kwargs, columns.parameter),), self)
             if columns.copies:
@@ -252,8 +252,8 @@ def _rotates_in_place(layer: nn.Module) -> bool:
     vLLM's passes over a compiled graph write the result of such an op over its input, and take no
     other change of the same tensors into account.
     """
-    rotary = [one for one in layer.modules() if "Rotary" in type(one).__name__]
-    chosen = [getattr(one, "_forward_method", one.forward) for one in rotary]
+    rotary = [module for module in layer.modules() if "Rotary" in type(module).__name__]
+    chosen = [getattr(module, "_forward_method", module.forward) for module in rotary]
     return any(method.__name__ != "forward_native" for method in chosen)
 
 
@@ -365,14 +365,14 @@ def _parameter_names(module: nn.Module) -> list[str]:
 
 
 def _find_module(module: nn.Module, path: str, site: str) -> Any:
-    found: Any = module
+    submodule: Any = module
     for name in path.split("."):
-        found = getattr(found, name, None)
-    if not isinstance(found, nn.Module):
+        submodule = getattr(submodule, name, None)
+    if not isinstance(submodule, nn.Module):
         raise UnsupportedError(
             f"{type(module).__qualname__} has no module {path!r}, where its convention has {site}"
         )
-    return found
+    return submodule
 
 
 def _swap(module: Any, tapped: type[nn.Module], buffers: Buffers) -> None:

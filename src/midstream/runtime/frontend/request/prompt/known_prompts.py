@@ -24,12 +24,12 @@ class KnownPrompts:
     def get(self, key: Key, make: Callable[[], Prompt]) -> Prompt:
         """Return the prompt of a key, made by `make` if it is not known."""
         with self._lock:
-            found = self._prompts.pop(key, None)
-            if found is None:
-                found = make()
-                self._num_tokens += found.length
-            self._prompts[key] = found  # as the last one that was used
+            prompt = self._prompts.pop(key, None)
+            if prompt is None:
+                prompt = make()
+                self._num_tokens += prompt.length
+            self._prompts[key] = prompt  # as the last one that was used
             while self._num_tokens > MAX_TOKENS and len(self._prompts) > 1:
                 oldest = next(iter(self._prompts))
                 self._num_tokens -= self._prompts.pop(oldest).length
-        return found
+        return prompt

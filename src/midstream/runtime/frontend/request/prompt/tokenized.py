@@ -32,7 +32,7 @@ def tokenize(engine: Any, prompt: Any, template: Mapping[str, Any]) -> Prompt:
         with named_refusals():
             ids = list(_tokenizer(engine).encode(prompt))
     elif isinstance(prompt, (list, tuple)):
-        ids = [_read_id(nth, one) for nth, one in enumerate(prompt)]
+        ids = [_read_id(index, value) for index, value in enumerate(prompt)]
     else:
         raise SpecError("", f"expected {_FORMS}, got {kind(prompt)}")
     return _with_text(engine, ids)
@@ -40,7 +40,9 @@ def tokenize(engine: Any, prompt: Any, template: Mapping[str, Any]) -> Prompt:
 
 def is_chat(prompt: Any) -> bool:
     """Return whether a prompt is the messages of a chat."""
-    return isinstance(prompt, (list, tuple)) and any(isinstance(one, Mapping) for one in prompt)
+    return isinstance(prompt, (list, tuple)) and any(
+        isinstance(message, Mapping) for message in prompt
+    )
 
 
 def token_texts(engine: Any, prompt: Prompt) -> tuple[str, ...]:
@@ -51,20 +53,20 @@ def token_texts(engine: Any, prompt: Prompt) -> tuple[str, ...]:
     except SpecError:
         return tuple(map(str, prompt.token_ids))
     try:
-        found = prompt.text_map
+        text_map = prompt.text_map
     except SpecError:
-        found = None
-    if found is None:
-        return tuple(decode(tokenizer, [one]) for one in prompt.token_ids)
-    spans = zip(found.starts, found.stops, strict=True)
-    return tuple(found.text[start:stop] for start, stop in spans)
+        text_map = None
+    if text_map is None:
+        return tuple(decode(tokenizer, [token]) for token in prompt.token_ids)
+    spans = zip(text_map.starts, text_map.stops, strict=True)
+    return tuple(text_map.text[start:stop] for start, stop in spans)
 
 
 def texts_of(engine: Any, ids: Sequence[int]) -> list[str]:
     """Return the text of each token, decoded alone."""
     tokenizer = _tokenizer(engine, "the text of a token")
-    known = {one: decode(tokenizer, [one]) for one in set(ids)}
-    return [known[one] for one in ids]
+    known = {token: decode(tokenizer, [token]) for token in set(ids)}
+    return [known[token] for token in ids]
 
 
 def token_id(engine: Any, text: str) -> int:
@@ -100,23 +102,23 @@ def _with_text(engine: Any, ids: list[int], messages: Any = None) -> Prompt:
     return Prompt(len(ids), tuple(ids), text, messages)
 
 
-def _read_id(nth: int, value: object) -> int:
-    with at(f"[{nth}]"):
+def _read_id(index: int, value: object) -> int:
+    with at(f"[{index}]"):
         if not is_int(value):
             raise SpecError("", f"expected a token id, `int`, got {kind(value)}")
-        found = read_int(value)
-        if found < 0:
-            raise SpecError("", f"expected a token id from 0, got {found}")
-        return found
+        token_id = read_int(value)
+        if token_id < 0:
+            raise SpecError("", f"expected a token id from 0, got {token_id}")
+        return token_id
 
 
 def _tokenizer(engine: Any, what: str = "a text") -> Any:
     try:
-        found = engine.get_tokenizer()
+        tokenizer = engine.get_tokenizer()
     except ValueError as error:
         raise SpecError(
             "", f"{what} needs a tokenizer, and this engine has none; give token ids"
         ) from error
-    if found is None:
+    if tokenizer is None:
         raise SpecError("", f"{what} needs a tokenizer, and this engine has none; give token ids")
-    return found
+    return tokenizer
