@@ -118,9 +118,9 @@ ORDER: tuple[Fault, ...] = (
     ),
     Fault(
         "What is recommended in place of another tool's field cannot be written so",
-        "foreign_fields:_CLAMPS",
-        '_call(Clamp, "vector", low="…", high="…", layer="…")',
-        '_call(Clamp, "vector", "low", "high", layer="…")',
+        "_clamps",
+        '_call(Clamp, "vector", low="…", high="…", layer="…", **phase)',
+        '_call(Clamp, "vector", "low", "high", layer="…", **phase)',
         _FOREIGN + "test_every_call_that_is_recommended_can_be_written_so",
     ),
     Fault(

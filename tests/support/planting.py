@@ -118,7 +118,7 @@ class Package:
         ]
         if len(places) == 1:
             return places[0]
-        lines = ", ".join(str(place.nodes[0].lineno) for place in places)  # type: ignore[attr-defined]
+        lines = ", ".join(str(place.nodes[0].lineno) for place in places)
         raise NoPlaceError(
             f"`{fault.where}` in {path} has this code {len(places)} times"
             + (f", in lines {lines}: write more of it" if places else "")
@@ -181,7 +181,7 @@ def read_pair(before: str, after: str) -> tuple[Code, Code]:
         len(code.nodes) == 1 and isinstance(code.nodes[0], ast.Expr) for code in (first, second)
     ):
         return first, second
-    return Code([first.nodes[0].value]), Code([second.nodes[0].value])  # type: ignore[attr-defined]
+    return Code([first.nodes[0].value]), Code([second.nodes[0].value])
 
 
 def _read(text: str) -> Code:
@@ -318,7 +318,7 @@ def _planted(text: str, place: Place) -> str:
     code = "\n".join(ast.unparse(node).strip("\n") for node in place.after.nodes)
     if place.after.is_open:
         code = code.removesuffix("pass").rstrip()
-        stop = _start(text, place.nodes[-1].body[0])  # type: ignore[attr-defined]
+        stop = _start(text, place.nodes[-1].body[0])
     else:
         code = code or ("pass" if place.fills else "")
         stop = _stop(text, place.nodes[-1])
@@ -337,11 +337,11 @@ def _start(text: str, node: ast.AST) -> int:
     decorators = getattr(node, "decorator_list", [])
     if decorators:
         return text.rfind("@", 0, _start(text, decorators[0]))
-    return _offset(text, node.lineno, node.col_offset)  # type: ignore[attr-defined]
+    return _offset(text, node.lineno, node.col_offset)
 
 
 def _stop(text: str, node: ast.AST) -> int:
-    return _offset(text, node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+    return _offset(text, node.end_lineno, node.end_col_offset)
 
 
 def _offset(text: str, line: int, column: int) -> int:

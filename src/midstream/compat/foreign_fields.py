@@ -67,9 +67,18 @@ def _sites(*names: str) -> str:
     return f"[{', '.join(json.dumps(BY_NAME[name].name) for name in names)}]"
 
 
-_VECTORS = f"give the vectors as `edits`: {_call(Steer, 'vector', layer='…', scale='…')}"
+def _vectors(**phase: str) -> str:
+    steer = _call(Steer, "vector", layer="…", scale="…", **phase)
+    return f"give the vectors as `edits`: {steer}"
+
+
+def _clamps(**phase: str) -> str:
+    clamp = _call(Clamp, "vector", low="…", high="…", layer="…", **phase)
+    return f"give them as `edits`: {clamp}"
+
+
+_PROMPT, _GENERATED = '"prompt"', '"generated"'
 _NAMES = f"""register the vectors, and give `edits`: {_call(Steer, '"name"')}"""
-_CLAMPS = f"give them as `edits`: {_call(Clamp, 'vector', low='…', high='…', layer='…')}"
 _PATCH = f"give the rows as `edits`: {_call(Replace, 'row', layer='…', positions='[…]')}"
 _FEATURES = (
     "register the SAE, and give its features as `edits`: "
@@ -89,20 +98,20 @@ _HOOKS = (
 
 FOREIGN: Mapping[str, ForeignField] = {
     "output_residual_stream": ForeignField(VLLM_LENS, _STATES),
-    "apply_steering_vectors": ForeignField(VLLM_LENS, _VECTORS),
+    "apply_steering_vectors": ForeignField(VLLM_LENS, _vectors()),
     "apply_hooks": ForeignField(VLLM_LENS, _HOOKS),
     "output_qk": ForeignField(VLLM_LENS, _QUERIES),
     "activations_transport": ForeignField(
         VLLM_LENS, "choose with the field `activations` of `midstream`: handle, inline or none"
     ),
-    "steering": ForeignField(EASYSTEER, _VECTORS),
-    "steer_vector_request": ForeignField(EASYSTEER, _VECTORS),
-    "steering_vectors": ForeignField(FORK, _VECTORS),
-    "prefill_steering_vectors": ForeignField(FORK, f'{_VECTORS} with phase="prompt"'),
-    "decode_steering_vectors": ForeignField(FORK, f'{_VECTORS} with phase="generated"'),
-    "steering_clamps": ForeignField(FORK, _CLAMPS),
-    "prefill_steering_clamps": ForeignField(FORK, f'{_CLAMPS} with phase="prompt"'),
-    "decode_steering_clamps": ForeignField(FORK, f'{_CLAMPS} with phase="generated"'),
+    "steering": ForeignField(EASYSTEER, _vectors()),
+    "steer_vector_request": ForeignField(EASYSTEER, _vectors()),
+    "steering_vectors": ForeignField(FORK, _vectors()),
+    "prefill_steering_vectors": ForeignField(FORK, _vectors(phase=_PROMPT)),
+    "decode_steering_vectors": ForeignField(FORK, _vectors(phase=_GENERATED)),
+    "steering_clamps": ForeignField(FORK, _clamps()),
+    "prefill_steering_clamps": ForeignField(FORK, _clamps(phase=_PROMPT)),
+    "decode_steering_clamps": ForeignField(FORK, _clamps(phase=_GENERATED)),
     "steering_name": ForeignField(FORK, _NAMES),
     "steering_module_ref": ForeignField(FORK, _NAMES),
     "steering_gates": ForeignField(

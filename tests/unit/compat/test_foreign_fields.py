@@ -95,6 +95,10 @@ def test_every_call_that_is_recommended_can_be_written_so():
     assert set(capture[2]["sites"]) == {"q", "k", "rot_q", "rot_k"} <= set(NAMES)
     assert [kind for kind, *_ in calls["output_attentions"]] == ["Attention"]
     assert [kind for kind, *_ in calls["sae_full_reconstruction_specs"]] == ["Reconstruct"]
+    for when, phase in (("prefill", "prompt"), ("decode", "generated")):
+        for what in ("vectors", "clamps"):
+            ((_, _, named),) = calls[f"{when}_steering_{what}"]
+            assert named["phase"] == phase
     for operation in PLAIN:
         assert operation in FOREIGN["apply_hooks"].instead
     for returned in RETURNS:
