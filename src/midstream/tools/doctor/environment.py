@@ -147,13 +147,13 @@ def _seams() -> tuple[str, ...]:
     """Return the differences in what engines and servers need before a model is loaded."""
     from midstream.runtime.vllm import seams
 
-    differences: list[str] = []
+    found: list[str] = []
     for group in ("process", "offline", "async", "server"):
         try:
             seams.check(group)
         except SeamError as error:
-            differences.append(str(error))
-    return tuple(differences)
+            found.append(str(error))
+    return tuple(found)
 
 
 def _extras() -> dict[str, tuple[str, ...]]:
