@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from midstream.config.config import Config
 from midstream.errors import (
     BusyError,
     CodecError,
@@ -81,6 +80,7 @@ if TYPE_CHECKING:
     from midstream.api.llm import LLM
     from midstream.api.sampling_params import SamplingParams
     from midstream.client import AsyncClient, Client, extra_body
+    from midstream.config.config import Config
     from midstream.fit import Direction, Directions
     from midstream.lenses import JacobianLens, TunedLens
     from midstream.results.activations import Activations
@@ -192,6 +192,7 @@ _LAZY = {
     "AsyncClient": "midstream.client",
     "AsyncLLM": "midstream.api.async_llm",
     "Budget": "midstream.spec.control_laws",
+    "Config": "midstream.config.config",
     "Controller": "midstream.spec.controller",
     "Decay": "midstream.spec.control_laws",
     "Pid": "midstream.spec.control_laws",
