@@ -8,7 +8,6 @@ or the reverse. The environment variable `MIDSTREAM` is another source: its sett
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,6 +28,7 @@ from midstream.validation import (
     at,
     listed,
     read_count,
+    read_json,
     read_mapping,
     read_struct,
     setting,
@@ -41,8 +41,6 @@ ENVIRONMENT_VARIABLE = "MIDSTREAM"
 # Increase when the op's arguments or buffers change meaning: it separates cached compiled graphs.
 OP_SCHEMA = 9
 STAMP = {"version": __version__, "op_schema": OP_SCHEMA}
-
-
 Amount = Annotated[int, Meta(ge=0)]
 
 
@@ -251,11 +249,12 @@ def from_environment() -> Config | None:
     if text == "1":
         return Config()
     try:
-        value = json.loads(text)
-    except ValueError as error:
+        value = read_json(text)
+    except SpecError as error:
         raise ConfigError(
-            f"{ENVIRONMENT_VARIABLE}: expected 0, 1 or a JSON object of settings, got {text!r}"
-        ) from error
+            f"{ENVIRONMENT_VARIABLE}: expected 0, 1 or a JSON object of settings, got "
+            f"{show(text)}: {error}"
+        ) from None
     return Config.parse(value)
 
 

@@ -224,6 +224,7 @@ def test_the_environment_variable_may_hold_settings_as_json(monkeypatch):
     [
         ("yes", r"MIDSTREAM: expected 0, 1 or a JSON object of settings, got 'yes'"),
         ("{'sites': []}", r"MIDSTREAM: expected 0, 1 or a JSON object"),
+        ('{"layers": [1], "layers": [2]}', r"got .*: duplicate JSON field 'layers'"),
         ("true", r"expected a dict of settings, got True"),
         ("2", r"expected a dict of settings, got 2"),
         ("null", r"expected a dict of settings, got None"),
