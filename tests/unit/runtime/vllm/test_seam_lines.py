@@ -133,6 +133,7 @@ FORMS = "expected [heading], `module:function(argument, ...)  # why` or `module:
         ("vllm.a:f(x) since 0.28  # why", FORMS),
         ("vllm.a:f(x) @worker  # why", FORMS),
         ("vllm.a:{}  # why", FORMS),
+        ("vllm.a:A{x}  # why ", FORMS),
         ("vllm.a:A{x, ...}  # why", FORMS),
         ("vllm.a:A{x} until 0.30 since 0.28  # why", FORMS),
         ("vllm.a:A{x} since 0.28.1  # why", FORMS),
