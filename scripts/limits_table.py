@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import markers
+from msgspec import Struct
 
 from midstream import validation as spec_fields
 from midstream.config.config import Config
@@ -75,12 +75,12 @@ def metrics() -> str:
     return markers.table(["metric", "labels", "meaning"], rows)
 
 
-def settings(cls: type) -> str:
+def settings(cls: type[Struct]) -> str:
     """Return the table of settings, their defaults, and their meanings from the docstring."""
     text = (inspect.getdoc(cls) or "").partition("Attributes:")[2]
     found = re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
     said = {name: " ".join(words.split()) for names, words in found for name in names.split(", ")}
-    defaults = {f.name: getattr(cls(), f.name) for f in fields(cls)}
+    defaults = {name: getattr(cls(), name) for name in cls.__struct_fields__}
     rows = [[f"`{name}`", f"`{_show(value)}`", said[name]] for name, value in defaults.items()]
     return markers.table(["setting", "default", "meaning"], rows)
 

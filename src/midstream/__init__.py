@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from midstream.config.config import Config
 from midstream.errors import (
     BusyError,
     CodecError,
@@ -81,6 +80,7 @@ if TYPE_CHECKING:
     from midstream.api.llm import LLM
     from midstream.api.sampling_params import SamplingParams
     from midstream.client import AsyncClient, Client, extra_body
+    from midstream.config.config import Config
     from midstream.fit import Direction, Directions
     from midstream.lenses import JacobianLens, TunedLens
     from midstream.results.activations import Activations
@@ -188,6 +188,7 @@ _LAZY = {
     "Activations": "midstream.results.activations",
     "AsyncClient": "midstream.client",
     "AsyncLLM": "midstream.api.async_llm",
+    "Config": "midstream.config.config",
     "Controller": "midstream.spec.controller",
     "Threshold": "midstream.spec.control_laws",
     "Client": "midstream.client",

@@ -17,9 +17,22 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard, TypeVar
+from functools import partial
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypeGuard,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from midstream.errors import SpecError
+from midstream.errors import ConfigError, SpecError
+
+if TYPE_CHECKING:
+    from msgspec import Struct
 
 # Limits on the memory that one request can take; far above practical use.
 MAX_ITEMS = 4096  # layers or positions in one list
@@ -29,13 +42,14 @@ BYTE_ORDER_MARK = "\ufeff"
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 _SHOWN = 60
-_HINTED = 10_000
+_HINTED = 600_000
 _PROBLEM = 400
 # The end of msgspec's messages: "… - at `$.edits[0].site`".
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 
 T = TypeVar("T")
 D = TypeVar("D")
+S = TypeVar("S", bound="Struct")
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
@@ -63,6 +77,17 @@ def at(prefix: str) -> Iterator[None]:
         raise error.under(prefix) from None
 
 
+@contextmanager
+def setting(path: str) -> Iterator[None]:
+    """Raise a ConfigError of the setting at `path` for every SpecError raised in the `with` block,
+    or in the decorated function.
+    """
+    try:
+        yield
+    except SpecError as error:
+        raise ConfigError(str(error.under(path))) from None
+
+
 def kind(value: object) -> str:
     """Return the type of a value, for messages."""
     return "`None`" if value is None else f"`{type(value).__name__}`"
@@ -81,7 +106,7 @@ def check_text(text: str) -> None:
         raise SpecError("", f"{show(text)} contains an unpaired surrogate") from None
 
 
-def show(value: str | int | float) -> str:
+def show(value: object) -> str:
     """Return a value for messages, shortened to a bounded length."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
@@ -94,15 +119,19 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def hint(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean …?)` if one of the known names is similar, else "".
-
-    Returns "" for more than 10,000 known names as well, where the search would take seconds.
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the most similar of the known names; "" if none is, or to search would take seconds:
+    for 10,000 known names and a name of 60 characters.
     """
     names = list(known)
-    is_quick = len(name) <= _SHOWN and len(names) <= _HINTED
-    close = difflib.get_close_matches(name, names, 1) if is_quick else []
-    return f" (did you mean `{close[0]}`?)" if close else ""
+    is_quick = len(name) * len(names) <= _HINTED
+    return next(iter(difflib.get_close_matches(name, names, 1)), "") if is_quick else ""
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean …?)` with the closest of the known names; "" if there is none."""
+    close = closest(name, known)
+    return f" (did you mean `{close}`?)" if close else ""
 
 
 def as_number(value: object) -> object:
@@ -154,6 +183,19 @@ def read_int(value: object) -> int:
     return found
 
 
+def read_count(value: object, least: int = 1) -> int:
+    """Read an integer of any length, of at least `least`.
+
+    Raises:
+        SpecError: `value` is not such an integer.
+    """
+    if not is_int(value):
+        raise SpecError("", f"expected `int`, got {kind(value)}")
+    if value < least:
+        raise SpecError("", f"expected at least {least}, got {show(int(value))}")
+    return int(value)
+
+
 def read_float32(value: object) -> float:
     """Read a number, finite and within float32's range, as a float.
 
@@ -190,6 +232,21 @@ def read_word(value: object, known: Sequence[str]) -> str:
             "", f"expected one of {listed(known)}, got {show(value)}{hint(value, known)}"
         )
     return known[known.index(value)]
+
+
+def read_mapping(value: object, expected: str) -> Mapping[Any, Any]:
+    """Return a dict unchanged.
+
+    Args:
+        value: the dict.
+        expected: what would be right, for the error.
+
+    Raises:
+        SpecError: it is not one.
+    """
+    if not isinstance(value, Mapping):
+        raise SpecError("", f"expected {expected}, got {show(value)}")
+    return value
 
 
 def read_fields(
@@ -255,6 +312,33 @@ def read_message(read: Callable[[D], T], data: D) -> T:
     found = _PLACE.fullmatch(text)
     problem, path = found.groups() if found else (text, "")
     raise SpecError(path[:_SHOWN], (problem[:1].lower() + problem[1:])[:_PROBLEM])
+
+
+def read_struct(struct: type[S], value: object) -> S:
+    """Read a dict as a msgspec Struct, all of whose fields have defaults; its annotations say what
+    is allowed.
+
+    Raises:
+        SpecError: a field is unknown, or its value is not allowed.
+    """
+    import msgspec
+
+    names = dict(zip(struct.__struct_encode_fields__, struct.__struct_fields__, strict=True))
+    given = read_fields(value, (), tuple(names))
+    annotations = get_type_hints(struct)
+    for name in given:
+        annotation = annotations[names[name]]
+        if get_origin(annotation) is Literal:  # msgspec's error would not name the words
+            with at(name):
+                read_word(given[name], get_args(annotation))
+    try:
+        made: S = read_message(partial(msgspec.convert, type=struct), given)
+    except SpecError as error:
+        if error.path not in given:
+            raise
+        expected = error.problem.partition(", got ")[0]
+        raise SpecError(error.path, f"{expected}, got {show(given[error.path])}") from None
+    return made
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -10,6 +10,7 @@ import pytest
 
 from midstream.errors import SeamError, UnsupportedError
 from midstream.runtime import install as patches
+from midstream.runtime.frontend.request.prompt.message_spans import TEMPLATE_ARGUMENTS
 from midstream.runtime.vllm import seams
 
 PATCHED = [
@@ -26,18 +27,23 @@ def classes():
 
 
 def test_the_installed_vllm_fits():
-    seams.check_process()
-    seams.check_offline()
-    seams.check_async()
+    seams.check("process")
+    seams.check("offline")
+    seams.check("async")
 
 
 def test_a_changed_async_engine_is_named(monkeypatch):
     from vllm.v1.engine.async_llm import AsyncLLM
 
     monkeypatch.setattr(AsyncLLM, "abort", lambda self, request_id: None)
-    seams.check_process()
+    seams.check("process")
     with pytest.raises(SeamError, match=r"AsyncLLM\.abort takes \(request_id\), expected \(requ"):
-        seams.check_async()
+        seams.check("async")
+
+
+def test_the_arguments_of_a_chats_template_are_part_of_a_seam():
+    chat = next(seam for seam in seams.SEAMS if seam.name == "LLM.chat")
+    assert chat.named == TEMPLATE_ARGUMENTS
 
 
 def test_a_changed_offline_engine_is_named(monkeypatch):
@@ -47,24 +53,21 @@ def test_a_changed_offline_engine_is_named(monkeypatch):
         """Takes fewer of the template's arguments."""
 
     monkeypatch.setattr(LLM, "chat", chat)
-    seams.check_process()
+    seams.check("process")
     with pytest.raises(
         SeamError, match=r"LLM\.chat takes no chat_template_content_format, .*continue_final_mess"
     ):
-        seams.check_offline()
+        seams.check("offline")
 
 
-@pytest.mark.parametrize(
-    ("wanted", "fields"),
-    [(seams.V1_SEAMS, seams.V1_FIELDS), (seams.V2_SEAMS, seams.V2_FIELDS)],
-    ids=["v1", "v2"],
-)
-def test_the_classes_of_both_runners_fit(wanted, fields):
-    for seam in wanted:
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_the_classes_of_both_runners_fit(runner):
+    group = seams.GROUPS[runner]
+    for seam in group.functions:
         function = seams._reach(importlib.import_module(seam.module), seam.name)
         assert seams._problems(function, seam, seam.name) == []
-    for one in fields:
-        assert seams._lacking(one) == []
+    for fields in group.fields:
+        assert seams._lacking(fields) == []
 
 
 def changed(self, request, prompt, params):
@@ -121,7 +124,7 @@ def test_parameters_that_a_release_adds_do_no_harm(monkeypatch):
     from vllm.v1.engine.input_processor import InputProcessor
 
     monkeypatch.setattr(InputProcessor, "process_inputs", more)
-    seams.check_process()
+    seams.check("process")
 
 
 @pytest.mark.parametrize(
@@ -138,10 +141,10 @@ def test_a_parameter_that_is_required_besides_those_that_midstream_passes_is_ref
 
     monkeypatch.setattr(BlockPool, "evict_blocks", replacement)
     if difference is None:
-        seams.check_process()
+        seams.check("process")
         return
     with pytest.raises(SeamError) as caught:
-        seams.check_process()
+        seams.check("process")
     assert f"BlockPool.evict_blocks {difference} not pass (the prefix" in str(caught.value)
 
 
@@ -153,7 +156,7 @@ def test_a_function_whose_callers_midstream_does_not_know_may_require_more(monke
         """Requires more."""
 
     monkeypatch.setattr(InputProcessor, "process_inputs", process_inputs)
-    seams.check_process()
+    seams.check("process")
 
 
 def test_every_difference_is_named_at_once(monkeypatch):
@@ -164,7 +167,7 @@ def test_every_difference_is_named_at_once(monkeypatch):
     monkeypatch.delattr(LLMEngine, "has_unfinished_requests")
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.worker_base", None)
     with pytest.raises(SeamError) as caught:
-        seams.check_process()
+        seams.check("process")
     assert len(str(caught.value).splitlines()) == 1 + 3
     assert "InputProcessor.process_inputs takes" in str(caught.value)
     assert "LLMEngine.has_unfinished_requests is missing" in str(caught.value)
@@ -226,9 +229,9 @@ def test_attributes_that_are_gone_are_named_with_what_they_are_for(monkeypatch):
         seams.Fields("vllm.v1.request", "Gone", ("a",), "other"),
         seams.Fields("vllm.gone", "", ("a",), "other"),
     )
-    monkeypatch.setattr(seams, "PROCESS_FIELDS", wanted)
+    monkeypatch.setitem(seams.GROUPS, "process", seams.SeamGroup((), wanted))
     with pytest.raises(SeamError) as caught:
-        seams.check_process()
+        seams.check("process")
     assert str(caught.value).splitlines()[1:] == [
         "  vllm.v1.request.RequestStatus has no LOST (ends)",
         "  vllm.envs has no VLLM_NEVER_THERE (settings)",
@@ -322,7 +325,7 @@ class V2Runner(Runner):
 
 V1_PATHS = [
     f"{fields.at}.{name}".lstrip(".")
-    for fields in seams.V1_FIELDS
+    for fields in seams.GROUPS["v1"].fields
     if fields.at is not None
     for name in fields.names
 ]
@@ -349,7 +352,7 @@ def test_an_attribute_that_a_v1_runner_lacks_is_named(path):
 
 @pytest.mark.parametrize(
     "seam",
-    [seam for seam in seams.V1_SEAMS if seam.at and seam.parameters],
+    [seam for seam in seams.GROUPS["v1"].functions if seam.at and seam.parameters],
     ids=lambda seam: seam.at,
 )
 def test_a_changed_method_of_a_v1_runner_is_named(seam):
@@ -380,6 +383,6 @@ def test_a_changed_v2_runner_is_named(monkeypatch):
         seams.check_runner(runner, is_v2=True)
     batch = ("vllm.v1.worker.gpu.input_batch", "InputBatch")
     wanted = seams.Fields(*batch, ("req_ids", "renamed"), "rows")
-    monkeypatch.setattr(seams, "V2_FIELDS", (wanted,))
+    monkeypatch.setitem(seams.GROUPS, "v2", seams.SeamGroup((), (wanted,)))
     with pytest.raises(SeamError, match=r"InputBatch has no renamed \(rows\)$"):
         seams.check_runner(V2Runner(), is_v2=True)

@@ -9,7 +9,7 @@ import pytest
 from support import releases
 
 from midstream.runtime.vllm import seams
-from midstream.runtime.vllm.seam_types import Fields, Seam
+from midstream.runtime.vllm.seam_lines import Fields, Seam
 
 import seam_sources  # isort: skip
 import seams as seams_script  # isort: skip

@@ -6,7 +6,7 @@ import asyncio
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from unittest.mock import patch
 import httpx
 import torch
 from fastapi import APIRouter, FastAPI
+from msgspec.structs import replace
 
 from midstream.errors import SpecError
 from midstream.results.activations import Activations

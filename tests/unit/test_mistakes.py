@@ -252,7 +252,7 @@ REJECTED: list[Row] = [
     (47, "body {'edits': …}", lambda: check_body({"edits": []}, ()), SpecError,
      ['{"midstream": {"edits": …}}']),
     (49, "midstream={'site': …}", lambda: Config.parse({"site": ["resid_post"]}), ConfigError,
-     ["midstream.site: no such setting; did you mean sites?"]),
+     ["midstream: unknown field 'site' (did you mean `sites`?)"]),
     (49, "sites=['resid_posts']", lambda: Config.parse({"sites": ["resid_posts"]}), ConfigError,
      ["midstream.sites: unknown site 'resid_posts'", "resid_post"]),
     (50, "LLM(layers=[99])", lambda: default_capture([99]).check(SHAPE), SpecError,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
@@ -15,7 +14,7 @@ from midstream.errors import SpecError
 from midstream.spec import Capture, Controller, Edit, Plan, Probe
 from midstream.spec.capture import bad_capture
 from midstream.spec.control_laws import Threshold
-from midstream.validation import is_int
+from midstream.validation import closest, is_int
 
 # One part of a plan or its dict, for all prompts; or a list of parts, or one entry per prompt.
 _CapturePart = Capture | Mapping[str, Any] | None
@@ -237,9 +236,9 @@ def check_names(function: str, others: Iterable[str], theirs: Callable[..., Any]
         if name in _parameters(theirs):
             continue
         instead = _INSTEAD.get(name)
-        close = difflib.get_close_matches(name, OWN, 1)
+        close = closest(name, OWN)
         if instead or close:
-            shown = instead or f"{close[0]}=…"
+            shown = instead or f"{close}=…"
             raise SpecError(name, f"{function}() has no such argument; did you mean {shown}?")
 
 

@@ -100,7 +100,7 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
             )  # fmt: skip
         install.activate()
         check_script()
-        seams.check_async()
+        seams.check("async")
         if "vllm_config" in engine_args:
             made = engine_args
             if model is not None or midstream is not None or enable_steering:

@@ -97,7 +97,7 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
             )  # fmt: skip
         install.activate()
         check_script()
-        seams.check_offline()
+        seams.check("offline")
         check_offline(vllm_args.get("data_parallel_size", 1))
         super().__init__(model, additional_config=given, **vllm_args)
         self._front_end = install.front_end(self.llm_engine)

@@ -19,13 +19,13 @@ from midstream.api.async_call import AsyncEngineCall, only_front
 from midstream.api.offline_call import OfflineCall
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
+from midstream.runtime.frontend.request.prompt.message_spans import TEMPLATE_ARGUMENTS
 from midstream.runtime.frontend.request.prompt.tokenized import (
     is_chat,
     token_id,
     token_texts,
     tokenize,
 )
-from midstream.runtime.vllm.seam_functions import TEMPLATE_ARGUMENTS
 from midstream.spec.captured_rows import OpenRows
 from midstream.sweep import Metric, Sweep, SweepRequest
 from midstream.sweep.async_run import RUN_ID, OnCell, OnStart, Turn, run_job

@@ -18,9 +18,9 @@ import re
 from collections.abc import Mapping
 
 from midstream.config.config import Config
-from midstream.config.reader import read_choice
 from midstream.errors import ConfigError
 from midstream.spec.capture import GATHERED, SHARDED
+from midstream.validation import read_word, setting
 
 WORKER_CLASS = "midstream.worker.CaptureWorker"
 MODES = ("rp8", "full8", "topk8", "raw")
@@ -73,4 +73,5 @@ def is_capture_worker(worker_cls: object) -> bool:
 
 def _word(environment: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:
     """Return a variable's value; the first of the known values if it is unset or empty."""
-    return read_choice(name, environment.get(name, "").strip() or known[0], known)
+    with setting(name):
+        return read_word(environment.get(name, "").strip() or known[0], known)

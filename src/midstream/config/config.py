@@ -8,56 +8,43 @@ or the reverse. The environment variable `MIDSTREAM` is another source: its sett
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field, to_builtins
 
 from midstream import sites
 from midstream.config.controllers import plain_controllers
-from midstream.config.http import plain_http, read_http
-from midstream.config.reader import check_mapping, check_names, read_bool, read_choice, read_count
+from midstream.config.http import Count, plain_http, read_http
 from midstream.config.sinks import plain_sinks
 from midstream.config.steering import WEIGHTS, plain_steering, plain_vectors, plain_weights
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, SpecError
 from midstream.sites import Tap
-from midstream.spec.capture import RETURNS, SHARDED
+from midstream.spec.capture import SHARDED, Return
 from midstream.spec.features import SITES
+from midstream.validation import (
+    at,
+    listed,
+    read_count,
+    read_json,
+    read_mapping,
+    read_struct,
+    setting,
+    show,
+)
 from midstream.version import __version__
 
 KEY = "midstream"
 ENVIRONMENT_VARIABLE = "MIDSTREAM"
 # Increase when the op's arguments or buffers change meaning: it separates cached compiled graphs.
 OP_SCHEMA = 9
-# Capacity settings and their minimum values.
-_LEAST = {
-    "bank_rows": 1,
-    "programs": 4,
-    "max_edits": 1,
-    "edits_per_site": 1,
-    "probes": 1,
-    "token_ids": 1,
-    "maps": 0,
-    "gate_states": 0,
-    "readout_rows": 1,
-    "readout_bytes": 0,
-    "reductions": 0,
-    "reuse_bytes": 0,
-}
-_CHOICES = {
-    "overflow": ("block", "spill", "drop"),
-    "return": RETURNS,
-    "on_mismatch": ("raise", "warn"),
-    "on_nonfinite": ("raise", "report"),
-    "tapped_model": ("startup", "lazy", "always"),
-    "hooks": ("off", "local"),
-}
 STAMP = {"version": __version__, "op_schema": OP_SCHEMA}
+Amount = Annotated[int, Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(Struct, frozen=True, rename={"return_": "return"}):
     """Sites and layers to tap, and capacity limits.
 
     Attributes:
@@ -153,30 +140,30 @@ class Config:
 
     sites: tuple[str, ...] = ("resid_post",)
     layers: tuple[int, ...] | str = "all"
-    bank_rows: int = 4096
-    programs: int = 2048
-    max_edits: int = 65536
-    edits_per_site: int = 64
-    probes: int = 16
-    token_ids: int = 16384
-    maps: int = 0
-    gate_states: int = 0
-    readout_rows: int = 16384
-    readout_bytes: int = 0
+    bank_rows: Count = 4096
+    programs: Annotated[int, Meta(ge=4)] = 2048
+    max_edits: Count = 65536
+    edits_per_site: Count = 64
+    probes: Count = 16
+    token_ids: Count = 16384
+    maps: Amount = 0
+    gate_states: Amount = 0
+    readout_rows: Count = 16384
+    readout_bytes: Amount = 0
     reconstruct: Mapping[str, int] = field(default_factory=dict)
-    reductions: int = 256
-    reuse_bytes: int = 0
-    staging_bytes: int | None = None
-    on_mismatch: str = "raise"
-    on_nonfinite: str = "raise"
-    arena_bytes: int | None = None
-    overflow: str = "block"
+    reductions: Amount = 256
+    reuse_bytes: Amount = 0
+    staging_bytes: Count | None = None
+    on_mismatch: Literal["raise", "warn"] = "raise"
+    on_nonfinite: Literal["raise", "report"] = "raise"
+    arena_bytes: Count | None = None
+    overflow: Literal["block", "spill", "drop"] = "block"
     spill_dir: str | None = None
     codec: str = "raw"
-    return_: str = SHARDED
+    return_: Return = SHARDED
     check_ranks: bool = False
-    tapped_model: str = "startup"
-    hooks: str = "off"
+    tapped_model: Literal["startup", "lazy", "always"] = "startup"
+    hooks: Literal["off", "local"] = "off"
     controllers: Mapping[str, Any] = field(default_factory=dict)
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     vectors: Mapping[str, str] = field(default_factory=dict)
@@ -186,6 +173,7 @@ class Config:
     http: bool | Mapping[str, Any] = True
 
     @staticmethod
+    @setting(KEY)
     def parse(value: object) -> Config:
         """Create settings from a Config or a dict of its fields.
 
@@ -194,55 +182,25 @@ class Config:
         """
         if isinstance(value, Config):
             # A Config created directly is not validated: validate it like a dict.
-            value = {_key_of(each.name): getattr(value, each.name) for each in fields(Config)}
-        given = dict(check_mapping(KEY, value, "a dict of settings"))
+            names = zip(Config.__struct_encode_fields__, Config.__struct_fields__, strict=True)
+            value = {name: getattr(value, attribute) for name, attribute in names}
+        given = dict(read_mapping(value, "a dict of settings"))
         stamp = given.pop("stamp", STAMP)
         if stamp != STAMP:
-            raise ConfigError(
-                f"{KEY}.stamp: this process runs midstream {STAMP}, the engine was configured by "
-                f"{stamp}; install the same version everywhere"
+            raise SpecError(
+                "stamp",
+                f"this process runs midstream {STAMP}, the engine was configured by {stamp}; "
+                "install the same version everywhere",
             )
-        check_names(KEY, given, (_key_of(each.name) for each in fields(Config)))
-        for name, least in _LEAST.items():
+        for name, plain in _PLAIN.items():
             if name in given:
-                read_count(f"{KEY}.{name}", given[name], least)
-        for name in ("staging_bytes", "arena_bytes"):
-            if given.get(name) is not None:
-                read_count(f"{KEY}.{name}", given[name])
-        for name, choices in _CHOICES.items():
-            if name in given:
-                read_choice(f"{KEY}.{name}", given[name], choices)
-        if not isinstance(given.get("spill_dir"), str | None):
-            raise ConfigError(
-                f"{KEY}.spill_dir: expected the path of a folder, got {given['spill_dir']!r}"
-            )
-        if given.get("codec", "raw") != "raw":
-            given["codec"] = _codec(given["codec"])
-        read_bool(f"{KEY}.check_ranks", given.get("check_ranks", False))
-        if "reconstruct" in given:
-            given["reconstruct"] = _reconstruct(given["reconstruct"])
-        if "controllers" in given:
-            given["controllers"] = plain_controllers(given["controllers"])
-        if given.get("sinks", {}) != {}:
-            given["sinks"] = plain_sinks(given["sinks"])
-        if "vectors" in given:
-            given["vectors"] = plain_vectors(given["vectors"])
-        for name in WEIGHTS:
-            if name in given:
-                given[name] = plain_weights(name, given[name])
-        if "steering" in given:
-            given["steering"] = plain_steering(given["steering"])
-        if given.get("http", True) is not True:
-            given["http"] = plain_http(read_http(given["http"]))
-        if "sites" in given:
-            given["sites"] = _sites(given["sites"])
-        if "layers" in given:
-            given["layers"] = _layers(given["layers"])
-        return Config(**{f"{name}_" if name == "return" else name: given[name] for name in given})
+                with at(name):
+                    given[name] = plain(given[name])
+        return read_struct(Config, given)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values with the version's stamp; `Config.parse` accepts them."""
-        plain = {_key_of(name): value for name, value in asdict(self).items()}
+        plain = to_builtins(self)
         plain["sites"] = list(self.sites)
         plain["layers"] = self.layers if isinstance(self.layers, str) else list(self.layers)
         return {**plain, "stamp": dict(STAMP)}
@@ -278,11 +236,6 @@ class Config:
         return tuple(sorted(resolved))
 
 
-def _key_of(name: str) -> str:
-    """Return the dict key of a field: `return_` has an underscore because of Python's keyword."""
-    return name.removesuffix("_")
-
-
 def from_environment() -> Config | None:
     """Return the settings in `MIDSTREAM`. Unset, empty or 0: None; 1: the defaults; else a JSON
     object.
@@ -296,11 +249,12 @@ def from_environment() -> Config | None:
     if text == "1":
         return Config()
     try:
-        value = json.loads(text)
-    except ValueError as error:
+        value = read_json(text)
+    except SpecError as error:
         raise ConfigError(
-            f"{ENVIRONMENT_VARIABLE}: expected 0, 1 or a JSON object of settings, got {text!r}"
-        ) from error
+            f"{ENVIRONMENT_VARIABLE}: expected 0, 1 or a JSON object of settings, got "
+            f"{show(text)}: {error}"
+        ) from None
     return Config.parse(value)
 
 
@@ -329,58 +283,71 @@ def is_complete(additional_config: Mapping[str, Any]) -> bool:
 
 
 def _codec(value: object) -> str:
+    if value == "raw":
+        return "raw"
     from midstream.codecs import parse_codec
-    from midstream.errors import SpecError
 
-    try:
-        return parse_codec(value).spec
-    except SpecError as error:
-        raise ConfigError(f"{KEY}.{error}") from error
+    return parse_codec(value).spec
+
+
+def _http(value: object) -> object:
+    return True if value is True else plain_http(read_http(value))
 
 
 def _sites(value: object) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names:
-        raise ConfigError(f"{KEY}.sites: expected one or more site names, got {value!r}")
+        raise SpecError("", f"expected one or more site names, got {show(value)}")
     found: list[str] = []
     for name in names:
         canonical = sites.canonical(name) if isinstance(name, str) else None
         if canonical is None:
-            raise ConfigError(
-                f"{KEY}.sites: unknown site {name!r}; there are {', '.join(sites.NAMES)}"
-            )
+            raise SpecError("", f"unknown site {show(name)}; known: {listed(sites.NAMES)}")
         if canonical in found:
-            raise ConfigError(f"{KEY}.sites: {canonical} is listed twice")
+            raise SpecError("", f"{canonical} is listed twice")
         found.append(canonical)
     return tuple(sorted(found, key=sites.NAMES.index))
 
 
 def _reconstruct(value: object) -> dict[str, int]:
     """Return the setting `reconstruct` with canonical names of sites."""
-    path = f"{KEY}.reconstruct"
     found = {}
-    given = check_mapping(path, value, "a dict of numbers of features by site and layer")
+    given = read_mapping(value, "a dict of numbers of features by site and layer")
     for place, features in given.items():
         site, _, layer = place.partition(":") if isinstance(place, str) else ("", "", "")
         name = sites.canonical(site)
         if name not in SITES or not layer.isdecimal():
-            raise ConfigError(
-                f"{path}: expected places such as resid_post:12, of {', '.join(SITES)}, and a "
-                f"layer from 0, got {place!r}"
+            raise SpecError(
+                "",
+                f"expected places such as resid_post:12, of {', '.join(SITES)}, and a layer from "
+                f"0, got {show(place)}",
             )
         key = f"{name}:{int(layer)}"
         if key in found:
-            raise ConfigError(f"{path}: {key} is listed twice, the second time as {place!r}")
-        found[key] = read_count(f"{path}.{place}", features)
+            raise SpecError("", f"{key} is listed twice, the second time as {show(place)}")
+        with at(place):
+            found[key] = read_count(features)
     return found
 
 
-def _layers(value: object) -> tuple[int, ...] | str:
+def _layers(value: object) -> object:
     if value in ("all", ["all"], ("all",)):
         return "all"
     if not isinstance(value, (list, tuple)) or not value:
-        raise ConfigError(f'{KEY}.layers: expected "all" or a list of indices, got {value!r}')
-    for layer in value:
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise ConfigError(f"{KEY}.layers: expected `int`, got {layer!r}")
-    return tuple(value)
+        raise SpecError("", f'expected "all" or a list of indices, got {show(value)}')
+    return value
+
+
+# What a setting is made of before its type is checked.
+_PLAIN: dict[str, Callable[[Any], object]] = {
+    "sites": _sites,
+    "layers": _layers,
+    "codec": _codec,
+    "reconstruct": _reconstruct,
+    "controllers": plain_controllers,
+    "sinks": plain_sinks,
+    "vectors": plain_vectors,
+    **{name: partial(plain_weights, name) for name in WEIGHTS},
+    "steering": plain_steering,
+    "http": _http,
+}

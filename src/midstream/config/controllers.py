@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from midstream.config.reader import check_mapping, check_names
 from midstream.errors import ConfigError, SpecError
 from midstream.spec.control_laws import MOST_SCALES
 from midstream.spec.controller import NAME, POLICIES, read_seconds
-from midstream.validation import read_float32, read_word
+from midstream.validation import (
+    at,
+    read_fields,
+    read_float32,
+    read_mapping,
+    read_word,
+    setting,
+    show,
+)
 
 _SETTING = "midstream.controllers"
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -40,21 +47,22 @@ class DeclaredController:
     on_error: str = "keep"
 
 
+@setting(_SETTING)
 def read_controllers(value: object) -> dict[str, DeclaredController]:
     """Return the setting `controllers` by name.
 
     Raises:
         ConfigError: it is malformed.
     """
-    found = {}
-    for name, given in check_mapping(_SETTING, value, "a dict of controllers by name").items():
+    controllers = {}
+    for name, declared in read_mapping(value, "a dict of controllers by name").items():
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ConfigError(
-                f"{_SETTING}: name {name!r}: expected 1 to 64 of the characters A-Z a-z 0-9 _ . -"
+            raise SpecError(
+                "", f"name {name!r}: expected 1 to 64 of the characters A-Z a-z 0-9 _ . -"
             )
-        fields = {"path": given} if isinstance(given, str) else given
-        found[name] = _read(f"{_SETTING}.{name}", fields)
-    return found
+        with at(name):
+            controllers[name] = _read(declared)
+    return controllers
 
 
 def plain_controllers(value: object) -> dict[str, dict[str, Any]]:
@@ -96,21 +104,20 @@ def load(name: str, declared: DeclaredController) -> Callable[[], Callable[..., 
     return lambda: found
 
 
-def _read(path: str, given: object) -> DeclaredController:
-    fields: Mapping[str, Any] = check_mapping(path, given, '"package.module:Name" or a dict')
-    check_names(path, fields, ("path", "scales", "seconds", "on_error"))
-    where = fields.get("path")
-    if not isinstance(where, str) or not _PATH.fullmatch(where):
-        raise ConfigError(f'{path}.path: expected "package.module:Name", got {where!r}')
-    try:
-        scales = fields.get("scales", ())
-        if not isinstance(scales, (list, tuple)) or len(scales) > MOST_SCALES:
-            raise SpecError("scales", f"expected a list of at most {MOST_SCALES} numbers")
-        return DeclaredController(
-            where,
-            tuple(read_float32(scale) for scale in scales),
-            read_seconds(fields.get("seconds", _SECONDS)),
-            read_word(fields.get("on_error", "keep"), POLICIES),
-        )
-    except SpecError as error:
-        raise ConfigError(f"{path}: {error}") from None
+def _read(declared: object) -> DeclaredController:
+    if isinstance(declared, str):
+        declared = {"path": declared}
+    fields = read_mapping(declared, '"package.module:Name" or a dict')
+    fields = read_fields(fields, ("path",), ("scales", "seconds", "on_error"))
+    if not isinstance(fields["path"], str) or not _PATH.fullmatch(fields["path"]):
+        raise SpecError("path", f'expected "package.module:Name", got {show(fields["path"])}')
+    scales = fields.get("scales", ())
+    if not isinstance(scales, (list, tuple)) or len(scales) > MOST_SCALES:
+        raise SpecError("scales", f"expected a list of at most {MOST_SCALES} numbers")
+    with at("scales"):
+        scales = tuple(read_float32(scale) for scale in scales)
+    with at("seconds"):
+        seconds = read_seconds(fields.get("seconds", _SECONDS))
+    with at("on_error"):
+        on_error = read_word(fields.get("on_error", "keep"), POLICIES)
+    return DeclaredController(fields["path"], scales, seconds, on_error)

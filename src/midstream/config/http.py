@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from midstream.config.reader import check_mapping, check_names, read_bool, read_count
-from midstream.errors import ConfigError
+from msgspec import Meta, Struct, to_builtins
+from msgspec.structs import replace
+
+from midstream.errors import SpecError
+from midstream.validation import read_mapping, read_struct, setting, show
 
 ADMIN_KEY_VARIABLE = "MIDSTREAM_ADMIN_KEY"
-_PATH = "midstream.http"
-_LOGS = ("text", "json")
+Count = Annotated[int, Meta(ge=1)]
 
 
-@dataclass(frozen=True, slots=True)
-class HttpSettings:
+class HttpSettings(Struct, frozen=True):
     """Limits of one server.
 
     Attributes:
@@ -49,27 +49,28 @@ class HttpSettings:
     """
 
     admin: bool | None = None
-    max_body_bytes: int = 64 << 20
-    inline_bytes: int = 16 << 20
-    held_bytes: int = 4 << 30
-    held_captures: int = 8192
-    client_bytes: int = 1 << 30
-    client_captures: int = 1024
-    held_seconds: int = 600
-    vector_bytes: int = 1 << 30
-    waiting_requests: int = 1024
-    wait_seconds: int = 120
-    stall_seconds: int = 30
-    sweep_cells: int = 1 << 16
-    running_sweeps: int = 4
-    sweep_wait_seconds: int = 1
-    fit_prompts: int = 4096
+    max_body_bytes: Count = 64 << 20
+    inline_bytes: Count = 16 << 20
+    held_bytes: Count = 4 << 30
+    held_captures: Count = 8192
+    client_bytes: Count = 1 << 30
+    client_captures: Count = 1024
+    held_seconds: Count = 600
+    vector_bytes: Count = 1 << 30
+    waiting_requests: Count = 1024
+    wait_seconds: Count = 120
+    stall_seconds: Count = 30
+    sweep_cells: Count = 1 << 16
+    running_sweeps: Count = 4
+    sweep_wait_seconds: Count = 1
+    fit_prompts: Count = 4096
     parameters: tuple[str, ...] = ()
-    log: str = "text"
+    log: Literal["text", "json"] = "text"
     shared_folder: str | None = None
     studio: bool = False
 
 
+@setting("midstream.http")
 def read_http(value: object) -> HttpSettings | None:
     """Return the settings of a server; None if midstream is disabled over HTTP.
 
@@ -83,35 +84,12 @@ def read_http(value: object) -> HttpSettings | None:
         return None
     if value is None or value is True:
         return HttpSettings()
-    settings = check_mapping(_PATH, value, "true, false or a dict of settings")
-    check_names(_PATH, settings, (each.name for each in fields(HttpSettings)))
-    for name, given in settings.items():
-        if name == "parameters":
-            _check_parameters(given)
-        elif name == "shared_folder":
-            _check_folder(given)
-        elif name == "log":
-            if given not in _LOGS:
-                raise ConfigError(f"{_PATH}.log: expected one of {', '.join(_LOGS)}, got {given!r}")
-        elif name in ("admin", "studio"):
-            if name == "studio" or given is not None:
-                read_bool(f"{_PATH}.{name}", given)
-        else:
-            read_count(f"{_PATH}.{name}", given)
-    found = HttpSettings(**settings)
-    return replace(found, parameters=tuple(found.parameters))
-
-
-def _check_parameters(value: object) -> None:
-    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-        raise ConfigError(
-            f"{_PATH}.parameters: expected a list of names such as lm_head.weight, got {value!r}"
+    settings = read_struct(HttpSettings, read_mapping(value, "true, false or a dict of settings"))
+    if settings.shared_folder is not None and not os.path.isabs(settings.shared_folder):
+        raise SpecError(
+            "shared_folder", f"expected an absolute path, got {show(settings.shared_folder)}"
         )
-
-
-def _check_folder(value: object) -> None:
-    if value is not None and (not isinstance(value, str) or not os.path.isabs(value)):
-        raise ConfigError(f"{_PATH}.shared_folder: expected an absolute path, got {value!r}")
+    return settings
 
 
 # Limits of a server that each of its API server processes has an equal part of.
@@ -131,7 +109,7 @@ def plain_http(settings: HttpSettings | None) -> bool | dict[str, Any]:
     """Return the JSON form of the settings."""
     if settings is None:
         return False
-    return {**asdict(settings), "parameters": list(settings.parameters)}
+    return {**to_builtins(settings), "parameters": list(settings.parameters)}
 
 
 def admin_key() -> str | None:

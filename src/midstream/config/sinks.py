@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from midstream.config.reader import check_mapping, read_count
-from midstream.errors import ConfigError, SpecError
+from midstream.errors import SpecError
 from midstream.spec.capture import Capture
 from midstream.spec.controller import read_seconds
 from midstream.spec.sink_target import MEMORY, read_name
+from midstream.validation import at, read_count, read_mapping, setting, show
 
 # Half of it is flushed at once, which makes one shard of about the default size.
 QUEUE_BYTES = 480 << 20
@@ -62,6 +62,7 @@ class SinkSettings:
     instance: object = None
 
 
+@setting(_PATH)
 def plain_sinks(value: object) -> dict[str, dict[str, Any]]:
     """Return the setting as plain JSON values: {name: {setting: value}}.
 
@@ -73,37 +74,46 @@ def plain_sinks(value: object) -> dict[str, dict[str, Any]]:
     elif isinstance(value, (str, list, tuple)):
         listed = [_read_word(each) for each in ([value] if isinstance(value, str) else value)]
     else:
-        raise ConfigError(
-            f"{_PATH}: expected {{sink: settings}} or `name:setting=value`, got "
-            f"`{type(value).__name__}` {value!r}"
+        raise SpecError(
+            "",
+            f"expected {{sink: settings}} or `name:setting=value`, got {show(value)}",
         )
-    found: dict[str, dict[str, Any]] = {}
+    sinks: dict[str, dict[str, Any]] = {}
     for name, settings in listed:
-        if name in found:
-            raise ConfigError(f"{_PATH}: sink {name!r} is configured twice")
-        found[name] = _plain(name, settings)
-    return found
+        if name in sinks:
+            raise SpecError("", f"sink {show(name)} is configured twice")
+        try:
+            read_name(name, may_be_empty=False)
+        except SpecError as error:
+            raise SpecError("", f"sink name: {error}") from None
+        with at(name):
+            sinks[name] = _plain(name, settings)
+    return sinks
 
 
 def read_sinks(plain: Mapping[str, Mapping[str, Any]]) -> tuple[SinkSettings, ...]:
     """Parse the result of `plain_sinks`, in its order."""
-    return tuple(_read(name, settings) for name, settings in plain.items())
+    sinks = []
+    for name, settings in plain.items():
+        with setting(f"{_PATH}.{name}"):
+            sinks.append(_read(name, settings))
+    return tuple(sinks)
 
 
 def _read_word(word: object) -> tuple[str, dict[str, Any]]:
     """Parse `name` or `name:setting=value,setting=value`."""
     if not isinstance(word, str):
-        raise ConfigError(f"{_PATH}: expected `name:setting=value`, got {word!r}")
+        raise SpecError("", f"expected `name:setting=value`, got {show(word)}")
     name, _, rest = word.partition(":")
-    found: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for part in _BETWEEN.split(rest) if rest else ():
-        setting, equals, value = part.partition("=")
-        if not equals or not setting:
-            raise ConfigError(f"{_PATH}: expected `name:setting=value`, got {word!r}")
-        if setting in found:
-            raise ConfigError(f"{_PATH}.{name}.{setting}: given twice in {word!r}")
-        found[setting] = _value(value)
-    return name, found
+        key, equals, value = part.partition("=")
+        if not equals or not key:
+            raise SpecError("", f"expected `name:setting=value`, got {show(word)}")
+        if key in own:
+            raise SpecError(f"{name}.{key}", f"given twice in {show(word)}")
+        own[key] = _value(value)
+    return name, own
 
 
 def _value(text: str) -> Any:
@@ -114,11 +124,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _plain(name: object, settings: object) -> dict[str, Any]:
-    try:
-        read_name(name, may_be_empty=False)
-    except SpecError as error:
-        raise ConfigError(f"{_PATH}: sink name: {error}") from None
+def _plain(name: str, settings: object) -> dict[str, Any]:
     if isinstance(settings, str) and _CLASS_PATH.fullmatch(settings):
         settings = {"class": settings}
     elif isinstance(settings, str):
@@ -127,22 +133,22 @@ def _plain(name: object, settings: object) -> dict[str, Any]:
         settings = {}
     elif hasattr(settings, "write"):
         settings = {"instance": settings}
-    settings = check_mapping(f"{_PATH}.{name}", settings, "a dict of settings")
+    settings = read_mapping(settings, "a dict of settings")
     if hasattr(settings.get("instance"), "write"):
         settings = {**settings, "instance": _token(settings["instance"])}
     elif not isinstance(settings.get("instance", ""), str):
-        raise ConfigError(
-            f"{_PATH}.{name}.instance: expected a sink, which has a method `write`, got "
-            f"{settings['instance']!r}"
+        raise SpecError(
+            "instance",
+            f"expected a sink, which has a method `write`, got {show(settings['instance'])}",
         )
     try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(settings), default=_from_value))
+        plain: dict[str, Any] = json.loads(json.dumps(dict(settings), default=_from_value))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_PATH}.{name}: settings must be JSON values: {error}") from None
-    read = _read(str(name), found)
+        raise SpecError("", f"settings must be JSON values: {error}") from None
+    read = _read(name, plain)
     if read.captures:
-        found["capture"] = [capture.to_dict() for capture in read.captures]
-    return found
+        plain["capture"] = [capture.to_dict() for capture in read.captures]
+    return plain
 
 
 def _token(instance: object) -> str:
@@ -163,69 +169,54 @@ def _from_value(value: object) -> object:
 
 def _read(name: str, settings: Mapping[str, Any]) -> SinkSettings:
     own = dict(settings)
-    given = own.pop("capture", None)
-    queue_bytes = own.pop("queue_bytes", QUEUE_BYTES)
-    read_count(f"{_PATH}.{name}.queue_bytes", queue_bytes)
-    call_seconds = _pop_seconds(name, own, "call_seconds", CALL_SECONDS)
-    close_seconds = _pop_seconds(name, own, "close_seconds", CLOSE_SECONDS)
-    parts = [] if given is None else given if isinstance(given, list) else [given]
-    captures = []
-    for nth, part in enumerate(parts):
-        place = f"capture[{nth}]" if isinstance(given, list) else "capture"
-        captures.append(_read_capture(name, place, part))
+    captures = own.pop("capture", None)
+    with at("queue_bytes"):
+        queue_bytes = read_count(own.pop("queue_bytes", QUEUE_BYTES))
+    with at("call_seconds"):
+        call_seconds = read_seconds(own.pop("call_seconds", CALL_SECONDS))
+    with at("close_seconds"):
+        close_seconds = read_seconds(own.pop("close_seconds", CLOSE_SECONDS))
+    with at("capture"):
+        captures = _read_captures(name, captures)
     if name == MEMORY and own:
-        raise ConfigError(f"{_PATH}.{name}: the only setting is `capture`, got {sorted(own)}")
+        raise SpecError("", f"the only setting is `capture`, got {sorted(own)}")
     class_path, token = own.pop("class", ""), own.pop("instance", "")
     if "class" in settings and not (
         isinstance(class_path, str) and _CLASS_PATH.fullmatch(class_path)
     ):
-        raise ConfigError(
-            f"{_PATH}.{name}.class: expected `package.module:Class`, got {class_path!r}"
-        )
+        raise SpecError("class", f"expected `package.module:Class`, got {show(class_path)}")
     if "instance" in settings and (own or class_path):
-        raise ConfigError(
-            f"{_PATH}.{name}.instance: a sink that exists takes no {', '.join(own) or 'class'}"
-        )
+        raise SpecError("instance", f"a sink that exists takes no {', '.join(own) or 'class'}")
     if "instance" in settings and token not in _INSTANCES:
-        raise ConfigError(
-            f"{_PATH}.{name}.instance: expected a sink that was made in this process, got {token!r}"
+        raise SpecError(
+            "instance", f"expected a sink that was made in this process, got {show(token)}"
         )
     instance = _INSTANCES.get(token)
     return SinkSettings(
-        name,
-        own,
-        tuple(captures),
-        queue_bytes,
-        call_seconds,
-        close_seconds,
-        class_path,
-        instance,
+        name, own, captures, queue_bytes, call_seconds, close_seconds, class_path, instance
     )
 
 
-def _pop_seconds(name: str, own: dict[str, Any], setting: str, default: float) -> float:
-    """Take a time limit out of a sink's settings."""
-    try:
-        return read_seconds(own.pop(setting, default))
-    except SpecError as error:
-        raise ConfigError(f"{_PATH}.{name}.{error.under(setting)}") from None
+def _read_captures(name: str, value: object) -> tuple[Capture, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        return (_read_capture(name, value),)
+    captures = []
+    for index, part in enumerate(value):
+        with at(f"[{index}]"):
+            captures.append(_read_capture(name, part))
+    return tuple(captures)
 
 
-def _read_capture(name: str, place: str, value: object) -> Capture:
+def _read_capture(name: str, value: object) -> Capture:
     if isinstance(value, Mapping):
         value = {**value, "sink": value.get("sink", name)}
-    try:
-        found = Capture.parse(value)
-    except SpecError as error:
-        raise ConfigError(f"{_PATH}.{name}.{error.under(place)}") from None
-    if found.sink != name:
-        raise ConfigError(f"{_PATH}.{name}.{place}.sink: must be omitted or {name!r}")
-    if found.stream:
-        raise ConfigError(
-            f"{_PATH}.{name}.{place}.stream: must be omitted; these rows arrive at a request's end"
-        )
-    if found.request_id:
-        raise ConfigError(
-            f"{_PATH}.{name}.{place}.request_id: must be omitted; the capture is for all requests"
-        )
-    return found
+    capture = Capture.parse(value)
+    if capture.sink != name:
+        raise SpecError("sink", f"must be omitted or {name!r}")
+    if capture.stream:
+        raise SpecError("stream", "must be omitted; these rows arrive at a request's end")
+    if capture.request_id:
+        raise SpecError("request_id", "must be omitted; the capture is for all requests")
+    return capture

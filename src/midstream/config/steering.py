@@ -11,14 +11,13 @@ import json
 import os
 from typing import Any
 
-from midstream.config.reader import check_mapping, check_names
-from midstream.errors import ConfigError, SpecError
+from midstream.errors import SpecError
 from midstream.spec.named_vector import Named, read_name
 from midstream.spec.operations import Edit
 from midstream.spec.vector import Vector
+from midstream.validation import at, read_fields, read_mapping, setting, show
 
 TIER_NAMES = ("base", "prompt", "generated")
-_VECTORS, _STEERING = "midstream.vectors", "midstream.steering"
 # Settings with registered weights, and what their paths are of.
 WEIGHTS = {"lenses": "a lens's folder or file", "saes": "an SAE's folder or file"}
 
@@ -29,48 +28,49 @@ def plain_vectors(value: object) -> dict[str, str]:
     Raises:
         ConfigError: another type, or an invalid name or path.
     """
-    return _paths(_VECTORS, value, "a .safetensors, .npz, .gguf or .json file")
+    return _paths("vectors", value, "a .safetensors, .npz, .gguf or .json file")
 
 
-def plain_weights(setting: str, value: object) -> dict[str, str]:
-    """Return a setting of `WEIGHTS` as {name: path of a file or folder}.
+def plain_weights(name: str, value: object) -> dict[str, str]:
+    """Return the setting `name` of `WEIGHTS` as {name: path of a file or folder}.
 
     Raises:
         ConfigError: another type, or an invalid name or path.
     """
-    return _paths(f"midstream.{setting}", value, WEIGHTS[setting])
+    return _paths(name, value, WEIGHTS[name])
 
 
-def _paths(setting: str, value: object, what: str) -> dict[str, str]:
-    found = {}
-    for name, path in check_mapping(setting, value, "a dict of files by name").items():
-        try:
-            read_name(name)
-        except SpecError as error:
-            raise ConfigError(f"{setting}: name {name!r}: {error}") from None
-        if not isinstance(path, (str, os.PathLike)) or not (text := os.fspath(path)):
-            raise ConfigError(f"{setting}.{name}: expected the path of {what}, got {path!r}")
-        found[name] = str(text)
-    return found
+def _paths(of: str, value: object, what: str) -> dict[str, str]:
+    paths = {}
+    with setting(f"midstream.{of}"):
+        for name, path in read_mapping(value, "a dict of files by name").items():
+            try:
+                read_name(name)
+            except SpecError as error:
+                raise SpecError("", f"name {show(name)}: {error}") from None
+            if not isinstance(path, (str, os.PathLike)) or not (text := os.fspath(path)):
+                raise SpecError(name, f"expected the path of {what}, got {show(path)}")
+            paths[name] = str(text)
+    return paths
 
 
+@setting("midstream.steering")
 def plain_steering(value: object) -> dict[str, Any]:
     """Return the setting `steering` as {tier: JSON values}; each in a form of `llm.steering.set`.
 
     Raises:
         ConfigError: another type, an unknown tier, or a value without a JSON form.
     """
-    given = check_mapping(_STEERING, value, "a dict of tiers")
-    check_names(_STEERING, given, TIER_NAMES)
-    found = {}
+    given = read_fields(read_mapping(value, "a dict of tiers"), (), TIER_NAMES)
     for tier, edits in given.items():
-        try:
-            found[tier] = json.loads(json.dumps(edits, default=_plain))
-        except SpecError as error:
-            raise ConfigError(f"{_STEERING}.{tier}: {error}") from None
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{_STEERING}.{tier}: expected JSON values: {error}") from None
-    return found
+        with at(tier):
+            try:
+                given[tier] = json.loads(json.dumps(edits, default=_plain))
+            except SpecError:
+                raise
+            except (TypeError, ValueError) as error:
+                raise SpecError("", f"expected JSON values: {error}") from None
+    return given
 
 
 def _plain(value: object) -> object:

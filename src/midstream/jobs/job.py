@@ -11,7 +11,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.spec import Capture, Plan
 from midstream.spec.sink_target import MEMORY, read_name
-from midstream.validation import at, is_int, kind, show
+from midstream.validation import at, kind, read_count
 
 FLUSH_SECONDS = 30.0
 
@@ -196,7 +196,5 @@ class Job:
 def _check_count(name: str, value: object, least: int) -> None:
     if value is None and name == "limit":
         return
-    if not is_int(value):
-        raise SpecError(name, f"expected `int`, got {kind(value)}")
-    if int(value) < least:
-        raise SpecError(name, f"expected at least {least}, got {show(int(value))}")
+    with at(name):
+        read_count(value, least)

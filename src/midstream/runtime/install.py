@@ -61,7 +61,7 @@ def activate() -> None:
     with _LOCK:
         if _active:
             return
-        seams.check_process()
+        seams.check("process")
         # The loops that run all steps of an engine, of a worker, and of an offline call.
         loop = with_room_for_calls(_unchanged)
         _wrap("vllm.v1.engine.core", "EngineCoreProc", "run_busy_loop", loop)

@@ -18,7 +18,7 @@ def install() -> None:
     Raises:
         SeamError: this vLLM's handlers have no such attribute.
     """
-    seams.check_server()
+    seams.check("server")
     module = importlib.import_module("vllm.entrypoints.generate.base.serving")
     setattr(module.GenerateBaseServing, _NAME, property(_get, _set))
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import structs
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
@@ -252,7 +253,7 @@ class Server:
             "lens_names": list(llm.lenses.names),
             "sae_names": list(llm.saes.names),
             "held": {"captures": len(self.captures), "bytes": self.captures.nbytes},
-            "limits": asdict(self.settings),
+            "limits": structs.asdict(self.settings),
             **await llm.usage(_USAGE_SECONDS),
         }
 

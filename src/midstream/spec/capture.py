@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
@@ -351,7 +351,9 @@ def _read_codec(value: object) -> str:
     return parse_codec(value).spec
 
 
-GATHERED, SHARDED = RETURNS = ("gathered", "sharded")
+Return = Literal["gathered", "sharded"]
+RETURNS: tuple[Return, ...] = get_args(Return)
+GATHERED, SHARDED = RETURNS
 REDUCTIONS = ("mean", "max", "norm", "moments")
 # Those whose row is made of all selected rows.
 REDUCING = ("mean", "max", "moments")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -27,7 +26,7 @@ from midstream.steering.edit_forms import bind_part, names_edits, read_named_edi
 from midstream.steering.files import is_json_file, read_file, read_json_file, write_json_file
 from midstream.steering.listing import Description, Listing
 from midstream.steering.parse import Placed, read_placed
-from midstream.validation import at, kind, listed, show
+from midstream.validation import at, hint, kind, listed, show
 
 # Far above practical use; limits the memory that clients can fill.
 MAX_NAMES = 4096
@@ -233,8 +232,7 @@ class VectorRegistry:
             return SpecError("", f"expected a registered name, `str`, got {kind(name)}")
         known = sorted(self.entries)
         near = [one for one in known if abs(len(one) - len(name)) <= _NEAR]
-        close = difflib.get_close_matches(name[:128], near[:_COMPARED], 1)
-        more = f" (did you mean `{close[0]}`?)" if close else ""
+        more = hint(name, near[:_COMPARED])
         rest = f" and {len(known) - _NAMES_SHOWN} more" if len(known) > _NAMES_SHOWN else ""
         names = f"{listed(known[:_NAMES_SHOWN])}{rest}" if known else "none"
         is_file = os.path.splitext(name)[1] in _FILES

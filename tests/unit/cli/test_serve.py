@@ -249,7 +249,7 @@ def test_a_tier_of_an_option_replaces_that_of_a_config_file_whole(started, tmp_p
     [
         (("--vectors", "x.npz"), "expected NAME=FILE, got 'x.npz'"),
         (("--vectors", "a b=x.npz"), "midstream.vectors: name 'a b'"),
-        (("--steering", '{"all": "a"}'), "midstream.steering.all: no such setting"),
+        (("--steering", '{"all": "a"}'), "midstream.steering: unknown field 'all'"),
         (("--steering", "base"), "--steering: expected JSON"),
     ],
 )

@@ -56,9 +56,15 @@ def test_the_folder_is_that_of_the_sink():
 @pytest.mark.parametrize(
     ("variables", "problem"),
     [
-        ({"VLLM_ACT_CAPTURE": "yes"}, "VLLM_ACT_CAPTURE: expected one of 0, 1, got 'yes'"),
-        ({**ON, "VLLM_ACT_MODE": "rp4"}, "VLLM_ACT_MODE: expected one of rp8, full8, topk8, raw"),
-        ({**ON, "VLLM_ACT_RETURN": "all"}, "VLLM_ACT_RETURN: expected one of sharded, gathered"),
+        ({"VLLM_ACT_CAPTURE": "yes"}, "VLLM_ACT_CAPTURE: expected one of `0`, `1`, got 'yes'"),
+        (
+            {**ON, "VLLM_ACT_MODE": "rp4"},
+            "VLLM_ACT_MODE: expected one of `rp8`, `full8`, `topk8`, `raw`",
+        ),
+        (
+            {**ON, "VLLM_ACT_RETURN": "all"},
+            "VLLM_ACT_RETURN: expected one of `sharded`, `gathered`",
+        ),
         ({**ON, "VLLM_ACT_RP_K": "0"}, "VLLM_ACT_RP_K: expected 1 to 16384, got '0'"),
         ({**ON, "VLLM_ACT_RP_K": "16385"}, "VLLM_ACT_RP_K: expected 1 to 16384, got '16385'"),
         ({**ON, "VLLM_ACT_RP_K": "many"}, "VLLM_ACT_RP_K: expected 1 to 16384, got 'many'"),

@@ -28,12 +28,12 @@ def test_a_path_or_a_dict_is_a_controller_and_survives_the_settings():
         ([], "controllers: expected a dict"),
         ({"a b": "m:n"}, "name 'a b'"),
         ({"a": "module.name"}, 'a.path: expected "package.module:Name"'),
-        ({"a": {"scales": [1]}}, "a.path: expected"),
-        ({"a": {"path": "m:n", "mode": "sync"}}, "a.mode: no such setting"),
-        ({"a": {"path": "m:n", "scales": ["x"]}}, "a: .*expected a number"),
-        ({"a": {"path": "m:n", "scales": [1.0] * 65}}, "a: scales: expected a list of at most 64"),
-        ({"a": {"path": "m:n", "seconds": 0}}, "a: .*more than 0 seconds"),
-        ({"a": {"path": "m:n", "on_error": "stop"}}, "a: .*`keep`, `off`"),
+        ({"a": {"scales": [1]}}, "a: missing field `path`"),
+        ({"a": {"path": "m:n", "mode": "sync"}}, "a: unknown field 'mode'; known: `path`"),
+        ({"a": {"path": "m:n", "scales": ["x"]}}, "a.scales: expected a number"),
+        ({"a": {"path": "m:n", "scales": [1.0] * 65}}, "a.scales: expected a list of at most 64"),
+        ({"a": {"path": "m:n", "seconds": 0}}, "a.seconds: .*more than 0 seconds"),
+        ({"a": {"path": "m:n", "on_error": "stop"}}, "a.on_error: .*`keep`, `off`"),
     ],
 )
 def test_what_is_malformed_is_named(given, problem):

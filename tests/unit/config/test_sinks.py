@@ -80,7 +80,7 @@ def test_memory_takes_a_capture_and_nothing_else():
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (7, r"sinks: expected {sink: settings} or `name:setting=value`, got `int` 7"),
+        (7, r"sinks: expected {sink: settings} or `name:setting=value`, got 7"),
         ([7], r"sinks: expected `name:setting=value`, got 7"),
         ("store:root", r"sinks: expected `name:setting=value`, got 'store:root'"),
         ("store:=x", r"sinks: expected `name:setting=value`"),
@@ -88,7 +88,7 @@ def test_memory_takes_a_capture_and_nothing_else():
         (["log", "log:level=debug"], "sink 'log' is configured twice"),
         ({"../x": {}}, "sink name: expected 1 to 128"),
         ({3: {}}, "sink name: expected `str`"),
-        ({"log": 7}, r"sinks.log: expected a dict of settings, got `int`"),
+        ({"log": 7}, r"sinks.log: expected a dict of settings, got 7"),
         ({"log": {"x": object()}}, r"sinks.log: settings must be JSON values"),
         (
             {"log": {"queue_bytes": 0}},

@@ -53,9 +53,9 @@ def test_every_form_of_a_tier_means_the_same_after_a_trip_through_json(value):
         ({"vectors": {"a": [1.0]}}, r"midstream.vectors.a: expected the path of a .*\[1.0\]"),
         ({"lenses": {"a": 3}}, r"midstream.lenses.a: expected the path of a lens's folder or file"),
         ({"saes": ["a"]}, r"midstream.saes: expected a dict of files by name"),
-        ({"vector": {}}, r"midstream.vector: no such setting; did you mean vectors\?"),
+        ({"vector": {}}, r"midstream: unknown field 'vector' \(did you mean `vectors`\?"),
         ({"steering": "happy"}, r"midstream.steering: expected a dict of tiers"),
-        ({"steering": {"all": "a"}}, r"midstream.steering.all: no such setting; there are base"),
+        ({"steering": {"all": "a"}}, r"midstream.steering: unknown field 'all'; known: `base`"),
         ({"steering": {"base": {1: object()}}}, r"midstream.steering.base: expected .*object"),
     ],
 )

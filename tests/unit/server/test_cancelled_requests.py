@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from msgspec.structs import force_setattr
 from support.cancelling import every_run
 from support.serving_fake import make, scope_of
 from unit.server.routes import test_fit
@@ -94,7 +95,7 @@ async def fit(send):
 
 async def two_reads_of_a_parameter(send):
     settings = send.site.server.settings
-    object.__setattr__(settings, "parameters", (HEAD,))
+    force_setattr(settings, "parameters", (HEAD,))
     send.site.engine.parameters[HEAD] = torch.ones(2, 2)
     await asyncio.gather(*(send("GET", f"{OWN}/parameters/{HEAD}") for _ in range(2)))
 

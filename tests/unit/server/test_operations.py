@@ -80,8 +80,8 @@ async def test_a_folder_of_another_model_keeps_a_server_from_starting(tmp_path, 
     ("given", "message"),
     [
         ({"shared_folder": "relative/path"}, "shared_folder: expected an absolute path"),
-        ({"shared_folder": 3}, "shared_folder: expected an absolute path, got 3"),
-        ({"log": "xml"}, "log: expected one of text, json, got 'xml'"),
+        ({"shared_folder": 3}, "shared_folder: expected `str . null`, got 3"),
+        ({"log": "xml"}, "log: expected one of `text`, `json`, got 'xml'"),
     ],
 )
 def test_wrong_settings_are_named(given, message):

@@ -1,9 +1,11 @@
 """The functions of vLLM that midstream depends on, and the check that this vLLM has them.
 
-Every seam is data: a function and its leading parameters, or a class and its attributes
-(`seam_fields`). Additions in a release do no harm, but for a required parameter of what midstream
-calls itself; such additions, removals and renames are reported by name before anything is patched.
-`scripts/seams.py` checks the same data against the sources of any release.
+Every seam is data, a line of `seams.txt`: a function and its leading parameters, or a class and its
+attributes. If a release renamed a setting, midstream would no longer reject it; if it moved a
+field, midstream would read it as absent: attributes are therefore seams as well. Additions in a
+release do no harm, but for a required parameter of what midstream calls itself; such additions,
+removals and renames are reported by name before anything is patched. `scripts/seams.py` checks the
+same data against the sources of any release.
 """
 
 from __future__ import annotations
@@ -11,76 +13,31 @@ from __future__ import annotations
 import dis
 import importlib
 import inspect
-from typing import Any
+from importlib.resources import files
+from typing import Any, Literal
 
 from midstream.errors import SeamError
-from midstream.runtime.vllm.seam_fields import (
-    ASYNC_FIELDS,
-    OFFLINE_FIELDS,
-    PROCESS_FIELDS,
-    SERVER_FIELDS,
-)
-from midstream.runtime.vllm.seam_functions import ASYNC_SEAMS, OFFLINE_SEAMS, PROCESS_SEAMS
-from midstream.runtime.vllm.seam_runners import (
-    MODEL_FIELDS,
-    MODEL_SEAMS,
-    V1_FIELDS,
-    V1_SEAMS,
-    V2_FIELDS,
-    V2_SEAMS,
-)
-from midstream.runtime.vllm.seam_types import Fields, Seam
+from midstream.runtime.vllm import seam_lines
+from midstream.runtime.vllm.seam_lines import Fields, Seam, SeamGroup
 
 # Releases on which engine tests passed, on a CPU or a GPU; docs/versions.md has the runs.
 RUN = ("0.26", "0.28", "0.30", "0.32", "0.33")
 
-# All seams, for checks of a release's sources.
-SEAMS = (*PROCESS_SEAMS, *OFFLINE_SEAMS, *ASYNC_SEAMS, *MODEL_SEAMS, *V1_SEAMS, *V2_SEAMS)
-FIELDS = (
-    *PROCESS_FIELDS,
-    *OFFLINE_FIELDS,
-    *ASYNC_FIELDS,
-    *SERVER_FIELDS,
-    *MODEL_FIELDS,
-    *V1_FIELDS,
-    *V2_FIELDS,
+GROUPS: dict[str, SeamGroup] = seam_lines.parse(
+    files("midstream.runtime.vllm").joinpath("seams.txt").read_text(encoding="utf-8")
 )
+# All seams, for checks of a release's sources.
+SEAMS = tuple(seam for group in GROUPS.values() for seam in group.functions)
+FIELDS = tuple(fields for group in GROUPS.values() for fields in group.fields)
 
 
-def check_process() -> None:
-    """Check the seams that every process uses.
-
-    Raises:
-        SeamError: names each difference.
-    """
-    _check(PROCESS_SEAMS, PROCESS_FIELDS)
-
-
-def check_offline() -> None:
-    """Check the seams of offline engines.
+def check(group: Literal["process", "offline", "async", "server"]) -> None:
+    """Check the seams of every process, of offline engines, of async engines or of servers.
 
     Raises:
         SeamError: names each difference.
     """
-    _check(OFFLINE_SEAMS, OFFLINE_FIELDS)
-
-
-def check_async() -> None:
-    """Check the seams of async engines.
-
-    Raises:
-        SeamError: names each difference.
-    """
-    _check(ASYNC_SEAMS, ASYNC_FIELDS)
-
-
-def check_server() -> None:
-    """Check the seams of servers.
-
-    Raises:
-        SeamError: names each difference.
-    """
-    _check((), SERVER_FIELDS)
+    _check(GROUPS[group])
 
 
 def is_v2_runner(runner: Any) -> bool:
@@ -94,15 +51,16 @@ def check_runner(runner: Any, is_v2: bool) -> None:
     Raises:
         SeamError: names each difference.
     """
-    _check(MODEL_SEAMS, MODEL_FIELDS)
+    _check(GROUPS["model"])
+    group = GROUPS["v2" if is_v2 else "v1"]
     kind = f"{type(runner).__module__}.{type(runner).__qualname__}"
     problems: list[str] = []
-    for seam in V2_SEAMS if is_v2 else V1_SEAMS:
+    for seam in group.functions:
         if seam.at:
             problems += _problems(_reach(runner, seam.at), seam, f"{kind}.{seam.at}")
         else:
             problems += _function_problems(seam)
-    for fields in V2_FIELDS if is_v2 else V1_FIELDS:
+    for fields in group.fields:
         if fields.at is None:
             problems += _lacking(fields)
             continue
@@ -111,12 +69,12 @@ def check_runner(runner: Any, is_v2: bool) -> None:
     _raise(problems)
 
 
-def _check(seams: tuple[Seam, ...], fields: tuple[Fields, ...]) -> None:
+def _check(group: SeamGroup) -> None:
     problems = []
-    for seam in seams:
+    for seam in group.functions:
         problems += _function_problems(seam)
-    for one in fields:
-        problems += _lacking(one)
+    for fields in group.fields:
+        problems += _lacking(fields)
     # One module that cannot be imported is one difference.
     _raise(list(dict.fromkeys(problems)))
 
@@ -132,20 +90,21 @@ def _function_problems(seam: Seam) -> list[str]:
 def _problems(function: Any, seam: Seam, name: str) -> list[str]:
     if not callable(function):
         return [f"{name} is missing ({seam.why})"]
-    given = inspect.signature(function).parameters.values()
-    found = [one.name for one in given if one.name not in ("self", "cls")]
+    parameters = inspect.signature(function).parameters.values()
+    taken = [p.name for p in parameters if p.name not in ("self", "cls")]
     wanted = list(seam.parameters)
-    by_name = [one.name for one in given if one.kind is one.KEYWORD_ONLY and one.name in wanted]
-    if by_name and found[: len(wanted)] == wanted:
-        found.insert(found.index(by_name[0]), "*")
-    if found[: len(wanted)] != wanted:
-        return [f"{name} takes ({', '.join(found)}), expected ({', '.join(wanted)}, …)"]
-    lacking = [one for one in seam.named if one not in found]
+    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in wanted]
+    if by_name and taken[: len(wanted)] == wanted:
+        taken.insert(taken.index(by_name[0]), "*")
+    if taken[: len(wanted)] != wanted:
+        return [f"{name} takes ({', '.join(taken)}), expected ({', '.join(wanted)}, …)"]
+    lacking = [argument for argument in seam.named if argument not in taken]
     if lacking:
         return [f"{name} takes no {', '.join(lacking)}"]
     packed = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    required = [one.name for one in given if one.default is one.empty and one.kind not in packed]
-    extra = [one for one in required if one in found and one not in (*wanted, *seam.named)]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in packed]
+    passed = ("self", "cls", *wanted, *seam.named)
+    extra = [argument for argument in required if argument not in passed]
     if seam.called and extra:
         needed = ", ".join(extra)
         return [f"{name} requires {needed}, which midstream does not pass ({seam.why})"]
@@ -164,7 +123,11 @@ def _lacking(fields: Fields) -> list[str]:
         owner = getattr(owner, fields.owner, None)
         if not isinstance(owner, type):
             return [f"{name} is missing ({fields.why})"]
-    return [f"{name} has no {one} ({fields.why})" for one in fields.names if not _has(owner, one)]
+    return [
+        f"{name} has no {attribute} ({fields.why})"
+        for attribute in fields.names
+        if not _has(owner, attribute)
+    ]
 
 
 def _has(owner: Any, name: str) -> bool:

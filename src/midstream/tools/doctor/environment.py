@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -147,16 +147,10 @@ def _seams() -> tuple[str, ...]:
     """Return the differences in what engines and servers need before a model is loaded."""
     from midstream.runtime.vllm import seams
 
-    checks: tuple[Callable[[], None], ...] = (
-        seams.check_process,
-        seams.check_offline,
-        seams.check_async,
-        seams.check_server,
-    )
     found: list[str] = []
-    for check in checks:
+    for group in ("process", "offline", "async", "server"):
         try:
-            check()
+            seams.check(group)
         except SeamError as error:
             found.append(str(error))
     return tuple(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -70,9 +69,8 @@ def test_updates_of_vectors_name_their_front_end():
 
 def test_limits_of_clients_are_divided_and_none_becomes_nothing():
     one, part = HttpSettings(running_sweeps=2), divided(HttpSettings(running_sweeps=2), 4)
-    changed = {
-        each.name for each in fields(one) if getattr(one, each.name) != getattr(part, each.name)
-    }
+    names = HttpSettings.__struct_fields__
+    changed = {name for name in names if getattr(one, name) != getattr(part, name)}
     assert changed == {
         "held_bytes", "held_captures", "client_bytes", "client_captures", "waiting_requests",
         "running_sweeps",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load
 from support.serving_fake import refused, scope_of, serving
 

@@ -88,14 +88,17 @@ def test_a_missing_package_is_listed_with_each_extra_that_has_it(installed, monk
 
 
 def test_differences_of_all_checks_of_seams_are_collected(monkeypatch):
-    def fail() -> None:
-        raise SeamError("vllm.x has no y")
+    def check(group: str) -> None:
+        checked.append(group)
+        if group in differing:
+            raise SeamError(f"vllm.{group} has no y")
 
-    for name in ("check_process", "check_offline", "check_async", "check_server"):
-        monkeypatch.setattr(seams, name, lambda: None)
+    checked, differing = [], []
+    monkeypatch.setattr(seams, "check", check)
     assert environment._seams() == ()
-    monkeypatch.setattr(seams, "check_async", fail)
-    assert environment._seams() == ("vllm.x has no y",)
+    assert checked == ["process", "offline", "async", "server"]
+    differing += ["offline", "async"]
+    assert environment._seams() == ("vllm.offline has no y", "vllm.async has no y")
 
 
 def test_the_command_shows_it_and_its_status_says_whether_there_are_problems(monkeypatch):

@@ -10,7 +10,6 @@ from itertools import count
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.runtime.vllm.seam_functions import TEMPLATE_ARGUMENTS
 from midstream.spec.positions.decoded_text import map_of_rendering
 from midstream.spec.positions.prompt import Message
 from midstream.spec.positions.text_map import TextMap
@@ -22,6 +21,15 @@ Render = Callable[[list[dict[str, Any]]], str]
 # [start, stop) of characters.
 Region = tuple[int, int]
 
+# Arguments of `LLM.chat` that the chat template gets; each is part of that function's seam.
+TEMPLATE_ARGUMENTS = (
+    "chat_template",
+    "chat_template_content_format",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+)
 # Characters that a template may write between the parts of one content.
 _MOST_JOINED = 256
 
