@@ -7,6 +7,7 @@ what the caller wrote.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import errno
 import json
@@ -35,6 +36,12 @@ _SHOWN = 60
 _PART = 1 << 20  # of a text that is searched at once
 _HINTED = 10_000
 _PROBLEM = 400
+# What is before the first name of an object, between a name and its value, between a value and the
+# next name, and behind the last value.
+_FIRST, _COLON, _NEXT, _LAST = (
+    re.compile(text.replace("_", r"[ \t\n\r]*"))
+    for text in (r'_\{_(?=")', "_:_", r'_,_(?=")', r"_\}_")
+)
 # The end of msgspec's messages: "… - at `$.edits[0].site`".
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 
@@ -228,16 +235,75 @@ def read_json(text: str | bytes) -> object:
         SpecError: the text is not JSON, has NaN or Infinity, or an object has a duplicate field.
     """
     try:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8")
-        value: object = _DECODER.decode(text.removeprefix(BYTE_ORDER_MARK))
-    except SpecError:
-        raise
-    except RecursionError:
-        raise SpecError("", "the JSON is nested too deeply") from None
-    except ValueError as error:
-        raise SpecError("", f"expected JSON: {error}") from None
+        value: object = _DECODER.decode(_text_of(text))
+    except (RecursionError, ValueError) as error:
+        raise _json_error(error) from None
     return value
+
+
+def read_json_members(data: bytes) -> tuple[object, str, Mapping[str, tuple[int, int]]]:
+    """Parse a JSON text as `read_json` does, member by member: other threads run between them.
+
+    Returns:
+        The value; the text; and of each member of an object, from where to where its value is in
+        the text. A text that is no object has none.
+
+    Raises:
+        SpecError: as `read_json`.
+    """
+    try:
+        text = _text_of(data)
+        found, places = _members(text)
+        # Without members: an empty object, another value, or malformed, which this tells.
+        return (found if places else _DECODER.decode(text)), text, places
+    except (RecursionError, ValueError) as error:
+        raise _json_error(error) from None
+
+
+def _members(text: str) -> tuple[dict[str, object], dict[str, tuple[int, int]]]:
+    """Return the members of an object, and from where to where their values are in its text; none
+    if it has none, is malformed, or is no object.
+    """
+    found: dict[str, object] = {}
+    places: dict[str, tuple[int, int]] = {}
+    mark = _FIRST.match(text)
+    while mark is not None:
+        name, at = _DECODER.raw_decode(text, mark.end())
+        colon = _COLON.match(text, at)
+        if colon is None or name in found:
+            break
+        found[name], at = _DECODER.raw_decode(text, colon.end())
+        places[name] = colon.end(), at
+        if _LAST.fullmatch(text, at):
+            return found, places
+        mark = _NEXT.match(text, at)
+    return {}, {}
+
+
+def encoded(text: str, start: int, stop: int) -> Iterator[bytes]:
+    """Yield a part of a text as UTF-8, piece by piece: other threads run between them."""
+    for at in range(start, stop, _PART):
+        yield text[at : min(at + _PART, stop)].encode("utf-8")
+
+
+def _text_of(data: str | bytes) -> str:
+    """Return the text of JSON without a byte order mark. Other threads run while it is decoded."""
+    if isinstance(data, bytes) and len(data) <= _PART:
+        data = data.decode("utf-8")
+    elif isinstance(data, bytes):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        starts = range(0, len(data), _PART)
+        parts = [decoder.decode(data[start : start + _PART]) for start in starts]
+        data = "".join([*parts, decoder.decode(b"", final=True)])
+    return data.removeprefix(BYTE_ORDER_MARK)
+
+
+def _json_error(error: Exception) -> SpecError:
+    if isinstance(error, SpecError):
+        return error
+    if isinstance(error, RecursionError):
+        return SpecError("", "the JSON is nested too deeply")
+    return SpecError("", f"expected JSON: {error}")
 
 
 def read_json_text(text: str) -> object:
