@@ -6,6 +6,7 @@ import importlib
 import io
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
@@ -74,7 +75,8 @@ def check_compressed(arrays: Iterable[object]) -> None:
     What `read_array` decompresses is bounded by the shape, whatever a frame says of itself.
 
     Args:
-        arrays: dicts with `shape` and `compression`; others are passed over, as are malformed ones.
+        arrays: dicts with `shape` and `compression`; others are passed over, as are malformed ones,
+            which `read_array` refuses.
 
     Raises:
         SpecError: they have more than MAX_NUMBERS together.
@@ -82,9 +84,8 @@ def check_compressed(arrays: Iterable[object]) -> None:
     count = 0
     for array in arrays:
         if isinstance(array, Mapping) and array.get("compression") is not None:
-            shape = array.get("shape")
-            if isinstance(shape, (list, tuple)) and len(shape) <= _MAX_DIMENSIONS:
-                count += math.prod(size for size in shape if is_int(size))
+            with suppress(SpecError):
+                count += math.prod(_read_shape(array.get("shape")))
     if count > MAX_NUMBERS:
         raise SpecError(
             "",

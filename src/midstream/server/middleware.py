@@ -376,7 +376,7 @@ def _written(
         before: its members when it was read.
         text, places: see `read_json_members`.
     """
-    parts = []
+    parts: list[bytes] = []
     for name, each in value.items():
         parts.append(f"{', ' if parts else '{'}{json.dumps(name)}: ".encode())
         if name in places and before[name] is each:
