@@ -145,7 +145,7 @@ ATTENTION = (
     ),
     Fault(
         "Keys of fp8 are not found where a backend rounds down",
-        "_written",
+        "key_layout:_written",
         "scale *= 1 + 2 ** -6",
         "scale *= 1",
         "tests/unit/runtime/worker/attention/test_key_layout.py"

@@ -6,6 +6,7 @@ from support.fault import Fault
 
 POSITIONS = "tests/unit/spec/positions/"
 TEST_WORK = "tests/unit/server/test_work.py"
+TEST_GROW = "tests/unit/server/test_bodies_that_grow.py"
 INDEX = POSITIONS + "test_prompt_index.py"
 
 WORK: tuple[Fault, ...] = (
@@ -95,5 +96,71 @@ WORK: tuple[Fault, ...] = (
         "await in_thread(self._resolve, request, call_plan, *others)",
         "self._resolve(request, call_plan, *others)",
         TEST_WORK + "::test_a_large_plan_is_resolved_once_and_in_a_thread",
+    ),
+    Fault(
+        "Compressed arrays are limited one by one, and not together",
+        "vllm_lens:_read_vectors",
+        "check_compressed(one.get('activations') for one in value if isinstance(one, Mapping))",
+        "",
+        TEST_GROW + "::test_compressed_arrays_of_a_body_have_a_budget_together",
+    ),
+    Fault(
+        "JSON that is a text in a body has any number of values",
+        "read_json_text",
+        "if has_more_values(text):",
+        "if not isinstance(text, str):",
+        TEST_GROW + "::test_json_as_text_has_no_more_values_than_a_body",
+    ),
+    Fault(
+        "Compressed arrays within a text are decompressed on the event loop",
+        "_GROWING",
+        "b'zstd'",
+        "b'\"zstd\"'",
+        TEST_GROW + "::test_a_body_that_becomes_long_is_parsed_in_a_thread_however_it_is_written",
+    ),
+    Fault(
+        "A row that many patches take is read for each of them",
+        "vllm_fork:",
+        "if row not in vectors:",
+        "if row >= 0:",
+        TEST_GROW + "::test_patches_that_take_one_row_read_it_once",
+    ),
+    Fault(
+        "Tensors of an uploaded file that share bytes are each decoded",
+        "gguf:",
+        "if nbytes > len(data):",
+        "if nbytes > 64 * len(data):",
+        TEST_GROW + "::test_tensors_of_an_uploaded_file_share_no_bytes",
+    ),
+    Fault(
+        "Metadata of an uploaded file have any number of numbers",
+        "gguf:",
+        "if self._numbers > MAX_METADATA:",
+        "if self._numbers > 64 * MAX_METADATA:",
+        TEST_GROW + "::test_metadata_of_an_uploaded_file_have_a_budget",
+    ),
+    Fault(
+        "A body of a route has a list of which nobody knows the cost",
+        "TokensBody",
+        'model_config = ConfigDict(extra="forbid", strict=True)',
+        'model_config = ConfigDict(extra="forbid", strict=True)\nmore: list[int] | None = None',
+        TEST_WORK + "::test_every_field_of_every_route_has_a_list_or_takes_none",
+    ),
+    Fault(
+        "A long member of a body is written again, and nothing else runs meanwhile",
+        "middleware:_written",
+        "name in places and before[name] is each",
+        "name in places and before[name] is each and not each",
+        "tests/unit/server/test_middleware.py"
+        "::test_members_of_a_body_that_did_not_change_keep_their_text",
+    ),
+    Fault(
+        "The event loop waits while a change of server-wide captures is checked",
+        "ServerCaptures.set",
+        "self._check(tuple(one for several in new.values() for one in several))",
+        "with self._lock:\n"
+        "    self._check(tuple(one for several in new.values() for one in several))",
+        "tests/unit/sinks/test_server_captures.py"
+        "::test_who_reads_does_not_wait_while_a_change_is_checked",
     ),
 )

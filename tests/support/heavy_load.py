@@ -5,6 +5,8 @@ A program: `python -m support.heavy_load URL SECONDS CLIENTS [NAME …]` prints 
 
 from __future__ import annotations
 
+import base64
+import importlib.util
 import json
 import sys
 import threading
@@ -13,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import numpy as np
 
+from midstream.compat.packed_arrays import MAX_NUMBERS
 from support.long_lists import edits, texts
 
 V = [1.0, 2.0, 2.0]
@@ -32,6 +36,19 @@ def _chat(count: int) -> tuple[str, bytes]:
     messages = [{"role": "user", "content": f"word {nth % 7} <x>"} for nth in range(count)]
     field = {"capture": {"layers": [1], "positions": [{"role": "user", "message": "all"}]}}
     return "/v1/chat/completions", json.dumps({"messages": messages, "midstream": field}).encode()
+
+
+def _compressed() -> tuple[str, bytes]:
+    """As many numbers as compressed arrays may have together, in some kB."""
+    library = importlib.import_module("zstandard")
+    size = MAX_NUMBERS // 16
+    numbers = np.ones(size, np.float32).tobytes()
+    data = base64.b64encode(library.ZstdCompressor().compress(numbers)).decode()
+    array = {"data": data, "shape": [1, size], "compression": "zstd"}
+    vectors = [{"activations": array, "layer_indices": [nth]} for nth in range(16)]
+    return "/v1/completions", json.dumps(
+        {"prompt": "a", "apply_steering_vectors": vectors}
+    ).encode()
 
 
 # Bodies that are allowed, or refused as late as any: what each costs most.
@@ -63,6 +80,7 @@ WORST: dict[str, Callable[[], tuple[str, bytes]]] = {
     ),
     "numbers": lambda: _completion("a", edits=[{"op": "steer", "vector": [0.5] * 260_000}]),
     "chat": lambda: _chat(400),
+    **({"compressed": _compressed} if importlib.util.find_spec("zstandard") else {}),
 }  # fmt: skip
 
 

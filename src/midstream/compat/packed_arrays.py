@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-MAX_NUMBERS = 1 << 24  # bounds the memory that one compressed array takes: 64 MiB of float32
+# Of one array, and of all compressed arrays of a request together: 64 MiB of float32.
+MAX_NUMBERS = 1 << 24
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+_MAX_DIMENSIONS = 3
 _MAX_WINDOW_BITS = 27  # of a compressed frame, which bounds the decompressor's memory
 
 
@@ -66,8 +69,33 @@ def read_array(
         return found.astype("<f4").reshape(sizes)
 
 
+def check_compressed(arrays: Iterable[object]) -> None:
+    """Check how many numbers the compressed arrays of a request have, before one is decompressed.
+
+    What `read_array` decompresses is bounded by the shape, whatever a frame says of itself.
+
+    Args:
+        arrays: dicts with `shape` and `compression`; others are passed over, as are malformed ones,
+            which `read_array` refuses.
+
+    Raises:
+        SpecError: they have more than MAX_NUMBERS together.
+    """
+    count = 0
+    for array in arrays:
+        if isinstance(array, Mapping) and array.get("compression") is not None:
+            with suppress(SpecError):
+                count += math.prod(_read_shape(array.get("shape")))
+    if count > MAX_NUMBERS:
+        raise SpecError(
+            "",
+            f"{count} numbers in compressed arrays, and the budget of one request is "
+            f"{MAX_NUMBERS}; send fewer vectors, or register them",
+        )
+
+
 def _read_shape(shape: object) -> list[int]:
-    if not isinstance(shape, (list, tuple)) or not 1 <= len(shape) <= 3:
+    if not isinstance(shape, (list, tuple)) or not 1 <= len(shape) <= _MAX_DIMENSIONS:
         raise SpecError("", f"expected a list of one to three sizes, got {kind(shape)}")
     for index, size in enumerate(shape):
         if not is_int(size) or size < 1:

@@ -11,6 +11,7 @@ from midstream.spec import Capture, Clamp, Edit, Plan, Replace, Steer
 from midstream.spec.consumers import names_consumers
 from midstream.spec.forms import PhaseLike
 from midstream.spec.selection import read_site
+from midstream.spec.vector import Vector
 from midstream.steering.edit_forms import read_hooks, read_reference
 from midstream.steering.parse import path_of
 from midstream.validation import MAX_PARTS, at, is_int, kind, read_fields, read_float32, read_int
@@ -237,15 +238,16 @@ def _read_patch(given: Mapping[str, object]) -> Iterator[Replace]:
             rows = read_array(packed["data"], packed["shape"], packed["dtype"])
             if rows.ndim != 2:
                 raise SpecError("shape", "expected [rows, width]")
+    vectors: dict[int, Vector] = {}  # a row that many patches take is read once
     entries = given["patch"]
     if not isinstance(entries, (list, tuple)) or not entries:
         raise SpecError("patch", f"expected a list of sites, got {kind(entries)}")
     for index, entry in enumerate(entries):
         with at(f"patch[{index}]"):
-            yield _read_site_patch(entry, rows)
+            yield _read_site_patch(entry, rows, vectors)
 
 
-def _read_site_patch(value: object, rows: Any) -> Replace:
+def _read_site_patch(value: object, rows: Any, vectors: dict[int, Vector]) -> Replace:
     optional = (
         "source_inline", "alpha", "source_run", "source_position", "source_module", "mask",
     )  # fmt: skip
@@ -268,4 +270,7 @@ def _read_site_patch(value: object, rows: Any) -> Replace:
             raise SpecError("", "expected an `int` from 0")
     with at("hook"):
         site = read_site(given["hook"])
-    return Replace(rows[row], layer, given.get("alpha", 1.0), site=site, positions=[int(position)])
+    if row not in vectors:
+        vectors[int(row)] = Vector.parse(rows[row])
+    alpha, where = given.get("alpha", 1.0), [int(position)]
+    return Replace(vectors[int(row)], layer, alpha, site=site, positions=where)

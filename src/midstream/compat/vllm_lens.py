@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from midstream.compat.packed_arrays import read_array
+from midstream.compat.packed_arrays import check_compressed, read_array
 from midstream.errors import SpecError
 from midstream.spec import Capture, Edit, Plan, Steer
-from midstream.validation import MAX_PARTS, at, is_int, kind, read_fields, read_json
+from midstream.validation import MAX_PARTS, at, is_int, kind, read_fields, read_json_text
 
 FIELDS = ("output_residual_stream", "apply_steering_vectors")
 _VECTOR = ("activations", "layer_indices", "scale", "norm_match", "position_indices")
@@ -32,7 +32,7 @@ def read_plan(given: Mapping[str, object]) -> Plan:
     for name, value in given.items():
         with at(name):
             if isinstance(value, str):
-                value = read_json(value)
+                value = read_json_text(value)
             if name == "output_residual_stream":
                 captures = (_read_capture(value),)
             else:
@@ -49,6 +49,7 @@ def _read_capture(value: object) -> Capture:
 def _read_vectors(value: object) -> list[Edit]:
     if not isinstance(value, (list, tuple)) or not value:
         raise SpecError("", f"expected a list of SteeringVector, got {kind(value)}")
+    check_compressed(one.get("activations") for one in value if isinstance(one, Mapping))
     edits: list[Edit] = []
     for index, one in enumerate(value):
         with at(f"[{index}]"):

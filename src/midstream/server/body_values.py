@@ -6,20 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from midstream.errors import HttpError, SpecError
-from midstream.validation import hint, listed
+from midstream.validation import MAX_VALUES, has_more_values, hint, listed
 
 # Bodies that are longer, or have more values, are parsed in a thread.
 LONG = 1 << 18
 _MANY_VALUES = 1 << 10
-# Values in a body with a plan. The event loop waits while a list of numbers is parsed, also if that
-# is done in a thread: some 30 ms for so many. `{"f32": base64}` takes no such time.
-MAX_VALUES = 1 << 18
-_PART = 1 << 20  # bytes of a body that are searched at once
+# Text of compressed arrays, of letters written as escapes, and of UTF-16: such a body may become
+# long, however short it is.
+_GROWING = (b"zstd", b"\\u00", b"\0")
 
 
 def is_long(body: bytes) -> bool:
     """Return whether parsing a body may take more than some 20 ms, so that a thread has to."""
-    if len(body) > LONG or b'"zstd"' in body:  # compressed arrays are long, however short here
+    if len(body) > LONG or any(text in body for text in _GROWING):
         return True
     return len(body) > _MANY_VALUES and body.count(b",") > _MANY_VALUES
 
@@ -34,23 +33,13 @@ def check_values(body: bytes, param: str | None = None) -> None:
     Raises:
         HttpError: 413, it has more.
     """
-    if len(body) > MAX_VALUES and _has_more(body, MAX_VALUES):
+    if has_more_values(body):
         raise HttpError(
             413,
             f"the body has more than {MAX_VALUES} values; write vectors as "
             '{"f32": "<base64 of little-endian float32>"}',
             param,
         )
-
-
-def _has_more(body: bytes, values: int) -> bool:
-    """Return whether a body has more values. Other threads run between its parts."""
-    count = 0
-    for start in range(0, len(body), _PART):
-        count += body.count(b",", start, start + _PART)
-        if count > values:
-            return True
-    return False
 
 
 def check_fields(given: Mapping[str, Any], known: Sequence[str], required: Sequence[str]) -> None:

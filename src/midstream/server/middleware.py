@@ -9,9 +9,11 @@ handler reads JSON; vLLM's check of its API key comes before this.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -32,7 +34,7 @@ from midstream.server.request_field import MidstreamField, take_field
 from midstream.server.request_models import body_fields
 from midstream.server.response_writer import ResponseWriter
 from midstream.server.server import PATHS, SWEEP, Server
-from midstream.validation import read_json
+from midstream.validation import encoded, read_json_members
 
 _MARK = f'"{KEY}"'.encode()
 _KEY_OF = re.compile(rb"%b\s*:" % _MARK)
@@ -100,7 +102,7 @@ class Middleware:
         # vLLM generates at more paths than those that can return results.
         if scope["method"] == "POST" and (path == SWEEP or not path.startswith(_OWN)):
             send = self._with_steering(send)
-        on_error = functools.partial(self._server.record_refusal, scope)
+        on_error = partial(self._server.record_refusal, scope)
         # A process that asks for a client records what it answers the client.
         observer = send if PEER in scope else RefusalLogger(send, on_error)
         observed = observer if path.startswith(_OWN) else send
@@ -267,9 +269,10 @@ def _parse(path: str, fields: frozenset[str] | None, body: bytes) -> _Parsed | N
         return None
     if is_named:
         check_values(body, KEY)
-    value = _parse_if_asked(body, fields)
-    if value is None:
+    found = _parse_if_asked(body, fields)
+    if found is None:
         return None
+    value, written = found
     if _has_field(value):
         if not is_named:
             check_values(body, KEY)
@@ -288,7 +291,7 @@ def _parse(path: str, fields: frozenset[str] | None, body: bytes) -> _Parsed | N
         raise _rejected("unsupported together with background, which returns no result", name)
     name = carry_id(value)
     try:
-        return _Parsed(request_field, value, name, json.dumps(value).encode())
+        return _Parsed(request_field, value, name, written(value))
     except RecursionError:
         raise HttpError(400, "the JSON is nested too deeply") from None
 
@@ -331,9 +334,11 @@ class _Replay:
         return await self._receive() if message is None else message
 
 
-def _parse_if_asked(body: bytes, fields: frozenset[str] | None) -> dict[str, Any] | None:
-    """Parse a body that concerns midstream; None if it does not, or is not JSON, which vLLM
-    reports.
+def _parse_if_asked(
+    body: bytes, fields: frozenset[str] | None
+) -> tuple[dict[str, Any], Callable[[dict[str, Any]], bytes]] | None:
+    """Parse a body that concerns midstream, and return it with what writes it again after changes;
+    None if it does not, or is not JSON, which vLLM reports.
 
     Args:
         body: the body.
@@ -343,15 +348,43 @@ def _parse_if_asked(body: bytes, fields: frozenset[str] | None) -> dict[str, Any
         SpecError: the body has the field `midstream`, and contains a duplicate key or a non-JSON
             number.
     """
+    write: Callable[[dict[str, Any]], bytes] = _written
     try:
-        value = read_json(body)
+        value, text, places = read_json_members(body)
+        if isinstance(value, dict):
+            write = partial(_written, before=dict(value), text=text, places=places)
     except SpecError:
         value = _parse_leniently(body)
         if _has_field(value):
             raise
     if not isinstance(value, dict):
         return None
-    return value if fields is not None or _has_field(value) else None
+    return (value, write) if fields is not None or _has_field(value) else None
+
+
+def _written(
+    value: dict[str, Any],
+    before: Mapping[str, Any] = MappingProxyType({}),
+    text: str = "",
+    places: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+) -> bytes:
+    """Return a body as JSON. Members that did not change keep their text: nothing else runs in the
+    process while a long one is written.
+
+    Args:
+        value: the body.
+        before: its members when it was read.
+        text, places: see `read_json_members`.
+    """
+    parts: list[bytes] = []
+    for name, each in value.items():
+        parts.append(f"{', ' if parts else '{'}{json.dumps(name)}: ".encode())
+        if name in places and before[name] is each:
+            start, stop = places[name]
+            parts += encoded(text, start, stop)
+        else:
+            parts.append(json.dumps(each).encode())
+    return b"".join([*parts, b"}"] if parts else [b"{}"])
 
 
 def _has_field(value: object) -> TypeGuard[dict[str, Any]]:

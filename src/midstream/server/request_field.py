@@ -14,7 +14,7 @@ from midstream.compat.translation import translate, without_translated
 from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.spec import Plan
-from midstream.validation import at, kind, read_fields, read_json, show
+from midstream.validation import at, kind, read_fields, read_json_text, show
 
 Return = Literal["handle", "inline", "none"]
 RETURNS: tuple[Return, ...] = ("handle", "inline", "none")
@@ -132,7 +132,7 @@ def _take_own(body: dict[str, Any]) -> MidstreamField | None:
     if not isinstance(inner, str):
         raise SpecError(f"vllm_xargs.{KEY}", f"expected JSON as text, got {kind(inner)}")
     with at(f"vllm_xargs.{KEY}"):
-        value = read_json(inner)
+        value = read_json_text(inner)
     body["vllm_xargs"] = {name: each for name, each in xargs.items() if name != KEY}
     return read_field(value)
 

@@ -70,7 +70,9 @@ class ServerCaptures:
         self._sinks = sinks
         self._shape = shape
         self._check = check
-        self._lock = threading.Lock()
+        # A change holds the first one while captures are checked, which may take seconds. Readers,
+        # such as an event loop, wait for the second one alone, which nobody holds for long.
+        self._changing, self._lock = threading.Lock(), threading.Lock()
         found: dict[str, tuple[Capture, ...]] = {}
         for capture in sinks.captures:
             try:
@@ -108,7 +110,7 @@ class ServerCaptures:
         with at("name"):
             name = read_name(name, may_be_empty=False)
         captures = self._read(name, capture, sink)
-        with self._lock:
+        with self._changing:
             before = self._by_name.get(name, ())
             if _keeps(captures):
                 tag = _tag(name, self._times_kept[name])
@@ -117,12 +119,13 @@ class ServerCaptures:
             if len(new) > MAX_NAMES:
                 raise SpecError("name", f"the limit of {MAX_NAMES} names is reached; clear one")
             self._check(tuple(one for several in new.values() for one in several))
-            if _keeps(captures):
-                self._sinks.kept().begin(tag)
-                self._times_kept[name] += 1
-            if _keeps(before):
-                self._sinks.kept().end(_tag_of(before))
-            self._by_name = new
+            with self._lock:
+                if _keeps(captures):
+                    self._sinks.kept().begin(tag)
+                    self._times_kept[name] += 1
+                if _keeps(before):
+                    self._sinks.kept().end(_tag_of(before))
+                self._by_name = new
         return self.show(name)
 
     def clear(self, name: str | None = None) -> None:
@@ -134,7 +137,7 @@ class ServerCaptures:
         Raises:
             SpecError: the name is not set.
         """
-        with self._lock:
+        with self._changing, self._lock:
             names = tuple(self._by_name) if name is None else (self._known(name),)
             before = self._by_name
             self._by_name = {one: each for one, each in before.items() if one not in names}

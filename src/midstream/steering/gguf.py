@@ -30,6 +30,7 @@ VERSIONS = (2, 3)
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MAX_NESTING = 4
+MAX_METADATA = 1 << 20  # numbers in all arrays of metadata: some 30 ms in which nothing else runs
 MAX_DIMENSIONS = 4
 
 
@@ -149,6 +150,10 @@ def read_gguf(
             known = ", ".join(f"{each} ({layout.name})" for each, layout in layouts.items())
             raise ModelError(f"GGUF: tensor {name!r} has GGML type {kind}; expected one of {known}")
         tensors[name] = _view_tensor(data, name, shape, layouts[kind], base + offset)
+    nbytes = sum(tensor.raw.size for tensor in tensors.values())
+    if nbytes > len(data):
+        # Decoded, each tensor is a copy of the bytes that it shares with others.
+        raise ModelError(f"GGUF: the tensors have {nbytes} bytes, and the file has {len(data)}")
     return Gguf(metadata, tensors)
 
 
@@ -158,6 +163,7 @@ class _Cursor:
     def __init__(self, data: bytes) -> None:
         self.data = memoryview(data)
         self.position = 0
+        self._numbers = 0  # in arrays so far
 
     def bytes(self, count: int) -> bytes:
         start = self.position
@@ -192,6 +198,9 @@ class _Cursor:
             # Read first, which checks the count before it becomes part of a `struct` format.
             code = SCALARS[kind]
             raw = self.bytes(count * struct.calcsize("<" + code))
+            self._numbers += count
+            if self._numbers > MAX_METADATA:
+                raise ModelError(f"GGUF: more than {MAX_METADATA} numbers of metadata")
             return list(struct.unpack(f"<{count}{code}", raw))
         return [self.value(kind, depth + 1) for _ in range(count)]
 

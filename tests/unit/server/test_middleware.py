@@ -366,6 +366,29 @@ async def test_a_long_body_is_parsed_in_a_thread(monkeypatch):
     assert [one == here for one in threads] == [True, False]
 
 
+@pytest.mark.parametrize(
+    "member",
+    [
+        '"text": "caf\\u00e9 ☕ \\n"',
+        '"a": [1.50, {"b": 1e2}]',
+        '"long": "' + "ab☕" * 500_000 + '"',
+    ],
+    ids=["escapes", "numbers", "long"],
+)
+def test_members_of_a_body_that_did_not_change_keep_their_text(member, monkeypatch):
+    written, dumps = [], json.dumps
+    monkeypatch.setattr(json, "dumps", lambda value: written.append(value) or dumps(value))
+    field = '{"capture": {"layers": [1]}}'
+    body = f' {{ {member} ,"midstream":{field}, "vllm_xargs": {{"k": 1}}, "n" : 2}} '.encode()
+    parsed = middleware._parse("/v1/completions", frozenset(), body)
+    monkeypatch.undo()
+    own = f'"vllm_xargs": {dumps({"k": 1, "midstream": parsed.id})}'
+    assert parsed.body.decode() == f'{{{member}, {own}, "n": 2}}'
+    assert json.loads(parsed.body) == parsed.value
+    longest = max(len(dumps(one)) for one in written)
+    assert longest < 100, "nothing else runs in the process while a long value is written"
+
+
 async def test_a_client_that_leaves_while_it_sends_leaves_nothing():
     messages = [
         {"type": "http.request", "body": b'{"prompt"', "more_body": True},

@@ -10,6 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.long_bodies import (
+    ELSEWHERE,
+    INNER,
+    OTHERS,
+    PLAIN_OTHERS,
+    REST,
+    ROUTES,
+    VLLM,
+    declared,
+    others_body,
+    others_fields,
+    run_route,
+    run_vllm,
+)
 from support.long_lists import (
     BODIES,
     BODY,
@@ -28,14 +42,14 @@ from support.long_lists import (
     whole,
 )
 from support.resolving_engine import TEMPLATE, ResolvingEngine, front_end
-from support.serving_fake import serving
+from support.serving_fake import make, serving
 from support.tokenizers import byte_level
 
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import fit_body, server
 from midstream.server.body_values import is_long
-from midstream.server.request_field import read_field
+from midstream.server.request_field import MidstreamField, read_field, take_field
 from midstream.spec import Steer
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +73,11 @@ def resolve(field: dict[str, Any], prompt: Any = WORDS) -> None:
         prompt = TOKENIZER.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False)
     if isinstance(prompt, str):
         prompt = TOKENIZER(prompt, add_special_tokens=False)["input_ids"]
-    found = read_field(field)
+    resolve_read(read_field(field), prompt, messages)
+
+
+def resolve_read(found: MidstreamField, prompt: list[int], messages: Any = None) -> None:
+    """Resolve the plan of a field for a prompt's tokens."""
     request = SimpleNamespace(
         prompt_token_ids=prompt,
         prompt_is_token_ids=None,
@@ -84,7 +102,7 @@ class Given:
     """Work on a body, with the body's length."""
 
     def __init__(self, body: Any, run: Any, prompt: Any = "") -> None:
-        self.size = len(json.dumps([body, prompt]))
+        self.size = len(body) if isinstance(body, bytes) else len(json.dumps([body, prompt]))
         self._run = run
 
     def __call__(self) -> None:
@@ -113,6 +131,27 @@ def test_every_field_has_a_list_or_takes_none():
         cases = {*BODIES[route], *SINGLE_OF_BODIES[route]}
         lost += [f"{route}.{name}" for name in known if name not in cases]
     assert lost == [], "write a case in tests/support/long_lists.py"
+
+
+async def test_every_field_of_every_route_has_a_list_or_takes_none():
+    site = await make(studio=True)
+    found = {
+        f"{method} {route.path}": declared(route)
+        for route in site.app.routes
+        if getattr(route, "endpoint", None) and route.endpoint.__module__.startswith("midstream.")
+        for method in route.methods & {"POST", "PUT", "PATCH", "DELETE"}
+        if method != "DELETE" or declared(route)
+    }
+    cases = {route: set(fields) for route, fields in ROUTES.items()}
+    cases |= {route: set(KNOWN[name]) for route, name in ELSEWHERE.items()}
+    assert found == cases, "write a case in tests/support/long_bodies.py"
+
+
+def test_every_field_of_other_tools_has_a_list_or_takes_none():
+    assert set(others_fields()) == set(OTHERS), "write a case in tests/support/long_bodies.py"
+    for field, names in INNER.items():
+        lost = [name for name in names if name not in OTHERS[field] and name not in PLAIN_OTHERS]
+        assert lost == [], f"write a case of {field} in tests/support/long_bodies.py"
 
 
 @pytest.mark.parametrize(
@@ -161,6 +200,55 @@ def test_a_list_of_a_body_costs_at_most_as_much_more_as_it_is_longer(route, name
         return Given(body, lambda: READ[route](body))
 
     check(f"{route}.{name}", make)
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "form"),
+    [
+        (route, name, form)
+        for route, fields in ROUTES.items()
+        for name, forms in fields.items()
+        for form in forms
+    ],
+)
+async def test_a_list_of_a_route_costs_at_most_as_much_more_as_it_is_longer(route, name, form):
+    site = await make()
+    site.engine.vectors.register("calm", {1: [1.0, 2.0, 2.0]})
+
+    def make_work(size):
+        value = ROUTES[route][name][form](size)
+        body = {**REST.get(route, {}), name: value} if name else value
+        site.engine.steering.clear()
+        site.engine.captures.clear()
+        return Given(body, lambda: run_route(route, site.server, body))
+
+    check(f"{route} {name}, {form}", make_work)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [(name, form) for name, forms in OTHERS.items() for form in forms]
+)
+def test_a_list_of_other_tools_costs_at_most_as_much_more_as_it_is_longer(name, form):
+    def make_work(size):
+        body = others_body(name, OTHERS[name][form](size))
+
+        def run():
+            resolve_read(take_field(dict(body)), TOKENS)
+
+        return Given(body, run)
+
+    check(f"{name}, {form}", make_work)
+
+
+@pytest.mark.parametrize("name", VLLM)
+async def test_a_list_of_vllms_bodies_costs_at_most_as_much_more_as_it_is_longer(name):
+    site = await make()
+
+    def make_work(size):
+        body = VLLM[name](size)
+        return Given(body, lambda: run_vllm(body, site.server))
+
+    check(name, make_work)
 
 
 def _captures(count, **more):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from support.sinking import ORIGIN, Keeping, activations, delivery, put_now
 
@@ -186,6 +189,30 @@ def test_captures_that_no_request_could_have_together_are_rejected():
     with pytest.raises(SpecError, match="differs"):
         captures.set("y", Capture(2))
     assert [one.name for one in captures.list()] == ["x"]
+
+
+def test_who_reads_does_not_wait_while_a_change_is_checked():
+    begun, end = threading.Event(), threading.Event()
+
+    def check(captures):
+        if len(captures) > 1:
+            begun.set()
+            assert end.wait(60)
+
+    captures = made(check=check)
+    captures.set("watch", AT_1)
+    with ThreadPoolExecutor(2) as pool:
+        change = pool.submit(captures.set, "more", Capture(2), "memory")
+        assert begun.wait(60)
+        try:
+            read = pool.submit(lambda: (captures.list(), captures.show("watch"), captures.current))
+            names = [one.name for one in read.result(10)[0]]
+            assert list(captures.collect("watch")) == []
+        finally:
+            end.set()
+        assert names == ["watch"]
+        assert change.result(60).name == "more"
+    assert [one.name for one in captures.list()] == ["more", "watch"]
 
 
 def test_unknown_names_are_rejected_with_those_that_are_set():

@@ -11,7 +11,7 @@ from midstream.errors import HttpError, SpecError
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.server.body_values import check_values, is_long
 from midstream.server.server import Server
-from midstream.validation import read_json
+from midstream.validation import read_json_members
 
 
 class StrictRequest(Request):
@@ -66,7 +66,8 @@ def content_type(request: Request) -> str:
 def _read(data: bytes) -> object:
     """Return the JSON of a body, whose values are counted first."""
     check_values(data)
-    return read_json(data)
+    value, _, _ = read_json_members(data)
+    return value
 
 
 def _refused(refusal: HttpError) -> HTTPException:
