@@ -67,16 +67,13 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
     """Return what is known of a file that is about to be read, after checking that it is one.
 
     To open a named pipe waits for a writer, and a device may have no end.
-
-    Raises:
-        OSError: it does not exist, or is a folder, a pipe, a socket or a device.
     """
-    found = os.stat(path)
-    if stat.S_ISDIR(found.st_mode):
+    file_stat = os.stat(path)
+    if stat.S_ISDIR(file_stat.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(file_stat.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    return found
+    return file_stat
 
 
 @contextmanager
@@ -107,9 +104,6 @@ def kind(value: object) -> str:
 def check_text(text: str) -> None:
     """Check that text has a UTF-8 form: JSON allows unpaired surrogates; tokenizers and stores do
     not.
-
-    Raises:
-        SpecError: it has none.
     """
     try:
         text.encode("utf-8")
@@ -168,10 +162,10 @@ def as_list(value: object) -> object:
     if shape is None or not hasattr(value, "tolist") or len(shape) > 1:
         return value
     try:
-        found: object = value.tolist()
+        values: object = value.tolist()
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return value
-    return found
+    return values
 
 
 def is_int(value: object) -> TypeGuard[numbers.Integral]:
@@ -180,26 +174,18 @@ def is_int(value: object) -> TypeGuard[numbers.Integral]:
 
 
 def read_int(value: object) -> int:
-    """Read an integer within ±2**31: Python's, numpy's, or an array or tensor of one element.
-
-    Raises:
-        SpecError: `value` is not such an integer.
-    """
+    """Read an integer within ±2**31: Python's, numpy's, or an array or tensor of one element."""
     value = as_number(value)
     if not is_int(value):
         raise SpecError("", f"expected `int`, got {kind(value)}")
-    found = int(value)
-    if abs(found) > INT_LIMIT:
-        raise SpecError("", f"expected an `int` within ±2**31, got {show(found)}")
-    return found
+    number = int(value)
+    if abs(number) > INT_LIMIT:
+        raise SpecError("", f"expected an `int` within ±2**31, got {show(number)}")
+    return number
 
 
 def read_count(value: object, least: int = 1) -> int:
-    """Read an integer of any length, of at least `least`.
-
-    Raises:
-        SpecError: `value` is not such an integer.
-    """
+    """Read an integer of any length, of at least `least`."""
     if not is_int(value):
         raise SpecError("", f"expected `int`, got {kind(value)}")
     if value < least:
@@ -211,31 +197,24 @@ def read_float32(value: object) -> float:
     """Read a number, finite and within float32's range, as a float.
 
     It is Python's or numpy's, or an array or tensor of one element.
-
-    Raises:
-        SpecError: `value` is not such a number.
     """
     if not isinstance(value, (int, float)):
         value = as_number(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise SpecError("", f"expected a number, got {kind(value)}")
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
         raise SpecError("", "the number overflows float32") from None
-    if not math.isfinite(found):
-        raise SpecError("", f"expected a finite number, got {found}")
-    if abs(found) > FLOAT32_MAX:
-        raise SpecError("", f"{found!r} overflows float32")
-    return found
+    if not math.isfinite(number):
+        raise SpecError("", f"expected a finite number, got {number}")
+    if abs(number) > FLOAT32_MAX:
+        raise SpecError("", f"{number!r} overflows float32")
+    return number
 
 
 def read_word(value: object, known: Sequence[str]) -> str:
-    """Read one of the known words.
-
-    Raises:
-        SpecError: `value` is not one of them.
-    """
+    """Read one of the known words."""
     if not isinstance(value, str):
         raise SpecError("", f"expected one of {listed(known)}, got {kind(value)}")
     if value not in known:
@@ -249,11 +228,7 @@ def read_mapping(value: object, expected: str) -> Mapping[Any, Any]:
     """Return a dict unchanged.
 
     Args:
-        value: the dict.
         expected: what would be right, for the error.
-
-    Raises:
-        SpecError: it is not one.
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected {expected}, got {show(value)}")
@@ -263,11 +238,7 @@ def read_mapping(value: object, expected: str) -> Mapping[Any, Any]:
 def read_fields(
     value: object, required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Read the fields of a dict.
-
-    Raises:
-        SpecError: a required field is missing, or a field is neither required nor optional.
-    """
+    """Read the fields of a dict."""
     known = (*required, *optional)
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected a dict of {listed(known)}, got {kind(value)}")
@@ -287,9 +258,6 @@ def read_fields(
 def read_json(text: str | bytes) -> object:
     """Parse a JSON text; `bytes` must be UTF-8. A byte order mark in front, which editors and
     spreadsheets write, is skipped.
-
-    Raises:
-        SpecError: the text is not JSON, has NaN or Infinity, or an object has a duplicate field.
     """
     try:
         value: object = _DECODER.decode(_text_of(text))
@@ -304,15 +272,12 @@ def read_json_members(data: bytes) -> tuple[object, str, Mapping[str, tuple[int,
     Returns:
         The value; the text; and of each member of an object, from where to where its value is in
         the text. A text that is no object has none.
-
-    Raises:
-        SpecError: as `read_json`.
     """
     try:
         text = _text_of(data)
-        found, places = _members(text)
+        members, places = _members(text)
         # Without members: an empty object, another value, or malformed, which this tells.
-        return (found if places else _DECODER.decode(text)), text, places
+        return (members if places else _DECODER.decode(text)), text, places
     except (RecursionError, ValueError) as error:
         raise _json_error(error) from None
 
@@ -321,18 +286,18 @@ def _members(text: str) -> tuple[dict[str, object], dict[str, tuple[int, int]]]:
     """Return the members of an object, and from where to where their values are in its text; none
     if it has none, is malformed, or is no object.
     """
-    found: dict[str, object] = {}
+    members: dict[str, object] = {}
     places: dict[str, tuple[int, int]] = {}
     mark = _FIRST.match(text)
     while mark is not None:
         name, at = _DECODER.raw_decode(text, mark.end())
         colon = _COLON.match(text, at)
-        if colon is None or name in found:
+        if colon is None or name in members:
             break
-        found[name], at = _DECODER.raw_decode(text, colon.end())
+        members[name], at = _DECODER.raw_decode(text, colon.end())
         places[name] = colon.end(), at
         if _LAST.fullmatch(text, at):
-            return found, places
+            return members, places
         mark = _NEXT.match(text, at)
     return {}, {}
 
@@ -364,11 +329,7 @@ def _json_error(error: Exception) -> SpecError:
 
 
 def read_json_text(text: str) -> object:
-    """Parse a JSON text that is a value in the JSON of a request.
-
-    Raises:
-        SpecError: as `read_json`, or it has more than MAX_VALUES values.
-    """
+    """Parse a JSON text that is a value in the JSON of a request."""
     if has_more_values(text):
         raise SpecError("", f"the JSON has more than {MAX_VALUES} values")
     return read_json(text)
@@ -387,60 +348,49 @@ def has_more_values(text: str | bytes) -> bool:
 
 
 def read_message(read: Callable[[D], T], data: D) -> T:
-    """Read a message with one of msgspec's typed decoders.
-
-    Args:
-        read: decoder.
-        data: argument of the decoder.
-
-    Raises:
-        SpecError: `data` is malformed; the path leads to the wrong field.
-    """
+    """Read a message with one of msgspec's typed decoders."""
     import msgspec  # here, as `import midstream` loads the standard library alone
 
     try:
         return read(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         text = str(error)
-    found = _PLACE.fullmatch(text)
-    problem, path = found.groups() if found else (text, "")
+    match = _PLACE.fullmatch(text)
+    problem, path = match.groups() if match else (text, "")
     raise SpecError(path[:_SHOWN], (problem[:1].lower() + problem[1:])[:_PROBLEM])
 
 
 def read_struct(struct: type[S], value: object) -> S:
     """Read a dict as a msgspec Struct, all of whose fields have defaults; its annotations say what
     is allowed.
-
-    Raises:
-        SpecError: a field is unknown, or its value is not allowed.
     """
     import msgspec
 
     names = dict(zip(struct.__struct_encode_fields__, struct.__struct_fields__, strict=True))
-    given = read_fields(value, (), tuple(names))
+    fields = read_fields(value, (), tuple(names))
     annotations = get_type_hints(struct)
-    for name in given:
+    for name in fields:
         annotation = annotations[names[name]]
         if get_origin(annotation) is Literal:  # msgspec's error would not name the words
             with at(name):
-                read_word(given[name], get_args(annotation))
+                read_word(fields[name], get_args(annotation))
     try:
-        made: S = read_message(partial(msgspec.convert, type=struct), given)
+        made: S = read_message(partial(msgspec.convert, type=struct), fields)
     except SpecError as error:
-        if error.path not in given:
+        if error.path not in fields:
             raise
         expected = error.problem.partition(", got ")[0]
-        raise SpecError(error.path, f"{expected}, got {show(given[error.path])}") from None
+        raise SpecError(error.path, f"{expected}, got {show(fields[error.path])}") from None
     return made
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     for name, value in pairs:
-        if name in found:
+        if name in fields:
             raise SpecError("", f"duplicate JSON field {show(name)} in one object")
-        found[name] = value
-    return found
+        fields[name] = value
+    return fields
 
 
 def _reject_constant(name: str) -> object:

@@ -101,7 +101,7 @@ DEADLINES: tuple[Fault, ...] = (
     Fault(
         "A file that is a pipe is waited for",
         "check_regular",
-        "if not stat.S_ISREG(found.st_mode):",
+        "if not stat.S_ISREG(file_stat.st_mode):",
         "if False:",
         _HANGING + "test_a_named_pipe_in_place_of_a_file_is_an_error_and_no_wait",
     ),

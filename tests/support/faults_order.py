@@ -55,8 +55,8 @@ ORDER: tuple[Fault, ...] = (
     Fault(
         "Captured heads come in ascending order, whatever their list says",
         "capture:_read_heads",
-        'found = read_ordered_indices(value, "heads")',
-        'found = tuple(sorted(read_ordered_indices(value, "heads")))',
+        'heads = read_ordered_indices(value, "heads")',
+        'heads = tuple(sorted(read_ordered_indices(value, "heads")))',
         _LISTS,
     ),
     Fault(

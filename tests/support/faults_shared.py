@@ -106,8 +106,8 @@ SHARED: tuple[Fault, ...] = (
     Fault(
         "The field in the first of two vllm_xargs is passed over",
         "_parse_leniently",
-        "found: object = json.loads(body, object_pairs_hook=_asking)",
-        "found: object = json.loads(body)",
+        "parsed: object = json.loads(body, object_pairs_hook=_asking)",
+        "parsed: object = json.loads(body)",
         _SPELT,
     ),
     Fault(

@@ -15,7 +15,7 @@ TOOLS: tuple[Fault, ...] = (
     Fault(
         "`midstream doctor --env` reports an installation as good whose vLLM differs in a seam",
         "_seams",
-        "found.append(str(error))",
+        "differences.append(str(error))",
         "str(error)",
         "tests/unit/tools/doctor/test_environment.py"
         "::test_differences_of_all_checks_of_seams_are_collected",

@@ -100,7 +100,7 @@ WORK: tuple[Fault, ...] = (
     Fault(
         "Compressed arrays are limited one by one, and not together",
         "vllm_lens:_read_vectors",
-        "check_compressed(one.get('activations') for one in value if isinstance(one, Mapping))",
+        "check_compressed(item.get('activations') for item in value if isinstance(item, Mapping))",
         "",
         TEST_GROW + "::test_compressed_arrays_of_a_body_have_a_budget_together",
     ),
@@ -149,17 +149,17 @@ WORK: tuple[Fault, ...] = (
     Fault(
         "A long member of a body is written again, and nothing else runs meanwhile",
         "middleware:_written",
-        "name in places and before[name] is each",
-        "name in places and before[name] is each and not each",
+        "name in places and before[name] is member",
+        "name in places and before[name] is member and not member",
         "tests/unit/server/test_middleware.py"
         "::test_members_of_a_body_that_did_not_change_keep_their_text",
     ),
     Fault(
         "The event loop waits while a change of server-wide captures is checked",
         "ServerCaptures.set",
-        "self._check(tuple(one for several in new.values() for one in several))",
+        "self._check(tuple(named_capture for several in new.values() for named_capture in several))",
         "with self._lock:\n"
-        "    self._check(tuple(one for several in new.values() for one in several))",
+        "    self._check(tuple(named_capture for several in new.values() for named_capture in several))",
         "tests/unit/sinks/test_server_captures.py"
         "::test_who_reads_does_not_wait_while_a_change_is_checked",
     ),

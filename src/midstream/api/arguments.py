@@ -53,64 +53,62 @@ class CallArguments:
 
         Args:
             count: number of prompts.
-
-        Raises:
-            SpecError: a list fits neither all prompts nor each prompt.
         """
         columns = {name: per_prompt(name, value, count) for name, value in self._values().items()}
         return [
-            PromptArguments(**{name: column[nth] for name, column in columns.items()})
-            for nth in range(count)
+            PromptArguments(**{name: column[index] for name, column in columns.items()})
+            for index in range(count)
         ]
 
     def alone(self) -> PromptArguments:
         """Return the arguments of a call with one prompt, for which every list is."""
         return PromptArguments(self.capture, self.steer, self.edits, self.probes, self.controller)
 
-    def explain(self, error: SpecError, nth: int | None = None) -> SpecError:
+    def explain(self, error: SpecError, prompt_index: int | None = None) -> SpecError:
         """Return an error of a prompt's plan with the path of the caller's argument.
 
         With one list per prompt the path has its index, as `steer[3][0].layer`; with one value for
         all prompts the message names the prompt.
 
         Args:
-            error: error of the plan.
-            nth: index of the prompt; None: the call has one prompt.
+            prompt_index: index of the prompt; None: the call has one prompt.
         """
-        found = self._path(error.path, nth)
-        if found is None:
+        argument_path = self._path(error.path, prompt_index)
+        if argument_path is None:
             return error
-        path, is_for_all = found
+        path, is_for_all = argument_path
         # The problem may name other parts of the plan.
-        problem = _PART.sub(lambda part: (self._path(part[0], nth) or part)[0], error.problem)
-        return type(error)(path, f"{problem} (prompt {nth})" if is_for_all else problem)
+        problem = _PART.sub(
+            lambda part: (self._path(part[0], prompt_index) or part)[0], error.problem
+        )
+        return type(error)(path, f"{problem} (prompt {prompt_index})" if is_for_all else problem)
 
-    def _path(self, path: str, nth: int | None) -> tuple[str, bool] | None:
+    def _path(self, path: str, prompt_index: int | None) -> tuple[str, bool] | None:
         """Return a plan's path as one of the caller's arguments, and whether that argument is for
         all prompts of a list; None: no argument has it.
         """
         head, rest = re.match(r"([a-z_]*)(.*)", path, re.DOTALL).groups()  # type: ignore[union-attr]
-        name, rest = self._origin(head, rest, nth)
+        name, rest = self._origin(head, rest, prompt_index)
         value = self._values().get(name)
         if value is None:
             return None
         mine, begin = value, name
-        if nth is not None and (
+        if prompt_index is not None and (
             isinstance(value, (list, tuple)) and (name not in _SEVERAL or _is_per_prompt(value))
         ):
-            mine, begin = value[nth], f"{name}[{nth}]"
+            mine, begin = value[prompt_index], f"{name}[{prompt_index}]"
         # A plan numbers its parts even if the caller gave a single one.
         if not isinstance(mine, (list, tuple)):
             rest = rest.removeprefix("[0]")
-        return begin + rest, nth is not None and begin == name
+        return begin + rest, prompt_index is not None and begin == name
 
-    def _origin(self, head: str, rest: str, nth: int | None) -> tuple[str, str]:
+    def _origin(self, head: str, rest: str, prompt_index: int | None) -> tuple[str, str]:
         """Return the argument and the rest of the path: a plan has the edits of `steer` first."""
         if head != "edits" or self.steer is None:
             return head, rest
         mine = self.steer
-        if nth is not None and isinstance(mine, (list, tuple)) and _is_per_prompt(mine):
-            mine = mine[nth]
+        if prompt_index is not None and isinstance(mine, (list, tuple)) and _is_per_prompt(mine):
+            mine = mine[prompt_index]
         count = len(_as_list(mine))
         index, tail = re.match(r"\[(\d+)\](.*)|", rest, re.DOTALL).groups()  # type: ignore[union-attr]
         if index is None:
@@ -154,20 +152,17 @@ class PromptArguments:
     def plan(self) -> Plan | None:
         """Return the plan; None: all arguments are None. The same immutable objects give the same
         plan, so that what was computed for it is used again.
-
-        Raises:
-            SpecError: an argument is malformed; the path is relative to the plan.
         """
         # The cache keeps the arguments alive, so that no other object gets one of their ids.
         cached = _PLANS.get(self.key)
         if cached is not None:
             return cached[1]
-        found = _plan(self)
-        if all(isinstance(one, _IMMUTABLE) for one in self._parts):
+        plan = _plan(self)
+        if all(isinstance(part, _IMMUTABLE) for part in self._parts):
             if len(_PLANS) >= _CACHED_PLANS:
                 _PLANS.clear()
-            _PLANS[self.key] = self, found
-        return found
+            _PLANS[self.key] = self, plan
+        return plan
 
     def split_controller(self) -> tuple[Controller | None, PromptArguments]:
         """Return a controller in `mode="async"`, which is no part of a plan, and the arguments
@@ -187,7 +182,7 @@ def _plan(arguments: PromptArguments) -> Plan | None:
     """Return the plan of arguments; see `PromptArguments.plan`."""
     edits: Any = arguments.edits
     if arguments.steer is not None:
-        named = [_named(one) for one in _as_list(arguments.steer)]
+        named = [_named(edit) for edit in _as_list(arguments.steer)]
         if not named:
             raise SpecError("edits", "the list is empty; leave it out to ask for none")
         edits = named if edits is None else [*named, *_as_list(edits)]
@@ -227,10 +222,6 @@ def check_names(function: str, others: Iterable[str], theirs: Callable[..., Any]
     Args:
         function: name of the called function, for the message.
         others: names of the arguments that midstream does not have.
-        theirs: vLLM's function.
-
-    Raises:
-        SpecError: one is; the message has what to write instead.
     """
     for name in others:
         if name in _parameters(theirs):
@@ -255,13 +246,8 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     rejected; one of a single entry is for all prompts. For one prompt a flat list is that prompt's.
 
     Args:
-        name: name of the argument.
         value: one value for all prompts, or a list.
         count: number of prompts.
-
-    Raises:
-        SpecError: the list is flat, its length is not the number of prompts, or an entry of
-            `capture` is not a capture.
     """
     if not isinstance(value, (list, tuple)):
         return [value] * count
@@ -276,10 +262,10 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
             )
         return [value] * count
     if name == "capture":
-        for nth, entry in enumerate(value):
+        for index, entry in enumerate(value):
             if not (entry is None or isinstance(entry, (Capture, Mapping, list, tuple))):
                 raise bad_capture(value if is_int(entry) else entry).under(
-                    name if is_int(entry) else f"{name}[{nth}]"
+                    name if is_int(entry) else f"{name}[{index}]"
                 )
     if len(value) != count:
         prompts = "1 prompt" if count == 1 else f"{count} prompts"

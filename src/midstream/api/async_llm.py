@@ -111,9 +111,9 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
         else:
             if model is not None:
                 engine_args["model"] = model
-            given = engine_args.pop("additional_config", None)
+            config = engine_args.pop("additional_config", None)
             args = AsyncEngineArgs(
-                **engine_args, additional_config=with_midstream(given, midstream, enable_steering)
+                **engine_args, additional_config=with_midstream(config, midstream, enable_steering)
             )
             made = _of_engine_args(args)
         if from_additional_config(made["vllm_config"].additional_config) is None:

@@ -88,7 +88,9 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
         enable_steering: bool = False,
         **vllm_args: Any,
     ) -> None:
-        given = with_midstream(vllm_args.pop("additional_config", None), midstream, enable_steering)
+        config = with_midstream(
+            vllm_args.pop("additional_config", None), midstream, enable_steering
+        )
         self._default_capture: DefaultCapture | None = None
         if layers is not None:
             self._default_capture = DefaultCapture.parse(
@@ -99,7 +101,7 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
         check_script()
         seams.check("offline")
         check_offline(vllm_args.get("data_parallel_size", 1))
-        super().__init__(model, additional_config=given, **vllm_args)
+        super().__init__(model, additional_config=config, **vllm_args)
         self._front_end = install.front_end(self.llm_engine)
         if self._default_capture is not None:
             try:
@@ -322,13 +324,11 @@ def _plans_of_chats(
     """Return the function that attaches conversations to the plans that need them.
 
     Args:
-        talks: the conversations.
-        template: arguments of the chat template.
         is_read: whether what applies to every request needs them.
     """
 
-    def attached(nth: int, plan: Plan | None) -> Plan | CallPlan | None:
+    def attached(index: int, plan: Plan | None) -> Plan | CallPlan | None:
         is_needed = is_read or (plan is not None and plan.needs_prompt)
-        return CallPlan(plan, talks[nth], template) if is_needed else plan
+        return CallPlan(plan, talks[index], template) if is_needed else plan
 
     return attached

@@ -44,7 +44,6 @@ class PreparedSweep:
     """A sweep that was checked against its engine.
 
     Attributes:
-        job: its runs.
         params: sampling parameters of each run, without its plan.
         at_once: number of runs whose outputs may be kept at the same time.
     """
@@ -68,17 +67,10 @@ def prepare(
 
     Args:
         engine: vLLM's LLMEngine or AsyncLLM.
-        front: its front end.
-        prompt: the prompt that is patched.
-        request: the sweep.
         template: arguments of the chat template, for prompts that are messages.
         sampling_params: of each run; only for a metric that is a function. None: one token, the
             most likely one.
         open_rows: returns the rows of an earlier request by id; None: there are none.
-        most_cells: most cells of a sweep.
-
-    Raises:
-        SpecError: the engine or a prompt lacks something that the sweep names.
     """
     source = request.source.prompt if isinstance(request.source, PromptSource) else None
     for name in template:
@@ -89,9 +81,9 @@ def prepare(
     shown = request.metric if isinstance(request.metric, Metric) else None
     if shown is not None:
         with at("metric"):
-            found = shown.with_ids(partial(token_id, engine))
-            _check_tokens(found.tokens, engine.vllm_config.model_config)
-            request = request.with_metric(found)
+            metric = shown.with_ids(partial(token_id, engine))
+            _check_tokens(metric.tokens, engine.vllm_config.model_config)
+            request = request.with_metric(metric)
     target = _prompt_of(engine, "prompt", prompt, template)
     other = None if source is None else _prompt_of(engine, "source", source, template)
     config = engine.vllm_config.model_config
@@ -110,14 +102,7 @@ def run_offline(
     """Carry out a sweep on an offline engine.
 
     Args:
-        llm: the engine.
-        front: its front end.
-        sweep: the sweep.
         vllm_args: arguments of `vllm.LLM.generate`.
-
-    Raises:
-        BusyError: another thread uses the engine, or it has requests that were queued before.
-        ReceiptError: results differ from their plan.
     """
     with front.use.whole_call():
         return _run(llm, front, sweep, vllm_args)
@@ -148,9 +133,6 @@ async def run_async(
     """Carry out a sweep on an asynchronous engine. If the caller is cancelled, its requests are.
 
     Args:
-        llm: the engine.
-        front: its front end.
-        sweep: the sweep.
         vllm_args: arguments of vLLM's `generate`.
         on_start: called with the job when its unpatched runs are known.
         on_cell: called with each cell and its value.
@@ -158,10 +140,6 @@ async def run_async(
         at_once: number of runs that are sent to the engine at the same time. None: a few more than
             it computes, so that requests of others do not wait for all of a sweep.
         most_bytes: most bytes of rows of the source prompt; None: any.
-
-    Raises:
-        ReceiptError: results differ from their plan.
-        SpecError: the source prompt has more rows.
     """
     job = sweep.job
 
@@ -194,13 +172,13 @@ def _generate(
 
 def _prompt_of(engine: Any, name: str, prompt: Any, template: Mapping[str, Any]) -> SweepPrompt:
     with at(name):
-        found = tokenize(engine, prompt, template)
+        tokenized = tokenize(engine, prompt, template)
         longest = engine.vllm_config.model_config.max_model_len - 1
-        if found.length > longest:
+        if tokenized.length > longest:
             raise SpecError(
-                "", f"{found.length} tokens, and this engine computes {longest} at most"
+                "", f"{tokenized.length} tokens, and this engine computes {longest} at most"
             )
-        return SweepPrompt(found, token_texts(engine, found))
+        return SweepPrompt(tokenized, token_texts(engine, tokenized))
 
 
 def _check_tokens(tokens: Iterable[Any], config: Any) -> None:
@@ -212,35 +190,35 @@ def _check_tokens(tokens: Iterable[Any], config: Any) -> None:
             )
 
 
-def _params_of(metric: Any, given: SamplingParams | None, config: Any) -> SamplingParams:
+def _params_of(metric: Any, sampling_params: SamplingParams | None, config: Any) -> SamplingParams:
     """Return the sampling parameters of each run, which ask for what the metric reads."""
-    one = SamplingParams(
+    params = SamplingParams(
         max_tokens=1, temperature=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
     )
     if not isinstance(metric, Metric):
-        if given is None:
-            return one
-        if given.n != 1:
-            raise SpecError("sampling_params.n", f"expected 1, got {given.n}")
-        return _whole(given)
-    if given is not None:
+        if sampling_params is None:
+            return params
+        if sampling_params.n != 1:
+            raise SpecError("sampling_params.n", f"expected 1, got {sampling_params.n}")
+        return _whole(sampling_params)
+    if sampling_params is not None:
         raise SpecError(
             "sampling_params", "only for a metric that is a function; each run is one token here"
         )
     if metric.reads_all:
-        return one
+        return params
     if "logprobs" not in str(getattr(config.logprobs_mode, "value", config.logprobs_mode)):
         raise SpecError(
             "metric",
             f"needs log-probabilities, and this engine has logprobs_mode={config.logprobs_mode!r}; "
             'start it with "raw_logprobs"',
         )
-    one.logprob_token_ids = [int(token) for token in metric.tokens]
-    return one
+    params.logprob_token_ids = [int(token) for token in metric.tokens]
+    return params
 
 
 def _whole(params: SamplingParams) -> SamplingParams:
     """Return a copy of sampling parameters whose outputs come when they are whole."""
-    found = params.clone()
-    found.output_kind = RequestOutputKind.FINAL_ONLY
-    return found
+    clone = params.clone()
+    clone.output_kind = RequestOutputKind.FINAL_ONLY
+    return clone

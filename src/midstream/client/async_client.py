@@ -54,19 +54,19 @@ class AsyncClient:
         self.vectors = AsyncVectors(self._run)
         self.steering = AsyncSteering(self._run)
 
-    async def complete(self, prompt: Any, **given: Any) -> ServedOutput:
+    async def complete(self, prompt: Any, **options: Any) -> ServedOutput:
         """Complete a prompt; see `Client.complete`."""
-        return await self._run(protocol.complete(protocol.COMPLETIONS, given, prompt=prompt))
+        return await self._run(protocol.complete(protocol.COMPLETIONS, options, prompt=prompt))
 
-    async def chat(self, messages: Any, **given: Any) -> ServedOutput:
+    async def chat(self, messages: Any, **options: Any) -> ServedOutput:
         """Answer a conversation; see `Client.chat`."""
-        return await self._run(protocol.complete(protocol.CHAT, given, messages=messages))
+        return await self._run(protocol.complete(protocol.CHAT, options, messages=messages))
 
     async def stream(
-        self, prompt: Any = None, *, messages: Any = None, **given: Any
+        self, prompt: Any = None, *, messages: Any = None, **options: Any
     ) -> AsyncIterator[ServedOutput]:
         """Yield the accumulated output after each event; see `Client.stream`."""
-        stream = protocol.OutputStream(given, prompt, messages)
+        stream = protocol.OutputStream(options, prompt, messages)
         request = stream.request
         with named_failures(self._http):
             async with self._http.stream(
@@ -86,10 +86,10 @@ class AsyncClient:
         metric: Any,
         *,
         on_cell: OnCell | None = None,
-        **given: Any,
+        **options: Any,
     ) -> Sweep:
         """Patch a prompt at each cell of a grid; see `Client.sweep`."""
-        stream = SweepStream(sweep_body(prompt, source, metric, given), on_cell)
+        stream = SweepStream(sweep_body(prompt, source, metric, options), on_cell)
         request = stream.request
         with named_failures(self._http):
             async with self._http.stream(

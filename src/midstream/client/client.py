@@ -54,12 +54,12 @@ class Client:
         self.vectors = Vectors(self._run)
         self.steering = SteeringOfServer(self._run)
 
-    def complete(self, prompt: Any, **given: Any) -> ServedOutput:
+    def complete(self, prompt: Any, **options: Any) -> ServedOutput:
         """Complete a prompt.
 
         Args:
             prompt: as for `/v1/completions`.
-            **given: `capture`, `steer`, `edits`, `probes`, `controller` and `activations` as for
+            **options: `capture`, `steer`, `edits`, `probes`, `controller` and `activations` as for
                 `extra_body`; with `activations="keep"` the rows stay on the server, for edits of
                 later requests: `output.outputs[0].captured` refers to them. All others are fields
                 of the request body, such as `model`, `max_tokens`, `temperature`.
@@ -69,32 +69,38 @@ class Client:
             ServerError: the server rejected the request, or midstream is not enabled there.
             httpx.HTTPError: the server is unreachable, or the connection failed.
         """
-        return self._run(protocol.complete(protocol.COMPLETIONS, given, prompt=prompt))
+        return self._run(protocol.complete(protocol.COMPLETIONS, options, prompt=prompt))
 
-    def chat(self, messages: Any, **given: Any) -> ServedOutput:
+    def chat(self, messages: Any, **options: Any) -> ServedOutput:
         """Answer a conversation; arguments and exceptions are those of `complete`.
 
         Args:
             messages: as for `/v1/chat/completions`.
-            **given: as for `complete`.
+            **options: as for `complete`.
         """
-        return self._run(protocol.complete(protocol.CHAT, given, messages=messages))
+        return self._run(protocol.complete(protocol.CHAT, options, messages=messages))
 
     def stream(
-        self, prompt: Any = None, *, messages: Any = None, **given: Any
+        self, prompt: Any = None, *, messages: Any = None, **options: Any
     ) -> Iterator[ServedOutput]:
         """Yield the accumulated output after each event of a stream; the last one is complete.
 
         Arguments and exceptions are those of `complete`, or of `chat` if `messages` is given.
         """
-        stream = protocol.OutputStream(given, prompt, messages)
+        stream = protocol.OutputStream(options, prompt, messages)
         for data in self._bytes_of(stream.request):
             for exchange in stream.feed(data):
                 yield self._run(exchange)
         stream.end()
 
     def sweep(
-        self, prompt: Any, source: Any, metric: Any, *, on_cell: OnCell | None = None, **given: Any
+        self,
+        prompt: Any,
+        source: Any,
+        metric: Any,
+        *,
+        on_cell: OnCell | None = None,
+        **options: Any,
     ) -> Sweep:
         """Patch a prompt at each cell of a grid, and return a metric of each cell.
 
@@ -104,7 +110,7 @@ class Client:
             prompt, source, metric: as for `midstream.LLM.sweep`. The source may also be rows that
                 the server keeps, `output.outputs[0].captured`; the metric is no function.
             on_cell: called with each `SweepCell` and its value as soon as it is known.
-            **given: other arguments of `midstream.LLM.sweep`, except `sampling_params`, `use_tqdm`
+            **options: other arguments of `midstream.LLM.sweep`, except `sampling_params`, `use_tqdm`
                 and `lora_request`; `model`, the name of the model or of an adapter; of the chat
                 template `add_generation_prompt`, `continue_final_message` and
                 `chat_template_kwargs`.
@@ -117,7 +123,7 @@ class Client:
             ServerError: the server rejected the request, or the sweep failed.
             httpx.HTTPError: the server is unreachable, or the connection failed.
         """
-        stream = SweepStream(sweep_body(prompt, source, metric, given), on_cell)
+        stream = SweepStream(sweep_body(prompt, source, metric, options), on_cell)
         for data in self._bytes_of(stream.request):
             stream.feed(data)
         return stream.end()

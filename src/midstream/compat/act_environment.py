@@ -31,11 +31,7 @@ CAPTURE = {"layers": "all", "sites": "resid_post", "positions": "all"}
 
 
 def from_act_environment(environment: Mapping[str, str] = os.environ) -> Config | None:
-    """Return the settings of the variables; None if capturing is off.
-
-    Raises:
-        ConfigError: a variable has an invalid value.
-    """
+    """Return the settings of the variables; None if capturing is off."""
     if _word(environment, "VLLM_ACT_CAPTURE", ("0", "1")) == "0":
         return None
     mode = _word(environment, "VLLM_ACT_MODE", MODES)

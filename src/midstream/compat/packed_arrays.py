@@ -35,10 +35,6 @@ def read_array(
         shape: list of at least one positive int.
         dtype: one of DTYPES; the numbers are little-endian.
         compression: None or "zstd".
-
-    Raises:
-        SpecError: a value is malformed, the sizes do not agree, or this Python cannot decompress.
-            The path starts with the argument's name.
     """
     import numpy as np
 
@@ -61,12 +57,12 @@ def read_array(
             )
     if word == "bfloat16":
         halves = np.frombuffer(raw, "<u2").astype("<u4")
-        found = (halves << 16).view("<f4")
+        array = (halves << 16).view("<f4")
     else:
-        found = np.frombuffer(raw, f"<f{_ITEM_BYTES[word]}")
+        array = np.frombuffer(raw, f"<f{_ITEM_BYTES[word]}")
     with np.errstate(over="ignore"):
         # A number that overflows becomes infinite, which Vector rejects.
-        return found.astype("<f4").reshape(sizes)
+        return array.astype("<f4").reshape(sizes)
 
 
 def check_compressed(arrays: Iterable[object]) -> None:
@@ -77,9 +73,6 @@ def check_compressed(arrays: Iterable[object]) -> None:
     Args:
         arrays: dicts with `shape` and `compression`; others are passed over, as are malformed ones,
             which `read_array` refuses.
-
-    Raises:
-        SpecError: they have more than MAX_NUMBERS together.
     """
     count = 0
     for array in arrays:
@@ -115,11 +108,7 @@ def _decompressed(data: bytes, size: int) -> bytes:
 
 
 def _zstd() -> tuple[Any, Callable[[Any, bytes, int], bytes]]:
-    """Return a zstd library and how to read data with it.
-
-    Raises:
-        SpecError: none is installed.
-    """
+    """Return a zstd library and how to read data with it."""
     # Not pyarrow, whose results end in memory of others if the size is wrong.
     for name, read in (
         ("compression.zstd", _read_python),
@@ -139,12 +128,14 @@ def _zstd() -> tuple[Any, Callable[[Any, bytes, int], bytes]]:
 
 def _read_python(library: Any, data: bytes, size: int) -> bytes:
     options = {library.DecompressionParameter.window_log_max: _MAX_WINDOW_BITS}
-    found: bytes = library.ZstdDecompressor(options=options).decompress(data, max_length=size)
-    return found
+    decompressed: bytes = library.ZstdDecompressor(options=options).decompress(
+        data, max_length=size
+    )
+    return decompressed
 
 
 def _read_zstandard(library: Any, data: bytes, size: int) -> bytes:
     made = library.ZstdDecompressor(max_window_size=1 << _MAX_WINDOW_BITS)
     with made.stream_reader(io.BytesIO(data)) as reader:
-        found: bytes = reader.read(size)
-    return found
+        decompressed: bytes = reader.read(size)
+    return decompressed

@@ -34,11 +34,11 @@ FIELDS = (*ARGUMENTS, "steering_name", "capture", "capture_wait")
 _DIGITS = 10  # of a layer that is text, at most
 
 
-def read_edits(given: Mapping[str, object]) -> list[Edit]:
+def read_edits(fields: Mapping[str, object]) -> list[Edit]:
     """Return the edits of some of the fork's arguments, in the fork's order.
 
     Args:
-        given: values by name:
+        fields: values by name:
             `patch`: [{"layer", "hook", "dest_position", "source_inline", "alpha"}], and
             `patch_vectors`, the rows that `source_inline` counts;
             `steering_name` or `steering_module_ref`: a registered name, possibly with a scale;
@@ -46,50 +46,43 @@ def read_edits(given: Mapping[str, object]) -> list[Edit]:
             {"dtype", "shape", "layer_indices", "data", "scales"};
             those of CLAMPS: {hook point: {layer: [{"vector", "min", "max", "value", "strength"}]}},
             or per hook point packed, with "bounds" and "strengths".
-
-    Raises:
-        SpecError: a value is malformed, or has no equal here; the path starts with the name.
     """
-    edits: list[Edit] = list(_read_patch(given))
+    edits: list[Edit] = list(_read_patch(fields))
     for name in NAMES:
-        if name in given:
+        if name in fields:
             with at(name):
-                edits.append(Steer(read_reference(given[name])))
+                edits.append(Steer(read_reference(fields[name])))
     for name, phase in TIERS.items():
-        if name in given:
+        if name in fields:
             with at(name):
-                edits += [part.edit for part in read_hooks(unpacked(given[name]), phase)]
+                edits += [part.edit for part in read_hooks(unpacked(fields[name]), phase)]
     for name, phase in CLAMPS.items():
-        if name in given:
+        if name in fields:
             with at(name):
-                edits += read_clamps(given[name], phase)
+                edits += read_clamps(fields[name], phase)
     if len(edits) > MAX_PARTS:
         raise SpecError("", f"expected at most {MAX_PARTS} edits, got {len(edits)}")
     return edits
 
 
-def read_plan(given: Mapping[str, object]) -> Plan:
+def read_plan(fields: Mapping[str, object]) -> Plan:
     """Return the plan of the fork's fields of a body.
 
     Args:
-        given: as `read_edits`; and `capture`, by consumer, with or without `capture_wait`.
-
-    Raises:
-        SpecError: as `read_edits`; or rows are captured where the request edits them: the fork
-            takes them before the edit.
+        fields: as `read_edits`; and `capture`, by consumer, with or without `capture_wait`.
     """
-    wait = given.get("capture_wait")
-    if wait is not None and (not isinstance(wait, bool) or "capture" not in given):
+    wait = fields.get("capture_wait")
+    if wait is not None and (not isinstance(wait, bool) or "capture" not in fields):
         raise SpecError("capture_wait", "expected a bool, beside `capture`")
-    edits = read_edits(given)
-    if "capture" not in given:
+    edits = read_edits(fields)
+    if "capture" not in fields:
         return Plan(edits=tuple(edits))
-    capture = given["capture"]
+    capture = fields["capture"]
     if not names_consumers(capture):
         raise SpecError("capture", 'expected {consumer: {"hooks": {hook point: [layer, …]}}}')
     made = Plan.make(capture=capture)
     assert made is not None
-    if any(_meet(each, edit) for each in made.captures for edit in edits):
+    if any(_meet(part, edit) for part in made.captures for edit in edits):
         raise SpecError(
             "capture",
             "the fork records rows before the edits of their hook point, midstream after them; "
@@ -110,28 +103,24 @@ def _meet(capture: Capture, edit: Edit) -> bool:
 
 
 def unpacked(value: object) -> object:
-    """Return vectors by hook point with packed parts as {layer: {"vector": …, "scale": …}}.
-
-    Raises:
-        SpecError: a packed part is malformed.
-    """
+    """Return vectors by hook point with packed parts as {layer: {"vector": …, "scale": …}}."""
     if not isinstance(value, Mapping):
         return value
-    found = {}
+    hooks = {}
     for hook, part in value.items():
         if _is_packed(part):
             with at(path_of(hook)):
-                given = read_fields(part, required=_PACKED, optional=("scales",))
-                layers, rows = _read_rows(given)
-                scales = _per_row(given, "scales", len(rows))
+                fields = read_fields(part, required=_PACKED, optional=("scales",))
+                layers, rows = _read_rows(fields)
+                scales = _per_row(fields, "scales", len(rows))
                 if len(set(layers)) < len(layers):
                     raise SpecError("layer_indices", "a layer is listed twice")
                 part = {
                     layer: {"vector": row, "scale": 1.0 if scale is None else scale}
                     for layer, row, scale in zip(layers, rows, scales, strict=True)
                 }
-        found[hook] = part
-    return found
+        hooks[hook] = part
+    return hooks
 
 
 _PACKED = ("dtype", "shape", "layer_indices", "data")
@@ -141,11 +130,11 @@ def _is_packed(part: object) -> bool:
     return isinstance(part, Mapping) and "layer_indices" in part and "data" in part
 
 
-def _read_rows(given: Mapping[str, object]) -> tuple[list[int], Any]:
-    rows = read_array(given["data"], given["shape"], given["dtype"])
+def _read_rows(fields: Mapping[str, object]) -> tuple[list[int], Any]:
+    rows = read_array(fields["data"], fields["shape"], fields["dtype"])
     if rows.ndim != 2:
         raise SpecError("shape", "expected [layers, width]")
-    layers = given["layer_indices"]
+    layers = fields["layer_indices"]
     if not isinstance(layers, (list, tuple)) or len(layers) != len(rows):
         raise SpecError("layer_indices", f"expected a list of {len(rows)} layers")
     for index, layer in enumerate(layers):
@@ -154,8 +143,8 @@ def _read_rows(given: Mapping[str, object]) -> tuple[list[int], Any]:
     return [int(layer) for layer in layers], rows
 
 
-def _per_row(given: Mapping[str, object], name: str, count: int) -> list[Any]:
-    value = given.get(name)
+def _per_row(fields: Mapping[str, object], name: str, count: int) -> list[Any]:
+    value = fields.get(name)
     if value is None:
         return [None] * count
     if not isinstance(value, (list, tuple)) or len(value) != count:
@@ -164,11 +153,7 @@ def _per_row(given: Mapping[str, object], name: str, count: int) -> list[Any]:
 
 
 def read_clamps(value: object, phase: PhaseLike | None) -> Iterator[Clamp]:
-    """Yield the clamps of one of CLAMPS; see `read_edits`.
-
-    Raises:
-        SpecError: the value is malformed.
-    """
+    """Yield the clamps of one of CLAMPS; see `read_edits`."""
     if not isinstance(value, Mapping) or not value:
         raise SpecError("", f"expected {{hook point: {{layer: [clamp, …]}}}}, got {kind(value)}")
     for hook, part in value.items():
@@ -182,10 +167,10 @@ def read_clamps(value: object, phase: PhaseLike | None) -> Iterator[Clamp]:
 def _clamp_entries(part: object) -> Iterator[tuple[str, int, object]]:
     """Yield the clamps of one hook point, each with its path and layer."""
     if _is_packed(part):
-        given = read_fields(part, required=(*_PACKED, "bounds"), optional=("strengths",))
-        layers, rows = _read_rows(given)
-        bounds = _per_row(given, "bounds", len(rows))
-        strengths = _per_row(given, "strengths", len(rows))
+        fields = read_fields(part, required=(*_PACKED, "bounds"), optional=("strengths",))
+        layers, rows = _read_rows(fields)
+        bounds = _per_row(fields, "bounds", len(rows))
+        strengths = _per_row(fields, "strengths", len(rows))
         for index, layer in enumerate(layers):
             pair = bounds[index]
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -209,14 +194,14 @@ def _clamp_entries(part: object) -> Iterator[tuple[str, int, object]]:
 
 def _read_clamp(value: object, layer: int, site: str, phase: PhaseLike | None) -> Clamp:
     optional = ("min", "max", "value", "strength")
-    given = read_fields(value, required=("vector",), optional=optional)
-    strength = given.get("strength", 1.0)
+    fields = read_fields(value, required=("vector",), optional=optional)
+    strength = fields.get("strength", 1.0)
     with at("strength"):
         if not 0 <= read_float32(strength) <= 1:
             raise SpecError("", f"expected 0 to 1, got {strength!r}")
     try:
         return Clamp(
-            given["vector"], layer, given.get("value"), given.get("min"), given.get("max"),
+            fields["vector"], layer, fields.get("value"), fields.get("min"), fields.get("max"),
             strength, site=site, phase=phase,
         )  # fmt: skip
     except SpecError as error:
@@ -226,20 +211,20 @@ def _read_clamp(value: object, layer: int, site: str, phase: PhaseLike | None) -
         raise SpecError(path, error.problem) from None
 
 
-def _read_patch(given: Mapping[str, object]) -> Iterator[Replace]:
-    if "patch" not in given:
-        if "patch_vectors" in given:
+def _read_patch(fields: Mapping[str, object]) -> Iterator[Replace]:
+    if "patch" not in fields:
+        if "patch_vectors" in fields:
             raise SpecError("patch_vectors", "expected `patch` with it")
         return
     rows = None
-    if "patch_vectors" in given:
+    if "patch_vectors" in fields:
         with at("patch_vectors"):
-            packed = read_fields(given["patch_vectors"], required=("dtype", "shape", "data"))
+            packed = read_fields(fields["patch_vectors"], required=("dtype", "shape", "data"))
             rows = read_array(packed["data"], packed["shape"], packed["dtype"])
             if rows.ndim != 2:
                 raise SpecError("shape", "expected [rows, width]")
     vectors: dict[int, Vector] = {}  # a row that many patches take is read once
-    entries = given["patch"]
+    entries = fields["patch"]
     if not isinstance(entries, (list, tuple)) or not entries:
         raise SpecError("patch", f"expected a list of sites, got {kind(entries)}")
     for index, entry in enumerate(entries):
@@ -251,26 +236,26 @@ def _read_site_patch(value: object, rows: Any, vectors: dict[int, Vector]) -> Re
     optional = (
         "source_inline", "alpha", "source_run", "source_position", "source_module", "mask",
     )  # fmt: skip
-    given = read_fields(value, required=("layer", "hook", "dest_position"), optional=optional)
+    fields = read_fields(value, required=("layer", "hook", "dest_position"), optional=optional)
     for name in optional[2:]:
-        if given.get(name) is not None:
+        if fields.get(name) is not None:
             raise SpecError(
                 name,
                 "has no equal here: capture the rows of the other run, and give them as "
                 "`edits`: Replace(row, layer=…, positions=[…])",
             )
-    row, position = given.get("source_inline"), given["dest_position"]
+    row, position = fields.get("source_inline"), fields["dest_position"]
     if rows is None or not is_int(row) or row not in range(len(rows)):
         raise SpecError("source_inline", "expected the index of a row of `patch_vectors`")
     if not is_int(position) or position < 0:
         raise SpecError("dest_position", "expected an `int` from 0")
     with at("layer"):
-        layer = read_int(given["layer"])
+        layer = read_int(fields["layer"])
         if layer < 0:
             raise SpecError("", "expected an `int` from 0")
     with at("hook"):
-        site = read_site(given["hook"])
+        site = read_site(fields["hook"])
     if row not in vectors:
         vectors[int(row)] = Vector.parse(rows[row])
-    alpha, where = given.get("alpha", 1.0), [int(position)]
+    alpha, where = fields.get("alpha", 1.0), [int(position)]
     return Replace(vectors[int(row)], layer, alpha, site=site, positions=where)

@@ -15,21 +15,18 @@ _VECTOR = ("activations", "layer_indices", "scale", "norm_match", "position_indi
 _ARRAY = ("dtype", "original_dtype", "shape", "compression")
 
 
-def read_plan(given: Mapping[str, object]) -> Plan:
+def read_plan(fields: Mapping[str, object]) -> Plan:
     """Return the plan of vllm-lens's fields.
 
     Args:
-        given: values of FIELDS, or JSON text of these:
+        fields: values of FIELDS, or JSON text of these:
             `output_residual_stream`: layers, or true for all; the residual stream after each.
             `apply_steering_vectors`: a list of SteeringVector objects or their dicts, with
             `activations` [layers, width], added at every token, or [layers, positions, width].
-
-    Raises:
-        SpecError: a value is malformed; the path starts with the field's name.
     """
     captures: tuple[Capture, ...] = ()
     edits: list[Edit] = []
-    for name, value in given.items():
+    for name, value in fields.items():
         with at(name):
             if isinstance(value, str):
                 value = read_json_text(value)
@@ -49,11 +46,11 @@ def _read_capture(value: object) -> Capture:
 def _read_vectors(value: object) -> list[Edit]:
     if not isinstance(value, (list, tuple)) or not value:
         raise SpecError("", f"expected a list of SteeringVector, got {kind(value)}")
-    check_compressed(one.get("activations") for one in value if isinstance(one, Mapping))
+    check_compressed(item.get("activations") for item in value if isinstance(item, Mapping))
     edits: list[Edit] = []
-    for index, one in enumerate(value):
+    for index, vector in enumerate(value):
         with at(f"[{index}]"):
-            edits += _read_vector(one)
+            edits += _read_vector(vector)
         if len(edits) > MAX_PARTS:
             raise SpecError("", f"expected at most {MAX_PARTS} pairs of layer and position")
     return edits
@@ -62,22 +59,22 @@ def _read_vectors(value: object) -> list[Edit]:
 def _read_vector(value: object) -> list[Edit]:
     if not isinstance(value, Mapping):
         value = {name: getattr(value, name) for name in _VECTOR if hasattr(value, name)}
-    given = read_fields(value, required=_VECTOR[:2], optional=_VECTOR[2:])
+    fields = read_fields(value, required=_VECTOR[:2], optional=_VECTOR[2:])
     with at("layer_indices"):
-        layers = _read_indices(given["layer_indices"], "layers")
+        layers = _read_indices(fields["layer_indices"], "layers")
         if len(set(layers)) < len(layers):
             raise SpecError("", "a layer is listed twice")
     with at("activations"):
-        rows = _read_rows(given["activations"])
+        rows = _read_rows(fields["activations"])
         if len(rows) != len(layers):
             raise SpecError("", f"expected {len(layers)} rows, one for each layer, got {len(rows)}")
-    matched = given.get("norm_match", False)
+    matched = fields.get("norm_match", False)
     if not isinstance(matched, bool):
         raise SpecError("norm_match", f"expected `bool`, got {kind(matched)}")
     how: dict[str, Any] = {
-        "scale": given.get("scale", 1.0), "norm": "match" if matched else None
+        "scale": fields.get("scale", 1.0), "norm": "match" if matched else None
     }  # fmt: skip
-    positions = given.get("position_indices")
+    positions = fields.get("position_indices")
     if rows.ndim == 2:
         if positions is not None:
             raise SpecError(
@@ -102,11 +99,13 @@ def _read_vector(value: object) -> list[Edit]:
 def _read_rows(value: object) -> Any:
     """Return activations as an array [layers, width] or [layers, positions, width]."""
     if isinstance(value, Mapping):
-        given = read_fields(value, required=("data",), optional=_ARRAY)
-        dtype = given.get("dtype", "float32")
-        if dtype == "int16" and given.get("original_dtype") == "torch.bfloat16":
+        fields = read_fields(value, required=("data",), optional=_ARRAY)
+        dtype = fields.get("dtype", "float32")
+        if dtype == "int16" and fields.get("original_dtype") == "torch.bfloat16":
             dtype = "bfloat16"  # which NumPy lacks
-        rows: Any = read_array(given["data"], given.get("shape"), dtype, given.get("compression"))
+        rows: Any = read_array(
+            fields["data"], fields.get("shape"), dtype, fields.get("compression")
+        )
     elif hasattr(value, "detach") and hasattr(value, "dim"):
         rows = value.detach().cpu().float().numpy()
     elif hasattr(value, "__array_interface__"):
@@ -123,9 +122,9 @@ def _read_rows(value: object) -> Any:
 def _read_indices(value: object, what: str) -> list[int]:
     if not isinstance(value, (list, tuple)) or not value:
         raise SpecError("", f"expected a list of {what}, got {kind(value)}")
-    for index, one in enumerate(value):
-        if not is_int(one) or one < 0:
+    for index, number in enumerate(value):
+        if not is_int(number) or number < 0:
             raise SpecError(
                 f"[{index}]", "expected an `int` from 0: vllm-lens counts from the start"
             )
-    return [int(one) for one in value]
+    return [int(element) for element in value]

@@ -184,8 +184,8 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
             # A Config created directly is not validated: validate it like a dict.
             names = zip(Config.__struct_encode_fields__, Config.__struct_fields__, strict=True)
             value = {name: getattr(value, attribute) for name, attribute in names}
-        given = dict(read_mapping(value, "a dict of settings"))
-        stamp = given.pop("stamp", STAMP)
+        settings = dict(read_mapping(value, "a dict of settings"))
+        stamp = settings.pop("stamp", STAMP)
         if stamp != STAMP:
             raise SpecError(
                 "stamp",
@@ -193,10 +193,10 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
                 "install the same version everywhere",
             )
         for name, plain in _PLAIN.items():
-            if name in given:
+            if name in settings:
                 with at(name):
-                    given[name] = plain(given[name])
-        return read_struct(Config, given)
+                    settings[name] = plain(settings[name])
+        return read_struct(Config, settings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values with the version's stamp; `Config.parse` accepts them."""
@@ -208,11 +208,11 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
     @property
     def reconstructed(self) -> dict[Tap, int]:
         """The setting `reconstruct` by (canonical site, layer)."""
-        found = {}
+        counts = {}
         for place, features in self.reconstruct.items():
             site, layer = place.split(":")
-            found[site, int(layer)] = features
-        return found
+            counts[site, int(layer)] = features
+        return counts
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers to tap, ascending, for a model of `num_layers` layers.
@@ -239,9 +239,6 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
 def from_environment() -> Config | None:
     """Return the settings in `MIDSTREAM`. Unset, empty or 0: None; 1: the defaults; else a JSON
     object.
-
-    Raises:
-        ConfigError: another value.
     """
     text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     if text in ("", "0"):
@@ -259,11 +256,7 @@ def from_environment() -> Config | None:
 
 
 def from_additional_config(additional_config: object) -> Config | None:
-    """Return the settings in vLLM's `additional_config`; None if midstream is not enabled.
-
-    Raises:
-        ConfigError: the settings are invalid.
-    """
+    """Return the settings in vLLM's `additional_config`; None if midstream is not enabled."""
     if not is_enabled(additional_config):
         return None
     assert isinstance(additional_config, Mapping)
@@ -298,22 +291,22 @@ def _sites(value: object) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names:
         raise SpecError("", f"expected one or more site names, got {show(value)}")
-    found: list[str] = []
+    site_names: list[str] = []
     for name in names:
         canonical = sites.canonical(name) if isinstance(name, str) else None
         if canonical is None:
             raise SpecError("", f"unknown site {show(name)}; known: {listed(sites.NAMES)}")
-        if canonical in found:
+        if canonical in site_names:
             raise SpecError("", f"{canonical} is listed twice")
-        found.append(canonical)
-    return tuple(sorted(found, key=sites.NAMES.index))
+        site_names.append(canonical)
+    return tuple(sorted(site_names, key=sites.NAMES.index))
 
 
 def _reconstruct(value: object) -> dict[str, int]:
     """Return the setting `reconstruct` with canonical names of sites."""
-    found = {}
-    given = read_mapping(value, "a dict of numbers of features by site and layer")
-    for place, features in given.items():
+    counts = {}
+    places = read_mapping(value, "a dict of numbers of features by site and layer")
+    for place, features in places.items():
         site, _, layer = place.partition(":") if isinstance(place, str) else ("", "", "")
         name = sites.canonical(site)
         if name not in SITES or not layer.isdecimal():
@@ -323,11 +316,11 @@ def _reconstruct(value: object) -> dict[str, int]:
                 f"0, got {show(place)}",
             )
         key = f"{name}:{int(layer)}"
-        if key in found:
+        if key in counts:
             raise SpecError("", f"{key} is listed twice, the second time as {show(place)}")
         with at(place):
-            found[key] = read_count(features)
-    return found
+            counts[key] = read_count(features)
+    return counts
 
 
 def _layers(value: object) -> object:

@@ -49,11 +49,7 @@ class DeclaredController:
 
 @setting(_SETTING)
 def read_controllers(value: object) -> dict[str, DeclaredController]:
-    """Return the setting `controllers` by name.
-
-    Raises:
-        ConfigError: it is malformed.
-    """
+    """Return the setting `controllers` by name."""
     controllers = {}
     for name, declared in read_mapping(value, "a dict of controllers by name").items():
         if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -66,42 +62,34 @@ def read_controllers(value: object) -> dict[str, DeclaredController]:
 
 
 def plain_controllers(value: object) -> dict[str, dict[str, Any]]:
-    """Return the setting `controllers` as JSON values.
-
-    Raises:
-        ConfigError: it is malformed.
-    """
+    """Return the setting `controllers` as JSON values."""
     return {
         name: {
-            "path": one.path,
-            "scales": list(one.scales),
-            "seconds": one.seconds,
-            "on_error": one.on_error,
+            "path": controller.path,
+            "scales": list(controller.scales),
+            "seconds": controller.seconds,
+            "on_error": controller.on_error,
         }
-        for name, one in read_controllers(value).items()
+        for name, controller in read_controllers(value).items()
     }
 
 
 def load(name: str, declared: DeclaredController) -> Callable[[], Callable[..., Any]]:
-    """Import the code of a controller, and return a function that makes one for a request.
-
-    Raises:
-        ConfigError: it cannot be imported, or is neither a class nor a function.
-    """
+    """Import the code of a controller, and return a function that makes one for a request."""
     module, _, path = declared.path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        code: Any = importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
+            code = getattr(code, part)
     except Exception as error:  # whatever its module raises
         raise ConfigError(
             f"{_SETTING}.{name}: {declared.path} cannot be imported: {error!r}"
         ) from error
-    if not callable(found):
+    if not callable(code):
         raise ConfigError(f"{_SETTING}.{name}: {declared.path} is neither a class nor a function")
-    if isinstance(found, type):
-        return found
-    return lambda: found
+    if isinstance(code, type):
+        return code
+    return lambda: code
 
 
 def _read(declared: object) -> DeclaredController:

@@ -42,8 +42,6 @@ class SinkSettings:
     """Settings of one sink.
 
     Attributes:
-        name: name of the sink.
-        own: keyword arguments of its constructor.
         captures: captures of every request for this sink.
         queue_bytes: limit for rows that wait to be written or flushed, in bytes.
         call_seconds: longest time of one call of the sink: a write, a flush, or its close.
@@ -64,15 +62,11 @@ class SinkSettings:
 
 @setting(_PATH)
 def plain_sinks(value: object) -> dict[str, dict[str, Any]]:
-    """Return the setting as plain JSON values: {name: {setting: value}}.
-
-    Raises:
-        ConfigError: the value has none of the forms above, or a sink is configured twice.
-    """
+    """Return the setting as plain JSON values: {name: {setting: value}}."""
     if isinstance(value, Mapping):
         listed = [(name, settings) for name, settings in value.items()]
     elif isinstance(value, (str, list, tuple)):
-        listed = [_read_word(each) for each in ([value] if isinstance(value, str) else value)]
+        listed = [_read_word(word) for word in ([value] if isinstance(value, str) else value)]
     else:
         raise SpecError(
             "",

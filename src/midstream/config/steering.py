@@ -23,20 +23,12 @@ WEIGHTS = {"lenses": "a lens's folder or file", "saes": "an SAE's folder or file
 
 
 def plain_vectors(value: object) -> dict[str, str]:
-    """Return the setting `vectors` as {name: path of a file}.
-
-    Raises:
-        ConfigError: another type, or an invalid name or path.
-    """
+    """Return the setting `vectors` as {name: path of a file}."""
     return _paths("vectors", value, "a .safetensors, .npz, .gguf or .json file")
 
 
 def plain_weights(name: str, value: object) -> dict[str, str]:
-    """Return the setting `name` of `WEIGHTS` as {name: path of a file or folder}.
-
-    Raises:
-        ConfigError: another type, or an invalid name or path.
-    """
+    """Return the setting `name` of `WEIGHTS` as {name: path of a file or folder}."""
     return _paths(name, value, WEIGHTS[name])
 
 
@@ -56,21 +48,17 @@ def _paths(of: str, value: object, what: str) -> dict[str, str]:
 
 @setting("midstream.steering")
 def plain_steering(value: object) -> dict[str, Any]:
-    """Return the setting `steering` as {tier: JSON values}; each in a form of `llm.steering.set`.
-
-    Raises:
-        ConfigError: another type, an unknown tier, or a value without a JSON form.
-    """
-    given = read_fields(read_mapping(value, "a dict of tiers"), (), TIER_NAMES)
-    for tier, edits in given.items():
+    """Return the setting `steering` as {tier: JSON}; all in a form of `llm.steering.set`."""
+    tiers = read_fields(read_mapping(value, "a dict of tiers"), (), TIER_NAMES)
+    for tier, edits in tiers.items():
         with at(tier):
             try:
-                given[tier] = json.loads(json.dumps(edits, default=_plain))
+                tiers[tier] = json.loads(json.dumps(edits, default=_plain))
             except SpecError:
                 raise
             except (TypeError, ValueError) as error:
                 raise SpecError("", f"expected JSON values: {error}") from None
-    return given
+    return tiers
 
 
 def _plain(value: object) -> object:

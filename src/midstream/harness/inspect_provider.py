@@ -41,7 +41,7 @@ class MidstreamAPI(VLLMAPI):
         api_key: str | None = None,
         config: GenerateConfig | None = None,
         settings: Mapping[str, Any] | None = None,
-        **given: Any,
+        **model_args: Any,
     ) -> None:
         """Make the model.
 
@@ -54,15 +54,15 @@ class MidstreamAPI(VLLMAPI):
             config: Inspect's. Its `extra_body["midstream"]` replaces arguments of the plan for one
                 call.
             settings: midstream's settings for a server that is started.
-            **given: `capture`, `edits`, `steer`, `probes`, `controller`, `activations`: the plan of
+            **model_args: `capture`, `edits`, `steer`, `probes`, `controller`, `activations`: the plan of
                 every request. All others are Inspect's of its provider for vLLM, and options of a
                 server that is started.
         """
-        plan = {name: given.pop(name) for name in FIELDS if name in given}
+        plan = {name: model_args.pop(name) for name in FIELDS if name in model_args}
         url = base_url
         if not (url or port):
             url = url_of_environment() or os.environ.get("VLLM_BASE_URL")
-        options = {name: value for name, value in given.items() if name not in _OWN}
+        options = {name: value for name, value in model_args.items() if name not in _OWN}
         try:
             joined_field(plan, None)
             self._settings = Config.parse(dict(settings or {})).to_dict() if settings else {}
@@ -75,7 +75,7 @@ class MidstreamAPI(VLLMAPI):
             )
         self._plan = plan
         super().__init__(
-            model_name, url, port, api_key, config or GenerateConfig(), **{**given, **_LAZY}
+            model_name, url, port, api_key, config or GenerateConfig(), **{**model_args, **_LAZY}
         )
         theirs: Any = self._server
         key = json.dumps([self.base_model, url, port, self._settings, options], default=str)

@@ -126,15 +126,15 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("model", "data", "out", "errors"):
-            given = getattr(self, name)
+            value = getattr(self, name)
             object.__setattr__(
-                self, name, os.fspath(given) if isinstance(given, os.PathLike) else given
+                self, name, os.fspath(value) if isinstance(value, os.PathLike) else value
             )
         for name, known in _TYPES.items():
-            given = getattr(self, name)
-            if not isinstance(given, known) or (isinstance(given, bool) and known is not bool):
+            value = getattr(self, name)
+            if not isinstance(value, known) or (isinstance(value, bool) and known is not bool):
                 words = _WORDS.get(name, f"`{known.__name__}`")
-                raise SpecError(name, f"expected {words}, got {kind(given)}")
+                raise SpecError(name, f"expected {words}, got {kind(value)}")
         for name in ("model", "data", "out"):
             if not getattr(self, name):
                 raise SpecError(name, "expected a name or path, got nothing")

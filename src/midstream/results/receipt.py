@@ -422,7 +422,7 @@ class Receipt:
             f"  {act.kind} by probe {act.name} at position {act.position}: {act.score:.6g}"
             for act in self.actions
         ]
-        lines += [f"  {one}" for one in self.selected]
+        lines += [f"  {part}" for part in self.selected]
         lines += [f"  {name}: a field of {tool}" for name, tool in self.coming_from]
         for sink, kept in self.kept:
             where = f", {kept.paths[0]}" if len(kept.paths) == 1 else ""

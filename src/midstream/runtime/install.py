@@ -147,27 +147,27 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
 
     Defaults and the version are filled in first, so that the hash of compiled graphs includes them.
     """
-    found = settings_of(args)
+    settings = settings_of(args)
     is_marked = is_capture_worker(args.worker_cls)
     kept = args.additional_config, args.worker_cls, args.enforce_eager
     try:
         if is_marked:
             args.worker_cls = "auto"  # the platform's worker class
-        if found is not None:
-            plain = Settings(found.to_dict())
+        if settings is not None:
+            plain = Settings(settings.to_dict())
             check_sinks(plain.sinks)
             check_steering(plain)
             for name, declared in read_controllers(plain.controllers).items():
                 load(name, declared)
             args.additional_config = {**(args.additional_config or {}), KEY: plain}
-            if found.hooks == "local" and not args.enforce_eager:
+            if settings.hooks == "local" and not args.enforce_eager:
                 _LOGGER.warning('midstream: the engine runs eagerly, as hooks is "local"')
                 args.enforce_eager = True
         config = original(args, *rest, **kwargs)
     finally:
         # The caller's arguments are unchanged, so a second config of them is equal.
         args.additional_config, args.worker_cls, args.enforce_eager = kept
-    if found is not None:
+    if settings is not None:
         # Workers check too, but only an error raised here reaches the caller unwrapped.
         check_settings(config)
         plain.replicas = config.parallel_config.data_parallel_size_local
@@ -180,18 +180,18 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
 
 
 def _init_device(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    found = from_additional_config(wrapper.vllm_config.additional_config)
-    if found is not None and not is_complete(wrapper.vllm_config.additional_config):
+    config = from_additional_config(wrapper.vllm_config.additional_config)
+    if config is not None and not is_complete(wrapper.vllm_config.additional_config):
         raise UnsupportedError(
             "the process that created this engine's settings did not load midstream, so it cannot "
             "process requests; set MIDSTREAM=1 there, or import midstream before the first engine "
             "and call midstream.activate()"
         )
     out = original(wrapper, *args, **kwargs)
-    if found is not None:
+    if config is not None:
         from midstream.runtime.worker.endpoint import attach
 
-        attach(wrapper.worker, wrapper.vllm_config, found)
+        attach(wrapper.worker, wrapper.vllm_config, config)
     return out
 
 

@@ -24,15 +24,7 @@ def is_long(body: bytes) -> bool:
 
 
 def check_values(body: bytes, param: str | None = None) -> None:
-    """Check that a body has not too many values.
-
-    Args:
-        body: the body.
-        param: the field that the error names.
-
-    Raises:
-        HttpError: 413, it has more.
-    """
+    """Check that a body has not too many values."""
     if has_more_values(body):
         raise HttpError(
             413,
@@ -42,22 +34,17 @@ def check_values(body: bytes, param: str | None = None) -> None:
         )
 
 
-def check_fields(given: Mapping[str, Any], known: Sequence[str], required: Sequence[str]) -> None:
+def check_fields(fields: Mapping[str, Any], known: Sequence[str], required: Sequence[str]) -> None:
     """Check that an object has known fields only, and all that it must have.
 
     Args:
-        given: the object.
-        known: names of all fields.
         required: names of those that it must have.
-
-    Raises:
-        SpecError: a field is unknown or missing.
     """
-    for name in given:
+    for name in fields:
         if name not in known:
             raise SpecError(name, f"unknown field{hint(name, known)}; known: {listed(known)}")
     for name in required:
-        if name not in given:
+        if name not in fields:
             raise SpecError(name, "missing")
 
 

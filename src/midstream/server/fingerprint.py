@@ -13,11 +13,7 @@ _DIGITS = 8
 
 
 def install() -> None:
-    """Make the attribute of vLLM's handlers a property, in this process.
-
-    Raises:
-        SeamError: this vLLM's handlers have no such attribute.
-    """
+    """Make the attribute of vLLM's handlers a property, in this process."""
     seams.check("server")
     module = importlib.import_module("vllm.entrypoints.generate.base.serving")
     setattr(module.GenerateBaseServing, _NAME, property(_get, _set))

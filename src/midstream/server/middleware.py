@@ -53,7 +53,6 @@ class _Parsed(NamedTuple):
     """A body with the field `midstream`.
 
     Attributes:
-        field: the field.
         value: the body without it, and with the request's id.
         id: see `open_requests`.
         body: `value` as JSON.
@@ -69,9 +68,7 @@ class _Opened(NamedTuple):
     """A request with the field `midstream`.
 
     Attributes:
-        context: its state.
         id: see `open_requests`.
-        body: what vLLM's handler gets.
     """
 
     context: RequestContext
@@ -135,8 +132,8 @@ class Middleware:
             await send_error(HttpError.of(error), observer)
             return
         if opened is None:
-            given = _FormScan(receive, limit) if is_read and is_form else receive
-            await self._answer(path, scope, given, observed)
+            incoming = _FormScan(receive, limit) if is_read and is_form else receive
+            await self._answer(path, scope, incoming, observed)
             return
         context = opened.context
         outgoing = ResponseWriter(context, self._server, observer, on_error)
@@ -175,10 +172,10 @@ class Middleware:
 
     def _with_steering(self, send: Send) -> Send:
         """Return a `send` that names the server-wide steering in headers, if there is any."""
-        found = self._server.steering
-        if found is None:
+        steering = self._server.steering
+        if steering is None:
             return send
-        header = (STEERING_HEADER, found.encode())
+        header = (STEERING_HEADER, steering.encode())
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -231,11 +228,7 @@ def path_of(scope: Scope) -> str:
 
 
 async def _read(receive: Receive, limit: int) -> bytes:
-    """Read a body.
-
-    Raises:
-        HttpError: 413, it is too long; 400, the client disconnected.
-    """
+    """Read a body."""
     parts, size = [], 0
     while True:
         message = await receive()
@@ -254,12 +247,7 @@ def _parse(path: str, fields: frozenset[str] | None, body: bytes) -> _Parsed | N
     """Return a body with the field `midstream`; None if the field is absent.
 
     Args:
-        path: path of the request.
         fields: fields that vLLM defines for the endpoint; None: other fields are not checked.
-        body: the body.
-
-    Raises:
-        SpecError, HttpError: the field is malformed, or cannot be carried out.
     """
     # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
     first = body.find(_MARK)
@@ -269,10 +257,10 @@ def _parse(path: str, fields: frozenset[str] | None, body: bytes) -> _Parsed | N
         return None
     if is_named:
         check_values(body, KEY)
-    found = _parse_if_asked(body, fields)
-    if found is None:
+    parsed = _parse_if_asked(body, fields)
+    if parsed is None:
         return None
-    value, written = found
+    value, written = parsed
     if _has_field(value):
         if not is_named:
             check_values(body, KEY)
@@ -341,12 +329,7 @@ def _parse_if_asked(
     None if it does not, or is not JSON, which vLLM reports.
 
     Args:
-        body: the body.
         fields: fields that vLLM defines for the endpoint; None: other fields are not checked.
-
-    Raises:
-        SpecError: the body has the field `midstream`, and contains a duplicate key or a non-JSON
-            number.
     """
     write: Callable[[dict[str, Any]], bytes] = _written
     try:
@@ -372,18 +355,16 @@ def _written(
     process while a long one is written.
 
     Args:
-        value: the body.
-        before: its members when it was read.
         text, places: see `read_json_members`.
     """
     parts: list[bytes] = []
-    for name, each in value.items():
+    for name, member in value.items():
         parts.append(f"{', ' if parts else '{'}{json.dumps(name)}: ".encode())
-        if name in places and before[name] is each:
+        if name in places and before[name] is member:
             start, stop = places[name]
             parts += encoded(text, start, stop)
         else:
-            parts.append(json.dumps(each).encode())
+            parts.append(json.dumps(member).encode())
     return b"".join([*parts, b"}"] if parts else [b"{}"])
 
 
@@ -398,17 +379,17 @@ def _has_field(value: object) -> TypeGuard[dict[str, Any]]:
 def _parse_leniently(body: bytes) -> object:
     """Parse a body as leniently as vLLM does, but see `_asking`; None if it is not JSON."""
     try:
-        found: object = json.loads(body, object_pairs_hook=_asking)
+        parsed: object = json.loads(body, object_pairs_hook=_asking)
     except (ValueError, RecursionError):
         return None
-    return found
+    return parsed
 
 
 def _asking(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object with the last value of each key; of several `vllm_xargs` the last that has
     the field, so that it is not passed over.
     """
-    return dict(pairs) | {name: each for name, each in pairs if _has_field({name: each})}
+    return dict(pairs) | {name: value for name, value in pairs if _has_field({name: value})}
 
 
 def _with_length(scope: Scope, body: bytes) -> Scope:

@@ -56,27 +56,24 @@ class MidstreamField:
 def read_field(value: object) -> MidstreamField:
     """Parse `{"capture": …, "edits": …, "steer": …, "probes": …, "controller": …, "activations":
     …}`.
-
-    Raises:
-        SpecError: an unknown or malformed field; the path starts with `midstream`.
     """
     with at(KEY):
-        given = read_fields(
+        fields = read_fields(
             value,
             required=(),
             optional=("capture", "edits", "steer", "probes", "controller", "activations"),
         )
-        returned = given.pop("activations", "handle")
+        returned = fields.pop("activations", "handle")
         if returned not in RETURNS:
             raise SpecError(
                 "activations",
                 f"expected one of {', '.join(RETURNS)}, got "
                 f"{show(returned) if isinstance(returned, str) else kind(returned)}",
             )
-        for name, part in given.items():
+        for name, part in fields.items():
             if part is None:
                 raise SpecError(name, "expected a dict or a list, got null; omit it instead")
-        arguments = CallArguments(**given)
+        arguments = CallArguments(**fields)
         try:
             return MidstreamField(arguments.alone().plan(), returned, arguments)
         except SpecError as error:
@@ -88,22 +85,15 @@ def take_field(body: dict[str, Any], known: Container[str] = ()) -> MidstreamFie
     them; None if there are none.
 
     Clients that cannot add fields may send the field as JSON text in `vllm_xargs` instead.
-
-    Args:
-        body: the body.
-        known: fields that vLLM defines for it.
-
-    Raises:
-        SpecError: as for `read_field` and `translate`; or a plan is in several places.
     """
-    found = _take_own(body)
+    own_field = _take_own(body)
     plan = _take_translated(body, known)
     if plan is None:
-        return found
-    if found is not None and found.plan is not None:
+        return own_field
+    if own_field is not None and own_field.plan is not None:
         name, _ = plan.coming_from[0]
         raise SpecError(name, f"the field `{KEY}` has a plan too; give one of them")
-    return MidstreamField(plan, "handle" if found is None else found.activations)
+    return MidstreamField(plan, "handle" if own_field is None else own_field.activations)
 
 
 def _read_again(value: object) -> MidstreamField:
@@ -133,7 +123,7 @@ def _take_own(body: dict[str, Any]) -> MidstreamField | None:
         raise SpecError(f"vllm_xargs.{KEY}", f"expected JSON as text, got {kind(inner)}")
     with at(f"vllm_xargs.{KEY}"):
         value = read_json_text(inner)
-    body["vllm_xargs"] = {name: each for name, each in xargs.items() if name != KEY}
+    body["vllm_xargs"] = {name: argument for name, argument in xargs.items() if name != KEY}
     return read_field(value)
 
 

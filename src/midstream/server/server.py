@@ -76,7 +76,6 @@ class Server:
         """Create the state, before the engine exists.
 
         Args:
-            settings: the server's limits.
             admin: whether vectors and steering can be changed over HTTP.
             has_key: whether vLLM checks an API key before requests reach midstream.
             check_host: raises HttpError for headers of a request that is to be rejected.
@@ -103,11 +102,7 @@ class Server:
         """Connect the engine.
 
         Args:
-            llm: a midstream.AsyncLLM.
             template: arguments of chat templates from the server's settings.
-
-        Raises:
-            ConfigError: the process that started this one did not load midstream.
         """
         await llm.ready()
         info = llm.info
@@ -128,11 +123,7 @@ class Server:
 
     @property
     def llm(self) -> Any:
-        """The engine.
-
-        Raises:
-            HttpError: 503, the engine is not ready.
-        """
+        """The engine."""
         if self._llm is None:
             raise HttpError(503, "the engine is not ready yet")
         return self._llm
@@ -184,12 +175,7 @@ class Server:
         return client[0] if client else ""
 
     async def fill(self, scope: Scope, request_field: MidstreamField) -> MidstreamField:
-        """Return the field of a request with the cached rows that its edits refer to.
-
-        Raises:
-            HttpError: 503, the engine is not ready; 507, no memory is left.
-            SpecError: there are no such rows, or they are another client's.
-        """
+        """Return the field of a request with the cached rows that its edits refer to."""
         plan = request_field.plan
         if plan is None or not any(map(has_captured, plan.edits)):
             return request_field
@@ -207,12 +193,7 @@ class Server:
     def begin(
         self, scope: Scope, body: Mapping[str, Any], request_field: MidstreamField
     ) -> RequestContext:
-        """Create the state of a request with the field `midstream`.
-
-        Raises:
-            HttpError: 503, the engine is not ready; 429 or 507, the capture cache is full.
-            SpecError: the prompts and the plan together are above the budget of a call.
-        """
+        """Create the state of a request with the field `midstream`."""
         layers = self.llm.info.shape.num_layers  # raises 503 until the engine is ready
         client = self.client_of(scope)
         plan = request_field.plan
@@ -231,11 +212,7 @@ class Server:
         return context
 
     async def state(self) -> dict[str, Any]:
-        """Return versions, settings, usage and totals as JSON values.
-
-        Raises:
-            HttpError: 503, the engine is not ready.
-        """
+        """Return versions, settings, usage and totals as JSON values."""
         llm = self.llm
         info = llm.info
         return {
@@ -248,7 +225,7 @@ class Server:
             "process": asdict(info.front_ends),
             "steering": _count(llm.steering.show()),
             "vectors": len(llm.vectors),
-            "vector_names": [one.name for one in llm.vectors.list()],
+            "vector_names": [registered.name for registered in llm.vectors.list()],
             "shared_changes": None if self._shared is None else self._shared.version,
             "lens_names": list(llm.lenses.names),
             "sae_names": list(llm.saes.names),
@@ -310,11 +287,7 @@ class Server:
 
 
 def _check_plain(params: Any) -> None:
-    """Check that an engine call which belongs to no open request asks nothing of midstream.
-
-    Raises:
-        SpecError: it has a plan, an id of a request, or what midstream does not understand.
-    """
+    """Check that an engine call which belongs to no open request asks nothing of midstream."""
     asked = plan_of(params)
     if asked is not None:
         foreign = asked.coming_from if isinstance(asked, Plan) else ()

@@ -26,8 +26,6 @@ class ServerCapture:
     """A name and its captures.
 
     Attributes:
-        name: the name.
-        captures: the captures, each with its sink.
         kept: what is kept for `collect`: number of `completions`, their `bytes`, and how many
             completions were `dropped`; None if the rows go to another sink.
     """
@@ -38,11 +36,11 @@ class ServerCapture:
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form."""
-        found: dict[str, object] = {
+        fields: dict[str, object] = {
             "name": self.name,
             "capture": [capture.to_dict() for capture in self.captures],
         }
-        return found if self.kept is None else {**found, "kept": dict(self.kept)}
+        return fields if self.kept is None else {**fields, "kept": dict(self.kept)}
 
 
 class ServerCaptures:
@@ -60,12 +58,7 @@ class ServerCaptures:
         """Begin with the captures in the sinks' settings, under the sinks' names.
 
         Args:
-            sinks: sinks of the engine.
-            shape: the model and its taps.
             check: raises SpecError if no request could have these captures together.
-
-        Raises:
-            ConfigError: a capture in the settings is not at tapped sites.
         """
         self._sinks = sinks
         self._shape = shape
@@ -73,7 +66,7 @@ class ServerCaptures:
         # A change holds the first one while captures are checked, which may take seconds. Readers,
         # such as an event loop, wait for the second one alone, which nobody holds for long.
         self._changing, self._lock = threading.Lock(), threading.Lock()
-        found: dict[str, tuple[Capture, ...]] = {}
+        by_name: dict[str, tuple[Capture, ...]] = {}
         for capture in sinks.captures:
             try:
                 find_taps(capture.layers, capture.sites, shape, "layers", "sites")
@@ -81,8 +74,8 @@ class ServerCaptures:
             except SpecError as error:
                 where = f"midstream.sinks.{capture.sink}.capture"
                 raise ConfigError(f"{where}.{error}") from None
-            found[capture.sink] = (*found.get(capture.sink, ()), capture)
-        self._by_name: Mapping[str, tuple[Capture, ...]] = found
+            by_name[capture.sink] = (*by_name.get(capture.sink, ()), capture)
+        self._by_name: Mapping[str, tuple[Capture, ...]] = by_name
         # How often rows were to be kept for a name, also for one that is not set any more.
         self._times_kept: Counter[str] = Counter()
 
@@ -102,10 +95,6 @@ class ServerCaptures:
             sink: destination of the rows: "memory", the output of each request; a sink that the
                 engine was started with; None: that of the captures if they name one, else the rows
                 are kept in memory until `collect`.
-
-        Raises:
-            SpecError: the name or a capture is malformed, a site is not tapped, the sink is
-                unknown, or codecs differ. Nothing is changed.
         """
         with at("name"):
             name = read_name(name, may_be_empty=False)
@@ -114,11 +103,13 @@ class ServerCaptures:
             before = self._by_name.get(name, ())
             if _keeps(captures):
                 tag = _tag(name, self._times_kept[name])
-                captures = tuple(_with_tag(one, tag) for one in captures)
+                captures = tuple(_with_tag(named_capture, tag) for named_capture in captures)
             new = {**self._by_name, name: captures}
             if len(new) > MAX_NAMES:
                 raise SpecError("name", f"the limit of {MAX_NAMES} names is reached; clear one")
-            self._check(tuple(one for several in new.values() for one in several))
+            self._check(
+                tuple(named_capture for several in new.values() for named_capture in several)
+            )
             with self._lock:
                 if _keeps(captures):
                     self._sinks.kept().begin(tag)
@@ -133,17 +124,16 @@ class ServerCaptures:
 
         Args:
             name: the name; None: every name.
-
-        Raises:
-            SpecError: the name is not set.
         """
         with self._changing, self._lock:
             names = tuple(self._by_name) if name is None else (self._known(name),)
             before = self._by_name
-            self._by_name = {one: each for one, each in before.items() if one not in names}
-            for one in names:
-                if _keeps(before[one]):
-                    self._sinks.kept().end(_tag_of(before[one]))
+            self._by_name = {
+                other: captures for other, captures in before.items() if other not in names
+            }
+            for cleared in names:
+                if _keeps(before[cleared]):
+                    self._sinks.kept().end(_tag_of(before[cleared]))
 
     def list(self) -> tuple[ServerCapture, ...]:
         """Return all names with their captures, sorted."""
@@ -151,11 +141,7 @@ class ServerCaptures:
             return tuple(self._describe(name) for name in sorted(self._by_name))
 
     def show(self, name: str) -> ServerCapture:
-        """Return one name with its captures.
-
-        Raises:
-            SpecError: the name is not set.
-        """
+        """Return one name with its captures."""
         with self._lock:
             return self._describe(self._known(name))
 
@@ -167,18 +153,14 @@ class ServerCaptures:
         dropped, and `dropped` of the result is their number.
 
         Args:
-            name: the name.
             most_bytes: limit for the rows of one call, in bytes; None: no limit.
-
-        Raises:
-            SpecError: the name is not set, or its rows go to another sink.
         """
         with self._lock:
             captures = self._by_name[self._known(name)]
             if not _keeps(captures):
                 raise SpecError(
                     "",
-                    f"the rows of `{name}` go to {listed({one.sink for one in captures})}; only "
+                    f"the rows of `{name}` go to {listed({c.sink for c in captures})}; only "
                     "captures that are set without a sink are collected here",
                 )
             return self._sinks.kept().take(_tag_of(captures), most_bytes)
@@ -200,7 +182,7 @@ class ServerCaptures:
         if not _keeps(captures):
             return ServerCapture(name, captures, None)
         kept = self._sinks.kept().usage(_tag_of(captures))
-        return ServerCapture(name, tuple(_with_tag(one, name) for one in captures), kept)
+        return ServerCapture(name, tuple(_with_tag(capture, name) for capture in captures), kept)
 
     def _known(self, name: object) -> str:
         if not isinstance(name, str):
@@ -217,17 +199,17 @@ class ServerCaptures:
     def _read(self, name: str, value: object, sink: str | None) -> tuple[Capture, ...]:
         """Return the captures with their sinks, checked against the model and the sinks."""
         several = isinstance(value, (list, tuple))
-        given: Sequence[object] = value if isinstance(value, (list, tuple)) else [value]
-        if not given:
+        values: Sequence[object] = value if isinstance(value, (list, tuple)) else [value]
+        if not values:
             raise SpecError("capture", "the list is empty; expected a capture")
-        found = []
-        for index, part in enumerate(given):
+        captures = []
+        for index, part in enumerate(values):
             with at(f"capture[{index}]" if several else "capture"):
-                found.append(self._read_one(name, part, sink))
-        stored = tuple(one for one in found if one.sink != KEPT)
+                captures.append(self._read_one(name, part, sink))
+        stored = tuple(capture for capture in captures if capture.sink != KEPT)
         if stored:
             self._sinks.check(Plan(captures=stored))
-        return Plan(captures=tuple(found)).captures  # checks that they differ
+        return Plan(captures=tuple(captures)).captures  # checks that they differ
 
     def _read_one(self, name: str, part: object, sink: str | None) -> Capture:
         capture = Capture.parse(part)
@@ -251,7 +233,7 @@ class ServerCaptures:
 
 
 def _keeps(captures: Sequence[Capture]) -> bool:
-    return any(one.sink == KEPT for one in captures)
+    return any(capture.sink == KEPT for capture in captures)
 
 
 def _tag(name: str, times: int) -> str:
@@ -261,7 +243,6 @@ def _tag(name: str, times: int) -> str:
     then, so each time has another tag.
 
     Args:
-        name: the name.
         times: how often rows were to be kept for it before.
     """
     return hashlib.sha256(f"{name} {times}".encode()).hexdigest() if times else name
@@ -269,7 +250,7 @@ def _tag(name: str, times: int) -> str:
 
 def _tag_of(captures: Sequence[Capture]) -> str:
     """Return the tag of those of the captures whose rows are kept."""
-    return next(one.tag for one in captures if one.sink == KEPT)
+    return next(capture.tag for capture in captures if capture.sink == KEPT)
 
 
 def _with_tag(capture: Capture, tag: str) -> Capture:

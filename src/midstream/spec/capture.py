@@ -149,8 +149,8 @@ class Capture:
         object.__setattr__(self, "positions", Positions.within(positions, phase, exclude))
         object.__setattr__(self, "codec", "" if codec in (None, "") else _read_codec(codec))
         with at("return"):
-            found = "" if return_ in (None, "") else _read_return(return_)
-            object.__setattr__(self, "return_", found)
+            return_mode = "" if return_ in (None, "") else _read_return(return_)
+            object.__setattr__(self, "return_", return_mode)
         with at("sink"):
             object.__setattr__(self, "sink", read_name(sink, may_be_empty=False))
         with at("tag"):
@@ -190,9 +190,9 @@ class Capture:
             raise SpecError("", problem)
         if not isinstance(value, Mapping):
             raise bad_capture(value)
-        given = read_named(value, (), FIELDS)
-        by_rank = given.pop("return", None)
-        return Capture(**given, return_=by_rank)
+        fields = read_named(value, (), FIELDS)
+        by_rank = fields.pop("return", None)
+        return Capture(**fields, return_=by_rank)
 
     @property
     def returns_each(self) -> bool:
@@ -218,43 +218,43 @@ class Capture:
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads; destination fields only where set."""
-        found: dict[str, object] = {
+        fields: dict[str, object] = {
             **({"layers": self.layers.emit()} if self.sites.in_layers else {}),
             "sites": self.sites.emit(),
             **self.positions.to_dict(),
         }
         if self.codec:
-            found["codec"] = self.codec
+            fields["codec"] = self.codec
         if self.return_:
-            found["return"] = self.return_
+            fields["return"] = self.return_
         if self.sink != MEMORY:
-            found["sink"] = self.sink
+            fields["sink"] = self.sink
         if self.tag:
-            found["tag"] = self.tag
+            fields["tag"] = self.tag
         if self.request_id:
-            found["request_id"] = self.request_id
+            fields["request_id"] = self.request_id
         if self.metadata:
-            found["metadata"] = self.metadata.to_dict()
+            fields["metadata"] = self.metadata.to_dict()
         if self.stream:
-            found["stream"] = True
+            fields["stream"] = True
         if self.layout:
-            found["layout"] = self.layout
+            fields["layout"] = self.layout
         if self.heads:
-            found["heads"] = list(self.heads)
+            fields["heads"] = list(self.heads)
         if self.reduce:
-            found["reduce"] = self.reduce
+            fields["reduce"] = self.reduce
         if self.max_rows is not None:
-            found["max_rows"] = self.max_rows
+            fields["max_rows"] = self.max_rows
         if self.reuse:
-            found["reuse"] = True
-        return found
+            fields["reuse"] = True
+        return fields
 
     def __repr__(self) -> str:
         return short_repr(type(self), self.to_dict())
 
     def _check_reduced(self) -> None:
         """Check that the other fields are possible where rows are reduced."""
-        for field, given, right in (
+        for field, is_set, right in (
             ("codec", self.codec not in ("", "raw"), "codec raw"),
             ("sink", self.sink != MEMORY, 'sink "memory"'),
             ("stream", self.stream, "stream=False"),
@@ -262,7 +262,7 @@ class Capture:
             ("max_rows", self.max_rows is not None, "every selected row"),
             ("reuse", self.reuse, "reuse=False"),
         ):
-            if given:
+            if is_set:
                 raise SpecError(field, f'with reduce="{self.reduce}" there is only {right}')
 
 
@@ -270,7 +270,7 @@ def bad_capture(value: object) -> SpecError:
     """Return the error for a value that is no capture."""
     problem = f"expected a `Capture`, or its dict, got {kind(value)}"
     # Layers or sites in place of the capture that selects them.
-    is_list = isinstance(value, (list, tuple)) and all(is_int(each) for each in value)
+    is_list = isinstance(value, (list, tuple)) and all(is_int(layer) for layer in value)
     if isinstance(value, bool) or value == "all":
         problem += '; for every token at every layer, write Capture(layers="all")'
     elif is_int(value) or is_list:
@@ -293,32 +293,32 @@ def _read_stream(value: object, sink: str) -> bool:
 
 
 def _read_layout(value: object, sink: str) -> str:
-    found = read_name(value)
-    if found and sink == MEMORY:
+    layout = read_name(value)
+    if layout and sink == MEMORY:
         raise SpecError("", "must be omitted for the sink memory, which writes no files")
-    return found
+    return layout
 
 
 def _read_heads(value: object, sink: str) -> tuple[int, ...] | None:
     if value is None:
         return None
-    found = read_ordered_indices(value, "heads")
+    heads = read_ordered_indices(value, "heads")
     if sink != MEMORY:
         raise SpecError(
             "heads",
             f'heads are chosen only for the sink "memory", got {show(sink)}, which gets whole '
             "vectors: omit `heads`",
         )
-    return found
+    return heads
 
 
 def _read_max_rows(value: object) -> int | None:
     if value is None:
         return None
-    found = read_int(value)
-    if not 1 <= found <= INT_LIMIT:
-        raise SpecError("", f"expected at least 1, got {found}")
-    return found
+    max_rows = read_int(value)
+    if not 1 <= max_rows <= INT_LIMIT:
+        raise SpecError("", f"expected at least 1, got {max_rows}")
+    return max_rows
 
 
 def _read_reuse(value: object, is_streamed: bool) -> bool:

@@ -85,8 +85,8 @@ class Threshold:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, which `parse` reads: the parameters that differ from defaults."""
-        given = {name: getattr(self, name) for name in _DEFAULTS}
-        changed = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+        fields = {name: getattr(self, name) for name in _DEFAULTS}
+        changed = {name: value for name, value in fields.items() if value != _DEFAULTS[name]}
         return {"probe": self.probe, "above": self.above, **changed}
 
     def __call__(self, observed: Observed) -> float:

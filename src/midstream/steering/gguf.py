@@ -39,8 +39,6 @@ class TensorLayout:
     """Block layout of one GGML type.
 
     Attributes:
-        name: GGML's name.
-        num_values: values per block.
         size_bytes: bytes per block.
         unpack: uint8 `[blocks, size_bytes]` -> float32 `[blocks, num_values]`.
     """
@@ -71,7 +69,6 @@ class Tensor:
     """One encoded tensor.
 
     Attributes:
-        layout: the layout of its GGML type.
         shape: slowest dimension first, as in torch; the file has the reverse order.
         raw: uint8 `[bytes]`, its blocks, a view of the file's bytes.
     """
@@ -109,13 +106,8 @@ def read_gguf(
     """Parse the bytes of a file. Tensors are views of `data` and keep it in memory.
 
     Args:
-        data: the whole file.
         layouts: the supported layouts, by GGML type.
         architecture: the required `general.architecture`; "" for any.
-
-    Raises:
-        ModelError: `data` is not a GGUF file, has another architecture, or is damaged or
-            unsupported.
     """
     cursor = _Cursor(data)
     if cursor.bytes(4) != MAGIC:
@@ -147,7 +139,9 @@ def read_gguf(
         if name in tensors:
             raise ModelError(f"GGUF: tensor {name!r} occurs twice")
         if kind not in layouts:
-            known = ", ".join(f"{each} ({layout.name})" for each, layout in layouts.items())
+            known = ", ".join(
+                f"{ggml_type} ({layout.name})" for ggml_type, layout in layouts.items()
+            )
             raise ModelError(f"GGUF: tensor {name!r} has GGML type {kind}; expected one of {known}")
         tensors[name] = _view_tensor(data, name, shape, layouts[kind], base + offset)
     nbytes = sum(tensor.raw.size for tensor in tensors.values())

@@ -92,20 +92,11 @@ class VectorRegistry:
                 `midstream.steering.edit_forms.read_named_edits`; names in it are resolved now.
                 Or the path of a `.json` file with the JSON form of any of these dicts.
             room: limit for the vectors of all names together, in bytes; None for no limit.
-
-        Returns:
-            The description of what is registered.
-
-        Raises:
-            NoRoomError: the limit of bytes or of names would be exceeded.
-            SpecError: the name, the vectors or the edits are malformed, a vector's size is not the
-                model's hidden size, a layer does not exist, or a site is not tapped. Nothing is
-                changed.
         """
         with at("name"):
             read_name(name)
         with at("vectors"):
-            found = self._read(vectors)
+            value = self._read(vectors)
         with self._lock, self.changes.changing():
             before = self.entries.get(name)
             if before is None and len(self.entries) >= MAX_NAMES:
@@ -113,40 +104,27 @@ class VectorRegistry:
                     "name", f"the limit of {MAX_NAMES} names is reached; remove one first"
                 )
             count = 1 if before is None else before.description.registered + 1
-            entry = NamedEntry(found, _describe(name, found, self._shape, count))
+            entry = NamedEntry(value, _describe(name, value, self._shape, count))
             if room is not None:
                 self._check_limit(name, entry, room)
             self.entries = {**self.entries, name: entry}
         return entry.description
 
     def entry(self, name: str, form: object, registered: int) -> NamedEntry:
-        """Return what a name stands for, read from its JSON form; see `form`.
-
-        Args:
-            name: the name.
-            form: the JSON form.
-            registered: how often the name was registered.
-
-        Raises:
-            SpecError: it does not fit the model.
-        """
-        found = self._read(form, self._lookup_sae)
-        return NamedEntry(found, _describe(name, found, self._shape, registered))
+        """Return what a name stands for, read from its JSON form; see `form`."""
+        value = self._read(form, self._lookup_sae)
+        return NamedEntry(value, _describe(name, value, self._shape, registered))
 
     def list(self) -> Listing:
         """Return the registered names and their descriptions, sorted; prints as a table."""
         return Listing(entry.description for _, entry in sorted(self._current().items()))
 
     def remove(self, name: str) -> None:
-        """Remove a name. Requests that were admitted before keep their vectors.
-
-        Raises:
-            SpecError: the name is not registered.
-        """
+        """Remove a name. Requests that were admitted before keep their vectors."""
         with self._lock, self.changes.changing():
             if name not in self.entries:
                 raise self._unknown(name)
-            self.entries = {key: one for key, one in self.entries.items() if key != name}
+            self.entries = {key: entry for key, entry in self.entries.items() if key != name}
 
     @overload
     def lookup(self, name: str) -> Registered | NamedEdits: ...
@@ -157,44 +135,29 @@ class VectorRegistry:
         or the SAE of a name.
 
         The only key is None for a vector without a tap.
-
-        Raises:
-            SpecError: the name is not registered; the path is empty.
         """
         return self.saes(name.name) if isinstance(name, SaeName) else self.show(name)[1]
 
     def show(self, name: str) -> tuple[Description, Registered | NamedEdits]:
-        """Return a name's description, and its vectors or edits, as one consistent pair.
-
-        Raises:
-            SpecError: the name is not registered; the path is empty.
-        """
+        """Return a name's description, and its vectors or edits, as one consistent pair."""
         entry = self._current().get(name)
         if entry is None:
             raise self._unknown(name)
         return entry.description, entry.found
 
     def form(self, name: str) -> dict[str, object]:
-        """Return what a name stands for as JSON values, which `register` reads.
-
-        Raises:
-            SpecError: the name is not registered; the path is empty.
-        """
-        found = self.show(name)[1]
-        if isinstance(found, NamedEdits):
-            return {"edits": [edit.to_dict() for edit in found.edits]}
-        if None in found:
-            return dict(found[None].emit())
-        return {f"{tap[0]}.{tap[1]}": vector.emit() for tap, vector in found.items() if tap}
+        """Return what a name stands for as JSON values, which `register` reads."""
+        value = self.show(name)[1]
+        if isinstance(value, NamedEdits):
+            return {"edits": [edit.to_dict() for edit in value.edits]}
+        if None in value:
+            return dict(value[None].emit())
+        return {f"{tap[0]}.{tap[1]}": vector.emit() for tap, vector in value.items() if tap}
 
     def save(self, name: str, path: str | os.PathLike[str]) -> None:
         """Write what a name stands for to a `.json` file, which `register` reads.
 
         The file appears, or replaces another one, by a rename.
-
-        Raises:
-            SpecError: the name is not registered, or the path has another suffix.
-            OSError: the file cannot be written.
         """
         write_json_file(path, self.form(name))
 
@@ -219,7 +182,9 @@ class VectorRegistry:
         return self.entries
 
     def _check_limit(self, name: str, entry: NamedEntry, limit: int) -> None:
-        others = sum(one.nbytes for other, one in self.entries.items() if other != name)
+        others = sum(
+            registered.nbytes for other, registered in self.entries.items() if other != name
+        )
         if others + entry.nbytes > limit:
             raise NoRoomError(
                 "vectors",
@@ -231,7 +196,7 @@ class VectorRegistry:
         if not isinstance(name, str):
             return SpecError("", f"expected a registered name, `str`, got {kind(name)}")
         known = sorted(self.entries)
-        near = [one for one in known if abs(len(one) - len(name)) <= _NEAR]
+        near = [key for key in known if abs(len(key) - len(name)) <= _NEAR]
         more = hint(name, near[:_COMPARED])
         rest = f" and {len(known) - _NAMES_SHOWN} more" if len(known) > _NAMES_SHOWN else ""
         names = f"{listed(known[:_NAMES_SHOWN])}{rest}" if known else "none"
@@ -255,7 +220,7 @@ class VectorRegistry:
             parts = read_named_edits(vectors)
             lookup = self.lookup if lookup is None else lookup
             return NamedEdits(
-                tuple(edit for one in parts for edit in bind_part(one, lookup, self._shape))
+                tuple(edit for part in parts for edit in bind_part(part, lookup, self._shape))
             )
         if isinstance(vectors, (str, os.PathLike)):
             read = read_file(vectors)
@@ -267,35 +232,31 @@ class VectorRegistry:
             if _width_of(read) not in self._shape.sizes:
                 _check_width(read, self._shape.hidden_size)
             return MappingProxyType({None: read})
-        found: dict[Tap | None, Vector] = {}
+        vectors_by_tap: dict[Tap | None, Vector] = {}
         paths: dict[Tap, str] = {}
-        for one in read:
-            with at(one.path):
-                tap = self._tap(one)
+        for placed in read:
+            with at(placed.path):
+                tap = self._tap(placed)
                 if tap in paths:
                     raise SpecError("", f"the same tap as {paths[tap]}")
-                paths[tap] = one.path
-                found[tap] = scaled(one)
-        return MappingProxyType(dict(sorted(found.items(), key=_in_order)))
+                paths[tap] = placed.path
+                vectors_by_tap[tap] = scaled(placed)
+        return MappingProxyType(dict(sorted(vectors_by_tap.items(), key=_in_order)))
 
-    def _tap(self, one: Placed) -> Tap:
-        tap = (one.site, find_layer(one.layer, self._shape))
+    def _tap(self, placed: Placed) -> Tap:
+        tap = (placed.site, find_layer(placed.layer, self._shape))
         check_tapped(tap, self._shape, "", "")
-        _check_width(one.vector, self._shape.size(tap))
+        _check_width(placed.vector, self._shape.size(tap))
         return tap
 
 
-def scaled(one: Placed) -> Vector:
-    """Return the vector multiplied by its scale, rounded to float32 once.
-
-    Raises:
-        SpecError: the product overflows float32.
-    """
-    if one.scale == 1.0:
-        return one.vector
-    if isinstance(one.vector, Matrix):
-        raise SpecError("scale", f"expected 1 with a matrix, got {show(one.scale)}")
-    return Vector.parse(one.vector.numpy().astype("f8") * one.scale)
+def scaled(placed: Placed) -> Vector:
+    """Return the vector multiplied by its scale, rounded to float32 once."""
+    if placed.scale == 1.0:
+        return placed.vector
+    if isinstance(placed.vector, Matrix):
+        raise SpecError("scale", f"expected 1 with a matrix, got {show(placed.scale)}")
+    return Vector.parse(placed.vector.numpy().astype("f8") * placed.scale)
 
 
 def _width_of(vector: Vector) -> int:
@@ -315,14 +276,14 @@ def _in_order(item: tuple[Tap | None, Vector]) -> tuple[int, int]:
 
 
 def _describe(
-    name: str, found: Registered | NamedEdits, shape: ModelShape, registered: int
+    name: str, value: Registered | NamedEdits, shape: ModelShape, registered: int
 ) -> Description:
     content = hashlib.sha256()
-    if isinstance(found, NamedEdits):
+    if isinstance(value, NamedEdits):
         taps: set[Tap] = set()
-        for edit in found.edits:
+        for edit in value.edits:
             taps.update(find_taps(edit.layers, edit.sites, shape, "layer", "site"))
-        content.update(json.dumps([edit.to_dict() for edit in found.edits]).encode())
+        content.update(json.dumps([edit.to_dict() for edit in value.edits]).encode())
         return Description(
             name,
             (*sorted(taps, key=order),),
@@ -330,13 +291,13 @@ def _describe(
             shape.hidden_size,
             content.hexdigest(),
             registered,
-            tuple(edit.op for edit in found.edits),
+            tuple(edit.op for edit in value.edits),
         )
-    for tap, vector in found.items():
+    for tap, vector in value.items():
         content.update(f"{tap}:{vector.digest};".encode())
-    norms = tuple(vector.norm for vector in found.values())
-    size = max(_width_of(vector) for vector in found.values())
-    return Description(name, tuple(found), norms, size, content.hexdigest(), registered)
+    norms = tuple(vector.norm for vector in value.values())
+    size = max(_width_of(vector) for vector in value.values())
+    return Description(name, tuple(value), norms, size, content.hexdigest(), registered)
 
 
 def _no_sae(name: str) -> FeatureSource:

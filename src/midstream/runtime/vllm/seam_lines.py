@@ -41,7 +41,6 @@ class Seam:
     Attributes:
         module, name: the function; `Class.method` for a method.
         parameters: names of its leading parameters after `self`.
-        why: what midstream does there.
         named: parameters that midstream passes by name.
         at: path of the method on a model runner; "" for other functions.
         called: whether midstream calls it with these parameters alone, so that it may require no
@@ -64,7 +63,6 @@ class Fields:
     Attributes:
         module, owner: the class; an empty `owner` stands for the module.
         names: attributes declared in the class or a base, or set on its objects by a method.
-        why: what midstream does with them.
         at: path of the object on a model runner; None: it is not on one.
         since, until: first and last release with these attributes, such as "0.30"; "" for all.
     """
@@ -98,12 +96,7 @@ class SeamGroup(NamedTuple):
 
 
 def parse(text: str) -> dict[str, SeamGroup]:
-    """Return the seams of a text, by group.
-
-    Raises:
-        ValueError: a line is not a seam, a heading or a comment, or a heading of `HEADINGS` is
-            absent or there twice; the error has the line and its number.
-    """
+    """Return the seams of a text, by group."""
     groups: dict[str, list[Seam | Fields]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:

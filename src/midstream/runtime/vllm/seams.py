@@ -32,11 +32,7 @@ FIELDS = tuple(fields for group in GROUPS.values() for fields in group.fields)
 
 
 def check(group: Literal["process", "offline", "async", "server"]) -> None:
-    """Check the seams of every process, of offline engines, of async engines or of servers.
-
-    Raises:
-        SeamError: names each difference.
-    """
+    """Check the seams of every process, of offline engines, of async engines or of servers."""
     _check(GROUPS[group])
 
 
@@ -46,11 +42,7 @@ def is_v2_runner(runner: Any) -> bool:
 
 
 def check_runner(runner: Any, is_v2: bool) -> None:
-    """Check the seams of a model runner whose model is loaded.
-
-    Raises:
-        SeamError: names each difference.
-    """
+    """Check the seams of a model runner whose model is loaded."""
     _check(GROUPS["model"])
     group = GROUPS["v2" if is_v2 else "v1"]
     kind = f"{type(runner).__module__}.{type(runner).__qualname__}"

