@@ -110,8 +110,8 @@ class Client:
             prompt, source, metric: as for `midstream.LLM.sweep`. The source may also be rows that
                 the server keeps, `output.outputs[0].captured`; the metric is no function.
             on_cell: called with each `SweepCell` and its value as soon as it is known.
-            **options: other arguments of `midstream.LLM.sweep`, except `sampling_params`, `use_tqdm`
-                and `lora_request`; `model`, the name of the model or of an adapter; of the chat
+            **options: other arguments of `midstream.LLM.sweep`, except `sampling_params`,
+                `use_tqdm` and `lora_request`; `model`, the name of the model or of an adapter; of the chat
                 template `add_generation_prompt`, `continue_final_message` and
                 `chat_template_kwargs`.
 
