@@ -111,8 +111,8 @@ class Client:
                 the server keeps, `output.outputs[0].captured`; the metric is no function.
             on_cell: called with each `SweepCell` and its value as soon as it is known.
             **options: other arguments of `midstream.LLM.sweep`, except `sampling_params`,
-                `use_tqdm` and `lora_request`; `model`, the name of the model or of an adapter; of the chat
-                template `add_generation_prompt`, `continue_final_message` and
+                `use_tqdm` and `lora_request`; `model`, the name of the model or of an adapter; of
+                the chat template `add_generation_prompt`, `continue_final_message` and
                 `chat_template_kwargs`.
 
         Returns:
