@@ -93,7 +93,8 @@ def main(url: str, seconds: float, clients: int, names: list[str]) -> dict[str, 
     """
     bodies = {name: WORST[name]() for name in names}
     statuses: dict[str, list[int]] = {name: [] for name in names}
-    began = time.monotonic()
+    kind = {"content-type": "application/json"}
+    began = 0.0
 
     def work(first: int) -> None:
         with httpx.Client(base_url=url, timeout=600) as client:
@@ -101,7 +102,6 @@ def main(url: str, seconds: float, clients: int, names: list[str]) -> dict[str, 
             while time.monotonic() < began + seconds:
                 name = names[nth % len(names)]
                 path, body = bodies[name]
-                kind = {"content-type": "application/json"}
                 statuses[name].append(client.post(path, content=body, headers=kind).status_code)
                 nth += 1
 
@@ -109,6 +109,7 @@ def main(url: str, seconds: float, clients: int, names: list[str]) -> dict[str, 
     threads = [threading.Thread(target=work, args=(nth,)) for nth in range(clients)]
     with httpx.Client(base_url=url, timeout=600) as client:
         client.get("/health")  # what is done once is done
+        began = time.monotonic()
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
