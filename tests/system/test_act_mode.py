@@ -109,7 +109,7 @@ def test_switched_off_it_is_plain_vllm(found, folder):
 
 
 def test_a_wrong_variable_keeps_the_engine_from_starting(found):
-    assert found["refused"].startswith("VLLM_ACT_MODE: expected one of rp8")
+    assert found["refused"].startswith("VLLM_ACT_MODE: expected one of `rp8`")
 
 
 def test_with_settings_of_midstreams_own_there_is_one_place_too_many(

@@ -136,7 +136,7 @@ def test_a_server_that_drains_lets_those_who_asked_end_and_a_long_wait_is_503(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ('--settings={"http": {"inline_bites": 1}}', "midstream.http.inline_bites"),
+        ('--settings={"http": {"inline_bites": 1}}', "http: unknown field 'inline_bites'"),
         ("--sites=resid_past", "resid_past"),
     ],
 )
