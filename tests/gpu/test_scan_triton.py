@@ -36,7 +36,7 @@ def wide(counts, width, dtype, residual=True):
     scans = torch.zeros(len(counts), layout.SCAN_COLUMNS, dtype=torch.int32)
     row = 0
     for nth, count in enumerate(counts):
-        scans[nth] = torch.tensor([row, count, 1, 0, 0, -1, 0, -1, SITE])
+        scans[nth] = torch.tensor([row, count, 1, SITE])
         tokens[row : row + count, layout.POSITION] = torch.arange(3, 3 + count)
         row += count
     table = torch.zeros(3, layout.TABLE_COLUMNS, dtype=torch.int32)

@@ -190,8 +190,8 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
             edits: an operation or its dict with `op`, or a list of them; applied in order, after
                 those of `steer`.
             probes: a `Probe` or its dict, or a list of them.
-            controller: changes the edits by the probes' scores: a `Controller`, `Threshold`, dict
-                or name in the setting `controllers`. With `mode="async"` it needs n = 1.
+            controller: changes the edits by the probes' scores: a `Controller`, a `Threshold`, a
+                dict, or a name of the setting `controllers`. With `mode="async"` it needs n = 1.
             **vllm_args: other arguments of `vllm.LLM.generate`.
 
         Returns:
