@@ -219,7 +219,7 @@ def test_an_estimate_is_what_the_job_then_writes(
     capture = Capture(layers, CAPTURE["sites"], positions, codec=codec)
     fields = {
         "model": str(talking_llama), "dtype": "float32", "capture": capture,
-        "max_tokens": max_tokens,
+        "max_tokens": max_tokens, "flush_seconds": 600.0,  # one shard, however slow the machine is
     }  # fmt: skip
     lines = [*TEXTS[:60], "", {"id": 3}]
     data, out = str(write_lines(tmp_path, lines)), tmp_path / "acts"
