@@ -20,6 +20,7 @@ from midstream.config.config import KEY, from_additional_config, is_complete, is
 from midstream.config.controllers import load, read_controllers
 from midstream.config.server_folder import make_folder
 from midstream.errors import SpecError, UnsupportedError
+from midstream.runtime import INSTALLERS
 from midstream.runtime.core import (
     controllers,
     ended_requests,
@@ -90,8 +91,8 @@ def activate() -> None:
         for part in (ended_requests, probe_stops, failed_requests):
             hook = part.update_from_output
             _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", hook)
-        # By name: the server is a layer above, but a process with an AsyncLLM may build its app.
-        importlib.import_module("midstream.server.install").install()
+        for install in INSTALLERS:
+            install()
         _wrap(
             "vllm.v1.engine.output_processor", "OutputProcessor", "do_tracing", tracing.do_tracing
         )
