@@ -157,8 +157,10 @@ class BaseFrontEnd:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         admitted = self._attach_payload(request, prepared, own, also)
         if admitted is not None:
-            args = (prepared.plan, request, call_plan, before, also, admitted.later)
-            self.changes.add(admitted.uid, *args)
+            others = before, also
+            self.changes.add(
+                admitted.uid, prepared.plan, request, call_plan, others, admitted.later
+            )
         return admitted
 
     def _attach_payload(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -94,26 +93,32 @@ def describe(
         num_layers=first.num_layers,
         hidden_size=first.hidden_size,
         taps=taps,
-        reasons=MappingProxyType(lacking),
+        reasons=tuple(lacking.items()),
         dtype=first.dtype,
-        widths={
-            tap: width * parts
-            for worker in workers
-            for tap, width, parts in zip(worker.taps, worker.widths, worker.parts, strict=True)
-            if width * parts != first.hidden_size
-        },
-        heads={
-            tap: heads * parts
-            for worker in workers
-            for tap, heads, parts in zip(worker.taps, worker.heads, worker.parts, strict=True)
-            if heads
-        },
-        routing={
-            tap: routing
-            for worker in workers
-            for tap, routing in zip(worker.taps, worker.routing, strict=True)
-            if routing
-        },
+        widths=tuple(
+            {
+                tap: width * parts
+                for worker in workers
+                for tap, width, parts in zip(worker.taps, worker.widths, worker.parts, strict=True)
+                if width * parts != first.hidden_size
+            }.items()
+        ),
+        heads=tuple(
+            {
+                tap: heads * parts
+                for worker in workers
+                for tap, heads, parts in zip(worker.taps, worker.heads, worker.parts, strict=True)
+                if heads
+            }.items()
+        ),
+        routing=tuple(
+            {
+                tap: routing
+                for worker in workers
+                for tap, routing in zip(worker.taps, worker.routing, strict=True)
+                if routing
+            }.items()
+        ),
     )
     room = front_ends.room(first.room)
     return EngineInfo(shape, first.dtype, first.codec, first.return_, room, workers, front_ends)

@@ -19,10 +19,9 @@ from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup, numbers_of
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
-from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.actions import Sent, tokens_of_rows
 from midstream.runtime.frontend.results.receipts import make_receipt
-from midstream.runtime.frontend.row_reuse import ReusedRows
 from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
 from midstream.runtime.protocol.record_layout import BlockForm
 from midstream.runtime.protocol.results import (
@@ -33,7 +32,7 @@ from midstream.runtime.protocol.results import (
 )
 from midstream.runtime.protocol.runs import Ints, expand
 from midstream.sites import Tap
-from midstream.spec import ModelShape, Plan, ResolvedPlan, ResolvedProbe
+from midstream.spec import ModelShape, ResolvedPlan, ResolvedProbe
 from midstream.spec.resolve.resolved import Final
 
 # Positions, ascending, that captures select, by the indices of the captures.
@@ -60,25 +59,21 @@ class CompletionResults:
 
 def assemble(
     output: Any,
-    plan: ResolvedPlan,
+    admitted: AdmittedRequest,
     answers: WorkerAnswers,
     shape: ModelShape,
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
-    own: Plan | None = None,
-    reused: ReusedRows | None = None,
-    later: Mapping[int, LaterPlan] = MappingProxyType({}),
 ) -> dict[int, CompletionResults]:
     """Assemble the workers' results of a finished request.
 
     Args:
         before: per completion, rows that arrived while it ran; without their data if not kept.
-        own: the request's own plan, as given; None: it has none.
-        reused: rows that it may have from earlier requests; None: every row was computed.
-        later: later versions of the plan, by number.
 
     Returns:
         The results of each completion, by its index.
     """
+    plan, own = admitted.plan, admitted.own
+    reused, later = admitted.reused, admitted.later
     children = split(answers, len(output.outputs))
     coming_from = () if own is None else own.coming_from
     results = {}
