@@ -22,6 +22,7 @@ from midstream.runtime.frontend.engine_use import EngineUse
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import (
+    ROWS,
     CapacityBudget,
     Need,
     check_returned,
@@ -187,7 +188,7 @@ class BaseFrontEnd:
         need = single_need.times(params.n)
         chosen = self._chosen_replica(request)
         limits = self._row_limits if chosen is None else [self._row_limits[chosen]]
-        check_rows(need, max(limits, key=lambda limit: limit.limit or 0))
+        check_rows(need, max(limits, key=lambda limit: limit.limits.get(ROWS, 0)))
         uid = secrets.token_hex(16)
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)
