@@ -49,8 +49,9 @@ from midstream.runtime.vllm.engine_rules import check_settings
 from midstream.runtime.worker.attention.head_adapters import HeadAdapters
 from midstream.runtime.worker.attention.layers import RankAttention
 from midstream.runtime.worker.attention.lens import RankLens
-from midstream.runtime.worker.attention.logits import Head
-from midstream.runtime.worker.attention.reader import PatternReader
+from midstream.runtime.worker.attention.logits import PART_BYTES, Head, LogitReader
+from midstream.runtime.worker.attention.reader import WORKSPACE_BYTES, PatternReader
+from midstream.runtime.worker.attention.sae import SaeReader
 from midstream.runtime.worker.logit_bias import num_switches
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
@@ -149,7 +150,7 @@ class WorkerEndpoint:
             parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
             lambda group: adapter.block_size(runner, group),
         )
-        is_alone = self._tensor_ranks == 1
+        is_alone, head = self._tensor_ranks == 1, _head(model, vllm_config)
         self._session = WorkerSession(
             RankMemory(
                 self._buffers,
@@ -172,10 +173,9 @@ class WorkerEndpoint:
             PatternReader(
                 self._attention.at,
                 lambda group: adapter.block_table(runner, group),
-                # As it is before biases are added to what it returns.
-                head=_head(model, vllm_config),
-                lens=self._lens,
-                weights=self._weights,
+                # As the head is before biases are added to what it returns.
+                logits=None if head is None else LogitReader(head, PART_BYTES, self._lens),
+                saes=SaeReader(self._weights, WORKSPACE_BYTES),
             ),
             reductions,
         )

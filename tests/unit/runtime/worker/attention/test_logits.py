@@ -20,7 +20,7 @@ from torch import Tensor
 
 from midstream.runtime.protocol.segments import RankShare
 from midstream.runtime.worker.attention.head_adapters import HeadAdapters
-from midstream.runtime.worker.attention.logits import Head, largest
+from midstream.runtime.worker.attention.logits import Head, LogitReader, largest
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.rank_agreement import RankLinks
 from midstream.runtime.worker.session import StepRules, WorkerSession
@@ -114,7 +114,8 @@ class Rank(FakeEngine):
 
     def __init__(self, rank: int, together: Together, **sizes):
         super().__init__(**sizes)
-        patterns = PatternReader(None, None, 400, 400, Head(self._head, VOCABULARY), torch.tanh)  # type: ignore[arg-type]
+        logits = LogitReader(Head(self._head, VOCABULARY), 400, torch.tanh)  # type: ignore[arg-type]
+        patterns = PatternReader(None, None, 400, logits)  # type: ignore[arg-type]
         self.session = WorkerSession(
             self.memory, StepRules(64),
             RankLinks(
