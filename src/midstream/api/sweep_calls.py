@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class OfflineSweeps:
     """Sweeps of an `LLM`."""
 
+    _front_end: Any
+
     def sweep(
         self,
         prompt: Any,
@@ -101,7 +103,7 @@ class OfflineSweeps:
             alpha, mask, repeats,
         )  # fmt: skip
         llm: Any = self
-        front = llm._front_end  # noqa: SLF001
+        front = self._front_end
         if is_chat(prompt) or is_chat(source):
             # vLLM's default is the template that the engine was created with.
             template = {"chat_template": getattr(llm, "chat_template", None), **template}
@@ -150,7 +152,7 @@ class AsyncSweeps:
         starting = sum(state.is_prefilling for state in others)
         engines = len(llm.engine_core.core_engines)
         seats = llm.vllm_config.scheduler_config.max_num_seqs * engines
-        waiting = self._front._admission.waiting  # noqa: SLF001
+        waiting = self._front.waiting
         return Traffic(len(others), starting, waiting, seats)
 
     async def sweep(

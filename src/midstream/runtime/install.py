@@ -37,6 +37,7 @@ from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import (
     Settings,
+    api_process,
     check_sinks,
     check_steering,
     settings_of,
@@ -172,10 +173,10 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
         # Workers check too, but only an error raised here reaches the caller unwrapped.
         check_settings(config)
         plain.replicas = config.parallel_config.data_parallel_size_local
-        parallel = config.parallel_config
-        if parallel._api_process_rank < 0:  # noqa: SLF001
+        count, number = api_process(config.parallel_config)
+        if number < 0:
             make_folder()  # of the API servers that this process starts
-        elif parallel._api_process_count > 1:  # noqa: SLF001
+        elif count > 1:
             end_with_parent()
     return config
 

@@ -109,6 +109,11 @@ class BaseFrontEnd:
         self.plans = RequestPlans(self._resolver, lookup, layers, length)
         self.changes = PlanChanges(self._resolver, self._admission, sent, lookup, layers)
 
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for capacity."""
+        return self._admission.waiting
+
     def concerns(self, params: Any) -> bool:
         """Return whether server-wide edits or captures apply to a request with these parameters.
 

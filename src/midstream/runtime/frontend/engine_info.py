@@ -11,6 +11,7 @@ import msgspec
 from midstream.errors import UnsupportedError
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.protocol.worker_info import WorkerInfo
+from midstream.runtime.vllm.additional_config import api_process
 from midstream.spec import ModelShape
 
 
@@ -29,9 +30,8 @@ class FrontEnds:
     @classmethod
     def of(cls, vllm_config: Any) -> FrontEnds:
         """Return those of an engine's settings."""
-        parallel = vllm_config.parallel_config
-        # The process that starts all others is none of them, and has the number -1.
-        return cls(parallel._api_process_count, max(0, parallel._api_process_rank))  # noqa: SLF001
+        count, number = api_process(vllm_config.parallel_config)
+        return cls(count, max(0, number))
 
     def room(self, room: Room) -> Room:
         """Return the share of one of them in the tables of a worker."""
