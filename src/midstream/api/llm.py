@@ -88,9 +88,7 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
         enable_steering: bool = False,
         **vllm_args: Any,
     ) -> None:
-        config = with_midstream(
-            vllm_args.pop("additional_config", None), midstream, enable_steering
-        )
+        extra = with_midstream(vllm_args.pop("additional_config", None), midstream, enable_steering)
         self._default_capture: DefaultCapture | None = None
         if layers is not None:
             self._default_capture = DefaultCapture.parse(
@@ -101,7 +99,7 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
         check_script()
         seams.check("offline")
         check_offline(vllm_args.get("data_parallel_size", 1))
-        super().__init__(model, additional_config=config, **vllm_args)
+        super().__init__(model, additional_config=extra, **vllm_args)
         self._front_end = install.front_end(self.llm_engine)
         if self._default_capture is not None:
             try:
@@ -192,9 +190,8 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
             edits: an operation or its dict with `op`, or a list of them; applied in order, after
                 those of `steer`.
             probes: a `Probe` or its dict, or a list of them.
-            controller: changes the edits by the probes' scores: a `Controller`, `Threshold` or
-                dict, or the name of one of the setting `controllers`. With `mode="async"` it needs
-                n = 1.
+            controller: changes the edits by the probes' scores: a `Controller`, `Threshold`, dict
+                or name in the setting `controllers`. With `mode="async"` it needs n = 1.
             **vllm_args: other arguments of `vllm.LLM.generate`.
 
         Returns:

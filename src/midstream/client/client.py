@@ -94,13 +94,7 @@ class Client:
         stream.end()
 
     def sweep(
-        self,
-        prompt: Any,
-        source: Any,
-        metric: Any,
-        *,
-        on_cell: OnCell | None = None,
-        **options: Any,
+        self, prompt: Any, source: Any, metric: Any, *, on_cell: OnCell | None = None, **more: Any
     ) -> Sweep:
         """Patch a prompt at each cell of a grid, and return a metric of each cell.
 
@@ -110,9 +104,9 @@ class Client:
             prompt, source, metric: as for `midstream.LLM.sweep`. The source may also be rows that
                 the server keeps, `output.outputs[0].captured`; the metric is no function.
             on_cell: called with each `SweepCell` and its value as soon as it is known.
-            **options: other arguments of `midstream.LLM.sweep`, except `sampling_params`, `use_tqdm`
-                and `lora_request`; `model`, the name of the model or of an adapter; of the chat
-                template `add_generation_prompt`, `continue_final_message` and
+            **more: other arguments of `midstream.LLM.sweep`, except `sampling_params`,
+                `use_tqdm` and `lora_request`; `model`, the name of the model or of an adapter; of
+                the chat template `add_generation_prompt`, `continue_final_message` and
                 `chat_template_kwargs`.
 
         Returns:
@@ -123,7 +117,7 @@ class Client:
             ServerError: the server rejected the request, or the sweep failed.
             httpx.HTTPError: the server is unreachable, or the connection failed.
         """
-        stream = SweepStream(sweep_body(prompt, source, metric, options), on_cell)
+        stream = SweepStream(sweep_body(prompt, source, metric, more), on_cell)
         for data in self._bytes_of(stream.request):
             stream.feed(data)
         return stream.end()

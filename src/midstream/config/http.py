@@ -21,6 +21,7 @@ class HttpSettings(Struct, frozen=True):
     Attributes:
         admin: whether vectors and server-wide steering can be changed over HTTP. None: only if a
             key protects them, or if the server is bound to loopback.
+        max_body_bytes: maximum length of a request body.
         inline_bytes: maximum bytes of tensors in one response.
         held_bytes: maximum bytes of captured rows cached for clients, in total.
         held_captures: maximum number of cached captures, in total. Each that was fetched, or is

@@ -54,9 +54,9 @@ class MidstreamAPI(VLLMAPI):
             config: Inspect's. Its `extra_body["midstream"]` replaces arguments of the plan for one
                 call.
             settings: midstream's settings for a server that is started.
-            **model_args: `capture`, `edits`, `steer`, `probes`, `controller`, `activations`: the plan of
-                every request. All others are Inspect's of its provider for vLLM, and options of a
-                server that is started.
+            **model_args: `capture`, `edits`, `steer`, `probes`, `controller`, `activations`: the
+                plan of every request. All others are Inspect's of its provider for vLLM, and
+                options of a server that is started.
         """
         plan = {name: model_args.pop(name) for name in FIELDS if name in model_args}
         url = base_url

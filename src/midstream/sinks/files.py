@@ -167,9 +167,8 @@ class FileSink(Sink):
                 raise
             finally:
                 os.close(folder)
-        files = [
-            file for request in manifest.get("requests", [manifest]) for file in request["files"]
-        ]
+        requests = manifest.get("requests", [manifest])
+        files = [file for request in requests for file in request["files"]]
         names = (*dict.fromkeys(file["path"] for file in files), MANIFEST)
         for file_info in files:
             file_info["path"] = os.path.join(path, file_info["path"])
@@ -254,27 +253,13 @@ class FileSink(Sink):
             rows, ranks = len(arrays["positions"]), list(delivery.ranks.get((site, layer), ()))
             description = {"site": site, "layer": layer, "rows": rows, "ranks": ranks}
             yield {**description, **described(arrays, width, origin.hidden_size)}, arrays
-        for (name, layer), attention_rows in (delivery.attention or {}).items():
+        for (name, layer), weights in (delivery.attention or {}).items():
             site = f"{ATTENTION}.{name}" if name else ATTENTION
-            arrays, ranks = (
-                arrays_of_attention(attention_rows),
-                list(delivery.ranks.get((site, layer), ())),
-            )
-            description = {
-                "site": site,
-                "layer": layer,
-                "rows": len(attention_rows),
-                "ranks": ranks,
-            }
-            yield (
-                {
-                    **description,
-                    "reduce": attention_rows.reduce,
-                    "arrays": forms(arrays),
-                    "scales": None,
-                },
-                arrays,
-            )
+            arrays = arrays_of_attention(weights)
+            ranks = list(delivery.ranks.get((site, layer), ()))
+            description = {"site": site, "layer": layer, "rows": len(weights), "ranks": ranks}
+            description |= {"reduce": weights.reduce, "arrays": forms(arrays), "scales": None}
+            yield description, arrays
 
     @property
     def _described_origin(self) -> Origin:
