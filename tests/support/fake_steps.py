@@ -68,7 +68,7 @@ def make_buffers(taps: Sequence[Tap] = tuple(TAPS), **changes) -> Buffers:
     """
     mixed = changes.pop("mixed", False)
     limits = {name: changes.pop(name, size) for name, size in ROOM.items()}
-    room = Room(**limits, maps=changes.pop("maps", 0))
+    room = changes.pop("room", None) or Room(**limits, maps=changes.pop("maps", 0))
     sizes = {"max_tokens": 64, "hidden_size": WIDTH, "ring_rows": 64 * len(taps)}
     sizes |= {name: changes.pop(name) for name in (*sizes, "drafts") if name in changes}
     return Buffers.allocate(
