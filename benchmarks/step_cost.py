@@ -139,26 +139,24 @@ def measure_prompts(layers: int, device: str) -> dict[str, float]:
 
 def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     """Create a worker's session for an engine of that shape."""
-    from midstream.runtime.protocol.segments import WHOLE, Room
-    from midstream.runtime.worker.session import WorkerSession
-    from midstream.runtime.worker.tables.device_buffers import Buffers
+    from midstream.runtime.protocol.segments import Room
+    from midstream.runtime.worker.session import StepRules, WorkerSession
+    from midstream.runtime.worker.step_recorder import RankMemory
+    from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes
     from midstream.transport.arena import Arena, ArenaSettings
     from midstream.transport.ring_copy import host_transport
 
     taps = {("resid_post", layer): layer for layer in range(layers)}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     buffers = Buffers.allocate(
-        taps=dict.fromkeys(taps, hidden),
-        max_tokens=sequences,
-        hidden_size=hidden,
-        room=Room(4096, 2048, 65536, 16384, 16),
-        ring_rows=4 * sequences * layers,
+        dict.fromkeys(taps, hidden),
+        BufferSizes(sequences, hidden, Room(4096, 2048, 65536, 16384, 16), 4 * sequences * layers),
         dtype=dtype,
         device=torch.device(device),
     )
     arena = Arena(ArenaSettings(32 << 30, 256 << 20, "drop", Path("/tmp")), device == "cuda")
     transport = host_transport(buffers.ring, arena)
-    return WorkerSession(buffers, taps, transport, arena, 4096, WHOLE)
+    return WorkerSession(RankMemory(buffers, taps, transport, arena), StepRules(4096))
 
 
 def make_plan(layers: int, hidden: int, what: str, prompt: int = PROMPT) -> Any:

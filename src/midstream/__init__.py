@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import midstream.plugin  # noqa: F401 (lists what `activate` installs)
 from midstream.errors import (
     BusyError,
     CodecError,

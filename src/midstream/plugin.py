@@ -18,6 +18,8 @@ import os
 import sys
 from typing import Any
 
+from midstream import runtime
+
 _KEY = "midstream"
 _WORKER = "midstream.worker.CaptureWorker"
 _DEPTH = 12
@@ -31,6 +33,17 @@ def register() -> None:
         from midstream.runtime.install import activate
 
         activate()
+
+
+def install_server() -> None:
+    """Install the hooks of the server: a process with an `AsyncLLM` may build its app."""
+    from midstream.server.install import install
+
+    install()
+
+
+# This module is imported with the package, so engines of all kinds have them.
+runtime.INSTALLERS.append(install_server)
 
 
 def _command_line_enables() -> bool:

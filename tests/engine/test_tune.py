@@ -24,7 +24,7 @@ from midstream import Directions, Logits, SpecError, Steer
 from midstream.fit import MaxKL, MaxPerplexity, Tuning
 from midstream.fit.batches import run_steps_async
 from midstream.fit.text_scores import score_steps
-from midstream.fit.tune import read_tune, tune_steps
+from midstream.fit.tune import Tune, read_tune, tune_steps
 from midstream.spec.shape import ModelShape
 
 TOLERANCE = 5e-3 if HAS_GPU else 1e-4
@@ -265,7 +265,7 @@ def test_what_cannot_be_tuned_is_rejected(talking: Any, directions: Directions) 
     taps = {tap for tap in shape.taps if tap[0] != "final_norm"}
     bare = SimpleNamespace(info=SimpleNamespace(shape=ModelShape(3, 64, taps)))
     with pytest.raises(SpecError, match="^guard: final_norm is not tapped"):
-        read_tune(bare, directions, PROMPTS, None, [1.0], MaxKL(1), None, None, None, {})
+        read_tune(bare, Tune(directions, PROMPTS, None, [1.0], MaxKL(1)))
     for make, match in (
         (lambda: MaxPerplexity(0.9), "ratio: expected at least 1, got 0.9"),
         (lambda: MaxKL(-1), "nats: expected 0 or more, got -1"),
@@ -304,9 +304,9 @@ def test_an_async_engine_gets_the_same_requests_at_once(
     np.testing.assert_allclose(scored[1].logprobs, wanted[1].logprobs, atol=1e-5)
     where = {"positions": "all"}
     request = read_tune(
-        talking, directions, PROMPTS, 1, [2.0], MaxKL(9.0), None, None, PARAMS,
-        where,
-    )  # fmt: skip
+        talking,
+        Tune(directions, PROMPTS, 1, [2.0], MaxKL(9.0), sampling_params=PARAMS, where=where),
+    )
     found = asyncio.run(run_steps_async(async_llm, tune_steps(request)))
     same = talking.tune(directions, PROMPTS, 1, [2.0], MaxKL(9.0), sampling_params=PARAMS)
     np.testing.assert_allclose(found.effect, same.effect, atol=1e-4)

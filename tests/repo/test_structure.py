@@ -71,6 +71,37 @@ def test_no_import_is_exempt_from_the_contracts():
     assert "ignore_imports" not in (ROOT / "pyproject.toml").read_text()
 
 
+def test_no_module_of_the_package_is_imported_by_its_name_in_a_string():
+    """Import contracts do not see such an import. Commands, whose modules are found by name, and
+    tables of public names may have them.
+    """
+    found = [
+        f"{name_of(path)}: {ast.unparse(node)}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
+        if ast.unparse(node.args[0]).lstrip("f\"'").startswith("midstream")
+    ]
+    assert found == ["cli/app.py: import_module(f'midstream.cli.{name}')"]
+
+
+def test_private_attributes_are_used_of_other_packages_alone():
+    """Of vLLM, whose seams list them, of torch and of the interpreter."""
+    uses = {
+        name_of(path)
+        for path in SOURCES
+        for line in path.read_text().splitlines()
+        if "noqa: SLF001" in line
+    }
+    assert uses == {
+        "plugin.py",
+        "results/interleaved_rows.py",
+        "runtime/frontend/rpc/replicas.py",
+        "runtime/frontend/rpc/rpc_client.py",
+        "runtime/vllm/additional_config.py",
+    }
+
+
 @pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples", "scripts"])
 def test_no_module_is_longer_than_500_lines(folder):
     lengths = {

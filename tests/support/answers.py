@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from midstream.codecs import Raw, RowEncoding
+from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.protocol.results import WorkerAnswer
 from midstream.runtime.worker.request_state import RequestState
@@ -101,7 +102,7 @@ def shape_of(dtype="float32") -> ModelShape:
 
 def assemble_on(output, plan, answers, dtype="float32", before=MappingProxyType({})):
     """Set assembled results on an output, as when all rows are for `memory`; return them."""
-    results = assemble(output, plan, answers, shape_of(dtype), before)
+    results = assemble(output, AdmittedRequest("u", plan), answers, shape_of(dtype), before)
     for completion in output.outputs:
         mine = results[completion.index]
         completion.activations, completion.probes = mine.activations, mine.probes

@@ -114,7 +114,7 @@ async def errors(llm: Any, found: dict[str, Any]) -> None:
         "n": ask(llm, "e3", prompt(0), params(0, n=2), **plan(1)),
     }
     found["refused"] = {name: await refusal(call) for name, call in ask_badly.items()}
-    completion = sys.modules["midstream.runtime.frontend.results.async_completion"]
+    completion = sys.modules["midstream.runtime.frontend.results.delivery"]
     assemble = completion.assemble
 
     def spoil(output: Any, *rest: Any) -> Any:

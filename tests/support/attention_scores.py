@@ -72,9 +72,11 @@ class Case:
             return found[:, first % size : first % size + last - first]
 
         return weights.scores(
-            self.queries, self.positions, read, self.begin, self.stop, self.key_heads, self.form,
-            size * 3,
-        )  # fmt: skip
+            weights.Queries(self.queries, self.positions, self.key_heads),
+            read,
+            range(self.begin, self.stop, size * 3),
+            self.form,
+        )
 
     def check(self, name: str) -> None:
         """Both are equal, to the rounding of float32 sums."""

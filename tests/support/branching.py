@@ -6,6 +6,7 @@ sites.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +125,7 @@ class Dead(Single):
 
 
 class BareNone(Single):
-    convention = single("norm", returns=Returns.PAIR_NONE)
+    convention = replace(single("norm"), returns=Returns.PAIR_NONE)
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: None = None):
         return super().forward(positions, hidden_states), None

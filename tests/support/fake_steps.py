@@ -17,11 +17,12 @@ from torch import Tensor
 from midstream.codecs import parse_codec
 from midstream.ops import layout
 from midstream.ops.site import bind
-from midstream.runtime.protocol.segments import APPLIED_0, CACHED, UNSEEN, WHOLE, Room
+from midstream.runtime.protocol.segments import APPLIED_0, CACHED, UNSEEN, Room
 from midstream.runtime.worker.request_state import RequestState
-from midstream.runtime.worker.session import WorkerSession
+from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.runtime.worker.step.step_batch import StepBatch
-from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.runtime.worker.step_recorder import RankMemory
+from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes
 from midstream.sites import Tap
 from midstream.spec import (
     Instruction,
@@ -67,17 +68,14 @@ def make_buffers(taps: Sequence[Tap] = tuple(TAPS), **changes) -> Buffers:
     """
     mixed = changes.pop("mixed", False)
     limits = {name: changes.pop(name, size) for name, size in ROOM.items()}
-    room = Room(**limits, maps=changes.pop("maps", 0))
-    sizes = {
-        "taps": {tap: MIXED[tap] if mixed else WIDTH for tap in taps},
-        "max_tokens": 64,
-        "hidden_size": WIDTH,
-        "room": room,
-        "ring_rows": 64 * len(taps),
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-    }
-    return Buffers.allocate(**{**sizes, **changes})
+    room = changes.pop("room", None) or Room(**limits, maps=changes.pop("maps", 0))
+    sizes = {"max_tokens": 64, "hidden_size": WIDTH, "ring_rows": 64 * len(taps)}
+    sizes |= {name: changes.pop(name) for name in (*sizes, "drafts") if name in changes}
+    return Buffers.allocate(
+        {tap: MIXED[tap] if mixed else WIDTH for tap in taps},
+        BufferSizes(room=room, **sizes),
+        **{"dtype": torch.float32, "device": torch.device("cpu"), **changes},
+    )
 
 
 def view_of(ids: Sequence[str], scheduled, computed, tokens: Sequence[int] = ()) -> StepBatch:
@@ -208,10 +206,13 @@ class FakeEngine:
             if lag is None
             else SlowTransport(self.buffers.ring, lag, self.arena)
         )
-        self.session = WorkerSession(
-            self.buffers, TAPS, self.transport, self.arena, max_model_len, WHOLE
-        )
+        self.session = WorkerSession(self.memory, StepRules(max_model_len))
         self._draw = torch.Generator().manual_seed(seed)
+
+    @property
+    def memory(self) -> RankMemory:
+        """What a session of this engine has."""
+        return RankMemory(self.buffers, TAPS, self.transport, self.arena)
 
     def width(self, tap: Tap) -> int:
         """Width of the vectors at a tap."""

@@ -66,6 +66,32 @@ OPERATIONS: tuple[Fault, ...] = (
         "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
     ),
     Fault(
+        "Rows make room for others before they are fetched",
+        "CapacityBudget.release_tables",
+        "if name != ROWS:",
+        "if True:",
+        "tests/unit/runtime/frontend/request/test_budget.py"
+        "::test_rows_are_in_the_way_until_they_are_fetched_and_what_readers_hold_until_they_let_go",
+    ),
+    Fault(
+        "Requests of several completions take the states of gates once",
+        "Need.times",
+        "count * amount",
+        "amount",
+        "tests/unit/runtime/frontend/request/test_budget.py"
+        "::test_requests_wait_where_gates_would_need_more_states_than_the_setting",
+    ),
+    Fault(
+        "The hooks of the server are not installed with those of the engine",
+        "activate",
+        """
+        for install in INSTALLERS:
+            install()
+        """,
+        "",
+        "tests/unit/test_plugin.py::test_enabled_the_hooks_are_in_and_no_others",
+    ),
+    Fault(
         "Each rank's rows of a parameter are placed at the beginning of what was requested",
         "read_parameter",
         "at = slice(piece.first - first, piece.first - first + rows.shape[0])",

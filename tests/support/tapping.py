@@ -11,7 +11,7 @@ from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
 from midstream.runtime.models.decoder import DecoderLayer
 from midstream.runtime.protocol.segments import Room
-from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes
 from midstream.runtime.worker.taps.taps import tap_layer
 from midstream.sites import Tap
 
@@ -21,9 +21,12 @@ WIDTH, ROWS = 4, 3
 def make_buffers(taps) -> Buffers:
     """Small buffers on the CPU, float32."""
     return Buffers.allocate(
-        taps=dict.fromkeys(taps, WIDTH), max_tokens=16, hidden_size=WIDTH,
-        room=Room(bank_rows=16, programs=16, max_edits=16, token_ids=1, probes=1),
-        ring_rows=256, dtype=torch.float32, device=torch.device("cpu"),
+        dict.fromkeys(taps, WIDTH),
+        BufferSizes(
+            max_tokens=16, hidden_size=WIDTH, ring_rows=256,
+            room=Room(bank_rows=16, programs=16, max_edits=16, token_ids=1, probes=1),
+        ),
+        dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
 
 

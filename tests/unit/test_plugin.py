@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import midstream
+
 # It imports vLLM in a process of its own, which takes as long as an engine's start.
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(midstream.__file__).parents[1]  # the package that is tested
 PATCHED = [
     "vllm.engine.arg_utils.EngineArgs.create_engine_config",
     "vllm.plugins.load_endpoint_plugins",
@@ -75,7 +78,7 @@ def run(*arguments):
         [sys.executable, *arguments],
         env={
             **kept,
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(SOURCE)]),
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",

@@ -15,6 +15,7 @@ from midstream.api.arguments import CallArguments, check_names
 from midstream.api.controller import ControlledRequest, check_controlled
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.last_token import (
+    EngineLimits,
     LastTokenRequest,
     check,
     check_controller,
@@ -27,8 +28,8 @@ from midstream.errors import MidstreamError, SpecError
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 from midstream.runtime.frontend.input_session import InputSession, with_call_plan
 from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
-from midstream.runtime.frontend.results.async_completion import set_nothing
 from midstream.runtime.frontend.results.call import GenerateCall
+from midstream.runtime.frontend.results.delivery import set_nothing
 from midstream.spec import Plan
 from midstream.spec.controller import Controller
 
@@ -204,14 +205,13 @@ class AsyncEngineCall:
     ) -> None:
         """Set `hidden_states` on an output; on the last one also the last tokens' rows."""
         assert self._default is not None
-        layers = self._front.info.shape.num_layers
+        limits = EngineLimits.of(self._llm, self._front)
         prompt_len = 0 if call.admitted is None else call.admitted.plan.prompt_len
-        self._default.attach(output, layers, prompt_len)
+        self._default.attach(output, limits.num_layers, prompt_len)
         if not output.finished:
             return
-        length = self._llm.model_config.max_model_len
         generated = call.stream.generated if call.is_delta and call.stream else None
-        wanted = requests_of(self._default, output, prompt, params, layers, length, generated)
+        wanted = requests_of(self._default, output, prompt, params, limits, generated)
         if wanted:
             ids = [f"{output.request_id}-last-{index}" for index in range(len(wanted))]
             outputs = await all_of(map(self._compute, wanted, ids))

@@ -9,7 +9,7 @@ from midstream.errors import SpecError
 from midstream.fit.batches import run_steps, run_steps_async
 from midstream.fit.guards import Guard
 from midstream.fit.text_scores import TextScore, score_steps
-from midstream.fit.tune import read_tune, tune_steps
+from midstream.fit.tune import Tune, read_tune, tune_steps
 from midstream.fit.tune_result import Tuning
 from midstream.spec.forms import PhaseLike, PositionsLike
 
@@ -89,10 +89,11 @@ class Evaluations:
         Raises:
             SpecError: an argument is malformed, or the engine lacks a tap.
         """
-        request = read_tune(
-            self, directions, prompts, layers, scales, guard, read_layer, effect, sampling_params,
+        asked = Tune(
+            directions, prompts, layers, scales, guard, read_layer, effect, sampling_params,
             {"positions": positions, "phase": phase},
         )  # fmt: skip
+        request = read_tune(self, asked)
         with self._front_end.use.whole_call():
             return run_steps(self, tune_steps(request))
 
@@ -121,8 +122,9 @@ class AsyncEvaluations:
     ) -> Tuning:
         """Try every layer and strength of a direction; see `LLM.tune`."""
         await self.ready()  # type: ignore[attr-defined]
-        request = read_tune(
-            self, directions, prompts, layers, scales, guard, read_layer, effect, sampling_params,
+        asked = Tune(
+            directions, prompts, layers, scales, guard, read_layer, effect, sampling_params,
             {"positions": positions, "phase": phase},
         )  # fmt: skip
+        request = read_tune(self, asked)
         return await run_steps_async(self, tune_steps(request))

@@ -27,6 +27,24 @@ _ONE_TOKEN = SamplingParams(
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a request for a last row reads of its engine.
+
+    Attributes:
+        num_layers: number of layers of the model.
+        max_model_len: most tokens of a request, generated ones included.
+    """
+
+    num_layers: int
+    max_model_len: int
+
+    @staticmethod
+    def of(llm: Any, front_end: Any) -> EngineLimits:
+        """Return the limits of an `LLM` or an `AsyncLLM`."""
+        return EngineLimits(front_end.info.shape.num_layers, llm.model_config.max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
 class LastTokenRequest:
     """The request that computes the last row of one completion.
 
@@ -143,8 +161,7 @@ def requests_of(
     output: Any,
     prompt: Any,
     params: SamplingParams,
-    num_layers: int,
-    max_model_len: int,
+    limits: EngineLimits,
     generated: Sequence[int] | None = None,
 ) -> list[LastTokenRequest]:
     """Return the requests for the last rows of a finished output, one per completion.
@@ -153,7 +170,6 @@ def requests_of(
     fills `max_model_len` has none either, with a warning: no further request has room for it.
 
     Args:
-        num_layers: number of layers of the model.
         generated: its generated tokens; None: each completion has them.
     """
     if not default.last_token:
@@ -167,10 +183,10 @@ def requests_of(
         if not tokens or completion.finish_reason in ("abort", "error"):
             continue
         whole = [*output.prompt_token_ids, *tokens]
-        if len(whole) >= max_model_len:
+        if len(whole) >= limits.max_model_len:
             warnings.warn(
                 f"request {output.request_id}: last_token_row has no row for its last token, as it "
-                f"fills max_model_len={max_model_len}; give a smaller max_tokens",
+                f"fills max_model_len={limits.max_model_len}; give a smaller max_tokens",
                 stacklevel=2,
             )
             continue
@@ -180,6 +196,6 @@ def requests_of(
         one_token = with_plan(_ONE_TOKEN, again)
         lora = output.lora_request
         requests.append(
-            LastTokenRequest(tokens_prompt, one_token, lora, completion, default, num_layers)
+            LastTokenRequest(tokens_prompt, one_token, lora, completion, default, limits.num_layers)
         )
     return requests

@@ -12,6 +12,7 @@ from vllm import RequestOutput, SamplingParams
 from midstream.api.arguments import CallArguments, PromptArguments
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.last_token import (
+    EngineLimits,
     check,
     check_controller,
     check_epoch,
@@ -137,12 +138,11 @@ class OfflineCall:
         """Set `hidden_states` on outputs, with the last tokens' rows if wanted."""
         if self._default is None:
             return
-        layers = self._front_end.info.shape.num_layers
-        length = self._llm.model_config.max_model_len
+        limits = EngineLimits.of(self._llm, self._front_end)
         wanted = []
         for output, prompt, sampling_params in zip(outputs, self._prompts, params, strict=True):
-            self._default.attach(output, layers)
-            wanted += requests_of(self._default, output, prompt, sampling_params, layers, length)
+            self._default.attach(output, limits.num_layers)
+            wanted += requests_of(self._default, output, prompt, sampling_params, limits)
         if not wanted:
             return
         adapters = [request.lora_request for request in wanted]

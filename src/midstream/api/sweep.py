@@ -53,13 +53,46 @@ class PreparedSweep:
     at_once: int
 
 
+@dataclass(frozen=True)
+class SweepCall:
+    """A sweep as it is asked for.
+
+    Attributes:
+        template: arguments of the chat template, for prompts that are messages.
+        sampling_params: of each run; only for a metric that is a function. None: one token, the
+            most likely one.
+    """
+
+    prompt: Any
+    request: SweepRequest
+    template: Mapping[str, Any]
+    sampling_params: SamplingParams | None = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How the runs of a sweep are sent to an asynchronous engine.
+
+    Attributes:
+        on_start: called with the job when its unpatched runs are known.
+        on_cell: called with each cell and its value.
+        turn: returns a context that is entered before each run, which may wait there.
+        at_once: number of runs that are sent to the engine at the same time. None: a few more than
+            it computes, so that requests of others do not wait for all of a sweep.
+        most_bytes: most bytes of rows of the source prompt; None: any.
+    """
+
+    on_start: OnStart | None = None
+    on_cell: OnCell | None = None
+    turn: Turn = nullcontext
+    at_once: int | None = None
+    most_bytes: int | None = None
+
+
 def prepare(
     engine: Any,
     front: Any,
-    prompt: Any,
-    request: SweepRequest,
-    template: Mapping[str, Any],
-    sampling_params: SamplingParams | None = None,
+    call: SweepCall,
     open_rows: OpenRows | None = None,
     most_cells: int = MAX_CELLS,
 ) -> PreparedSweep:
@@ -67,11 +100,9 @@ def prepare(
 
     Args:
         engine: vLLM's LLMEngine or AsyncLLM.
-        template: arguments of the chat template, for prompts that are messages.
-        sampling_params: of each run; only for a metric that is a function. None: one token, the
-            most likely one.
         open_rows: returns the rows of an earlier request by id; None: there are none.
     """
+    prompt, request, template = call.prompt, call.request, call.template
     source = request.source.prompt if isinstance(request.source, PromptSource) else None
     for name in template:
         if name not in TEMPLATE_ARGUMENTS:
@@ -88,7 +119,7 @@ def prepare(
     other = None if source is None else _prompt_of(engine, "source", source, template)
     config = engine.vllm_config.model_config
     request.check_readable(front.info.shape)
-    params = _params_of(request.metric, sampling_params, config)
+    params = _params_of(request.metric, call.sampling_params, config)
     context = SweepContext(front.info.shape, front.vectors.lookup, open_rows, most_cells)
     job = SweepJob(request, context, target, other, shown)
     most = max(1, _LOGIT_BYTES // (4 * config.get_vocab_size()))
@@ -123,38 +154,28 @@ async def run_async(
     front: Any,
     sweep: PreparedSweep,
     vllm_args: Mapping[str, Any],
-    *,
-    on_start: OnStart | None = None,
-    on_cell: OnCell | None = None,
-    turn: Turn = nullcontext,
-    at_once: int | None = None,
-    most_bytes: int | None = None,
+    options: RunOptions,
 ) -> Sweep:
     """Carry out a sweep on an asynchronous engine. If the caller is cancelled, its requests are.
 
     Args:
         vllm_args: arguments of vLLM's `generate`.
-        on_start: called with the job when its unpatched runs are known.
-        on_cell: called with each cell and its value.
-        turn: returns a context that is entered before each run, which may wait there.
-        at_once: number of runs that are sent to the engine at the same time. None: a few more than
-            it computes, so that requests of others do not wait for all of a sweep.
-        most_bytes: most bytes of rows of the source prompt; None: any.
     """
     job = sweep.job
 
     async def output_of(run: SweepRun, more: Mapping[str, Any]) -> Any:
         call = AsyncEngineCall(llm, only_front(front), _NOTHING)
-        params = with_plan(sweep.params, CallPlan(run.plan, most_bytes=most_bytes))
+        params = with_plan(sweep.params, CallPlan(run.plan, most_bytes=options.most_bytes))
         prompt = {"prompt_token_ids": list(run.token_ids)}
         args = {**vllm_args, **more}
         outputs = call.outputs(prompt, params, f"{RUN_ID}{uuid.uuid4().hex}", args)
         return [output async for output in outputs][-1]
 
+    at_once = options.at_once
     if at_once is None:
         at_once = 2 * llm.vllm_config.scheduler_config.max_num_seqs
     most = min(at_once, sweep.at_once)
-    return await run_job(job, output_of, most, on_start=on_start, on_cell=on_cell, turn=turn)
+    return await run_job(job, output_of, most, options.on_start, options.on_cell, options.turn)
 
 
 def _generate(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class OfflineSweeps:
     """Sweeps of an `LLM`."""
 
+    _front_end: Any
+
     def sweep(
         self,
         prompt: Any,
@@ -93,7 +95,7 @@ class OfflineSweeps:
             SpecError: an argument is malformed, or the model or a prompt lacks something.
             ReceiptError: results differ from their plan.
         """
-        from midstream.api.sweep import prepare, run_offline
+        from midstream.api.sweep import SweepCall, prepare, run_offline
         from midstream.runtime.frontend.request.prompt.tokenized import is_chat
 
         request = SweepRequest(
@@ -101,11 +103,13 @@ class OfflineSweeps:
             alpha, mask, repeats,
         )  # fmt: skip
         llm: Any = self
-        front = llm._front_end  # noqa: SLF001
+        front = self._front_end
         if is_chat(prompt) or is_chat(source):
             # vLLM's default is the template that the engine was created with.
             template = {"chat_template": getattr(llm, "chat_template", None), **template}
-        prepared = prepare(llm.llm_engine, front, prompt, request, template, sampling_params)
+        prepared = prepare(
+            llm.llm_engine, front, SweepCall(prompt, request, template, sampling_params)
+        )
         vllm_args = {"use_tqdm": use_tqdm, "lora_request": lora_request}
         return run_offline(llm, front, prepared, vllm_args)
 
@@ -148,7 +152,7 @@ class AsyncSweeps:
         starting = sum(state.is_prefilling for state in others)
         engines = len(llm.engine_core.core_engines)
         seats = llm.vllm_config.scheduler_config.max_num_seqs * engines
-        waiting = self._front._admission.waiting  # noqa: SLF001
+        waiting = self._front.waiting
         return Traffic(len(others), starting, waiting, seats)
 
     async def sweep(
@@ -194,14 +198,15 @@ class AsyncSweeps:
         """Check a sweep against the engine; see `midstream.api.sweep.prepare`. May be called in any
         thread. Raises RuntimeError before `ready()`.
         """
-        from midstream.api.sweep import prepare
+        from midstream.api.sweep import SweepCall, prepare
 
-        return prepare(self, self._front, prompt, request, template, sampling_params, **options)
+        call = SweepCall(prompt, request, template, sampling_params)
+        return prepare(self, self._front, call, **options)
 
     async def run_sweep(
         self, sweep: PreparedSweep, vllm_args: Mapping[str, Any], **options: Any
     ) -> Sweep:
-        """Carry out a sweep; see `midstream.api.sweep.run_async`."""
-        from midstream.api.sweep import run_async
+        """Carry out a sweep; see `midstream.api.sweep.RunOptions`."""
+        from midstream.api.sweep import RunOptions, run_async
 
-        return await run_async(self, self._front, sweep, vllm_args, **options)
+        return await run_async(self, self._front, sweep, vllm_args, RunOptions(**options))

@@ -217,4 +217,12 @@ def _shape_of(hooked: HookedModel) -> ModelShape:
         if hooked.heads(tap):
             heads[tap] = hooked.heads(tap)
     dtype = str(next(hooked.model.parameters()).dtype).removeprefix("torch.")
-    return ModelShape(count, hooked.width, taps, reasons, dtype, widths, heads)
+    return ModelShape(
+        count,
+        hooked.width,
+        taps,
+        tuple(reasons.items()),
+        dtype,
+        tuple(widths.items()),
+        tuple(heads.items()),
+    )

@@ -118,22 +118,11 @@ class AsyncClient:
         model: str | None = None,
     ) -> Directions:
         """Fit a direction at each layer, on the server; see `Client.fit`."""
-        return await self._run(
-            protocol.fit(
-                positive,
-                negative,
-                name,
-                model,
-                method=method,
-                layers=layers,
-                positions=positions,
-                site=site,
-                reduce=reduce,
-                folds=folds,
-                groups=groups,
-                seed=seed,
-            )
-        )
+        request = protocol.FitRequest(
+            positive, negative, method, layers, positions, site, name, reduce, folds, groups, seed,
+            model,
+        )  # fmt: skip
+        return await self._run(protocol.fit(request))
 
     async def read(self, answer: Any) -> ServedOutput:
         """Convert a response of another client to a ServedOutput; see `Client.read`."""

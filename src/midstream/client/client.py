@@ -158,13 +158,11 @@ class Client:
             ServerError: the server rejected the request.
             httpx.HTTPError: the server is unreachable, or the connection failed.
         """
-        return self._run(
-            protocol.fit(
-                positive, negative, name, model, method=method, layers=layers,
-                positions=positions, site=site, reduce=reduce, folds=folds, groups=groups,
-                seed=seed,
-            )
+        request = protocol.FitRequest(
+            positive, negative, method, layers, positions, site, name, reduce, folds, groups, seed,
+            model,
         )  # fmt: skip
+        return self._run(protocol.fit(request))
 
     def read(self, answer: Any) -> ServedOutput:
         """Convert a response of another client, such as `openai`'s, to a ServedOutput, with the

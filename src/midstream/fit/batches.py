@@ -14,10 +14,10 @@ from midstream.fit.prompts import (
     CapturedClass,
     is_chat,
     naming_fields,
-    read_capture,
     read_prompts,
     split_classes,
 )
+from midstream.spec.capture import Capture
 from midstream.spec.positions.following_text import following_ids, ids_after
 from midstream.validation import at, kind, show
 
@@ -82,13 +82,7 @@ async def run_steps_async(llm: Any, steps: Steps[Result]) -> Result:
 
 
 async def capture_rows_async(
-    llm: Any,
-    positive: Any,
-    negative: Any,
-    layers: Any,
-    positions: Any,
-    site: str,
-    reduce: str,
+    llm: Any, positive: Any, negative: Any, capture: Capture
 ) -> tuple[CapturedClass, CapturedClass]:
     """Capture the prompts of both classes on an `AsyncLLM`; see `capture_rows`.
 
@@ -96,7 +90,6 @@ async def capture_rows_async(
     """
     from vllm import SamplingParams
 
-    capture = read_capture(layers, site, positions, reduce)
     ids = [
         token_ids
         for path, prompts in (("positive", positive), ("negative", negative))
@@ -109,7 +102,7 @@ async def capture_rows_async(
 
     with naming_fields():
         outputs = await run_steps_async(llm, steps())
-    return split_classes(outputs, len(positive), site)
+    return split_classes(outputs, len(positive), capture.sites.names[0])
 
 
 async def _last(

@@ -14,8 +14,8 @@ from midstream.fit import files, json_form
 from midstream.fit.batches import capture_rows_async
 from midstream.fit.direction_set import DirectionSet
 from midstream.fit.estimate import Estimate
-from midstream.fit.prompts import capture_rows
-from midstream.fit.train import PromptFit, fit_rows, fit_store
+from midstream.fit.prompts import capture_rows, read_capture
+from midstream.fit.train import FitOptions, PromptFit, fit_rows, fit_store
 from midstream.spec.forms import LayersLike, PositionsLike
 
 if TYPE_CHECKING:
@@ -86,8 +86,10 @@ class Directions(DirectionSet):
             SpecError: an argument is malformed, or the method needs pairs.
             MissingExtraError: the method needs scikit-learn, which is not installed.
         """
-        read = PromptFit.read(positive, negative, method, site, folds, groups, seed)
-        classes = capture_rows(llm, positive, negative, layers, positions, read.site, reduce)
+        options = FitOptions.read(method, site, folds, groups, seed)
+        read = PromptFit.read(positive, negative, options)
+        capture = read_capture(layers, options.site, positions, reduce)
+        classes = capture_rows(llm, positive, negative, capture)
         return Directions._of(*read.fit(llm, classes))
 
     @staticmethod
@@ -110,10 +112,10 @@ class Directions(DirectionSet):
         Arguments and errors are those of `fit`. Chats are captured as token ids, so positions that
         select messages, as `Role`, are rejected.
         """
-        read = PromptFit.read(positive, negative, method, site, folds, groups, seed)
-        classes = await capture_rows_async(
-            llm, positive, negative, layers, positions, read.site, reduce
-        )
+        options = FitOptions.read(method, site, folds, groups, seed)
+        read = PromptFit.read(positive, negative, options)
+        capture = read_capture(layers, options.site, positions, reduce)
+        classes = await capture_rows_async(llm, positive, negative, capture)
         # A classifier of all layers and folds may take seconds.
         return Directions._of(*await asyncio.to_thread(read.fit, llm, classes))
 
@@ -142,9 +144,8 @@ class Directions(DirectionSet):
         Raises:
             SpecError, MissingExtraError: see `fit`.
         """
-        return Directions._of(
-            *fit_rows(positive, negative, method, layers, site, folds, groups, seed)
-        )
+        options = FitOptions.read(method, site, folds, groups, seed)
+        return Directions._of(*fit_rows(positive, negative, layers, options))
 
     @staticmethod
     def from_store(

@@ -31,20 +31,17 @@ class CapturedClass:
 
 
 def capture_rows(
-    llm: Any,
-    positive: Any,
-    negative: Any,
-    layers: Any,
-    positions: Any,
-    site: str,
-    reduce: str,
+    llm: Any, positive: Any, negative: Any, capture: Capture
 ) -> tuple[CapturedClass, CapturedClass]:
-    """Capture the prompts of both classes in one call; arguments as for `Directions.fit`."""
+    """Capture the prompts of both classes in one call.
+
+    Args:
+        capture: see `read_capture`.
+    """
     prompts = [*read_prompts("positive", positive), *read_prompts("negative", negative)]
-    capture = read_capture(layers, site, positions, reduce)
     with naming_fields():
         outputs = run_prompts(llm, prompts, capture)
-    return split_classes(outputs, len(positive), site)
+    return split_classes(outputs, len(positive), capture.sites.names[0])
 
 
 def read_capture(layers: Any, site: str, positions: Any, reduce: str) -> Capture:

@@ -24,73 +24,83 @@ Fitted = tuple[Mapping[int, Estimate], str, str, int, str]
 """Estimates by layer, site, name of the method, number of folds, type of the model."""
 
 
-def fit_rows(
-    positive: object,
-    negative: object,
-    method: object,
-    layers: object,
-    site: str,
-    folds: int,
-    groups: Any,
-    seed: int,
-) -> Fitted:
-    """Fit rows in memory; see `Directions.from_rows`."""
-    with at("site"):
-        site = read_site(site)
-    samples = [
-        ArraySamples.read(path, value, layers)
-        for path, value in (("positive", positive), ("negative", negative))
-    ]
-    owners = [np.arange(len(class_samples)) for class_samples in samples]
-    return _fit(samples[0], samples[1], method, site, folds, _keyed(groups, owners), seed)
-
-
 @dataclass(frozen=True)
-class PromptFit:
-    """A fit to prompts: its arguments, read before the prompts are captured."""
+class FitOptions:
+    """How rows of one site are fitted; see `Directions.fit`.
+
+    Attributes:
+        groups: the keys of groups as they were given.
+    """
 
     method: Method
     site: str
-    counts: tuple[int, int]
     folds: int
     groups: Any
     seed: int
 
     @staticmethod
-    def read(
-        positive: Any,
-        negative: Any,
-        method: object,
-        site: str,
-        folds: int,
-        groups: Any,
-        seed: int,
-    ) -> PromptFit:
-        """Read the arguments of `Directions.fit` that the capture does not read."""
+    def read(method: object, site: str, folds: object, groups: Any, seed: object) -> FitOptions:
+        """Check the options. `groups` are checked with the rows."""
         with at("method"):
             chosen = Method.read(method)
         with at("site"):
             site = read_site(site)
+        with at("folds"):
+            most = read_int(folds)
+            if most < 0 or most == 1:
+                raise SpecError("", f"expected 0, or at least 2, got {most}")
+        with at("seed"):
+            number = read_int(seed)
+            if number < 0:
+                raise SpecError("", f"expected 0 or more, got {number}")
+        return FitOptions(chosen, site, most, groups, number)
+
+
+def fit_rows(positive: object, negative: object, layers: object, options: FitOptions) -> Fitted:
+    """Fit rows in memory; see `Directions.from_rows`."""
+    samples = [
+        ArraySamples.read(path, value, layers)
+        for path, value in (("positive", positive), ("negative", negative))
+    ]
+    owners = [np.arange(len(class_samples)) for class_samples in samples]
+    return _fit(samples[0], samples[1], options, _keyed(options.groups, owners))
+
+
+@dataclass(frozen=True)
+class PromptFit:
+    """A fit to prompts: its arguments, read before the prompts are captured.
+
+    Attributes:
+        counts: number of prompts of each class.
+    """
+
+    options: FitOptions
+    counts: tuple[int, int]
+
+    @staticmethod
+    def read(positive: Any, negative: Any, options: FitOptions) -> PromptFit:
+        """Check that a method that needs pairs has them."""
         counts = len(positive), len(negative)
-        if chosen.needs_pairs and counts[0] != counts[1]:
-            raise _no_pairs(chosen, *counts, "prompts")
-        return PromptFit(chosen, site, counts, folds, groups, seed)
+        if options.method.needs_pairs and counts[0] != counts[1]:
+            raise _no_pairs(options.method, *counts, "prompts")
+        return PromptFit(options, counts)
 
     def fit(self, llm: Any, classes: Sequence[CapturedClass]) -> Fitted:
         """Fit the rows of both classes, the positives first, captured on `llm`."""
         samples = [ArraySamples(captured.rows) for captured in classes]
         check_alike(*samples)
         owners = [captured.owners for captured in classes]
-        if self.method.needs_pairs and any(
+        method = self.options.method
+        if method.needs_pairs and any(
             len(set(class_owners.tolist())) < len(class_owners) for class_owners in owners
         ):
             raise SpecError(
                 "positions",
-                f'method="{self.method.name}" compares one row of each prompt, got several; '
+                f'method="{method.name}" compares one row of each prompt, got several; '
                 'select one token, or give reduce="mean"',
             )
-        keys = _keyed(self.groups, owners, self.counts)
-        fitted = _fit(samples[0], samples[1], self.method, self.site, self.folds, keys, self.seed)
+        keys = _keyed(self.options.groups, owners, self.counts)
+        fitted = _fit(samples[0], samples[1], self.options, keys)
         return (*fitted[:4], _model_type(llm))
 
 
@@ -115,28 +125,17 @@ def fit_store(
         )
     else:
         raise SpecError("groups", f"expected a function of a request's id, got {kind(groups)}")
-    return _fit(samples[0], samples[1], method, samples[0].site, folds, keys, seed)
+    options = FitOptions.read(method, samples[0].site, folds, groups, seed)
+    return _fit(samples[0], samples[1], options, keys)
 
 
 def _fit(
     positive: Samples,
     negative: Samples,
-    method: object,
-    site: str,
-    folds: int,
+    options: FitOptions,
     groups: tuple[Indices, Indices],
-    seed: int,
 ) -> Fitted:
-    with at("method"):
-        chosen = method if isinstance(method, Method) else Method.read(method)
-    with at("folds"):
-        most = read_int(folds)
-        if most < 0 or most == 1:
-            raise SpecError("", f"expected 0, or at least 2, got {most}")
-    with at("seed"):
-        seed = read_int(seed)
-        if seed < 0:
-            raise SpecError("", f"expected 0 or more, got {seed}")
+    chosen, seed = options.method, options.seed
     check_alike(positive, negative)
     if chosen.needs_pairs:
         if len(positive) != len(negative):
@@ -146,14 +145,14 @@ def _fit(
                 "method",
                 f'"{chosen.name}" needs at least 3 pairs, got {len(positive)}; use "mean"',
             )
-    assigned = Folds.assign(*groups, most, seed)
+    assigned = Folds.assign(*groups, options.folds, seed)
     if chosen.needs_pairs and not np.array_equal(assigned.positive, assigned.negative):
         raise SpecError("groups", "the two rows of a pair must be of one group")
     estimates = {
         layer: estimate(positive, negative, layer, chosen, assigned, seed)
         for layer in positive.layers
     }
-    return estimates, site, chosen.name, assigned.count, ""
+    return estimates, options.site, chosen.name, assigned.count, ""
 
 
 def _keyed(

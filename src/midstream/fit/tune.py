@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,25 @@ _MAX_TOKENS = 32
 
 
 @dataclass(frozen=True)
+class Tune:
+    """What is tried, as it is asked for; see `LLM.tune`.
+
+    Attributes:
+        where: `positions` and `phase` of the edit, as arguments of `Steer`.
+    """
+
+    directions: Any
+    prompts: Any
+    layers: Any
+    scales: Any
+    guard: Any
+    read_layer: Any = None
+    effect: Any = None
+    sampling_params: Any = None
+    where: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class TuneRequest:
     """What is tried, checked.
 
@@ -37,7 +56,7 @@ class TuneRequest:
         reading: what reads the answers; None with `effect`.
         effect: a function of an output; None: see `reading`.
         guard: the guard, or None.
-        where: positions of the edit, as arguments of `Steer`.
+        where: see `Tune`.
     """
 
     directions: dict[int, Direction]
@@ -64,48 +83,37 @@ class _Reading:
     kl: Any
 
 
-def read_tune(
-    llm: Any,
-    directions: Any,
-    prompts: Any,
-    layers: Any,
-    scales: Any,
-    guard: Any,
-    read_layer: Any,
-    effect: Any,
-    sampling_params: Any,
-    where: dict[str, Any],
-) -> TuneRequest:
-    """Check the arguments of `LLM.tune`, before anything is run.
+def read_tune(llm: Any, asked: Tune) -> TuneRequest:
+    """Check what is tried, before anything is run.
 
     Args:
         llm: the engine, an `LLM` or an `AsyncLLM` that is ready.
-        where: `positions` and `phase`.
     """
-    chosen = _read_layers(directions, layers)
+    guard, effect, read_layer = asked.guard, asked.effect, asked.read_layer
+    chosen = _read_layers(asked.directions, asked.layers)
     if guard is not None and not isinstance(guard, (MaxPerplexity, MaxKL)):
         raise SpecError("guard", f"expected MaxPerplexity, MaxKL or None, got {kind(guard)}")
     if effect is not None and not callable(effect):
         raise SpecError("effect", f"expected a function of an output, got {kind(effect)}")
     if effect is not None and read_layer is not None:
         raise SpecError("read_layer", "`effect` replaces what is read; omit one of them")
-    reading = None if effect is not None else _reading_of(directions, read_layer)
+    reading = None if effect is not None else _reading_of(asked.directions, read_layer)
     if reading is not None:
         reading.probe("effect")  # it has a midpoint
     shape: ModelShape = llm.info.shape
     for direction in chosen.values():
         with at("layers"):
             check_tapped((direction.site, direction.layer), shape, "", "")
-        direction.steer(**where)
+        direction.steer(**asked.where)
     if reading is not None:
         with at("read_layer"):
             check_tapped((reading.site, reading.layer), shape, "", "")
     if isinstance(guard, MaxKL):
         with at("guard"):
             check_tapped(("final_norm", shape.num_layers - 1), shape, "", "")
-    prompt_ids = encode_prompts("prompts", prompts, llm.get_tokenizer)
+    prompt_ids = encode_prompts("prompts", asked.prompts, llm.get_tokenizer)
     max_model_len = llm.model_config.max_model_len
-    params = _read_params(sampling_params)
+    params = _read_params(asked.sampling_params)
     for index, ids in enumerate(prompt_ids):
         if len(ids) + params.max_tokens >= max_model_len:
             raise SpecError(
@@ -113,9 +121,8 @@ def read_tune(
                 f"{len(ids)} tokens and max_tokens={params.max_tokens} leave no room to read the "
                 f"answer within max_model_len={max_model_len}",
             )
-    return TuneRequest(
-        chosen, prompt_ids, _read_scales(scales), reading, effect, guard, params, dict(where)
-    )
+    scales, where = _read_scales(asked.scales), dict(asked.where)
+    return TuneRequest(chosen, prompt_ids, scales, reading, effect, guard, params, where)
 
 
 def tune_steps(request: TuneRequest) -> Steps[Tuning]:

@@ -16,7 +16,7 @@ from midstream.jobs.job import Job
 from midstream.jobs.request_ids import LINE, TERMS
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Origin
-from midstream.sinks.delivery import DeliverySource
+from midstream.sinks.delivery import DeliveredRows, DeliverySource, Label
 from midstream.sinks.queue import QueueTimes, SinkQueue
 from midstream.sinks.store_sink import StoreSink
 from midstream.sites import Tap
@@ -80,12 +80,10 @@ class StoreWriter:
             finish_reason=reply.finish_reason,
         )
         delivery = source.delivery(
-            name=request,
-            tag=self._tag,
-            metadata={LINE: reply.line, TERMS: self._terms},
-            plan=self._plan,
-            receipt=reply.receipt,
-            activations=rows,
+            Label(request, self._tag, {LINE: reply.line, TERMS: self._terms}),
+            self._plan,
+            reply.receipt,
+            DeliveredRows(rows),
         )
         self._pending.append(self._queue.put(delivery, nbytes))
         return count, nbytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,14 @@ from midstream import sites
 from midstream.console import format_ranges
 from midstream.results.arrays import (
     Heads,
-    array_of,
     encode_blocks,
     save_tensors,
     show_size,
     stack_layers,
     to_numpy,
 )
-from midstream.results.encoded_rows import Rows, rows_of
-from midstream.results.gathered_rows import GatheredRows, RowGroup
+from midstream.results.encoded_rows import Rows
+from midstream.results.held_rows import HeldRows
 from midstream.results.rows_file import (
     POSITIONS,
     TOKENS,
@@ -65,6 +64,7 @@ class Activations:
         token_ids: int64 [rows], the tokens at those positions.
         num_layers: layers of the model; None: unknown.
         heads: the heads of each (site, layer) that is [rows, heads, head_dim].
+        held: the encoded rows, from which vectors are decoded.
     """
 
     def __init__(
@@ -84,10 +84,8 @@ class Activations:
             num_layers: layers of the model, for negative layers; None: unknown.
             heads: per (site, layer), the heads that are shown.
         """
-        self._given = values
+        self.held = HeldRows(values, positions, tokens)
         self._values: dict[Tap, Tensor] = {}
-        self._positions = positions
-        self._given_tokens = tokens
         self.num_layers = num_layers
         self.heads = {tap: tap_heads for tap, tap_heads in (heads or {}).items() if tap in values}
 
@@ -114,12 +112,7 @@ class Activations:
     @property
     def codec(self) -> Codec:
         """The codec that encoded the rows on the device."""
-        values = self._given
-        if isinstance(values, GatheredRows) and values.groups:  # rows are made when looked at
-            return values.groups[0].nothing.codec
-        from midstream.codecs import Raw
-
-        return next((rows.codec for rows in values.values() if isinstance(rows, Rows)), Raw())
+        return self.held.codec
 
     def encoded(self, site: str, layer: int) -> Tensor:
         """Return the encoded rows of one site and layer, uint8 [rows, bytes of a row]; all heads.
@@ -129,44 +122,44 @@ class Activations:
         """
         from midstream.results.interleaved_rows import interleaved
 
-        return interleaved(self._rows(_find(self, (site, layer))).encoded())
+        return interleaved(self.held.rows(_find(self, (site, layer))).encoded())
 
     def copy(self) -> Activations:
         """Return the rows in memory of their own, so that the worker's memory can be freed."""
-        rows = {tap: self._rows(tap).copy() for tap in self._given}
-        positions = {tap: self._positions[tap].clone() for tap in self._given}
-        return Activations(rows, positions, self._tokens.clone(), self.num_layers, self.heads)
+        held = self.held.copy()
+        tokens = held.token_ids
+        return Activations(held.values, held.positions, tokens, self.num_layers, self.heads)
 
     def __contains__(self, key: object) -> bool:
         named = sites.parse(key) if isinstance(key, str) else None
         if named is not None and named[1] is None:
             return named[0] in self.sites
-        return _tap_of(self, key) in self._given
+        return _tap_of(self, key) in self.held.values
 
     def __iter__(self) -> Iterator[Tap]:
-        return iter(self._given)
+        return iter(self.held.values)
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self.held.values)
 
     def keys(self) -> tuple[Tap, ...]:
         """Return every captured (site, layer)."""
-        return tuple(self._given)
+        return tuple(self.held.values)
 
     def items(self) -> tuple[tuple[Tap, Tensor], ...]:
         """Return every ((site, layer), tensor)."""
-        return tuple((tap, self._value(tap)) for tap in self._given)
+        return tuple((tap, self._value(tap)) for tap in self.held.values)
 
     @property
     def sites(self) -> tuple[str, ...]:
         """The captured sites, in the order in which a layer reaches them."""
-        captured = {site for site, _ in self._given}
+        captured = {site for site, _ in self.held.values}
         return tuple(name for name in sites.NAMES if name in captured)
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The captured layers, ascending, of the sites that have layers."""
-        return tuple(sorted({layer for site, layer in self._given if site not in sites.ENDS}))
+        return tuple(sorted({layer for site, layer in self.held.values if site not in sites.ENDS}))
 
     @property
     def positions(self) -> Tensor:
@@ -175,7 +168,7 @@ class Activations:
         Raises:
             ValueError: they differ between sites or layers; use `positions_of`.
         """
-        every = list(self._positions.values()) or [self._tokens[:0]]
+        every = list(self.held.positions.values()) or [self.held.token_ids[:0]]
         # In most cases all of them share one tensor.
         others = {id(other): other for other in every[1:] if other is not every[0]}.values()
         if any(len(other) != len(every[0]) or bool((other != every[0]).any()) for other in others):
@@ -192,7 +185,7 @@ class Activations:
         Raises:
             ValueError: the positions differ between sites or layers; use `token_ids_of`.
         """
-        return self._tokens[self.positions]
+        return self.held.token_ids[self.positions]
 
     def positions_of(self, site: str, layer: int | None = None) -> Tensor:
         """Return the positions of one site and layer, int64 [rows]; no layer where a site has none.
@@ -200,7 +193,7 @@ class Activations:
         Raises:
             KeyError: the site and layer were not captured.
         """
-        return self._positions[_find(self, site if layer is None else (site, layer))]
+        return self.held.positions[_find(self, site if layer is None else (site, layer))]
 
     def token_ids_of(self, site: str, layer: int | None = None) -> Tensor:
         """Return the token ids of one site and layer, int64 [rows]; see `positions_of`.
@@ -208,13 +201,11 @@ class Activations:
         Raises:
             KeyError: the site and layer were not captured.
         """
-        return self._tokens[self.positions_of(site, layer)]
+        return self.held.token_ids[self.positions_of(site, layer)]
 
     def counts(self) -> dict[Tap, int]:
         """Return the number of rows by (site, layer)."""
-        if isinstance(self._given, GatheredRows):
-            return self._given.counts()
-        return {tap: positions.shape[0] for tap, positions in self._positions.items()}
+        return self.held.counts()
 
     def to_transformer_lens(self) -> dict[str, Tensor]:
         """Return the vectors by TransformerLens's names, as its cache has them: [1, rows, hidden],
@@ -260,11 +251,7 @@ class Activations:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and copies have: these rows, encoded, and no other memory."""
-        values = {
-            tap: rows.alone() if isinstance(rows, Rows) else rows
-            for tap, rows in self._given.items()
-        }
-        return {**self.__dict__, "_given": values, "_values": {}, "_positions": {**self._positions}}
+        return {**self.__dict__, "held": self.held.alone(), "_values": {}}
 
     def __repr__(self) -> str:
         return _describe(self)
@@ -272,84 +259,10 @@ class Activations:
     def _repr_html_(self) -> str:
         return _html(self)
 
-    @property
-    def _tokens(self) -> Tensor:
-        if isinstance(self._given_tokens, Sequence):
-            self._given_tokens = array_of(self._given_tokens, "int64")
-        return self._given_tokens
-
-    def _rows(self, tap: Tap) -> Rows:
-        values = self._given[tap]
-        return values if isinstance(values, Rows) else rows_of(values)
-
     def _value(self, tap: Tap) -> Tensor:
         if tap not in self._values:
-            self._values.update(_decoded(self._given, tap, self.heads))
+            self._values.update(self.held.decoded(tap, self.heads))
         return self._values[tap]
-
-
-def groups_of(activations: Activations) -> tuple[RowGroup, ...]:
-    """Return the encoded rows by the sites and layers that were captured together."""
-    values, positions = activations._given, activations._positions  # noqa: SLF001
-    if isinstance(values, GatheredRows):
-        return values.groups
-    return tuple(_group_of(tap, activations._rows(tap), positions[tap]) for tap in values)  # noqa: SLF001
-
-
-def tokens_of(activations: Activations) -> NDArray[np.int64]:
-    """Return the tokens of the whole request that were computed, from position 0."""
-    return np.asarray(activations._given_tokens, np.int64)  # noqa: SLF001
-
-
-def owns_memory(activations: Activations) -> bool:
-    """Return whether all rows are known to be in memory of this process alone."""
-    values = activations._given  # noqa: SLF001
-    return isinstance(values, GatheredRows) and values.owns_memory
-
-
-@dataclass(frozen=True, slots=True)
-class _OneTap:
-    """Rows of one tap as a block; see `midstream.results.gathered_rows.Block`."""
-
-    taps: tuple[Tap, ...]
-    chunks: tuple[Tensor, ...]
-    is_leased: bool = True  # not known
-
-
-def _group_of(tap: Tap, rows: Rows, positions: Tensor) -> RowGroup:
-    """Return the rows of one tap as a group."""
-    block = _OneTap((tap,), (rows.encoded()[:, None],))
-    nothing = replace(rows, chunks=(), places=(), chosen=None)
-    return RowGroup((tap,), positions, (block,), None, nothing)
-
-
-def _decoded(
-    values: Mapping[Tap, Tensor | Rows], tap: Tap, heads: Mapping[Tap, Heads]
-) -> Iterable[tuple[Tap, Tensor]]:
-    """Return the rows of a tap, and of those that are decoded together with it."""
-    mine = heads.get(tap)
-    if isinstance(values, GatheredRows):
-        from midstream.results.interleaved_rows import mark_interleaved
-
-        group = values.group(tap)
-        views = group.decoded()
-        if views is not None and not heads:
-            mark_interleaved(views)
-            return zip(group.taps, views, strict=True)
-        if views is not None:
-            rows_by_tap = dict(zip(group.taps, views, strict=True))
-            for head_tap in rows_by_tap.keys() & heads.keys():
-                rows_by_tap[head_tap] = heads[head_tap].of(rows_by_tap[head_tap])
-            chosen = {key for key, tap_heads in heads.items() if tap_heads.chosen is not None}
-            mark_interleaved([rows for key, rows in rows_by_tap.items() if key not in chosen])
-            return rows_by_tap.items()
-    rows = values[tap]
-    if not isinstance(rows, Rows):
-        return [(tap, rows if mine is None else mine.of(rows))]
-    from midstream.results.interleaved_rows import interleaved
-
-    found_rows = rows.decoded()
-    return [(tap, interleaved(found_rows if mine is None else mine.of(found_rows)))]
 
 
 def with_heads(activations: Activations, heads: Mapping[Tap, Heads]) -> Activations:
@@ -357,9 +270,9 @@ def with_heads(activations: Activations, heads: Mapping[Tap, Heads]) -> Activati
     if activations.heads == heads:
         return activations
     return Activations(
-        activations._given,  # noqa: SLF001
-        activations._positions,  # noqa: SLF001
-        activations._given_tokens,  # noqa: SLF001
+        activations.held.values,
+        activations.held.positions,
+        activations.held.tokens,
         activations.num_layers,
         heads,
     )
@@ -375,17 +288,17 @@ def rows_after(
     """
     values, positions = {}, {}
     for tap in taps:
-        rows, every = activations._rows(tap), activations.positions_of(*tap)  # noqa: SLF001
+        rows, every = activations.held.rows(tap), activations.held.positions[tap]
         later = (every > last.get(tap, -1)).nonzero()[:, 0]
         chosen = later if rows.chosen is None else rows.chosen[later]
         values[tap], positions[tap] = replace(rows, chosen=chosen), every[later]
-    tokens = activations._given_tokens  # noqa: SLF001
+    tokens = activations.held.tokens
     return Activations(values, positions, tokens, activations.num_layers, activations.heads)
 
 
 def _find(rows: Activations, key: Any) -> Tap:
     """Return the captured tap that a key means."""
-    values = rows._given  # noqa: SLF001
+    values = rows.held.values
     try:
         is_tap = key in values
     except TypeError:  # unhashable, such as a slice
@@ -413,7 +326,7 @@ def _tap_of(rows: Activations, key: Any) -> Tap | None:
     if pair is None or not is_int(pair[1]):
         return None
     site, layer = pair[0], int(pair[1])
-    if site in sites.ENDS and (site, layer) not in rows._given:  # noqa: SLF001
+    if site in sites.ENDS and (site, layer) not in rows.held.values:
         return None
     if layer < 0 and rows.num_layers is not None:
         layer += rows.num_layers
@@ -479,7 +392,7 @@ def _describe(acts: Activations) -> str:
 def _sizes(acts: Activations) -> list[str]:
     """Return the distinct sizes of the vectors, ascending; of each only one tap is decoded."""
     taps = {}
-    for tap, values in acts._given.items():  # noqa: SLF001
+    for tap, values in acts.held.values.items():
         width = values.hidden if isinstance(values, Rows) else values.shape[1]
         taps[width, acts.heads.get(tap)] = tap
     shapes = sorted({tuple(acts[tap].shape[1:]) for tap in taps.values()})

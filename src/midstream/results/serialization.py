@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from midstream.results.activations import Activations, groups_of, tokens_of
+from midstream.results.activations import Activations
 from midstream.results.arrays import Heads
 from midstream.results.encoded_rows import Rows
 from midstream.results.rows_file import (
@@ -47,7 +47,7 @@ class PackedRows:
             dtype: dtype of the captured vectors.
         """
         self._activations = activations
-        self._groups = groups_of(activations)
+        self._groups = activations.held.groups()
         forms = tuple([(group.taps, len(group), group.nothing) for group in self._groups])
         heads = tuple(activations.heads.items())
         known = activations.num_layers, activations.codec.spec, hidden, dtype, heads
@@ -62,7 +62,7 @@ class PackedRows:
         """Return the bytes in parts, one after the other. Rows of one tap are not copied."""
         parts: list[bytes | memoryview] = [self._header]
         # In NumPy, which takes a few microseconds where torch takes tens.
-        tokens = tokens_of(self._activations)
+        tokens = self._activations.held.token_array()
         for group in self._groups:
             times = len(group.taps)
             parts.append(group.places.tobytes() * times)

@@ -20,6 +20,7 @@ from midstream.config.config import KEY, from_additional_config, is_complete, is
 from midstream.config.controllers import load, read_controllers
 from midstream.config.server_folder import make_folder
 from midstream.errors import SpecError, UnsupportedError
+from midstream.runtime import INSTALLERS
 from midstream.runtime.core import (
     controllers,
     ended_requests,
@@ -36,6 +37,7 @@ from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import (
     Settings,
+    api_process,
     check_sinks,
     check_steering,
     settings_of,
@@ -90,8 +92,8 @@ def activate() -> None:
         for part in (ended_requests, probe_stops, failed_requests):
             hook = part.update_from_output
             _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", hook)
-        # By name: the server is a layer above, but a process with an AsyncLLM may build its app.
-        importlib.import_module("midstream.server.install").install()
+        for install in INSTALLERS:
+            install()
         _wrap(
             "vllm.v1.engine.output_processor", "OutputProcessor", "do_tracing", tracing.do_tracing
         )
@@ -171,10 +173,10 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
         # Workers check too, but only an error raised here reaches the caller unwrapped.
         check_settings(config)
         plain.replicas = config.parallel_config.data_parallel_size_local
-        parallel = config.parallel_config
-        if parallel._api_process_rank < 0:  # noqa: SLF001
+        count, number = api_process(config.parallel_config)
+        if number < 0:
             make_folder()  # of the API servers that this process starts
-        elif parallel._api_process_count > 1:  # noqa: SLF001
+        elif count > 1:
             end_with_parent()
     return config
 

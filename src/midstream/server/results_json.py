@@ -11,7 +11,7 @@ import torch
 
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
-from midstream.results.activations import Activations, groups_of, owns_memory, rows_after
+from midstream.results.activations import Activations, rows_after
 from midstream.results.attention import AttentionResults
 from midstream.results.attention_json import nbytes_of, to_json
 from midstream.results.features import FeatureResults
@@ -145,7 +145,7 @@ class ResultEncoder:
     ) -> dict[str, Any]:
         if context.request_field.activations == "inline":
             return await self._inline(rows)
-        if owns_memory(rows):
+        if rows.held.owns_memory:
             # Nothing is copied before a client fetches the rows.
             packed = PackedRows(rows, *self._vectors)
             store_args = context.client, request_id, describe(rows), context.reservation
@@ -175,7 +175,7 @@ class ResultEncoder:
     async def _inline(self, rows: Activations) -> dict[str, Any]:
         # Check the size before any row is copied.
         codec, size = rows.codec, 0
-        for group in groups_of(rows):
+        for group in rows.held.groups():
             row = codec.row_bytes(group.nothing.hidden, group.nothing.dtype) + 16
             size += row * len(group) * len(group.taps)
         if size > self._settings.inline_bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
@@ -17,6 +17,28 @@ from midstream.sites import Tap
 from midstream.spec import Plan
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Under what rows are delivered; see `Delivery`."""
+
+    name: str
+    tag: str
+    metadata: Mapping[str, object]
+    layout: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveredRows:
+    """The rows of a delivery, all of a completion's or a piece; see `Delivery`."""
+
+    activations: Activations
+    attention: AttentionResults | None = None
+    piece: int = 0
+    is_last: bool = True
+    return_: str = "gathered"
+    ranks: Mapping[Tap, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +64,13 @@ class DeliverySource:
     finish_reason: str | None
 
     def delivery(
-        self,
-        *,
-        name: str,
-        tag: str,
-        metadata: Mapping[str, object],
-        layout: str = "",
-        plan: Plan | None,
-        receipt: Receipt,
-        activations: Activations,
-        attention: AttentionResults | None = None,
-        piece: int = 0,
-        is_last: bool = True,
-        return_: str = "gathered",
-        ranks: Mapping[Tap, tuple[int, ...]] = MappingProxyType({}),
+        self, label: Label, plan: Plan | None, receipt: Receipt, rows: DeliveredRows
     ) -> Delivery:
         """Return a delivery of rows of this completion; see `Delivery` for the arguments."""
         return Delivery(
-            name=name,
-            tag=tag,
-            metadata=metadata,
+            name=label.name,
+            tag=label.tag,
+            metadata=label.metadata,
             request_id=self.request_id,
             completion=self.completion,
             completions=self.completions,
@@ -73,13 +82,13 @@ class DeliverySource:
             finish_reason=self.finish_reason,
             plan=plan,
             receipt=receipt,
-            activations=activations,
-            attention=attention,
-            piece=piece,
-            is_last=is_last,
-            return_=return_,
-            ranks=ranks,
-            layout=layout,
+            activations=rows.activations,
+            attention=rows.attention,
+            piece=rows.piece,
+            is_last=rows.is_last,
+            return_=rows.return_,
+            ranks=rows.ranks,
+            layout=label.layout,
         )
 
 

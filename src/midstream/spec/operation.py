@@ -53,6 +53,7 @@ class Operation(ABC):
 
     # `op` of the JSON form; empty: the form has no `op`.
     op: ClassVar[str] = ""
+    reads_last: ClassVar[bool] = False  # whether it can select "last": it changes nothing
 
     @abstractmethod
     def __init__(self, *args: object, **fields: object) -> None:
@@ -220,7 +221,6 @@ class Operation(ABC):
         phase: object,
         exclude: object,
         head: object = None,
-        last: bool = False,
     ) -> None:
         """Read the location. Must follow the operation's own fields: names allow omissions."""
         named = bool(self.names())
@@ -240,7 +240,7 @@ class Operation(ABC):
             )
         self._set(heads=() if head is None else read_indices(head, "head"))
         selection = Positions.within(positions, phase, exclude)
-        if not last and "last" in selection.include:
+        if not self.reads_last and "last" in selection.include:
             raise SpecError(
                 selection.path(selection.include.index("last")),
                 '"last" is unsupported in edits, because it is known only when generation has '

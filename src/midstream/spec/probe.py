@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
@@ -73,6 +73,8 @@ class Probe(Operation):
         layers: one; with `direction` maybe several.
         sites: one; not read with `attention`.
     """
+
+    reads_last: ClassVar[bool] = True
 
     direction: Vector | Named | tuple[Vector, ...] | None
     bias: float
@@ -149,7 +151,7 @@ class Probe(Operation):
         if self.attention is not None:
             self._check_alone(site)
             head = None if isinstance(head, str) and head == "all" else head
-        self._set_place(layer, site, positions, phase, exclude, head, last=True)
+        self._set_place(layer, site, positions, phase, exclude, head)
         if self.attention is not None:
             # It is read where the layer's queries are, whichever site that is.
             self._set(left=("site",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ class VectorSize(int):
         return vector_size
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A model's dimensions and the taps of the engine.
 
@@ -58,35 +58,20 @@ class ModelShape:
 
     num_layers: int
     hidden_size: int
-    taps: frozenset[Tap]
-    reasons: tuple[tuple[Tap, str], ...]
-    dtype: str
-    widths: tuple[tuple[Tap, int], ...]
-    heads: tuple[tuple[Tap, int], ...]
-    routing: tuple[tuple[Tap, int | str], ...]
+    taps: Collection[Tap]
+    reasons: Sequence[tuple[Tap, str]] = ()
+    dtype: str = "float32"
+    widths: Sequence[tuple[Tap, int]] = ()
+    heads: Sequence[tuple[Tap, int]] = ()
+    routing: Sequence[tuple[Tap, int | str]] = ()
     _width_of: dict[Tap, int] = field(init=False, compare=False, repr=False)
     _heads_of: dict[Tap, int] = field(init=False, compare=False, repr=False)
     _reason_of: dict[Tap, str] = field(init=False, compare=False, repr=False)
 
-    def __init__(
-        self,
-        num_layers: int,
-        hidden_size: int,
-        taps: Iterable[Tap],
-        reasons: Mapping[Tap, str] | Iterable[tuple[Tap, str]] = (),
-        dtype: str = "float32",
-        widths: Mapping[Tap, int] | Iterable[tuple[Tap, int]] = (),
-        heads: Mapping[Tap, int] | Iterable[tuple[Tap, int]] = (),
-        routing: Mapping[Tap, int | str] | Iterable[tuple[Tap, int | str]] = (),
-    ) -> None:
-        object.__setattr__(self, "num_layers", num_layers)
-        object.__setattr__(self, "hidden_size", hidden_size)
-        object.__setattr__(self, "taps", frozenset(taps))
-        object.__setattr__(self, "reasons", tuple(sorted(dict(reasons).items())))
-        object.__setattr__(self, "dtype", dtype)
-        object.__setattr__(self, "widths", tuple(sorted(dict(widths).items())))
-        object.__setattr__(self, "heads", tuple(sorted(dict(heads).items())))
-        object.__setattr__(self, "routing", tuple(sorted(dict(routing).items())))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "taps", frozenset(self.taps))
+        for name in ("reasons", "widths", "heads", "routing"):  # mappings too
+            object.__setattr__(self, name, tuple(sorted(dict(getattr(self, name)).items())))
         object.__setattr__(self, "_width_of", dict(self.widths))
         object.__setattr__(self, "_heads_of", dict(self.heads))
         object.__setattr__(self, "_reason_of", dict(self.reasons))

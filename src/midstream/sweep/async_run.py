@@ -27,7 +27,6 @@ async def run_job(
     job: SweepJob,
     output_of: Callable[[SweepRun, Mapping[str, Any]], Awaitable[Any]],
     at_once: int,
-    *,
     on_start: OnStart | None = None,
     on_cell: OnCell | None = None,
     turn: Turn = nullcontext,

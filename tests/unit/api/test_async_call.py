@@ -21,7 +21,7 @@ class Front:
     """A front end that records what was begun and ended."""
 
     def __init__(self, concerned: bool = False) -> None:
-        from midstream.runtime.frontend.results.async_completion import set_nothing
+        from midstream.runtime.frontend.results.delivery import set_nothing
 
         self.concerned = concerned
         self.events: list[Any] = []

@@ -478,7 +478,8 @@ def test_rows_that_do_not_exist_are_a_line_that_is_done(tmp_path):
             reply = super()._end(record)
             found = reply.activations
             rows = {
-                tap: dataclasses.replace(found._rows(tap), chunks=(), places=()) for tap in found
+                tap: dataclasses.replace(found.held.rows(tap), chunks=(), places=())
+                for tap in found
             }
             nowhere = dict.fromkeys(rows, torch.zeros(0, dtype=torch.int64))
             activations = type(reply.activations)(rows, nowhere, torch.zeros(0, dtype=torch.int64))

@@ -257,7 +257,7 @@ def test_encoded_rows_are_of_all_heads(kind):
 
 def test_rows_of_all_heads_are_a_view_that_leaves_the_process_alone():
     _, found = of_heads("gathered")
-    memory = found._given.groups[0].blocks[0].chunks[0]
+    memory = found.held.values.groups[0].blocks[0].chunks[0]
     shown = found["z", 3]
     assert shown.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
     left = pickle.loads(pickle.dumps(shown))

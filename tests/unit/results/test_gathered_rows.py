@@ -62,9 +62,8 @@ def test_numbers_that_completions_share_are_those_of_their_groups(gathered):
 
 def test_a_pickle_has_the_positions_and_no_other_rows(gathered):
     rows = Activations(gathered, gathered.positions(), range(9))
-    state = rows.__getstate__()
-    assert type(state["_positions"]) is dict
-    assert all(not isinstance(one, GatheredRows) for one in state.values())
+    held = rows.__getstate__()["held"]
+    assert type(held.positions) is type(held.values) is dict
     found = pickle.loads(pickle.dumps(rows))
     for tap in gathered:
         assert torch.equal(found[tap], rows[tap])

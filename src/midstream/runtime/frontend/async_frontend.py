@@ -19,7 +19,7 @@ from midstream.runtime.frontend.input_session import InputSession, check_session
 from midstream.runtime.frontend.plain_calls import PlainCalls
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.intake import Intake
-from midstream.runtime.frontend.results.async_completion import AsyncCompletion
+from midstream.runtime.frontend.results.async_completion import AsyncCompletion, CallEnd
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
@@ -68,7 +68,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._streamer = RowStreamer(self.sinks, self._admission.release_rows, self._tasks)
         self.completion = AsyncCompletion(
             self._config, self.info.shape, self.sinks, self._streamer,
-            client.abort_requests_async, self._end, self._collected,
+            CallEnd(client.abort_requests_async, self._end, self._collected),
         )  # fmt: skip
 
     def begin(self, plan: CallPlan, session: InputSession | None) -> GenerateCall:

@@ -22,6 +22,7 @@ from midstream.runtime.frontend.engine_use import EngineUse
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import (
+    ROWS,
     CapacityBudget,
     Need,
     check_returned,
@@ -108,6 +109,11 @@ class BaseFrontEnd:
         self.plans = RequestPlans(self._resolver, lookup, layers, length)
         self.changes = PlanChanges(self._resolver, self._admission, sent, lookup, layers)
 
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for capacity."""
+        return self._admission.waiting
+
     def concerns(self, params: Any) -> bool:
         """Return whether server-wide edits or captures apply to a request with these parameters.
 
@@ -157,8 +163,10 @@ class BaseFrontEnd:
             check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         admitted = self._attach_payload(request, prepared, own, also)
         if admitted is not None:
-            args = (prepared.plan, request, call_plan, before, also, admitted.later)
-            self.changes.add(admitted.uid, *args)
+            others = before, also
+            self.changes.add(
+                admitted.uid, prepared.plan, request, call_plan, others, admitted.later
+            )
         return admitted
 
     def _attach_payload(
@@ -185,7 +193,7 @@ class BaseFrontEnd:
         need = single_need.times(params.n)
         chosen = self._chosen_replica(request)
         limits = self._row_limits if chosen is None else [self._row_limits[chosen]]
-        check_rows(need, max(limits, key=lambda limit: limit.limit or 0))
+        check_rows(need, max(limits, key=lambda limit: limit.limits.get(ROWS, 0)))
         uid = secrets.token_hex(16)
         routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         reused = self._row_reuse.rows_of(request, prepared.plan, prepared.keys, own, also)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from midstream.errors import UnsupportedError
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.protocol.worker_info import WorkerInfo
+from midstream.runtime.vllm.additional_config import api_process
 from midstream.spec import ModelShape
 
 
@@ -30,9 +30,8 @@ class FrontEnds:
     @classmethod
     def of(cls, vllm_config: Any) -> FrontEnds:
         """Return those of an engine's settings."""
-        parallel = vllm_config.parallel_config
-        # The process that starts all others is none of them, and has the number -1.
-        return cls(parallel._api_process_count, max(0, parallel._api_process_rank))  # noqa: SLF001
+        count, number = api_process(vllm_config.parallel_config)
+        return cls(count, max(0, number))
 
     def room(self, room: Room) -> Room:
         """Return the share of one of them in the tables of a worker."""
@@ -94,26 +93,32 @@ def describe(
         num_layers=first.num_layers,
         hidden_size=first.hidden_size,
         taps=taps,
-        reasons=MappingProxyType(lacking),
+        reasons=tuple(lacking.items()),
         dtype=first.dtype,
-        widths={
-            tap: width * parts
-            for worker in workers
-            for tap, width, parts in zip(worker.taps, worker.widths, worker.parts, strict=True)
-            if width * parts != first.hidden_size
-        },
-        heads={
-            tap: heads * parts
-            for worker in workers
-            for tap, heads, parts in zip(worker.taps, worker.heads, worker.parts, strict=True)
-            if heads
-        },
-        routing={
-            tap: routing
-            for worker in workers
-            for tap, routing in zip(worker.taps, worker.routing, strict=True)
-            if routing
-        },
+        widths=tuple(
+            {
+                tap: width * parts
+                for worker in workers
+                for tap, width, parts in zip(worker.taps, worker.widths, worker.parts, strict=True)
+                if width * parts != first.hidden_size
+            }.items()
+        ),
+        heads=tuple(
+            {
+                tap: heads * parts
+                for worker in workers
+                for tap, heads, parts in zip(worker.taps, worker.heads, worker.parts, strict=True)
+                if heads
+            }.items()
+        ),
+        routing=tuple(
+            {
+                tap: routing
+                for worker in workers
+                for tap, routing in zip(worker.taps, worker.routing, strict=True)
+                if routing
+            }.items()
+        ),
     )
     room = front_ends.room(first.room)
     return EngineInfo(shape, first.dtype, first.codec, first.return_, room, workers, front_ends)

@@ -17,12 +17,11 @@ from midstream.runtime.frontend.base import BaseFrontEnd
 from midstream.runtime.frontend.engine_info import describe
 from midstream.runtime.frontend.engine_use import EngineUse
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.results.delivery import (
-    RESULTS,
     FinishedRequest,
     PendingDelivery,
     deliver,
+    set_nothing,
 )
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.receipts import ReceiptReporter
@@ -164,10 +163,7 @@ class FrontEnd(BaseFrontEnd):
         """
         ended: list[str] = []
         for output in outputs:
-            completions = output.outputs if isinstance(output.outputs, list) else []
-            for holder in (output, *completions):
-                for name in RESULTS:
-                    setattr(holder, name, None)
+            set_nothing(output)
             if output.finished and output.request_id in self._running:
                 admitted = self._running.pop(output.request_id)
                 self._finished.append(_FinishedRequest(admitted, output))
@@ -290,11 +286,9 @@ class FrontEnd(BaseFrontEnd):
         """Assemble the results of a request, and put its rows into the queues of their sinks."""
         asked = request.admitted
         partial = self._streamer.get(asked.uid)
-        before = {} if partial is None else partial.received()
         try:
-            args = (asked.own, asked.reused, asked.later)
-            results = assemble(request.output, asked.plan, answers, self.info.shape, before, *args)
-            finished = FinishedRequest(asked, request.output, self.info.shape, results, partial)
+            shape = self.info.shape
+            finished = FinishedRequest.of(asked, request.output, shape, answers, partial)
             return deliver(self.sinks, finished)
         finally:
             self._streamer.end(asked.uid)

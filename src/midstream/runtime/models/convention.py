@@ -252,7 +252,6 @@ def single(
     attn: Output | Lack | str | None = None,
     mlp: Input | Output | Lack | str = "mlp",
     mlp_out: Output | Lack | str | None = None,
-    returns: Returns = Returns.SINGLE,
     **rest: Any,
 ) -> LayerConvention:
     """Return the convention of a layer that takes the stream and returns the stream.
@@ -274,7 +273,7 @@ def single(
         assert not isinstance(mlp, Output), "say which module returns what the MLP adds"
         mlp_out = mlp if isinstance(mlp, Lack) else mlp.path
     return LayerConvention(
-        returns,
+        Returns.SINGLE,
         mid=mid,
         no_mid=no_mid,
         attn_in=_attn_in(attention, mlp),
@@ -297,7 +296,7 @@ def _attn_in(
 
 def dead(mid: str | None = None, no_mid: str = "", **rest: Any) -> LayerConvention:
     """Return the convention of a layer with an unused residual; other arguments as in `single`."""
-    return single(mid, no_mid, returns=Returns.PAIR_DEAD, **rest)
+    return replace(single(mid, no_mid, **rest), returns=Returns.PAIR_DEAD)
 
 
 def without_attention(convention: LayerConvention, reason: str) -> LayerConvention:

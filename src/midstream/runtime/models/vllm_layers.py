@@ -73,8 +73,8 @@ D = dead(NORM)
 D_PARALLEL = dead(no_mid=PARALLEL, mlp=SHARED)
 # Post-norm: what is normed is what attention and the MLP return.
 POST_NORM = single("mlp", attn=NORM, mlp=SHARED, mlp_out=POST_FF)
-POST_NORM_MOLMO = single(
-    "mlp", attn="input_layernorm", mlp=SHARED, mlp_out=NORM, returns=Returns.PAIR_NONE
+POST_NORM_MOLMO = replace(
+    single("mlp", attn="input_layernorm", mlp=SHARED, mlp_out=NORM), returns=Returns.PAIR_NONE
 )
 # Experts and a shared MLP are called one after the other with what the norm returned.
 NORM_OUT = Output(NORM)
@@ -82,7 +82,7 @@ NORM_OUT = Output(NORM)
 # Cohere's are reduced over the ranks after they were summed.
 BOTH_READ = Input("self_attn", shared=True, parameter="hidden_states")
 C_ATTN, C_MLP = Output("self_attn", partial=True), Output("mlp", partial=True)
-GEMMA4 = single(PRE_FF, attn=NORM, mlp_out=POST_FF, returns=Returns.PAIR_NONE)
+GEMMA4 = replace(single(PRE_FF, attn=NORM, mlp_out=POST_FF), returns=Returns.PAIR_NONE)
 # Only its true attention, MLA, has a rank for the keys and values.
 KIMI = Choice("self_attn.kv_lora_rank?", P, without_attention(P, LINEAR))
 TWICE = Lack("it has two attentions and three MLPs")

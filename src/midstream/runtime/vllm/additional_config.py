@@ -138,6 +138,15 @@ def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
             make_sink(settings)
 
 
+def api_process(parallel: Any) -> tuple[int, int]:
+    """Return the number of API servers, and which this process is: −1: the one that starts them.
+
+    Args:
+        parallel: vLLM's ParallelConfig.
+    """
+    return parallel._api_process_count, parallel._api_process_rank  # noqa: SLF001
+
+
 def replicas_of(vllm_config: Any) -> int:
     """Return the number of engines of one front end on this machine; see `Settings`."""
     section = vllm_config.additional_config[KEY]

@@ -49,14 +49,15 @@ from midstream.runtime.vllm.engine_rules import check_settings
 from midstream.runtime.worker.attention.head_adapters import HeadAdapters
 from midstream.runtime.worker.attention.layers import RankAttention
 from midstream.runtime.worker.attention.lens import RankLens
-from midstream.runtime.worker.attention.logits import Head
-from midstream.runtime.worker.attention.reader import PatternReader
+from midstream.runtime.worker.attention.logits import PART_BYTES, Head, LogitReader
+from midstream.runtime.worker.attention.reader import WORKSPACE_BYTES, PatternReader
+from midstream.runtime.worker.attention.sae import SaeReader
 from midstream.runtime.worker.logit_bias import num_switches
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
 from midstream.runtime.worker.parameter_answers import parameter_rows, token_directions
-from midstream.runtime.worker.rank_agreement import all_ranks, sum_over_ranks
+from midstream.runtime.worker.rank_agreement import RankLinks, all_ranks, sum_over_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.runtime.worker.reductions import Reductions
@@ -64,8 +65,9 @@ from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_block import RowBlock
 from midstream.runtime.worker.row_index import Scores
-from midstream.runtime.worker.session import WorkerSession
-from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.runtime.worker.session import StepRules, WorkerSession
+from midstream.runtime.worker.step_recorder import RankMemory
+from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes
 from midstream.runtime.worker.taps.tap_check import check_taps
 from midstream.runtime.worker.taps.tapped_model import add_taps
 from midstream.runtime.worker.taps.taps import check_drafter
@@ -148,28 +150,34 @@ class WorkerEndpoint:
             parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
             lambda group: adapter.block_size(runner, group),
         )
+        is_alone, head = self._tensor_ranks == 1, _head(model, vllm_config)
         self._session = WorkerSession(
-            self._buffers,
-            self._taps,
-            host_transport(self._buffers.ring, self._arena),
-            self._arena,
-            vllm_config.model_config.max_model_len,
-            RankShare(self._tensor_rank, self._tensor_ranks, self._parts),
-            self._checksum,
-            config.on_nonfinite,
-            only_armed=bool(replacements),
-            agree=None if self._tensor_ranks == 1 else all_ranks,
-            patterns=PatternReader(
+            RankMemory(
+                self._buffers,
+                self._taps,
+                host_transport(self._buffers.ring, self._arena),
+                self._arena,
+            ),
+            StepRules(
+                vllm_config.model_config.max_model_len,
+                config.on_nonfinite,
+                only_armed=bool(replacements),
+                calls_functions=config.hooks == "local",
+            ),
+            RankLinks(
+                RankShare(self._tensor_rank, self._tensor_ranks, self._parts),
+                self._checksum,
+                agree=None if is_alone else all_ranks,
+                add_up=None if is_alone else sum_over_ranks,
+            ),
+            PatternReader(
                 self._attention.at,
                 lambda group: adapter.block_table(runner, group),
-                # As it is before biases are added to what it returns.
-                head=_head(model, vllm_config),
-                lens=self._lens,
-                weights=self._weights,
+                # As the head is before biases are added to what it returns.
+                logits=None if head is None else LogitReader(head, PART_BYTES, self._lens),
+                saes=SaeReader(self._weights, WORKSPACE_BYTES),
             ),
-            reductions=reductions,
-            calls_functions=config.hooks == "local",
-            add_up=None if self._tensor_ranks == 1 else sum_over_ranks,
+            reductions,
         )
         if self._session.bias is not None:
             self._session.bias.attach(model)
@@ -421,14 +429,10 @@ def _allocate(
         numbers = weights.numbers(torch.float32)
         sae = SaeBuffers.allocate(numbers, max_tokens, hidden_size, features)
     return Buffers.allocate(
-        taps=widths,
-        max_tokens=max_tokens,
-        hidden_size=hidden_size,
-        room=_room(config),
-        ring_rows=ring_rows,
+        widths,
+        BufferSizes(max_tokens, hidden_size, _room(config), ring_rows, _drafts(vllm_config)),
         dtype=model_config.dtype,
         device=runner.device,
-        drafts=_drafts(vllm_config),
         sae=sae,
         reconstructed=config.reconstructed,
     )

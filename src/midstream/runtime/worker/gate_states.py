@@ -29,11 +29,11 @@ class GateStates:
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
         """Args:
-        only_armed: see `StepRecorder`.
+        only_armed: see `StepRules`.
         """
         count = buffers.scans.shape[0]
         self._buffers = buffers
-        self._only_armed = only_armed
+        self.only_armed = only_armed
         self._slots = np.full(count, _FREE, np.int64)  # slot of the request that has each state
         self._armed = np.zeros((count, layout.SCAN_COLUMNS), np.int32)
         self._sent = self._armed.copy()  # what the device has
@@ -111,7 +111,7 @@ class GateStates:
 
     def disarm(self) -> None:
         """Let no forward pass change a state before the next step is armed."""
-        if not self._only_armed:
+        if not self.only_armed:
             self._clear()
 
     def _clear(self) -> None:
@@ -129,7 +129,7 @@ class GateStates:
         """
         assert np.array_equal(self._buffers.scans.cpu().numpy(), self._sent)
         assert self._has_rows == bool(self._sent[:, layout.SCAN_COUNT].any())
-        assert self._only_armed or not self._has_rows
+        assert self.only_armed or not self._has_rows
         assert self._held == (self._slots != _FREE).sum()
 
 

@@ -4,8 +4,40 @@ and parts of scores.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from midstream.runtime.protocol.segments import WHOLE, RankShare
+from midstream.runtime.worker.rank_check import RankChecksum
+
+# Returns whether all ranks that run the same requests say yes.
+Agree = Callable[[bool], bool]
+# Returns the sum of all ranks' values, of the same shape; each rank must call it.
+SumOverRanks = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankLinks:
+    """A rank among those that run the same requests.
+
+    Attributes:
+        share: the part of the captured vectors that this rank transfers.
+        checksum: receives every plan and step; None if ranks are not compared.
+        agree: asks the other ranks whether they can run a plan with work that all do together; None
+            if there are none.
+        add_up: sums values over the ranks; None: there is one.
+    """
+
+    share: RankShare = WHOLE
+    checksum: RankChecksum | None = None
+    agree: Agree | None = None
+    add_up: SumOverRanks | None = None
+
+
+ALONE = RankLinks()
 
 
 def is_joint(plan: bytes) -> bool:

@@ -29,7 +29,7 @@ class RequestResources:
             None: nothing is reduced.
         load: returns the functions of a plan; None: this worker calls none.
         """
-        self._plans = plans
+        self.plans = plans
         self._gate_states = gate_states
         self._reductions = reductions
         self._load = load
@@ -41,7 +41,7 @@ class RequestResources:
         Args:
             slot: row of the request in the arrays of `SlotTable`.
         """
-        plan = self._plans.acquire(packed)
+        plan = self.plans.acquire(packed)
         functions: list[FunctionUse] = []
         try:
             if plan.resolved.functions:
@@ -60,7 +60,7 @@ class RequestResources:
 
     def release(self, plan: RankPlan, slot: int) -> None:
         """Take back what a request has."""
-        self._plans.release(plan)
+        self.plans.release(plan)
         if plan.has_sums and self._reductions is not None:
             self._reductions[0].release(slot)
         if plan.has_states:

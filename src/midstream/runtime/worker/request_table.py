@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.plan_version import PlanChange
 from midstream.runtime.protocol.rank_parts import SplitScore
-from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.logit_bias import BiasesAt
-from midstream.runtime.worker.plan_table import PlanTable
-from midstream.runtime.worker.rank_agreement import is_joint
-from midstream.runtime.worker.rank_check import RankChecksum
-from midstream.runtime.worker.reductions import Reductions
-from midstream.runtime.worker.request_resources import Load, RequestResources
+from midstream.runtime.worker.rank_agreement import RankLinks, is_joint
+from midstream.runtime.worker.request_resources import RequestResources
 from midstream.runtime.worker.request_state import (
     FunctionUse,
     PlacedVersion,
@@ -26,8 +22,6 @@ from midstream.runtime.worker.step_recorder import StepRecorder
 from midstream.spec import ResolvedPlan
 
 _LOGGER = logging.getLogger(__name__)
-# Returns whether all ranks that run the same requests say yes.
-Agree = Callable[[bool], bool]
 _NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read
 
 
@@ -41,29 +35,17 @@ class RequestTable:
     def __init__(
         self,
         slots: SlotTable,
-        plans: PlanTable,
+        resources: RequestResources,
         recorder: StepRecorder,
-        gate_states: GateStates,
-        checksum: RankChecksum | None = None,
-        agree: Agree | None = None,
-        reductions: tuple[Reductions, Sequence[int]] | None = None,
-        load: Load | None = None,
+        links: RankLinks,
     ) -> None:
-        """Args:
-        checksum: receives every plan; None if ranks are not compared.
-        agree: asks the other ranks whether they can run a plan with work that all do together; None
-            if there are none.
-        reductions: what rows are reduced to, and the width of the vectors of each tap, by index;
-            None: nothing is reduced.
-        load: returns the functions of a plan; None: this worker calls none.
-        """
-        self.plans = plans
+        self.plans = resources.plans
         self.resets = 0
         self._slots = slots
         self._recorder = recorder
-        self._checksum = checksum
-        self._agree = agree
-        self._resources = RequestResources(plans, gate_states, reductions, load)
+        self._checksum = links.checksum
+        self._agree = links.agree
+        self._resources = resources
         self._added = 0
         # Finished requests with the number of their last step, which is not settled.
         self._finishing: list[tuple[int, RequestState]] = []

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from midstream.codecs import RowEncoding
-from midstream.runtime.protocol.segments import RankShare
 from midstream.runtime.protocol.step_scores import StepScores
 from midstream.runtime.worker.attention.reader import PatternReader
+from midstream.runtime.worker.attention.step_patterns import StepPatterns
 from midstream.runtime.worker.collection import Collection
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.logit_bias import LogitBias
 from midstream.runtime.worker.plan_table import PlanTable
-from midstream.runtime.worker.rank_check import RankChecksum
+from midstream.runtime.worker.rank_agreement import ALONE, RankLinks
 from midstream.runtime.worker.reductions import Reductions
-from midstream.runtime.worker.request_table import Agree, RequestTable
-from midstream.runtime.worker.split_scores import SplitScores, SumOverRanks
+from midstream.runtime.worker.request_resources import RequestResources
+from midstream.runtime.worker.request_table import RequestTable
+from midstream.runtime.worker.split_scores import SplitScores
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_planner import StepPlanner
-from midstream.runtime.worker.step_recorder import StepCounts, StepRecorder
+from midstream.runtime.worker.step_recorder import RankMemory, StepCounts, StepRecorder
 from midstream.runtime.worker.tables.codec_table import CodecTable
-from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.runtime.worker.taps.local_calls import LocalCalls
-from midstream.sites import Tap
-from midstream.transport.arena import Arena
-from midstream.transport.base import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """Settings of the steps of one worker.
+
+    Attributes:
+        only_armed: whether every forward pass that fires the taps is a step with a plan, as where
+            all other steps run vLLM's own model.
+        calls_functions: whether edits may be functions of this process.
+    """
+
+    max_model_len: int
+    on_nonfinite: str = "raise"
+    only_armed: bool = False
+    calls_functions: bool = False
 
 
 class WorkerSession:
@@ -41,71 +55,42 @@ class WorkerSession:
 
     def __init__(
         self,
-        buffers: Buffers,
-        taps: dict[Tap, int],
-        transport: Transport,
-        arena: Arena,
-        max_model_len: int,
-        share: RankShare,
-        checksum: RankChecksum | None = None,
-        on_nonfinite: str = "raise",
-        only_armed: bool = False,
+        memory: RankMemory,
+        rules: StepRules,
+        links: RankLinks = ALONE,
         patterns: PatternReader | None = None,
-        agree: Agree | None = None,
         reductions: Reductions | None = None,
-        calls_functions: bool = False,
-        add_up: SumOverRanks | None = None,
     ) -> None:
         """Args:
-        taps: the rank's taps and their indices.
-        transport: owner of `buffers.ring`.
-        arena: memory that the transport copies rows to.
-        share: the part of the captured vectors that this rank transfers.
-        checksum: receives every plan and step; None if ranks are not compared.
-        only_armed: whether every forward pass that fires the taps is a step with a plan, as where
-            all other steps run vLLM's own model.
         patterns: makes rows of attention and logits; None: no request asks for any.
-        agree: see `RequestTable`.
         reductions: what requests reduce rows to; None: there is no room for any.
-        add_up: sums values over the ranks; None: there is one.
         """
+        buffers, taps, share = memory.buffers, memory.taps, links.share
         if reductions is None:
             reductions = Reductions(0, 1, buffers.ring.device)
         self._reductions = reductions
-        self._checksum = checksum
+        self._checksum = links.checksum
         self._codecs = CodecTable(buffers)
         self._tables = ProgramTable(buffers)
-        slots = SlotTable(max_model_len, on_nonfinite)
-        self._gate_states = GateStates(buffers, only_armed)
+        slots = SlotTable(rules.max_model_len, rules.on_nonfinite)
+        self._gate_states = GateStates(buffers, rules.only_armed)
         self._planner = StepPlanner(slots, self._tables)
-        self._local = LocalCalls(taps, buffers, slots) if calls_functions else None
+        self._local = LocalCalls(taps, buffers, slots) if rules.calls_functions else None
         buffers.before = self._local
+        add_up = links.add_up
         self._recorder = StepRecorder(
-            buffers,
-            transport,
-            arena,
+            memory,
             slots,
             self._codecs,
-            taps,
-            only_armed=only_armed,
-            patterns=patterns,
-            reductions=self._reductions,
-            gate_states=self._gate_states,
-            split_scores=(None if add_up is None else SplitScores(share.rank, share.ranks, add_up)),
+            self._gate_states,
+            StepPatterns(buffers, slots, self._codecs, patterns, reductions),
+            None if add_up is None else SplitScores(share.rank, share.ranks, add_up),
         )
         plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
         widths = tuple(map(buffers.width, taps.values()))
         load = None if self._local is None else self._local.load
-        self.requests = RequestTable(
-            slots,
-            plans,
-            self._recorder,
-            self._gate_states,
-            checksum,
-            agree,
-            (self._reductions, widths),
-            load,
-        )
+        resources = RequestResources(plans, self._gate_states, (reductions, widths), load)
+        self.requests = RequestTable(slots, resources, self._recorder, links)
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
 

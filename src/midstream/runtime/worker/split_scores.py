@@ -7,18 +7,14 @@ add up after the forward pass, outside of its graphs. No other request pays for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from midstream.runtime.protocol.runs import Ints
+from midstream.runtime.worker.rank_agreement import SumOverRanks
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
-
-# Returns the sum of all ranks' values, of the same shape; each rank must call it.
-SumOverRanks = Callable[[Tensor], Tensor]
 
 
 class SplitScores:

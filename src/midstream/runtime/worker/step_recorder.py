@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,10 +12,8 @@ from torch import Tensor
 from midstream.ops import layout
 from midstream.runtime.protocol.step_scores import StepScores
 from midstream.runtime.worker.attention.logits import StepLogits
-from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.attention.step_patterns import StepPatterns
 from midstream.runtime.worker.gate_states import GateStates
-from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.reported_scores import reported_scores
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
@@ -64,6 +62,22 @@ class StepCounts:
         self.ring_most = max(self.ring_most, units)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RankMemory:
+    """What a row passes on its way from a tap to the front end.
+
+    Attributes:
+        taps: the rank's taps and their indices.
+        transport: owner of `buffers.ring`.
+        arena: memory that the transport copies rows to.
+    """
+
+    buffers: Buffers
+    taps: dict[Tap, int]
+    transport: Transport
+    arena: Arena
+
+
 class StepRecorder:
     """Owner of the armed tokens, the steps in flight, and the index of captured rows.
 
@@ -80,24 +94,15 @@ class StepRecorder:
 
     def __init__(
         self,
-        buffers: Buffers,
-        transport: Transport,
-        arena: Arena,
+        memory: RankMemory,
         slots: SlotTable,
         codecs: CodecTable,
-        taps: Iterable[Tap],
-        *,
-        only_armed: bool = False,
-        patterns: PatternReader | None = None,
-        reductions: Reductions,
         gate_states: GateStates,
-        split_scores: SplitScores | None = None,
+        patterns: StepPatterns,
+        split_scores: SplitScores | None,
     ) -> None:
         """Args:
-        transport: owner of `buffers.ring`.
-        arena: memory that the transport copies rows to.
-        only_armed: every forward pass that fires the taps is armed. Nothing is disarmed then.
-        patterns: makes rows of attention; None: no request asks for any.
+        patterns: makes rows of attention, logits and sums.
         split_scores: adds up parts of reported scores; None: there are none.
         """
         self.counts = StepCounts()
@@ -105,19 +110,19 @@ class StepRecorder:
         self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()
         self.prepared: PreparedStep | None = None
         self.reported: StepScores | None = None
-        self._buffers = buffers
-        self._transport = transport
-        self._arena = arena
+        self._buffers = memory.buffers
+        self._transport = memory.transport
+        self._arena = memory.arena
         self._slots = slots
         self._codecs = codecs
-        self._patterns = StepPatterns(buffers, slots, codecs, patterns, reductions)
-        self._signature = TapSignature(taps)
+        self._patterns = patterns
+        self._signature = TapSignature(memory.taps)
         self._score_kind = self.scores.kind((0,))
-        self._armed = ArmedBuffers(buffers, only_armed)
+        self._armed = ArmedBuffers(memory.buffers, gate_states.only_armed)
         self._gate_states = gate_states
         self._split_scores = split_scores
         self._expected: ExpectedCounts | None = None
-        self._no_scores = buffers.scores[:0]
+        self._no_scores = memory.buffers.scores[:0]
         self._in_flight: deque[InFlightStep] = deque()
 
     # -- arming -----------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def plain_cases(reference: Reference, seed: int) -> list[Case]:
     """Return the requests that only capture."""
     cases = []
     for prompt in prompts(reference.vocabulary, seed):
-        cases.append(_case(reference, "", None, prompt, None, None, PLAIN_TOKENS))
+        cases.append(_case(reference, "", None, prompt, None, PLAIN_TOKENS))
     return cases
 
 
@@ -123,9 +123,7 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
 
 def _operation_case(reference: Reference, name: str, maker: _Maker, prompt: list[int]) -> Case:
     made = {**OPERATIONS, **OF_PARTS}[name](maker)
-    if isinstance(made, Probe):
-        return _case(reference, name, maker.tap, prompt, None, made, EDITED_TOKENS)
-    return _case(reference, name, maker.tap, prompt, made, None, EDITED_TOKENS)
+    return _case(reference, name, maker.tap, prompt, made, EDITED_TOKENS)
 
 
 def _case(
@@ -133,10 +131,11 @@ def _case(
     name: str,
     tap: Tap | None,
     prompt: list[int],
-    edit: Any,
-    probe: Any,
+    made: Any,
     count: int,
 ) -> Case:
+    """Run a request with an edit or a probe, or with neither (None)."""
+    edit, probe = (None, made) if isinstance(made, Probe) else (made, None)
     heads = 0 if tap is None else reference.heads(tap)
     changes = {}
     if edit is not None and tap is not None:

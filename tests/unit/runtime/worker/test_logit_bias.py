@@ -16,10 +16,10 @@ from support.stored import make_arena
 from midstream.errors import TapError
 from midstream.ops.site import bind
 from midstream.runtime.protocol.plan_version import PlanChange
-from midstream.runtime.protocol.segments import WHOLE
 from midstream.runtime.worker.logit_bias import LogitBias
-from midstream.runtime.worker.session import WorkerSession
+from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
+from midstream.runtime.worker.step_recorder import RankMemory
 from midstream.spec import ResolvedPlan, Vector
 from midstream.spec.resolve.resolved import ResolvedBias
 from midstream.spec.resolve.wire import to_bytes
@@ -99,7 +99,9 @@ class Biased:
         self.taps = {**TAPS, LOGITS: len(TAPS)}
         self.buffers, arena = make_buffers(tuple(self.taps)), make_arena()
         transport = host_transport(self.buffers.ring, arena)
-        self.session = WorkerSession(self.buffers, self.taps, transport, arena, 64, WHOLE)
+        self.session = WorkerSession(
+            RankMemory(self.buffers, self.taps, transport, arena), StepRules(64)
+        )
         self.session.requests.add("a", "u", to_bytes(favouring(token)))
         self.model = SimpleNamespace(compute_logits=lambda rows: torch.zeros(rows, VOCABULARY))
         self.session.bias.attach(self.model)

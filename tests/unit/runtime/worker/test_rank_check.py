@@ -14,9 +14,10 @@ from midstream.runtime.frontend.rpc.fetch import check_traces
 from midstream.runtime.protocol.plan_version import PlanChange
 from midstream.runtime.protocol.segments import RankShare
 from midstream.runtime.worker.plan_table import PlanTable
+from midstream.runtime.worker.rank_agreement import RankLinks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_state import idle_segment
-from midstream.runtime.worker.session import WorkerSession
+from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.spec.resolve.wire import to_bytes
 
 (PRE, POST), EVERYWHERE = (list(TAPS)[0], list(TAPS)[-1]), ((0, None),)
@@ -32,7 +33,7 @@ class Rank:
         engine = FakeEngine()
         self.trace = RankChecksum()
         engine.session = WorkerSession(
-            engine.buffers, taps, engine.transport, engine.arena, 64, share, self.trace
+            replace(engine.memory, taps=taps), StepRules(64), RankLinks(share, self.trace)
         )
         self.engine = engine
 

@@ -13,7 +13,8 @@ from support.plans import VECTORS, plan_of, random_plan
 from midstream.errors import TapError
 from midstream.ops import layout
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, RankShare
-from midstream.runtime.worker.session import WorkerSession
+from midstream.runtime.worker.rank_agreement import RankLinks
+from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.runtime.worker.tables.device_buffers import code
 from midstream.runtime.worker.taps.tap_check import check_taps
 
@@ -269,9 +270,7 @@ def test_programs_of_a_finished_request_are_free_while_its_steps_are_under_way()
 
 def test_a_rank_that_does_not_capture_edits_all_the_same():
     engine, fake = FakeEngine(), Fake("a", BOTH)
-    engine.session = WorkerSession(
-        engine.buffers, TAPS, engine.transport, engine.arena, 64, RankShare(1, 2)
-    )
+    engine.session = WorkerSession(engine.memory, StepRules(64), RankLinks(RankShare(1, 2)))
     engine.add(fake)
     engine.step([(fake, 4)])
     request = engine.take("a")[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from support.fake_steps import TAPS, Fake, FakeEngine, check_taken, scored, view_of
+from support.fake_steps import Fake, FakeEngine, check_taken, scored, view_of
 from support.plans import KINDS, SMALL, VECTORS, add, gated, plan_of, probe, rows
 
 from midstream.ops import layout
 from midstream.runtime.protocol.segments import APPLIED_0, RankShare
-from midstream.runtime.worker.session import WorkerSession
+from midstream.runtime.worker.rank_agreement import RankLinks
+from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.runtime.worker.step import armed_buffers
 from midstream.spec import Match, ResolvedPlan, ResolvedProbe, Steps, Where
 
@@ -195,9 +196,7 @@ def test_scores_that_only_a_gate_reads_stay_on_the_device():
 
 def test_a_rank_that_does_not_capture_ships_no_scores():
     engine, fake = FakeEngine(lag=0), Fake("a", SCORE)
-    engine.session = WorkerSession(
-        engine.buffers, TAPS, engine.transport, engine.arena, 64, RankShare(1, 2)
-    )
+    engine.session = WorkerSession(engine.memory, StepRules(64), RankLinks(RankShare(1, 2)))
     shipped = []
     real = engine.transport.ship
     engine.transport.ship = lambda parcels, tally, scores: (

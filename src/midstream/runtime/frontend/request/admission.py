@@ -128,8 +128,8 @@ class Admission:
         if admitted is not None:
             need = admitted.need
             left = max(0, need.rows - nbytes)
-            self._budgets[admitted.replica].release_rows(replace(need, rows=need.rows - left))
-            self._admitted[uid] = replace(admitted, need=replace(need, rows=left))
+            self._budgets[admitted.replica].release_rows(need.with_rows(need.rows - left))
+            self._admitted[uid] = replace(admitted, need=need.with_rows(left))
             self._admit_waiting()
 
     def finish(self, uids: list[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -34,6 +34,34 @@ _KINDS = {
     "max_edits": "instructions",
     "token_ids": "token ids in lists",
 }
+# Bytes of captured rows, which are released when they were fetched, later than the rest.
+ROWS = "rows"
+# Per count of a request's own: the field that is wrong where it never fits, and the problem.
+_COUNTS = {
+    ROWS: (
+        "capture",
+        "the rows may take {count} bytes, and one request has room for {limit}; capture fewer "
+        "layers or positions, lower max_tokens, raise midstream's setting arena_bytes, or let rows "
+        'that do not fit go to the disk with overflow="spill"',
+    ),
+    "readout_rows": (
+        "capture",
+        "the lenses and SAEs may read {count} rows (positions times layers, of all completions) in "
+        "one step, and a step has room for {limit}; choose fewer positions or layers, lower "
+        "max_num_batched_tokens, or raise midstream's setting readout_rows",
+    ),
+    "reductions": (
+        "capture",
+        "the reductions need {count} vectors of sums (of all completions), and there is room for "
+        "{limit}; choose fewer layers, or raise midstream's setting reductions",
+    ),
+    "gate_states": (
+        "edits",
+        "gates with hold, smooth or release need {count} states (one for each tap that is read, of "
+        "all completions), and there is room for {limit}; raise midstream's setting gate_states, "
+        "or name one layer that the gate reads",
+    ),
+}
 
 
 # Sites of a layer that a forward pass may reach between the input and the output of its MLP.
@@ -45,35 +73,34 @@ class Need:
     """Capacity that one plan takes.
 
     Attributes:
-        kinds: by kind of capacity, the amount for each distinct thing.
-        rows: bytes of captured rows, at most, until they are fetched; where ranks share rows, those
-            of one rank.
+        kinds: by kind of capacity, the amount for each distinct thing, which requests share.
+        counts: what each request takes for itself: "rows", bytes of captured rows, at most, until
+            they are fetched, where ranks share rows those of one rank; "readout_rows", positions
+            times layers, that lenses and SAEs read in a step at most; "reductions", vectors of
+            sums; "gate_states", states of gates with memory.
         vectors: what the plan's bytes name by digest, and the workers must store meanwhile.
-        readout_rows: rows, positions times layers, that lenses and SAEs read in a step at most.
         weights: (kind, name) of the registered weights that it reads.
-        sums: vectors of sums that its reductions need.
-        states: states that its gates with memory need.
     """
 
     kinds: dict[str, dict[Hashable, int]]
-    rows: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
     vectors: tuple[Vector, ...] = ()
-    readout_rows: int = 0
     weights: tuple[tuple[str, str], ...] = ()
-    sums: int = 0
-    states: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Bytes of captured rows."""
+        return self.counts.get(ROWS, 0)
+
+    def with_rows(self, nbytes: int) -> Need:
+        """Return the need with other bytes of captured rows."""
+        return replace(self, counts={**self.counts, ROWS: nbytes})
 
     def times(self, count: int) -> Need:
         """Return the need of a request of so many completions."""
         if count == 1:
             return self
-        return replace(
-            self,
-            rows=self.rows * count,
-            readout_rows=self.readout_rows * count,
-            sums=self.sums * count,
-            states=self.states * count,
-        )
+        return replace(self, counts={name: count * amount for name, amount in self.counts.items()})
 
     def total(self, kind: str) -> int:
         """Return the amount of a kind that the plan takes on its own."""
@@ -82,25 +109,18 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class RowLimit:
-    """Memory for captured rows, over all workers, and what is made of them in a step.
+    """What there is room for, over all workers, of what each request takes for itself.
 
     Attributes:
-        limit: bytes; None: requests do not wait for memory.
-        held: returns the number of bytes that readers lease.
-        readout_rows: rows that lenses and SAEs may read in a step; None: requests do not wait for
-            these.
-        sums: vectors of sums that there is room for; None: requests do not wait for these.
-        states: states of gates that there is room for; None: requests do not wait for these.
+        limits: see `Need.counts`; requests do not wait for what is not in it.
+        held: returns the number of bytes of rows that readers lease.
     """
 
-    limit: int | None
+    limits: Mapping[str, int]
     held: Callable[[], int]
-    readout_rows: int | None = None
-    sums: int | None = None
-    states: int | None = None
 
 
-NO_LIMIT = RowLimit(None, lambda: 0)
+NO_LIMIT = RowLimit({}, lambda: 0)
 
 
 def need_of(
@@ -173,7 +193,7 @@ class CapacityBudget:
     def __init__(self, room: Room, rows: RowLimit = NO_LIMIT) -> None:
         self._limits = _limits(room)
         self._row_limit = rows
-        self._rows = self._readout_rows = self._sums = self._states = 0
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
         # Requests of one plan share `Need.kinds`, which is counted once for all of them: the number
@@ -182,19 +202,12 @@ class CapacityBudget:
 
     def fits(self, need: Need) -> bool:
         """Return whether a plan fits beside the admitted ones."""
-        limit = self._row_limit.limit
-        rows = self._rows + need.rows
-        if need.rows and limit is not None and rows + self._row_limit.held() > limit:
-            return False
-        most = self._row_limit.readout_rows
-        if need.readout_rows and most is not None and self._readout_rows + need.readout_rows > most:
-            return False
-        most = self._row_limit.sums
-        if need.sums and most is not None and self._sums + need.sums > most:
-            return False
-        most = self._row_limit.states
-        if need.states and most is not None and self._states + need.states > most:
-            return False
+        for name, count in need.counts.items():
+            limit = self._row_limit.limits.get(name)
+            if count and limit is not None:
+                held = self._row_limit.held() if name == ROWS else 0
+                if self._counts[name] + count + held > limit:
+                    return False
         return id(need.kinds) in self._requests or all(
             self._used[kind] + self._new(kind, things) <= self._limits[kind]
             for kind, things in need.kinds.items()
@@ -202,10 +215,8 @@ class CapacityBudget:
 
     def take(self, need: Need) -> None:
         """Take the capacity of a plan that fits. Pair with `release_tables` and `release_rows`."""
-        self._rows += need.rows
-        self._readout_rows += need.readout_rows
-        self._sums += need.sums
-        self._states += need.states
+        for name, count in need.counts.items():
+            self._counts[name] += count
         self._requests[id(need.kinds)] += 1
         if self._requests[id(need.kinds)] > 1:
             return
@@ -215,9 +226,9 @@ class CapacityBudget:
 
     def release_tables(self, need: Need) -> None:
         """Release the capacity of a plan, except for its rows."""
-        self._readout_rows -= need.readout_rows
-        self._sums -= need.sums
-        self._states -= need.states
+        for name, count in need.counts.items():
+            if name != ROWS:
+                self._counts[name] -= count
         self._requests[id(need.kinds)] -= 1
         if self._requests[id(need.kinds)]:
             return
@@ -232,12 +243,12 @@ class CapacityBudget:
 
     def release_rows(self, need: Need) -> None:
         """Release the capacity for rows: `need.rows` bytes."""
-        self._rows -= need.rows
+        self._counts[ROWS] -= need.rows
 
     @property
     def rows(self) -> int:
         """Bytes of rows that admitted plans may capture."""
-        return self._rows
+        return self._counts[ROWS]
 
     @property
     def used(self) -> dict[str, int]:
@@ -343,14 +354,11 @@ def row_limit(workers: Sequence[RemoteWorker], config: Config, front_ends: int =
         front_ends: number of its front ends, which have equal shares.
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
-    limit = RowLimit(
-        sum(worker.arena_bytes for worker in capturing),
-        lambda: sum(worker.held for worker in capturing),
-        config.readout_rows // front_ends,
-        config.reductions // front_ends,
-        config.gate_states // front_ends,
-    )
-    return limit if config.overflow == "block" else replace(limit, limit=None, held=lambda: 0)
+    limits = {name: getattr(config, name) // front_ends for name in _COUNTS if name != ROWS}
+    if config.overflow != "block":
+        return RowLimit(limits, lambda: 0)
+    limits[ROWS] = sum(worker.arena_bytes for worker in capturing)
+    return RowLimit(limits, lambda: sum(worker.held for worker in capturing))
 
 
 def max_row_bytes(
@@ -399,36 +407,15 @@ def row_sizes(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, int]:
 
 def check_rows(need: Need, room: RowLimit) -> None:
     """Check that the rows of a request, and those of its read-outs, fit in an idle engine."""
-    # Leases of readers may take the other part.
-    limit = None if room.limit is None else int(room.limit * (1 - MOST_HELD))
-    if limit is not None and need.rows > limit:
-        raise SpecError(
-            "capture",
-            f"the rows may take {need.rows} bytes, and one request has room for {limit}; capture "
-            "fewer layers or positions, lower max_tokens, raise midstream's setting arena_bytes, "
-            'or let rows that do not fit go to the disk with overflow="spill"',
-        )
-    if room.readout_rows is not None and need.readout_rows > room.readout_rows:
-        raise SpecError(
-            "capture",
-            f"the lenses and SAEs may read {need.readout_rows} rows (positions times layers, of "
-            f"all completions) in one step, and a step has room for {room.readout_rows}; choose "
-            "fewer positions or layers, lower max_num_batched_tokens, or raise midstream's setting "
-            "readout_rows",
-        )
-    if room.sums is not None and need.sums > room.sums:
-        raise SpecError(
-            "capture",
-            f"the reductions need {need.sums} vectors of sums (of all completions), and there is "
-            f"room for {room.sums}; choose fewer layers, or raise midstream's setting reductions",
-        )
-    if room.states is not None and need.states > room.states:
-        raise SpecError(
-            "edits",
-            f"gates with hold, smooth or release need {need.states} states (one for each tap that "
-            f"is read, of all completions), and there is room for {room.states}; raise midstream's "
-            "setting gate_states, or name one layer that the gate reads",
-        )
+    for name, count in need.counts.items():
+        limit = room.limits.get(name)
+        if limit is None:
+            continue
+        if name == ROWS:
+            limit = int(limit * (1 - MOST_HELD))  # leases of readers may take the other part
+        if count > limit:
+            path, problem = _COUNTS[name]
+            raise SpecError(path, problem.format(count=count, limit=limit))
 
 
 def returned_captures(plan: ResolvedPlan, own: Plan) -> tuple[int, ...]:

@@ -11,7 +11,11 @@ from midstream.compat.foreign_fields import check_extra_args
 from midstream.compat.translation import rename_path, translate, without_translated
 from midstream.config.config import KEY
 from midstream.errors import SpecError
-from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
+from midstream.runtime.frontend.request.prompt.message_spans import (
+    chat_params,
+    chat_renderer,
+    message_spans,
+)
 from midstream.spec import Plan
 from midstream.spec.controller import Controller
 from midstream.spec.positions.prompt import Message
@@ -46,7 +50,7 @@ class CallPlan:
 
     def spans(self, engine: Any, tokenizer: Any, tokens: Sequence[int]) -> tuple[Message, ...]:
         """Return the position of each message in the prompt that was made of the conversation."""
-        render = chat_renderer(engine.renderer, **self.template)
+        render = chat_renderer(engine.renderer, chat_params(**self.template))
         return message_spans(tokenizer, self.messages, tokens, render=render)
 
 

@@ -55,7 +55,7 @@ class _ValidChange:
     @property
     def need(self) -> Need:
         """The capacity that it takes: that for rows is the request's already."""
-        return replace(self.prepared.need, rows=0, readout_rows=0, sums=0, states=0)
+        return replace(self.prepared.need, counts={})
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.runtime.frontend.request.biases import check_biases
 from midstream.runtime.frontend.request.budget import (
+    ROWS,
     all_taps,
     max_row_bytes,
     need_of,
@@ -225,12 +226,14 @@ class PlanResolver:
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
         need = replace(
             need,
-            rows=rows,
+            counts={
+                ROWS: rows,
+                "readout_rows": at_once,
+                "reductions": num_sums(resolved, self._info.shape),
+                "gate_states": sum(probe.is_scan for probe in resolved.probes),
+            },
             vectors=named,
-            readout_rows=at_once,
             weights=read + edited,
-            sums=num_sums(resolved, self._info.shape),
-            states=sum(probe.is_scan for probe in resolved.probes),
         )
         check_biases(resolved, config)
         _check_ring(resolved, workers)

@@ -14,6 +14,7 @@ from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, read_prompts
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.running_plans import Others
 from midstream.spec import Capture, Plan
 from midstream.spec.control_laws import MOST_SCALES
 from midstream.spec.named_lookup import Lookup
@@ -22,8 +23,6 @@ from midstream.spec.resolve.tap_lookup import size_of
 
 # Taps, parts, positions and tokens of a plan that is resolved in some 20 ms.
 _LONG = 1024
-
-Others = tuple[tuple[ServerWide, ...], tuple[Capture, ...]]
 
 
 @dataclass(frozen=True, slots=True)

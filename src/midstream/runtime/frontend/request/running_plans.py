@@ -14,6 +14,9 @@ from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
 from midstream.spec.plan import ServerWide
 
+# Server-wide edits and captures at one time.
+Others = tuple[tuple[ServerWide, ...], tuple[Capture, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class PromptOfRequest:
@@ -102,13 +105,13 @@ class RunningPlans:
         first: ResolvedPlan,
         request: Any,
         call_plan: CallPlan,
-        before: tuple[ServerWide, ...],
-        also: tuple[Capture, ...],
+        others: Others,
         later: dict[int, LaterPlan],
     ) -> None:
         """Add a request that is admitted.
 
         Args:
+            others: server-wide edits and captures, which it keeps.
             later: the versions that its probes may switch to; gets all later ones.
         """
         own, asked = call_plan.plan, call_plan
@@ -122,8 +125,8 @@ class RunningPlans:
             first=first,
             asked=asked,
             call_plan=call_plan,
-            before=before,
-            also=also,
+            before=others[0],
+            also=others[1],
             prompt=PromptOfRequest.of(request),
             edits=() if own is None else own.edits,
             origins=() if own is None else own.origins,

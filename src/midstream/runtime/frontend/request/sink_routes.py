@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from midstream.sinks.delivery import Label
 from midstream.spec import Capture, Plan, ResolvedPlan
 from midstream.spec.sink_target import MEMORY, Metadata
 
@@ -32,6 +33,11 @@ class SinkRoute:
     captures: tuple[int, ...]
     is_all: bool
     layout: str = ""
+
+    @property
+    def label(self) -> Label:
+        """Under what the rows are delivered."""
+        return Label(self.name, self.tag, self.metadata, self.layout)
 
 
 def routes_of(

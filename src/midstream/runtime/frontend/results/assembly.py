@@ -19,10 +19,9 @@ from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup, numbers_of
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
-from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.actions import Sent, tokens_of_rows
-from midstream.runtime.frontend.results.receipts import make_receipt
-from midstream.runtime.frontend.row_reuse import ReusedRows
+from midstream.runtime.frontend.results.receipts import EndedCompletion, make_receipt
 from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
 from midstream.runtime.protocol.record_layout import BlockForm
 from midstream.runtime.protocol.results import (
@@ -33,7 +32,7 @@ from midstream.runtime.protocol.results import (
 )
 from midstream.runtime.protocol.runs import Ints, expand
 from midstream.sites import Tap
-from midstream.spec import ModelShape, Plan, ResolvedPlan, ResolvedProbe
+from midstream.spec import ModelShape, ResolvedPlan, ResolvedProbe
 from midstream.spec.resolve.resolved import Final
 
 # Positions, ascending, that captures select, by the indices of the captures.
@@ -60,25 +59,21 @@ class CompletionResults:
 
 def assemble(
     output: Any,
-    plan: ResolvedPlan,
+    admitted: AdmittedRequest,
     answers: WorkerAnswers,
     shape: ModelShape,
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
-    own: Plan | None = None,
-    reused: ReusedRows | None = None,
-    later: Mapping[int, LaterPlan] = MappingProxyType({}),
 ) -> dict[int, CompletionResults]:
     """Assemble the workers' results of a finished request.
 
     Args:
         before: per completion, rows that arrived while it ran; without their data if not kept.
-        own: the request's own plan, as given; None: it has none.
-        reused: rows that it may have from earlier requests; None: every row was computed.
-        later: later versions of the plan, by number.
 
     Returns:
         The results of each completion, by its index.
     """
+    plan, own = admitted.plan, admitted.own
+    reused, later = admitted.reused, admitted.later
     children = split(answers, len(output.outputs))
     coming_from = () if own is None else own.coming_from
     results = {}
@@ -88,6 +83,7 @@ def assemble(
         controller = None if own is None else own.controller
         tokens = tokens_of_rows(output, completion, plan, sent, controller)
         probes = _probes(plan, sent, tokens)
+        ended = EndedCompletion(completion, parts, tokens, probes)
         earlier = before.get(completion.index, ())
         kept: list[ResultBlock] = []
         # Receipts of reduced rows, and of what probes do, depend on values.
@@ -100,13 +96,10 @@ def assemble(
             every = _activations(plan, [*earlier, *blocks], tokens, nothing)
             is_bare = any(block.is_bare for block in earlier)
             activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
-            receipt = make_receipt(
-                output.request_id, plan, parts, completion, tokens, every, probes, coming_from,
-                later,
-            )  # fmt: skip
+            receipt = make_receipt(output.request_id, plan, ended, every, coming_from, later)
         else:
             key = ("results", *[part.outline for part in parts], coming_from, *_ending(completion))
-            args = plan, parts, completion, tokens, shape, probes, coming_from
+            args = plan, ended, shape, coming_from
             shared = plan.remember(key, len(tokens), functools.partial(_shared_results, *args))
             blocks = shared.blocks(plan, parts)
             activations = shared.activations(plan, blocks, tokens)
@@ -172,17 +165,15 @@ class _SharedResults:
 
 def _shared_results(
     plan: ResolvedPlan,
-    parts: list[WorkerResult],
-    completion: Any,
-    tokens: list[int],
+    ended: EndedCompletion,
     shape: ModelShape,
-    probes: Probes | None,
     coming_from: tuple[tuple[str, str], ...],
 ) -> _SharedResults:
+    parts, tokens = ended.parts, ended.tokens
     nothing = _no_rows_once(plan, shape)
     blocks = joined_blocks(parts) if plan.captures else []
     every = _activations(plan, blocks, tokens, nothing)
-    receipt = make_receipt("", plan, parts, completion, tokens, every, probes, coming_from)
+    receipt = make_receipt("", plan, ended, every, coming_from)
     if not plan.captures:
         return _SharedResults(receipt, (), {}, ())
     places = tuple(_places(plan, blocks, select_final(plan, tokens), nothing))

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from midstream.config.config import Config
 from midstream.runtime.frontend.input_session import InputSession, as_one_request, closing
 from midstream.runtime.frontend.request.budget import row_sizes
-from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.results.attention import parted
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.delivery import (
-    RESULTS,
     FinishedRequest,
     deliver_soon,
+    set_nothing,
     set_on_output,
 )
 from midstream.runtime.frontend.results.partial_scores import StreamState
@@ -27,12 +26,23 @@ from midstream.runtime.frontend.stats import RequestTotals
 from midstream.sinks.sink_set import SinkSet
 from midstream.spec import ModelShape
 
-# The attributes that midstream sets, before there are results.
-_NOTHING = dict.fromkeys(RESULTS)
 # Results with more bytes than this are assembled in a thread, not on the event loop.
 _THREAD_BYTES = 1 << 20
 
-Release = Callable[[GenerateCall], None]
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """What the end of a call does to its requests.
+
+    Attributes:
+        abort: aborts requests by vLLM's ids.
+        ended: is called when the requests have ended, before their results are fetched.
+        collected: is called when the results were fetched.
+    """
+
+    abort: Callable[[list[str]], Awaitable[None]]
+    ended: Callable[[GenerateCall], None]
+    collected: Callable[[GenerateCall], None]
 
 
 class AsyncCompletion:
@@ -44,24 +54,13 @@ class AsyncCompletion:
         shape: ModelShape,
         sinks: SinkSet,
         streamer: RowStreamer,
-        abort: Callable[[list[str]], Awaitable[None]],
-        ended: Release,
-        collected: Release,
+        end: CallEnd,
     ) -> None:
-        """Create it for one engine.
-
-        Args:
-            abort: aborts requests by vLLM's ids.
-            ended: is called when a call's requests have ended, before its results are fetched.
-            collected: is called when its results were fetched.
-        """
         self._config = config
         self._shape = shape
         self._sinks = sinks
         self._streamer = streamer
-        self._abort = abort
-        self._ended = ended
-        self._collected = collected
+        self._end = end
         self.totals = RequestTotals()
 
     async def complete(self, call: GenerateCall, output: Any) -> None:
@@ -126,28 +125,25 @@ class AsyncCompletion:
         if any(isinstance(completion.stop_reason, str) for completion in output.outputs):
             # Stop strings are found in this process, and the engine generates until the request is
             # aborted. The abort must precede the release of its capacity to other requests.
-            await self._abort(call.ids)
-        self._ended(call)
+            await self._end.abort(call.ids)
+        self._end.ended(call)
         if call.partial_rows is not None:
             await self._streamer.stop(call)
         answers = await call.replica.batcher.collect(call.admitted.uid)
         call.is_collected = True
-        self._collected(call)
+        self._end.collected(call)
         whole = _whole(output, call)
         if call.session is not None and call.stream is not None:
             generated, inputs = call.stream.generated, call.session.inputs
             whole, plan = as_one_request(output, generated, inputs, plan, answers)
-        before = {} if call.partial_rows is None else call.partial_rows.received()
         admitted = call.admitted
-        known = (admitted.own, admitted.reused, admitted.later)
-        args = (whole, plan, answers, self._shape, before, *known)
-        if sum(len(answer.data) for answer in answers) > _THREAD_BYTES:
-            results = await asyncio.to_thread(assemble, *args)
-        else:
-            results = assemble(*args)
         if plan is not admitted.plan:
             admitted = replace(admitted, plan=plan)
-        finished = FinishedRequest(admitted, whole, self._shape, results, call.partial_rows)
+        args = admitted, whole, self._shape, answers, call.partial_rows
+        if sum(len(answer.data) for answer in answers) > _THREAD_BYTES:
+            finished = await asyncio.to_thread(FinishedRequest.of, *args)
+        else:
+            finished = FinishedRequest.of(*args)
         if not set_on_output(output, finished):
             (await deliver_soon(self._sinks, finished)).set_results(output)
         self._count(call, output)
@@ -165,12 +161,6 @@ class AsyncCompletion:
         for span in call.spans:
             span.finish(receipts[span.completion])
         call.spans.clear()
-
-
-def set_nothing(output: Any) -> None:
-    """Set midstream's attributes on an output that has no results, or none yet."""
-    for holder in (output, *output.outputs):
-        holder.__dict__.update(_NOTHING)
 
 
 def _record(call: GenerateCall, output: Any) -> None:

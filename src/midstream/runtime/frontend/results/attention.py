@@ -157,8 +157,8 @@ def _vectors(rows: Activations, patterns: dict[Tap, int]) -> Activations | None:
     taps = [tap for tap in rows if tap not in patterns]
     if not taps:
         return None
-    given_rows = rows._given  # noqa: SLF001
-    tokens = rows._given_tokens  # noqa: SLF001
+    given_rows = rows.held.values
+    tokens = rows.held.tokens
     if not isinstance(given_rows, GatheredRows):
         values = {tap: given_rows[tap] for tap in taps}
         positions = {tap: rows.positions_of(*tap) for tap in taps}

@@ -19,14 +19,23 @@ from midstream.runtime.frontend.request.budget import row_sizes
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.results.assembly import (
     CompletionResults,
+    assemble,
     no_rows,
     select_final,
 )
 from midstream.runtime.frontend.results.attention import parted
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.several_completions import SeveralCompletions
-from midstream.runtime.protocol.results import ResultBlock
-from midstream.sinks.delivery import DeliverySource, Puts, Queues, SinkPut, run_puts, run_puts_soon
+from midstream.runtime.protocol.results import ResultBlock, WorkerAnswers
+from midstream.sinks.delivery import (
+    DeliveredRows,
+    DeliverySource,
+    Puts,
+    Queues,
+    SinkPut,
+    run_puts,
+    run_puts_soon,
+)
 from midstream.sites import Tap
 from midstream.spec import ModelShape, ResolvedPlan
 from midstream.spec.capture import GATHERED, SHARDED
@@ -66,6 +75,19 @@ class FinishedRequest:
     shape: ModelShape
     results: Mapping[int, CompletionResults]
     partial_rows: PartialRows | None = None
+
+    @staticmethod
+    def of(
+        admitted: AdmittedRequest,
+        output: Any,
+        shape: ModelShape,
+        answers: WorkerAnswers,
+        partial_rows: PartialRows | None,
+    ) -> FinishedRequest:
+        """Return a request with the results that the workers answered."""
+        before = {} if partial_rows is None else partial_rows.received()
+        results = assemble(output, admitted, answers, shape, before)
+        return FinishedRequest(admitted, output, shape, results, partial_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +144,14 @@ class PendingDelivery:
             for share, futures in self._shares
         ]
         _set_results(output, self._finished, results)
+
+
+def set_nothing(output: Any) -> None:
+    """Set midstream's attributes on an output that has no results, or none yet."""
+    # Those of pooling requests are not listed.
+    completions = output.outputs if isinstance(output.outputs, list) else ()
+    for holder in (output, *completions):
+        holder.__dict__.update(_NO_RESULTS)
 
 
 def deliver(sinks: Queues, finished: FinishedRequest) -> PendingDelivery:
@@ -221,17 +251,16 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
                 size = sum(sizes[tap] * count for tap, count in rows.counts().items())
             shown = parted(rows, admitted)
             delivery = _source(output, completion).delivery(
-                name=route.name,
-                tag=route.tag,
-                metadata=route.metadata,
-                layout=route.layout,
-                plan=admitted.own,
-                receipt=mine.receipt,
-                activations=shown.activations or Activations({}, {}, mine.tokens),
-                attention=shown.attention,
-                piece=len(earlier),
-                return_=SHARDED if admitted.plan.sharded else GATHERED,
-                ranks=_ranks_of(mine.blocks),
+                route.label,
+                admitted.own,
+                mine.receipt,
+                DeliveredRows(
+                    shown.activations or Activations({}, {}, mine.tokens),
+                    shown.attention,
+                    piece=len(earlier),
+                    return_=SHARDED if admitted.plan.sharded else GATHERED,
+                    ranks=_ranks_of(mine.blocks),
+                ),
             )
             put = SinkPut(route.sink, delivery, size)
             shares.append(SinkShare(index, route, put, earlier=earlier))

@@ -21,7 +21,7 @@ from midstream.runtime.protocol.rank_parts import joined_blocks
 from midstream.runtime.protocol.results import ResultBlock, WorkerAnswers, index_of, split
 from midstream.runtime.protocol.runs import Ints
 from midstream.sinks import Delivery
-from midstream.sinks.delivery import DeliverySource, Puts, SinkPut
+from midstream.sinks.delivery import DeliveredRows, DeliverySource, Puts, SinkPut
 from midstream.sinks.sink_set import SinkSet
 from midstream.sites import Tap
 from midstream.spec import ModelShape
@@ -287,15 +287,10 @@ class PartialRows:
             edited=None,
         )
         return source.delivery(
-            name=route.name,
-            tag=route.tag,
-            metadata=route.metadata,
-            layout=route.layout,
-            plan=self._admitted.own,
-            receipt=receipt,
-            activations=rows,
-            piece=len(mine.results.get(route, ())),
-            is_last=False,
+            route.label,
+            self._admitted.own,
+            receipt,
+            DeliveredRows(rows, piece=len(mine.results.get(route, ())), is_last=False),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -43,26 +43,38 @@ from midstream.spec.resolve.resolved import ResolvedCapture
 Final = tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class EndedCompletion:
+    """A completion that has ended, and what the workers answered of it.
+
+    Attributes:
+        completion: vLLM's CompletionOutput.
+        tokens: token id of each row, prompt first.
+        probes: scores of the completion; None: the plan has no named probes.
+    """
+
+    completion: Any
+    parts: list[WorkerResult]
+    tokens: list[int]
+    probes: Probes | None
+
+
 def make_receipt(
     request_id: str,
     plan: ResolvedPlan,
-    parts: list[WorkerResult],
-    completion: Any,
-    tokens: Sequence[int],
+    ended: EndedCompletion,
     activations: Activations | None,
-    probes: Probes | None,
     coming_from: tuple[tuple[str, str], ...] = (),
     later: Mapping[int, LaterPlan] = MappingProxyType({}),
 ) -> Receipt:
     """Return the receipt of one completion.
 
     Args:
-        tokens: token id of each row, prompt first.
         activations: captured rows of the completion; None: the plan has no captures.
-        probes: scores of the completion; None: the plan has no named probes.
         coming_from: fields of other tools that the plan was made of, see Plan.
         later: later versions of the plan, by number.
     """
+    completion, parts, tokens, probes = ended.completion, ended.parts, ended.tokens, ended.probes
     length = len(tokens)
     problems: list[str] = []
     if completion.finish_reason == "error":

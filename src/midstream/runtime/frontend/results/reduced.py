@@ -45,7 +45,7 @@ def with_reduced(
     positions: dict[Tap, Tensor] = {}
     if whole is not None:
         for tap in whole:
-            values[tap] = whole._rows(tap)  # noqa: SLF001
+            values[tap] = whole.held.rows(tap)
             positions[tap] = whole.positions_of(*tap)
     for capture in captures:
         for place, tap in enumerate(capture.taps):
@@ -56,7 +56,7 @@ def with_reduced(
     if not values:
         return whole
     values = {tap: values[tap] for tap in sorted(values, key=order)}
-    tokens = rows._given_tokens  # noqa: SLF001
+    tokens = rows.held.tokens
     return Activations(values, positions, tokens, rows.num_layers, rows.heads)
 
 

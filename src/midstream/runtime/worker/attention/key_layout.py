@@ -99,7 +99,7 @@ def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
     if write is None:
         raise UnsupportedError(f"the backend {backend} writes keys only while it attends")
     dtype = _format_of(attention, cache)
-    heads, head_dim = attention.num_kv_heads, attention.head_size
+    shape = size, attention.num_kv_heads, attention.head_size
     for dim, count in enumerate(cache.shape):
         # Before vLLM 0.32 a block of the scheduler may be several of the backend.
         if count % num_blocks:
@@ -110,7 +110,7 @@ def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
             codes = _written(attention, write, cache, block, size, dtype)
         finally:
             block.copy_(before)
-        layout = _layout(block, codes, dim, size, heads, head_dim, dtype)
+        layout = _layout(block, codes, dim, shape, dtype)
         if layout is not None:
             return layout
     raise UnsupportedError(
@@ -191,12 +191,15 @@ def _layout(
     block: Tensor,
     codes: Tensor,
     dim: int,
-    size: int,
-    heads: int,
-    head_dim: int,
+    shape: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> KeyLayout | None:
-    """Return the layout of the keys with these numbers; None if not each is there once."""
+    """Return the layout of the keys with these numbers; None if not each is there once.
+
+    Args:
+        shape: (tokens, heads, head_dim) of a block.
+    """
+    size, heads, head_dim = shape
     places = torch.zeros((), dtype=torch.int64)
     for count, stride in zip(block.shape, block.stride(), strict=True):
         places = places[..., None] + torch.arange(count) * stride

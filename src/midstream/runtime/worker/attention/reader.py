@@ -13,13 +13,11 @@ from torch import Tensor
 from midstream.codecs import RowEncoding
 from midstream.runtime.worker.attention import weights as op
 from midstream.runtime.worker.attention.layers import AttentionLayer
-from midstream.runtime.worker.attention.lens import RankLens
-from midstream.runtime.worker.attention.logits import PART_BYTES, Head, LogitReader, StepLogits
+from midstream.runtime.worker.attention.logits import LogitReader, StepLogits
 from midstream.runtime.worker.attention.queries import logits_of
 from midstream.runtime.worker.attention.query_run import QueryRun
 from midstream.runtime.worker.attention.sae import SaeReader
 from midstream.runtime.worker.attention.tiles import Tile, Tiles, most_cells
-from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
@@ -46,25 +44,21 @@ class PatternReader:
         layers: Callable[[int], AttentionLayer],
         block_table: BlockTable,
         workspace: int = WORKSPACE_BYTES,
-        part: int = PART_BYTES,
-        head: Head | None = None,
-        lens: RankLens | None = None,
-        weights: RankWeights | None = None,
+        logits: LogitReader | None = None,
+        saes: SaeReader | None = None,
     ) -> None:
         """Args:
         layers: returns the attention that reads the queries of a tap, by the tap's index.
         block_table: returns the blocks of the batch's requests.
         workspace: see `WORKSPACE_BYTES`.
-        part: see `PART_BYTES`.
-        head: the model's head; None: no request asks for logits.
-        lens: applies maps and the final norm; None: no request asks for a lens.
-        weights: where encoders of SAEs are; None: no request asks for features.
+        logits: computes logits; None: no request asks for any.
+        saes: encodes vectors by SAEs; None: no request asks for features.
         """
         self._layers = layers
         self._block_table = block_table
         self._workspace = workspace
-        self._logits = None if head is None else LogitReader(head, part, lens)
-        self._saes = None if weights is None else SaeReader(weights, workspace)
+        self._logits = logits
+        self._saes = saes
         # By tap and heads: what attention does for these, their key-value heads, and the heads.
         self._chosen: dict[
             tuple[int, tuple[int, ...]], tuple[op.AttentionForm, Tensor, Tensor]
@@ -262,7 +256,8 @@ class PatternReader:
         per_key = len(tile.runs) * columns.count * queries.shape[-1] * 4
         step = max(size, self._workspace // 2 // per_key // size * size)
         shared = None if read.heads is None else read.key_heads
-        op.scores(queries, tile.positions, read_keys, tile.begin, stop, shared, form, step, out)
+        asked = op.Queries(queries, tile.positions, shared)
+        op.scores(asked, read_keys, range(tile.begin, stop, step), form, out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,39 +42,45 @@ class AttentionForm:
         return AttentionForm(self.scale, self.soft_cap, self.window, slopes, sinks)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries:
+    """Queries of one layer, as attention reads them.
+
+    Attributes:
+        vectors: [requests, rows, heads, head_dim].
+        positions: int64 [requests, rows], position of each query.
+        key_heads: int64 [heads], key-value head of each query head. None: these are all query
+            heads, of which as many neighbours share each key-value head.
+    """
+
+    vectors: Tensor
+    positions: Tensor
+    key_heads: Tensor | None
+
+
 def scores(
-    queries: Tensor,
-    positions: Tensor,
-    keys: Keys,
-    begin: int,
-    stop: int,
-    key_heads: Tensor | None,
-    form: AttentionForm,
-    step: int,
-    out: Tensor | None = None,
+    queries: Queries, keys: Keys, span: range, form: AttentionForm, out: Tensor | None = None
 ) -> Tensor:
-    """Return the scores of keys [begin, stop): products of queries and keys, changed as attention
+    """Return the scores of the keys of a span: products of queries and keys, changed as attention
     does, −∞ for keys that a query does not see.
 
     Args:
-        queries: [requests, rows, heads, head_dim], as attention reads them.
-        positions: int64 [requests, rows], position of each query.
-        begin, stop: positions of the keys. No query may see an earlier or a later one.
-        key_heads: int64 [heads], key-value head of each query head. None: these are all query
-            heads, of which as many neighbours share each key-value head.
+        span: positions of the keys; its step is the number of keys that are read at a time. No
+            query may see an earlier or a later one.
         form: what attention does with the products. Its slopes and sinks are those of these heads.
-        step: number of keys that are read at a time.
         out: float32 of the shape of the result, to be written and returned; None: a new tensor.
 
     Returns:
-        float32 [requests, rows, heads, stop − begin].
+        float32 [requests, rows, heads, keys].
     """
+    vectors, key_heads = queries.vectors, queries.key_heads
+    begin, stop = span.start, span.stop
     scores = out
     if scores is None:
-        scores = queries.new_empty((*queries.shape[:3], stop - begin), dtype=torch.float32)
-    scaled = queries.float() * form.scale
-    for first in range(begin, stop, step):
-        last = min(first + step, stop)
+        scores = vectors.new_empty((*vectors.shape[:3], stop - begin), dtype=torch.float32)
+    scaled = vectors.float() * form.scale
+    for first in span:
+        last = min(first + span.step, stop)
         some = keys(first, last)
         if key_heads is None:
             grouped = scaled.unflatten(2, (some.shape[2], -1))
@@ -85,7 +91,7 @@ def scores(
         scores[..., first - begin : last - begin] = products
     if form.soft_cap:
         scores.div_(form.soft_cap).tanh_().mul_(form.soft_cap)
-    distance = positions[:, :, None] - torch.arange(begin, stop, device=queries.device)
+    distance = queries.positions[:, :, None] - torch.arange(begin, stop, device=vectors.device)
     if form.slopes is not None:
         scores -= form.slopes[:, None] * distance[:, :, None]
     seen = distance >= 0

@@ -18,6 +18,24 @@ from midstream.runtime.protocol.segments import Room
 from midstream.sites import Tap
 
 
+@dataclass(frozen=True)
+class BufferSizes:
+    """How large a rank's buffers are.
+
+    Attributes:
+        max_tokens: most rows of a forward pass, padding included.
+        hidden_size: width of the residual stream.
+        ring_rows: vectors of that width for which the ring has room.
+        drafts: most draft tokens of a request in a step.
+    """
+
+    max_tokens: int
+    hidden_size: int
+    room: Room
+    ring_rows: int
+    drafts: int = 0
+
+
 @dataclass(eq=False)
 class Buffers:
     """Device buffers of one rank; see `midstream.ops.layout` for the columns.
@@ -79,15 +97,11 @@ class Buffers:
 
     @staticmethod
     def allocate(
-        *,
         taps: Mapping[Tap, int],
-        max_tokens: int,
-        hidden_size: int,
-        room: Room,
-        ring_rows: int,
+        sizes: BufferSizes,
+        *,
         dtype: torch.dtype,
         device: torch.device,
-        drafts: int = 0,
         sae: SaeBuffers | None = None,
         reconstructed: Collection[Tap] = (),
     ) -> Buffers:
@@ -96,12 +110,10 @@ class Buffers:
         Args:
             taps: the rank's taps, in the order of their indices, each with the width of its
                 vectors on this rank.
-            max_tokens: most rows of a forward pass, padding included.
-            ring_rows: vectors of that width for which the ring has room.
             dtype: the model's dtype.
-            drafts: most draft tokens of a request in a step.
             sae: what reconstructions by SAEs need.
         """
+        room, max_tokens, hidden_size = sizes.room, sizes.max_tokens, sizes.hidden_size
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -125,12 +137,14 @@ class Buffers:
             bank=zeros(float32, (room.bank_rows + room.maps * hidden_size) * units_of_row, unit),
             scores=zeros(float32, max_tokens, room.probes),
             # The ring is written before it is read. On a CPU, pages never written take no memory.
-            ring=torch.empty(ring_rows * units_of_row, unit, dtype=dtype, device=device),
+            ring=torch.empty(sizes.ring_rows * units_of_row, unit, dtype=dtype, device=device),
             units=tuple(width // unit for width in taps.values()),
             switches=zeros(float32, max_tokens if switches else 0, max(1, switches)),
             mapped=zeros(float32, max_tokens if is_mapping else 0, hidden_size),
             scans=zeros(int32, room.gate_states, layout.SCAN_COLUMNS),
-            scan_states=zeros(int32, room.gate_states, _kept_states(drafts), layout.STATE_COLUMNS),
+            scan_states=zeros(
+                int32, room.gate_states, _kept_states(sizes.drafts), layout.STATE_COLUMNS
+            ),
             sae=sae,
             encoding=frozenset(
                 table[index].data_ptr() for index, tap in enumerate(taps) if tap in reconstructed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -230,11 +229,11 @@ def test_a_request_that_cannot_be_sent_gives_its_room_to_those_behind_it():
 
 
 def test_rows_that_were_fetched_while_their_request_runs_make_room_for_others():
-    budget = CapacityBudget(Room(ROWS, 100, 100, 100, 1), RowLimit(100, lambda: 0))
+    budget = CapacityBudget(Room(ROWS, 100, 100, 100, 1), RowLimit({"rows": 100}, lambda: 0))
     admission, sent = Admission([budget]), []
 
     def submit(uid, nbytes):
-        admission.submit(uid, replace(need(), rows=nbytes), lambda: sent.append(uid))
+        admission.submit(uid, need().with_rows(nbytes), lambda: sent.append(uid))
 
     submit("a", 70)
     submit("b", 50)

@@ -47,7 +47,7 @@ def worker(tensor_rank: int, arena_bytes: int, held: int = 0):
 
 def need(rows: int) -> Need:
     kinds = ("bank_rows", "programs", "groups", "max_edits", "token_ids")
-    return Need({kind: {} for kind in kinds}, rows)
+    return Need({kind: {} for kind in kinds}, {"rows": rows})
 
 
 W = Vector.parse([1.0] * 16)
@@ -172,7 +172,7 @@ def test_of_what_ranks_share_the_part_of_the_first_is_counted_and_of_the_rest_al
 def test_all_workers_that_capture_have_room_and_one_request_half_of_it():
     workers = [worker(0, 1000, 10), worker(1, 5000, 77), worker(0, 3000, 20)]
     room = row_limit(workers, Config())
-    assert room.limit == 4000
+    assert room.limits["rows"] == 4000
     assert room.held() == 30
     check_rows(need(2000), room)
     with pytest.raises(SpecError, match=r"may take 2001 bytes, .* room for 2000; .*spill"):
@@ -184,19 +184,21 @@ def test_requests_wait_where_lenses_would_read_more_rows_in_a_step_than_the_sett
     budget, sent = CapacityBudget(ROOM, room), []
     admission = Admission([budget])
     for uid, rows in (("a", 30), ("b", 30), ("c", 0), ("d", 20)):
-        admission.submit(uid, replace(need(0), readout_rows=rows), lambda uid=uid: sent.append(uid))
+        admission.submit(
+            uid, replace(need(0), counts={"readout_rows": rows}), lambda uid=uid: sent.append(uid)
+        )
     # Those behind it wait too, in the order of their arrival.
     assert sent == ["a"]
     admission.end(["a"])
     assert sent == ["a", "b", "c", "d"]
-    check_rows(replace(need(0), readout_rows=50), room)
+    check_rows(replace(need(0), counts={"readout_rows": 50}), room)
     with pytest.raises(SpecError, match=r"may read 51 rows .* room for 50; .*setting readout_rows"):
-        check_rows(replace(need(0), readout_rows=51), room)
+        check_rows(replace(need(0), counts={"readout_rows": 51}), room)
 
 
 def test_requests_wait_where_gates_would_need_more_states_than_the_setting():
     limit = row_limit([], Config(gate_states=5))
-    budget, one = CapacityBudget(ROOM, limit), Need({}, states=2)
+    budget, one = CapacityBudget(ROOM, limit), Need({}, {"gate_states": 2})
     assert budget.fits(one.times(2))
     budget.take(one)
     assert not budget.fits(one.times(2))
@@ -210,14 +212,14 @@ def test_requests_wait_where_gates_would_need_more_states_than_the_setting():
 @pytest.mark.parametrize("overflow", ["spill", "drop"])
 def test_where_rows_may_go_elsewhere_nobody_waits(overflow):
     room = row_limit([worker(0, 10)], Config(overflow=overflow))
-    assert room.limit is None
+    assert "rows" not in room.limits
     check_rows(need(10**12), room)
     assert CapacityBudget(ROOM, room).fits(need(10**12))
 
 
 def test_rows_are_in_the_way_until_they_are_fetched_and_what_readers_hold_until_they_let_go():
     held = [0]
-    admission = Admission([CapacityBudget(ROOM, RowLimit(100, lambda: held[0]))])
+    admission = Admission([CapacityBudget(ROOM, RowLimit({"rows": 100}, lambda: held[0]))])
     sent: list[str] = []
     for name in "abc":
         admission.submit(name, need(50), lambda name=name: sent.append(name))
@@ -236,7 +238,7 @@ def test_rows_are_in_the_way_until_they_are_fetched_and_what_readers_hold_until_
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60), st.booleans()), max_size=40))
 def test_no_more_than_there_is_room_for_is_ever_inside(steps):
-    budget = CapacityBudget(ROOM, RowLimit(100, lambda: 0))
+    budget = CapacityBudget(ROOM, RowLimit({"rows": 100}, lambda: 0))
     admission, inside = Admission([budget]), {}
     for name, rows, ends in steps:
         uid = str(name)

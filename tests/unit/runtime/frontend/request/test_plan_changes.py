@@ -70,7 +70,7 @@ class Engine:
         )
         edits = [{"op": "scale", "factor": 2.0, "layer": 1}]
         call_plan = CallPlan(Plan.make(edits=edits))
-        self.changes.add(uid, EMPTY, request, call_plan, (), (), {})
+        self.changes.add(uid, EMPTY, request, call_plan, ((), ()), {})
         for nth in range(completions if submitted is None else submitted):
             self.submit(uid, nth)
         return call_plan

@@ -26,6 +26,7 @@ from support.stored import put_one, worker_info
 from midstream.codecs import Full8
 from midstream.errors import ReceiptError
 from midstream.results.serialization import pack, unpack
+from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.results import WorkerAnswer
@@ -458,7 +459,7 @@ def test_rows_of_different_widths_are_those_of_their_taps(codec, leased, monkeyp
     (data,) = buffer.inline(["u"])
     lease = worker.leased(header.lease) if leased else None
     answers = [WorkerAnswer(info, header, data or b"", lease)]
-    found = assemble(output(prompt=8, generated=2), plan, answers, shape)[0]
+    found = assemble(output(prompt=8, generated=2), AdmittedRequest("u", plan), answers, shape)[0]
     assert found.receipt.status == "ok"
     assert {tap: len(found.activations.positions_of(*tap)) for tap in taps} == {
         tap: 9 if tap in taps[1:3] else 6 for tap in taps

@@ -79,7 +79,7 @@ def finished(plan, answers, **shape):
     found.prompt = "abc"
     for completion in found.outputs:
         completion.text = "de"
-    found.results = assemble(found, plan, answers, shape_of())
+    found.results = assemble(found, AdmittedRequest("u", plan), answers, shape_of())
     return found
 
 
@@ -200,7 +200,9 @@ def test_the_last_piece_has_what_is_left_and_the_result_is_that_of_all(sinks, on
     one.results = [CaptureResult(paths=("c",), manifest={"all": 3})]
     found = output()
     found.prompt, found.outputs[0].text = "abc", "de"
-    found.results = assemble(found, BOTH, answers, shape_of(), partial.received())
+    found.results = assemble(
+        found, AdmittedRequest("u", BOTH), answers, shape_of(), partial.received()
+    )
     delivered(sinks, asked, found, how, partial)
     (given,) = one.given
     assert (given.piece, given.is_last, given.text) == (2, True, "de")

@@ -12,7 +12,7 @@ import torch
 from midstream import Capture, Plan
 from midstream.results.activations import Activations
 from midstream.results.receipt import Receipt
-from midstream.runtime.frontend.results.receipts import make_receipt
+from midstream.runtime.frontend.results.receipts import EndedCompletion, make_receipt
 from midstream.runtime.frontend.results.reduced import with_reduced
 from midstream.runtime.protocol.segments import APPLIED_0
 from midstream.spec import ModelShape, Prompt
@@ -49,7 +49,9 @@ def receipt(counted: int | None, dropped: int = 0) -> Receipt:
         problem="", dropped=dropped, worker=place, states=states, versions=()
     )
     completion = SimpleNamespace(finish_reason="length", stop_reason=None, token_ids=[1, 2, 3])
-    return make_receipt("r", PLAN, [part], completion, range(LENGTH), rows(counted), None)
+    return make_receipt(
+        "r", PLAN, EndedCompletion(completion, [part], list(range(LENGTH)), None), rows(counted)
+    )
 
 
 def test_the_rows_that_were_reduced_are_counted() -> None:

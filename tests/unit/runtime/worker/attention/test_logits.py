@@ -20,9 +20,10 @@ from torch import Tensor
 
 from midstream.runtime.protocol.segments import RankShare
 from midstream.runtime.worker.attention.head_adapters import HeadAdapters
-from midstream.runtime.worker.attention.logits import Head, largest
+from midstream.runtime.worker.attention.logits import Head, LogitReader, largest
 from midstream.runtime.worker.attention.reader import PatternReader
-from midstream.runtime.worker.session import WorkerSession
+from midstream.runtime.worker.rank_agreement import RankLinks
+from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.spec import ResolvedCapture, ResolvedPlan
 from midstream.spec.positions.ranges import merge
 from midstream.spec.resolve.resolved import Pattern
@@ -113,10 +114,14 @@ class Rank(FakeEngine):
 
     def __init__(self, rank: int, together: Together, **sizes):
         super().__init__(**sizes)
-        patterns = PatternReader(None, None, 400, 400, Head(self._head, VOCABULARY), torch.tanh)  # type: ignore[arg-type]
+        logits = LogitReader(Head(self._head, VOCABULARY), 400, torch.tanh)  # type: ignore[arg-type]
+        patterns = PatternReader(None, None, 400, logits)  # type: ignore[arg-type]
         self.session = WorkerSession(
-            self.buffers, TAPS, self.transport, self.arena, 64, RankShare(rank, 2),
-            patterns=patterns, agree=lambda mine: together.meet(rank, "agree", mine, all),
+            self.memory, StepRules(64),
+            RankLinks(
+                RankShare(rank, 2), agree=lambda mine: together.meet(rank, "agree", mine, all)
+            ),
+            patterns,
         )  # fmt: skip
         self._rank, self._together = rank, together
 

@@ -215,8 +215,10 @@ def test_a_row_that_is_not_finite_is_no_number():
     """And no key is named that the query does not see."""
     form = AttentionForm(1.0)
     scores = weights.scores(
-        torch.full((1, 1, 1, 2), torch.nan), torch.tensor([[1]]),
-        lambda first, last: torch.ones(1, last - first, 1, 2), 0, 4, torch.tensor([0]), form, 2,
+        weights.Queries(
+            torch.full((1, 1, 1, 2), torch.nan), torch.tensor([[1]]), torch.tensor([0])
+        ),
+        lambda first, last: torch.ones(1, last - first, 1, 2), range(0, 4, 2), form,
     )  # fmt: skip
     row = weights.softmax(scores[None], None)
     assert row.isnan().all()

@@ -251,7 +251,7 @@ def test_a_module_that_is_not_called_as_expected_is_an_error_and_not_a_guess(sit
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: single("norm", returns=Returns.SINGLE, mlp=Output("norm")),
+        lambda: single("norm", mlp=Output("norm")),
         lambda: single("norm", attention=Output("norm")),
         lambda: pair(no_mid="none"),
         lambda: pair("norm", attn=Half.AT_EXIT),

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
 from midstream.spec.positions.decoded_text import map_of_rendering
@@ -15,6 +15,9 @@ from midstream.spec.positions.prompt import Message
 from midstream.spec.positions.text_map import TextMap
 from midstream.spec.positions.work import check_rendered
 from midstream.validation import show
+
+if TYPE_CHECKING:
+    from vllm.renderers.params import ChatParams
 
 # Renders the messages of a chat to the text of the prompt.
 Render = Callable[[list[dict[str, Any]]], str]
@@ -71,24 +74,18 @@ def message_spans(
     ).all()
 
 
-def chat_renderer(
-    renderer: Any,
+def chat_params(
     chat_template: str | None = None,
     chat_template_content_format: Any = "auto",
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
-) -> Render:
-    """Return a function that renders a chat as vLLM does, for `message_spans`.
-
-    Args:
-        renderer: vLLM's `LLM.renderer`.
-        chat_template: see `LLM.chat`, as for all other arguments.
-    """
+) -> ChatParams:
+    """Return vLLM's parameters of a chat's template; see `LLM.chat` for the arguments."""
     from vllm.renderers.params import ChatParams
 
-    params = ChatParams(
+    return ChatParams(
         chat_template=chat_template,
         chat_template_content_format=chat_template_content_format,
         chat_template_kwargs={
@@ -99,6 +96,14 @@ def chat_renderer(
             "tokenize": False,
         },
     )
+
+
+def chat_renderer(renderer: Any, params: ChatParams) -> Render:
+    """Return a function that renders a chat as vLLM does, for `message_spans`.
+
+    Args:
+        renderer: vLLM's `LLM.renderer`.
+    """
 
     def render(messages: list[dict[str, Any]]) -> str:
         _, prompt = renderer.render_messages(messages, params)

@@ -7,7 +7,11 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.prompt.inputs import named_refusals
-from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
+from midstream.runtime.frontend.request.prompt.message_spans import (
+    chat_params,
+    chat_renderer,
+    message_spans,
+)
 from midstream.spec.positions.decoded_text import decode, text_map
 from midstream.spec.positions.following_text import one_token_id
 from midstream.spec.positions.prompt import Prompt
@@ -86,7 +90,7 @@ def _of_dict(prompt: Mapping[str, Any]) -> Any:
 
 def _of_messages(engine: Any, messages: list[Any], template: Mapping[str, Any]) -> Prompt:
     tokenizer = _tokenizer(engine)
-    render = chat_renderer(engine.renderer, **template)
+    render = chat_renderer(engine.renderer, chat_params(**template))
     with named_refusals():
         ids = list(tokenizer.encode(render(messages), add_special_tokens=False))
     return _with_text(engine, ids, lambda: message_spans(tokenizer, messages, ids, render=render))

@@ -8,7 +8,11 @@ from support.slow_positions import find_messages
 from support.tokenizers import byte_level, sentencepiece_like
 
 from midstream.errors import SpecError
-from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
+from midstream.runtime.frontend.request.prompt.message_spans import (
+    chat_params,
+    chat_renderer,
+    message_spans,
+)
 from midstream.spec.positions.decoded_text import decode, map_of_rendering
 from midstream.spec.positions.work import MAX_RENDERED
 
@@ -260,7 +264,8 @@ def test_vllms_renderer_is_asked_for_the_text_with_the_calls_own_arguments():
             return messages, {"prompt": text} if text != "he" else {"prompt_token_ids": [1]}
 
     render = chat_renderer(
-        Renderer(), add_generation_prompt=True, chat_template_kwargs={"deep": True}, tools=[]
+        Renderer(),
+        chat_params(add_generation_prompt=True, chat_template_kwargs={"deep": True}, tools=[]),
     )
     messages = _chat(*CONTENTS)
     ids = _ids(BYTE_LEVEL, messages, add_generation_prompt=True)
@@ -268,7 +273,7 @@ def test_vllms_renderer_is_asked_for_the_text_with_the_calls_own_arguments():
     assert [decode(BYTE_LEVEL, ids[each.start : each.stop]) for each in found] == list(CONTENTS)
     assert asked[0].chat_template_kwargs["deep"] is True
     assert asked[0].chat_template_kwargs["tokenize"] is False
-    tokens_only = chat_renderer(Renderer(), chat_template=FORGETS)
+    tokens_only = chat_renderer(Renderer(), chat_params(chat_template=FORGETS))
     with pytest.raises(SpecError, match="made into tokens without a text"):
         tokens_only([{"role": "user", "content": "he"}])
 
