@@ -41,7 +41,7 @@ ORDER: tuple[Fault, ...] = (
     Fault(
         "A capture of positions of both ends has fewer rows than it lists where these meet",
         "_Resolver._resolve_capture",
-        "check_row_order(capture.positions, self._prompt.length)",
+        "self._check_order(capture.positions)",
         "pass",
         _ROWS + "test_a_list_that_rows_would_not_follow_is_rejected",
     ),

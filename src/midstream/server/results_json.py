@@ -23,7 +23,6 @@ from midstream.server.base64_text import Base64Text, dump
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.sites import ENDS, Tap
-from midstream.spec.attention import is_vectors
 from midstream.spec.selection import Layers
 from midstream.spec.sink_target import MEMORY
 
@@ -216,7 +215,7 @@ def _streamed(context: RequestContext, rows: Activations) -> list[Tap]:
     """Return the taps whose rows a stream has as they are computed."""
     plan = context.request_field.plan
     planned = () if plan is None else plan.captures
-    captures = [capture for capture in planned if capture.stream and is_vectors(capture)]
+    captures = [capture for capture in planned if capture.stream and capture.returns_vectors]
     return [
         (site, layer)
         for site, layer in rows

@@ -214,12 +214,6 @@ def parse_capture(value: object) -> Capture:
     return Capture.parse(value)
 
 
-def is_vectors(capture: Capture) -> bool:
-    """Return whether a capture returns vectors, and nothing that is made of them."""
-    made = isinstance(capture, (Attention, Features, Lens, Logits))
-    return not made and not capture.reduce
-
-
 def _reduces_rows(value: Mapping[str, Any]) -> bool:
     """Return whether a dict with `reduce` is the form of a Capture."""
     word = value["reduce"]

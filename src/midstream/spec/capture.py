@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from midstream.errors import SpecError
@@ -53,7 +53,7 @@ class Capture:
     sink: str
     tag: str
     request_id: str
-    metadata: Metadata
+    metadata: Metadata = field(hash=False)
     stream: bool
     layout: str
     heads: tuple[int, ...] | None
@@ -158,7 +158,7 @@ class Capture:
         with at("request_id"):
             object.__setattr__(self, "request_id", read_name(request_id))
         with at("metadata"):
-            kept = NO_METADATA if metadata is None else Metadata(metadata)
+            kept = NO_METADATA if metadata is None else Metadata(metadata) or NO_METADATA
             object.__setattr__(self, "metadata", kept)
         with at("stream"):
             object.__setattr__(self, "stream", _read_stream(stream, self.sink))
@@ -200,6 +200,11 @@ class Capture:
         return self.reduce not in REDUCING
 
     @property
+    def returns_vectors(self) -> bool:
+        """Whether vectors are returned, and nothing that is made of them."""
+        return type(self) is Capture and not self.reduce
+
+    @property
     def selections(self) -> tuple[Positions, ...]:
         """All positions that the capture names."""
         return (self.positions,)
@@ -211,7 +216,8 @@ class Capture:
 
     def without_place(self) -> Capture:
         """Return a copy without sink, tag, request_id, metadata, stream and layout."""
-        if self.place == (MEMORY, "", "") and not (self.metadata or self.stream or self.layout):
+        described = self.metadata is not NO_METADATA
+        if self.place == (MEMORY, "", "") and not (described or self.stream or self.layout):
             return self
         bare: dict[str, Any] = {"sink": MEMORY, "tag": "", "request_id": "", "layout": ""}
         return replace(self, **bare, metadata=NO_METADATA, stream=False)
@@ -254,7 +260,7 @@ class Capture:
 
     def _check_reduced(self) -> None:
         """Check that the other fields are possible where rows are reduced."""
-        for field, is_set, right in (
+        for name, is_set, right in (
             ("codec", self.codec not in ("", "raw"), "codec raw"),
             ("sink", self.sink != MEMORY, 'sink "memory"'),
             ("stream", self.stream, "stream=False"),
@@ -263,7 +269,7 @@ class Capture:
             ("reuse", self.reuse, "reuse=False"),
         ):
             if is_set:
-                raise SpecError(field, f'with reduce="{self.reduce}" there is only {right}')
+                raise SpecError(name, f'with reduce="{self.reduce}" there is only {right}')
 
 
 def bad_capture(value: object) -> SpecError:

@@ -17,7 +17,7 @@ from midstream.spec.captured_rows import OpenRows
 from midstream.spec.consumers import names_consumers, read_consumers
 from midstream.spec.controller import Controller
 from midstream.spec.named_lookup import Lookup
-from midstream.spec.operations import Edit, bind_edit, fill_edit, parse_edit
+from midstream.spec.operations import Edit, Gate, Steer, bind_edit, fill_edit, parse_edit
 from midstream.spec.probe import Probe
 from midstream.spec.shape import ModelShape
 from midstream.validation import MAX_PARTS, at, kind, listed, read_fields, read_json, show
@@ -189,6 +189,16 @@ class Plan:
         return self._names or ()
 
     @property
+    def readouts(self) -> tuple[Capture, ...]:
+        """The captures of other kinds than `Capture`."""
+        return tuple([capture for capture in self.captures if type(capture) is not Capture])
+
+    @property
+    def steers_to_tokens(self) -> bool:
+        """Whether an edit has a token in place of its vector."""
+        return any(map(has_token, self.edits))
+
+    @property
     def switches(self) -> tuple[Switch, ...]:
         """The switches of its probes, in their order."""
         return tuple(probe.act for probe in self.probes if isinstance(probe.act, Switch))
@@ -281,6 +291,12 @@ class Plan:
                 edits.extend(expand(edit))
             origins += [self.origin(index)] * (len(edits) - len(origins))
         return tuple(edits), tuple(origins)
+
+
+def has_token(edit: Edit) -> bool:
+    """Return whether an edit, or that of a gate, has a token in place of its vector."""
+    steer = edit.edit if isinstance(edit, Gate) else edit
+    return isinstance(steer, Steer) and steer.token is not None
 
 
 def _check_controller(plan: Plan, controller: Controller) -> None:

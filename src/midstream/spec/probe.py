@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.spec.act import Act, Switch, read_act
-from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.attention import Entropy, Mass, read_reduction
 from midstream.spec.forms import (
@@ -35,7 +34,7 @@ from midstream.spec.row_per_layer import check_per_layer, is_by_layer, read_per_
 from midstream.spec.selection import Layers
 from midstream.spec.trained_mlp import is_network, read_module, read_network
 from midstream.spec.vector import Vector
-from midstream.validation import at, kind, listed, show
+from midstream.validation import at, float32, kind, listed, show
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsIndex
 
 from midstream.errors import ScaleWarning, SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.spec.algebra import check_nonzero, float32, unit
+from midstream.spec.algebra import check_nonzero, unit
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
     IndicesLike,
@@ -30,7 +30,7 @@ from midstream.spec.operation import Operation, by_value, one_edit, read_scalar,
 from midstream.spec.row_per_layer import check_per_layer, read_per_layer
 from midstream.spec.tokens import read_token
 from midstream.spec.vector import Vector
-from midstream.validation import MAX_ITEMS, at, listed, read_word
+from midstream.validation import MAX_ITEMS, at, float32, listed, read_word
 
 NORMS = ("match", "keep")
 # A larger edit warns: above MAX_RMS per coordinate, a norm of MAX_RMS · √width; with norm="match",

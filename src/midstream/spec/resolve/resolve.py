@@ -19,7 +19,7 @@ from midstream.spec.instructions import Instruction
 from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.operation import refreshed
-from midstream.spec.operations import Edit, Gate, Local, Reconstruct, Route, Steer
+from midstream.spec.operations import Bias, Edit, Gate, Local, Reconstruct, Route, Steer
 from midstream.spec.plan import Plan, ServerWide
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
@@ -134,16 +134,17 @@ class _Resolver:
         for index, capture in enumerate(plan.captures):
             with at(f"capture[{index}]"):
                 captures += self._resolve_capture(capture, index)
-        check_logits(captures)
-        check_reduced(captures)
-        check_names(captures)
-        check_attention(captures)
+        if any(capture.pattern is not None for capture in captures):
+            check_logits(captures)
+            check_reduced(captures)
+            check_names(captures)
+            check_attention(captures)
         for index, capture in enumerate(also, -len(also)):
             with at(f"sinks[{index}]"), suppress(NothingSelectedError):
                 captures += self._resolve_capture(capture, index)
         for index, probe in enumerate(plan.probes):
             with at(f"probes[{index}]"):
-                check_row_order(probe.positions, self._prompt.length)
+                self._check_order(probe.positions)
                 self._add_probe(probe, index)
         edits: list[ResolvedEdit] = []
         for index, edit in enumerate(before):
@@ -169,6 +170,11 @@ class _Resolver:
         check_overlaps(weighed(resolved), 1 + len(plan.switches))
         return resolved
 
+    def _check_order(self, positions: Positions) -> None:
+        """Check the order of positions of which each has a row."""
+        if len(positions.include) > 1:
+            check_row_order(positions, self._prompt.length)
+
     def _select(self, positions: Positions) -> Where:
         where = self._selections.select(positions)
         if where.num_ranges > self._free_ranges:
@@ -183,7 +189,7 @@ class _Resolver:
     def _resolve_capture(self, capture: Capture, source: int) -> list[ResolvedCapture]:
         if source >= 0 and capture.returns_each:
             with queries_named() if isinstance(capture, Attention) else nullcontext():
-                check_row_order(capture.positions, self._prompt.length)
+                self._check_order(capture.positions)
         if isinstance(capture, Attention):
             with queries_named():
                 where = self._select(capture.positions)
@@ -235,10 +241,13 @@ class _Resolver:
             where = where or self._select(edit.positions)
         if isinstance(edit, Local):
             self._functions += _functions_of(edit, taps, where, source)
-        bias = bias_of(edit)
+        bias = bias_of(edit) if isinstance(edit, (Bias, Gate)) else None
         if bias is not None:
             check_sampled(where, self._prompt.length)
-        *before, read = gate_taps(self._shape, edit)
+        reads: list[Tap | None] = [None]
+        if isinstance(edit, Gate):
+            reads = gate_taps(self._shape, edit)
+        *before, read = reads
         slot, placed = None, False
         if isinstance(edit, Gate) and read is not None:
             slot = self._earlier_parts(edit, before, where)
@@ -255,7 +264,9 @@ class _Resolver:
                 self._biases.append(ResolvedBias(*map(tuple, zip(*bias.tokens, strict=True))))
             _check_reach(self._shape, edit, instructions)
             with at("edit") if isinstance(edit, Gate) else nullcontext():
-                parts = self._rows.place(instructions, edit.positions, where)
+                parts = [(instructions, where)]
+                if max(len(step.write) for step in instructions) > 1:
+                    parts = self._rows.place(instructions, edit.positions, where)
             if isinstance(edit, Gate) and edit.memory:
                 check_order(taps, read)
             elif read is not None and not placed:

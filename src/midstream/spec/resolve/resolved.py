@@ -352,6 +352,7 @@ class ResolvedPlan:
         taps: all captured taps, in the order of a forward pass.
         pattern_widths: numbers of a row of each tap of an `Attention`.
         reduced: taps whose row is made of all selected rows.
+        ops: the kinds of the edits' instructions.
         alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
         reads_tokens: whether some positions are selected by the ids of generated tokens.
     """
@@ -368,6 +369,7 @@ class ResolvedPlan:
     taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
     pattern_widths: dict[Tap, int] = field(init=False, compare=False, repr=False)
     reduced: frozenset[Tap] = field(init=False, compare=False, repr=False)
+    ops: frozenset[Op] = field(init=False, compare=False, repr=False)
     alike: tuple[Alike, ...] = field(init=False, compare=False, repr=False)
     reads_tokens: bool = field(init=False, compare=False, repr=False)
     _known: dict[Hashable, Any] = field(init=False, compare=False, repr=False, default_factory=dict)
@@ -398,6 +400,8 @@ class ResolvedPlan:
         ]
         reduced = frozenset(tap for capture in reducing for tap in capture.taps)
         object.__setattr__(self, "reduced", reduced)
+        ops = frozenset(step.op for edit in self.edits for step in edit.steps.instructions)
+        object.__setattr__(self, "ops", ops)
         where = [edit.where for edit in self.edits] + [capture.where for capture in self.captures]
         where += [probe.where for probe in self.probes]
         object.__setattr__(self, "reads_tokens", any(selection.matches for selection in where))

@@ -21,14 +21,8 @@ from midstream.validation import at
 AFTER = {"resid_pre": 0, "resid_post": 1}
 
 
-def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
-    """Return a plan whose lenses and logits have the ids of their tokens.
-
-    Args:
-        plan: a plan; None: there is none.
-    """
-    if plan is None:
-        return None
+def with_token_ids(plan: Plan, engine: Any) -> Plan:
+    """Return a plan whose lenses and logits have the ids of their tokens."""
     id_of = functools.partial(token_id, engine)
     captures = []
     for index, capture in enumerate(plan.captures):

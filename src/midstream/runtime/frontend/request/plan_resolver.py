@@ -35,7 +35,6 @@ from midstream.runtime.protocol.worker_info import this_process
 from midstream.runtime.vllm.additional_config import controllers_of
 from midstream.sites import Tap, order
 from midstream.spec import (
-    Attention,
     Capture,
     Plan,
     Positions,
@@ -43,7 +42,6 @@ from midstream.spec import (
     Prompt,
     ResolvedPlan,
 )
-from midstream.spec.attention import is_vectors
 from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.plan import ServerWide
@@ -201,23 +199,35 @@ class PlanResolver:
         prompt: Prompt,
         max_tokens: int | None,
     ) -> PreparedPlan:
-        unbound_plan, plan = plan, bound(plan, self._engine, self.registries)
+        unbound_plan = plan
+        if plan is not None and (plan.readouts or plan.steers_to_tokens):
+            plan = bound(plan, self._engine, self.registries)
         resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, also)
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
             own = () if plan is None else plan.captures
-            vectors = tuple(capture for capture in own if is_vectors(capture))
+            vectors = tuple(capture for capture in own if capture.returns_vectors)
             decisive = vectors or also or own
             resolved = replace(
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
             _check_heads(own, resolved.codec)
-            check_codec(resolved)
-        edited = read_saes(plan, before, resolved, self.registries.saes)
-        resolved, read = with_weights(resolved, plan, self.registries)
-        resolved = self._with_parts(with_vocabulary(resolved, self._engine.vllm_config))
+        weights: tuple[tuple[str, str], ...] = ()
         workers, config = self._info.workers, self._engine.vllm_config
-        at_once = readout_rows(resolved, config, workers, max_tokens is None)
+        reconstructs = Op.CODE in resolved.ops
+        if reconstructs:
+            weights = read_saes(plan, before, resolved, self.registries.saes)
+        if resolved.pattern_widths:
+            check_codec(resolved)
+            resolved, read = with_weights(resolved, plan, self.registries)
+            weights = read + weights
+            resolved = with_vocabulary(resolved, config)
+        if self._parts:
+            resolved = self._with_parts(resolved)
+        at_once = sums = 0
+        if resolved.pattern_widths or reconstructs:
+            at_once = readout_rows(resolved, config, workers, max_tokens is None)
+            sums = num_sums(resolved, self._info.shape)
         edits, width = workers[0].edits_per_site, self._info.shape.hidden_size
         ranks = workers[0].tensor_ranks
         need = need_of(resolved, self._taps, self._info.room, edits, width, ranks)
@@ -228,17 +238,21 @@ class PlanResolver:
             rows=rows,
             vectors=named,
             readout_rows=at_once,
-            weights=read + edited,
-            sums=num_sums(resolved, self._info.shape),
+            weights=weights,
+            sums=sums,
             states=sum(probe.is_scan for probe in resolved.probes),
         )
-        check_biases(resolved, config)
+        if resolved.biases:
+            check_biases(resolved, config)
         _check_ring(resolved, workers)
-        check_parts(resolved, self._parts)
+        if self._parts:
+            check_parts(resolved, self._parts)
         _check_functions(resolved, workers)
         _check_gates(resolved, workers)
         is_controlled = plan is not None and plan.controller is not None
-        check_acts(resolved, is_controlled, workers)
+        acts = any(probe.act is not None for probe in resolved.probes)
+        if acts or is_controlled or any(probe.part_of for probe in resolved.probes):
+            check_acts(resolved, is_controlled, workers)
         # Workers do not read the prompt's length: without it, prompts of any length have one plan,
         # which a worker reads once.
         packed = to_bytes(replace(resolved, prompt_len=1), frozenset(named))
@@ -247,8 +261,11 @@ class PlanResolver:
         def prepare(later: Plan) -> PreparedPlan:
             return self._finish(later, before, also, prompt, max_tokens)
 
-        prepared = with_switches(prepared, unbound_plan, prepare, self._info.room)
-        prepared = with_controller(prepared, unbound_plan, prepare, self._info.room, self._declared)
+        room = self._info.room
+        if acts:
+            prepared = with_switches(prepared, unbound_plan, prepare, room)
+        if is_controlled:
+            prepared = with_controller(prepared, unbound_plan, prepare, room, self._declared)
         if prepared.acts or prepared.control is not None:
             prepared = replace(prepared, split=split_scores(resolved, self._parts))
         return prepared
@@ -417,8 +434,9 @@ def _prompt_len(request: Any) -> int:
 def _check_heads(captures: tuple[Capture, ...], codec: str) -> None:
     """Check that heads can be chosen from the rows that a codec encoded."""
     for index, capture in enumerate(captures):
-        is_sketch = isinstance(parse_codec(codec), Rp8) and not isinstance(capture, Attention)
-        if capture.heads is not None and is_sketch:
+        if capture.heads is None or not capture.returns_vectors:
+            continue
+        if isinstance(parse_codec(codec), Rp8):
             raise SpecError(
                 f"capture[{index}].heads",
                 f"rows of the codec {codec} are sketches of whole vectors, without heads; use "

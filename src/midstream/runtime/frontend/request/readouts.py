@@ -30,17 +30,14 @@ class Registries:
     directions: DirectionCache | None = None
 
 
-def bound(plan: Plan | None, engine: Any, registries: Registries) -> Plan | None:
+def bound(plan: Plan, engine: Any, registries: Registries) -> Plan:
     """Return a plan whose lenses have the ids of their tokens, whose SAEs have layers and sites,
     and whose edits have vectors in place of tokens.
-
-    Args:
-        plan: a plan; None: there is none.
     """
     plan = with_token_ids(plan, engine)
-    if registries.directions is not None:
+    if registries.directions is not None and plan.steers_to_tokens:
         plan = registries.directions.bound(plan)
-    if plan is None or not any(isinstance(capture, Features) for capture in plan.captures):
+    if not any(isinstance(capture, Features) for capture in plan.captures):
         return plan
     captures = list(plan.captures)
     for index, capture in enumerate(captures):

@@ -17,6 +17,7 @@ from midstream.sites import Tap
 from midstream.spec import ModelShape, Plan, Steer
 from midstream.spec.lens import LOGIT, SITES, read_kind
 from midstream.spec.operations import Edit, Gate
+from midstream.spec.plan import has_token
 from midstream.spec.resolve.lens import LENS
 from midstream.spec.resolve.resolved import LensMap
 from midstream.spec.resolve.tap_lookup import find_layer, find_taps
@@ -58,10 +59,8 @@ class DirectionCache:
         """Forget all: a lens has changed."""
         self._found.clear()
 
-    def bound(self, plan: Plan | None) -> Plan | None:
+    def bound(self, plan: Plan) -> Plan:
         """Return a plan with vectors in place of tokens."""
-        if plan is None or not any(map(_has_token, plan.edits)):
-            return plan
         return plan.expanded(self._expanded)
 
     def reading(self, keys: Mapping[DirectionKey, str]) -> Exchange[None]:
@@ -92,7 +91,7 @@ class DirectionCache:
         """Return the directions that a plan needs, with the path of an edit that needs each."""
         paths: dict[DirectionKey, str] = {}
         for index, edit in enumerate(() if plan is None else plan.edits):
-            if _has_token(edit):
+            if has_token(edit):
                 path = f"edits[{index}]"
                 with at(path):
                     keys = [key for _, key in self._keys(edit)]
@@ -147,7 +146,7 @@ class DirectionCache:
                 yield tap, self.key(steer.token, tap, steer.lens)
 
     def _expanded(self, edit: Edit) -> tuple[Edit, ...]:
-        if not _has_token(edit):
+        if not has_token(edit):
             return (edit,)
         steer = edit.edit if isinstance(edit, Gate) else edit
         assert isinstance(steer, Steer)
@@ -172,8 +171,3 @@ class DirectionCache:
         except SpecError as error:
             names = {"kind": "lens", "layers": "layer"}
             raise SpecError(names.get(error.path, error.path), error.problem) from None
-
-
-def _has_token(edit: Edit) -> bool:
-    steer = edit.edit if isinstance(edit, Gate) else edit
-    return isinstance(steer, Steer) and steer.token is not None
