@@ -175,9 +175,9 @@ ATTENTION = (
     ),
     Fault(
         "Chosen logits are returned in another order than their tokens",
-        "resolve_logits",
-        "known_ids(logits.tokens)",
-        "sorted(known_ids(logits.tokens))",
+        "Logits.resolve",
+        "known_ids(self.tokens)",
+        "sorted(known_ids(self.tokens))",
         "tests/unit/spec/test_logits.py::test_its_resolved_form_has_its_tokens_in_the_given_order",
     ),
     Fault(

@@ -38,8 +38,9 @@ from midstream.runtime.frontend.results.attention import parted
 from midstream.sites import IN_LAYERS
 from midstream.spec import ModelShape, Prompt
 from midstream.spec.operation import Operation
+from midstream.spec.readouts import ReadOut
 from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolve.resolved import ResolvedPlan
+from midstream.spec.resolved import ResolvedPlan
 from midstream.sweep.cells import plan_grid
 from midstream.sweep.request import SweepRequest
 
@@ -68,7 +69,7 @@ Rule = Callable[[Any], None]
 
 
 def plan_of(value: Any) -> ResolvedPlan:
-    is_capture, is_probe = isinstance(value, Capture), isinstance(value, Probe)
+    is_capture, is_probe = isinstance(value, ReadOut), isinstance(value, Probe)
     name = "capture" if is_capture else "probes" if is_probe else "edits"
     return resolve(Plan.make(**{name: value}), SHAPE, PROMPT, 4)
 

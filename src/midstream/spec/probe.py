@@ -11,7 +11,6 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.spec.act import Act, Switch, read_act
 from midstream.spec.argument_names import accept_spellings
-from midstream.spec.attention import Entropy, Mass, read_reduction
 from midstream.spec.forms import (
     IndicesLike,
     LayersLike,
@@ -30,6 +29,7 @@ from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import Operation, by_value, read_scalar, rows_by_value
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.row_order import check_row_order
+from midstream.spec.readouts.attention import Entropy, Mass, read_reduction
 from midstream.spec.row_per_layer import check_per_layer, is_by_layer, read_per_layer
 from midstream.spec.selection import Layers
 from midstream.spec.trained_mlp import is_network, read_module, read_network

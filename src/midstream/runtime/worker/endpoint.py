@@ -70,9 +70,9 @@ from midstream.runtime.worker.taps.tap_check import check_taps
 from midstream.runtime.worker.taps.tapped_model import add_taps
 from midstream.runtime.worker.taps.taps import check_drafter
 from midstream.sites import ENDS, Tap
-from midstream.spec.resolve.attention import ATTENTION
-from midstream.spec.resolve.lens import LENS
-from midstream.spec.resolve.logits import HEAD
+from midstream.spec.readouts.attention import ATTENTION
+from midstream.spec.readouts.lens import LENS
+from midstream.spec.readouts.logits import HEAD
 from midstream.transport.arena import Arena
 from midstream.transport.ring_copy import host_transport
 from midstream.transport.sizing import arena_settings

@@ -22,13 +22,11 @@ from midstream.spec.forms import (
     SitesLike,
 )
 from midstream.spec.instructions import Instruction
-from midstream.spec.lens import LOGIT, read_kind
-from midstream.spec.lens import SITES as LENS_SITES
 from midstream.spec.matrix import read_rows
 from midstream.spec.named_vector import Named
 from midstream.spec.operation import Operation, by_value, one_edit, read_scalar, rows_by_value
 from midstream.spec.row_per_layer import check_per_layer, read_per_layer
-from midstream.spec.tokens import read_token
+from midstream.spec.tokens import LOGIT, STREAM, read_kind, read_token
 from midstream.spec.vector import Vector
 from midstream.validation import MAX_ITEMS, at, float32, listed, read_word
 
@@ -167,9 +165,9 @@ class Steer(Operation):
         if self.heads:
             raise SpecError("head", "the direction of a token is of the whole vector")
         for site in self.sites:
-            if site not in LENS_SITES:
+            if site not in STREAM:
                 raise SpecError(
-                    "site", f"a lens reads the stream: expected {listed(LENS_SITES)}, got {site!r}"
+                    "site", f"a lens reads the stream: expected {listed(STREAM)}, got {site!r}"
                 )
 
     def _read_rows(self, vector: object, rows: object) -> Vector | None:

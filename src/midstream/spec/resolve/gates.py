@@ -10,10 +10,10 @@ from midstream.sites import Tap, order
 from midstream.spec.instructions import Instruction
 from midstream.spec.operation import refreshed
 from midstream.spec.operations import Gate
-from midstream.spec.resolve.resolved import Steps
-from midstream.spec.resolve.tap_lookup import check_tapped, find_layer
+from midstream.spec.resolved import Steps
 from midstream.spec.selection import Layers
 from midstream.spec.shape import ModelShape
+from midstream.spec.tap_lookup import check_tapped, find_layer
 from midstream.validation import at
 
 

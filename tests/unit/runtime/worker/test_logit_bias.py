@@ -21,8 +21,8 @@ from midstream.runtime.worker.logit_bias import LogitBias
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
 from midstream.spec import ResolvedPlan, Vector
-from midstream.spec.resolve.resolved import ResolvedBias
 from midstream.spec.resolve.wire import to_bytes
+from midstream.spec.resolved import ResolvedBias
 from midstream.transport.ring_copy import host_transport
 
 VOCABULARY = 9

@@ -21,10 +21,11 @@ from midstream.runtime.frontend.request.controlled import with_controller
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.prompt.known_prompts import KnownPrompts
 from midstream.runtime.frontend.request.readouts import (
+    EngineReadings,
     Registries,
     bound,
+    finished,
     readout_rows,
-    with_weights,
 )
 from midstream.runtime.frontend.request.reconstructions import read_saes
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
@@ -42,12 +43,12 @@ from midstream.spec import (
     Prompt,
     ResolvedPlan,
 )
-from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.plan import ServerWide
 from midstream.spec.positions.decoded_text import text_map
-from midstream.spec.resolve.logits import with_vocabulary
-from midstream.spec.resolve.reduced import check_codec, num_sums, with_split_rows
+from midstream.spec.readouts import ReadOut
+from midstream.spec.readouts.capture import SHARDED
+from midstream.spec.readouts.reduced import check_codec, num_sums, with_split_rows
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.session_rules import check_growing
 from midstream.spec.resolve.wire import to_bytes
@@ -106,8 +107,17 @@ class PlanResolver:
         self._recent: dict[tuple[int, int, int | None], _Recent] = {}
         self._prompts = KnownPrompts()
         self._declared = controllers_of(engine.vllm_config)
-        self.registries = Registries()
+        self._readings = EngineReadings(engine, info.workers, self._parts)
         self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
+
+    @property
+    def registries(self) -> Registries:
+        """The registered weights of the engine."""
+        return self._readings.registries
+
+    @registries.setter
+    def registries(self, registries: Registries) -> None:
+        self._readings.registries = registries
 
     def resolve(
         self,
@@ -201,13 +211,14 @@ class PlanResolver:
     ) -> PreparedPlan:
         unbound_plan = plan
         if plan is not None and (plan.readouts or plan.steers_to_tokens):
-            plan = bound(plan, self._engine, self.registries)
+            plan = bound(plan, self._readings)
         resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, also)
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
             own = () if plan is None else plan.captures
-            vectors = tuple(capture for capture in own if capture.returns_vectors)
-            decisive = vectors or also or own
+            own_captures = tuple(item for item in own if isinstance(item, Capture))
+            vectors = tuple(capture for capture in own_captures if capture.returns_vectors)
+            decisive = vectors or also or own_captures
             resolved = replace(
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
@@ -219,9 +230,8 @@ class PlanResolver:
             weights = read_saes(plan, before, resolved, self.registries.saes)
         if resolved.pattern_widths:
             check_codec(resolved)
-            resolved, read = with_weights(resolved, plan, self.registries)
+            resolved, read = finished(resolved, plan, self._readings)
             weights = read + weights
-            resolved = with_vocabulary(resolved, config)
         if self._parts:
             resolved = self._with_parts(resolved)
         at_once = sums = 0
@@ -297,11 +307,13 @@ class PlanResolver:
 
     def _codec(self, captures: tuple[Capture, ...]) -> str:
         """Return the codec that all of these captures have."""
-        return _common("codec", [capture.codec or self._info.codec for capture in captures])
+        default = self._info.codec
+        return _common("codec", [capture.codec or default for capture in captures], default)
 
     def _return(self, captures: tuple[Capture, ...]) -> str:
         """Return through which ranks the rows of all of these captures are transferred."""
-        return _common("return", [capture.return_ or self._info.return_ for capture in captures])
+        default = self._info.return_
+        return _common("return", [capture.return_ or default for capture in captures], default)
 
     def _prompt(self, request: Any, call_plan: CallPlan) -> Prompt:
         ids = request.prompt_token_ids
@@ -413,8 +425,8 @@ def read_prompts(before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
     )
 
 
-def _common(name: str, values: Sequence[str]) -> str:
-    """Return the value that a field has in all captures of a request."""
+def _common(name: str, values: Sequence[str], default: str) -> str:
+    """Return the value that a field has in all captures of a request; without any, the default."""
     for index, value in enumerate(values):
         if value != values[0]:
             raise SpecError(
@@ -422,7 +434,7 @@ def _common(name: str, values: Sequence[str]) -> str:
                 f"{value}, and that of capture[0] is {values[0]}; all captures of a request have "
                 f"one {name}",
             )
-    return values[0]
+    return values[0] if values else default
 
 
 def _prompt_len(request: Any) -> int:
@@ -431,7 +443,7 @@ def _prompt_len(request: Any) -> int:
     return int(request.prompt_embeds.shape[0])
 
 
-def _check_heads(captures: tuple[Capture, ...], codec: str) -> None:
+def _check_heads(captures: tuple[ReadOut, ...], codec: str) -> None:
     """Check that heads can be chosen from the rows that a codec encoded."""
     for index, capture in enumerate(captures):
         if capture.heads is None or not capture.returns_vectors:

@@ -9,19 +9,17 @@ from typing import Any, NamedTuple
 
 from midstream.errors import BusyError, SpecError
 from midstream.runtime.frontend.lens_registry import LensRegistry
-from midstream.runtime.frontend.request.lenses import AFTER
 from midstream.runtime.frontend.request.prompt.tokenized import token_id
 from midstream.runtime.frontend.rpc.fetch import Exchange
 from midstream.runtime.protocol.rpc import ReadDirections, TokenDirections
 from midstream.sites import Tap
 from midstream.spec import ModelShape, Plan, Steer
-from midstream.spec.lens import LOGIT, SITES, read_kind
 from midstream.spec.operations import Edit, Gate
 from midstream.spec.plan import has_token
-from midstream.spec.resolve.lens import LENS
-from midstream.spec.resolve.resolved import LensMap
-from midstream.spec.resolve.tap_lookup import find_layer, find_taps
-from midstream.spec.tokens import read_token
+from midstream.spec.readouts.lens import AFTER, LENS
+from midstream.spec.resolved import LensMap
+from midstream.spec.tap_lookup import find_layer, find_taps
+from midstream.spec.tokens import LOGIT, STREAM, read_kind, read_token
 from midstream.spec.vector import Vector
 from midstream.validation import at, read_int, read_word
 
@@ -113,7 +111,7 @@ class DirectionCache:
         with at("lens"):
             lens = read_kind(lens)
         with at("site"):
-            site = read_word(site, SITES)
+            site = read_word(site, STREAM)
         with at("layer"):
             layer = find_layer(read_int(layer), self._shape)
         return self.key(read_token(token), (site, layer), lens)

@@ -17,12 +17,12 @@ from midstream.results.logits import LogitRows
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.reduced import with_reduced
 from midstream.sites import Tap
-from midstream.spec.attention import Attention
-from midstream.spec.features import Features
-from midstream.spec.lens import Lens
-from midstream.spec.logits import Logits
-from midstream.spec.resolve.reduced import is_reduced
-from midstream.spec.resolve.resolved import Pattern, ResolvedCapture
+from midstream.spec.readouts.attention import Attention
+from midstream.spec.readouts.features import Features
+from midstream.spec.readouts.lens import Lens
+from midstream.spec.readouts.logits import Logits
+from midstream.spec.readouts.reduced import is_reduced
+from midstream.spec.resolved import Pattern, ResolvedCapture
 from midstream.spec.selection import Layers
 
 _WORDS = {"top": "top_keys"}
@@ -51,7 +51,7 @@ def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
     features: dict[str, FeatureRows] = {}
     logits = None
     for capture in admitted.plan.captures:
-        if capture.pattern is None or is_reduced(capture.pattern):
+        if capture.pattern is None or is_reduced(capture):
             continue
         asked = admitted.own.captures[capture.source]
         if isinstance(asked, Logits):

@@ -29,7 +29,7 @@ from midstream.runtime.protocol.results import ResultBlock
 from midstream.sinks.delivery import DeliverySource, Puts, Queues, SinkPut, run_puts, run_puts_soon
 from midstream.sites import Tap
 from midstream.spec import ModelShape, ResolvedPlan
-from midstream.spec.capture import GATHERED, SHARDED
+from midstream.spec.readouts.capture import GATHERED, SHARDED
 from midstream.spec.sink_target import MEMORY
 
 # All attributes that midstream sets on an output and its completions.

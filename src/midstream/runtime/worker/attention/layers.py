@@ -17,7 +17,7 @@ from midstream.runtime.models.inner_sites import NO_ROPE
 from midstream.runtime.worker.attention.key_layout import KeyLayout, cache_of, measure, scale_of
 from midstream.runtime.worker.attention.weights import AttentionForm
 from midstream.sites import Tap
-from midstream.spec.resolve.attention import NO_QUERIES, QUERY_SITES
+from midstream.spec.readouts.attention import NO_QUERIES, QUERY_SITES
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 

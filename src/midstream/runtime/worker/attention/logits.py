@@ -15,7 +15,7 @@ from midstream.runtime.worker.attention.head_adapters import HeadAdapters
 from midstream.runtime.worker.attention.lens import RankLens
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
-from midstream.spec.resolve.resolved import LensMap
+from midstream.spec.resolved import LensMap
 
 # Logits of a step that take more device memory than this are copied to the host in parts: those of
 # the whole vocabulary, of each token of a prompt, can take gigabytes.

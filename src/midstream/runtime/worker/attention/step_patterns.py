@@ -17,7 +17,7 @@ from midstream.runtime.worker.step.step_plan import CodecBatch
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers, on_device
 from midstream.runtime.worker.tables.pattern_records import PatternEncoding
-from midstream.spec.capture import REDUCING
+from midstream.spec.resolved import REDUCING
 
 
 class StepPatterns:

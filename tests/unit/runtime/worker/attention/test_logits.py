@@ -25,7 +25,7 @@ from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.session import WorkerSession
 from midstream.spec import ResolvedCapture, ResolvedPlan
 from midstream.spec.positions.ranges import merge
-from midstream.spec.resolve.resolved import Pattern
+from midstream.spec.resolved import Pattern
 
 VOCABULARY, PADDED = 11, 14
 LENS = 7  # numbers of a row of two tokens and one of a lens

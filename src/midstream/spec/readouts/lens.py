@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
-from midstream.spec.capture import Capture
 from midstream.spec.forms import LayersLike, PhaseLike, PositionsLike
+from midstream.spec.positions.positions import Positions
+from midstream.spec.readouts.base import Context, Engine, ReadOut, check_names, check_tokens
+from midstream.spec.resolved import Pattern, ResolvedCapture
+from midstream.spec.selection import Layers, Sites
 from midstream.spec.sink_target import read_name
-from midstream.spec.tokens import ids_of, read_tokens
-from midstream.validation import at, kind, listed, read_int
+from midstream.spec.tap_lookup import find_taps
+from midstream.spec.tokens import LOGIT, STREAM, ids_of, known_ids, read_kind, read_tokens
+from midstream.validation import at, listed, read_int
 
+LENS = "lens"
 MAX_TOP = 1024
 MAX_TOKENS = 64
-LOGIT: Literal["logit"] = "logit"
-# The sites that have the stream itself.
-SITES = ("resid_pre", "resid_mid", "resid_post")
+# Layers that the stream has passed at a site of layer i, beyond i.
+AFTER = {"resid_pre": 0, "resid_post": 1}
 _FIELDS = (
     "layers", "top", "tokens", "positions", "phase", "exclude", "kind", "site", "name", "stream",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Lens(Capture):
+class Lens(ReadOut):
     """Return the tokens that the model's head gives for the stream of chosen layers.
 
     The stream at a site of a layer goes through the model's own final norm and its own head, scale
@@ -42,10 +46,17 @@ class Lens(Capture):
         name: key of the result in `output.lens`.
     """
 
+    layers: Layers
+    sites: Sites
+    positions: Positions
     top: int
     tokens: tuple[int | str, ...]
     kind: str
     name: str
+    stream: bool
+
+    key = LENS
+    decodes = True
 
     @accept_spellings
     def __init__(
@@ -82,24 +93,30 @@ class Lens(Capture):
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        Capture.__init__(self, layers, site, positions, phase, exclude, stream=stream)
+        self._set_where(layers, site, positions, phase, exclude)
+        self._set_stream(stream)
         with at("kind"):
-            object.__setattr__(self, "kind", read_kind(kind))
-        if len(self.sites.names) != 1 or self.sites.names[0] not in SITES:
+            self._set(kind=read_kind(kind))
+        if len(self.sites.names) != 1 or self.sites.names[0] not in STREAM:
             raise SpecError(
-                "site", f"a lens reads the stream: expected one of {listed(SITES)}, got {site!r}"
+                "site", f"a lens reads the stream: expected one of {listed(STREAM)}, got {site!r}"
             )
         with at("top"):
-            object.__setattr__(self, "top", read_top(top))
+            self._set(top=read_top(top))
         with at("tokens"):
-            object.__setattr__(self, "tokens", read_tokens(tokens, MAX_TOKENS))
+            self._set(tokens=read_tokens(tokens, MAX_TOKENS))
         if not (self.top or self.tokens):
             raise SpecError("top", "expected at least 1 where `tokens` are not given")
         with at("name"):
-            object.__setattr__(self, "name", read_name(name) or self.kind)
+            self._set(name=read_name(name) or self.kind)
 
     @staticmethod
-    def parse(value: object) -> Lens:
+    def is_form(value: Mapping[str, Any]) -> bool:
+        has_layers = "layers" in value or "layer" in value
+        return "kind" in value or (has_layers and ("top" in value or "tokens" in value))
+
+    @classmethod
+    def parse(cls, value: object) -> Lens:
         """Read a Lens, or a dict of the constructor's arguments.
 
         Raises:
@@ -123,7 +140,54 @@ class Lens(Capture):
             return self
         return self._copy(ids_of(self.tokens, id_of), self.stream)
 
-    def without_place(self) -> Capture:
+    def bind(self, engine: Engine) -> Lens:
+        return self.with_ids(engine.token_id)
+
+    def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
+        where, shape = context.select(self.positions), context.shape
+        reason = shape.reason((self.key, shape.num_layers - 1))
+        if reason is not None:
+            raise SpecError("", f"the stream cannot be decoded: {reason}")
+        reads = find_taps(self.layers, self.sites, shape, "layers", "site")
+        tokens = known_ids(self.tokens)
+        size = 2 * self.top + 2 * len(tokens) + 1
+        # In the given order, unlike other ranges.
+        keys = tuple((token, token + 1) for token in tokens)
+        taps = tuple((f"{self.key}.{self.name}", layer) for _, layer in reads)
+        pattern = Pattern("lens", size, keys, (), reads, (1,) * len(reads))
+        return [ResolvedCapture(taps, where, source, pattern)]
+
+    @classmethod
+    def check_together(cls, captures: Sequence[ResolvedCapture]) -> None:
+        check_names(captures, "a lens")
+
+    def finish(self, capture: ResolvedCapture, engine: Engine) -> ResolvedCapture:
+        pattern = capture.pattern
+        assert pattern is not None
+        if self.kind != LOGIT:
+            after = AFTER.get(self.sites.names[0])
+            if after is None:
+                raise SpecError("site", "a registered lens reads resid_pre or resid_post")
+            depths = [layer + after for _, layer in pattern.reads]
+            pattern = replace(pattern, maps=engine.lens_maps(self.kind, depths))
+        check_tokens(capture, engine)
+        if self.top > engine.vocabulary:
+            raise SpecError("top", f"the model has {engine.vocabulary} tokens")
+        for site, layer in pattern.reads:
+            if (site, layer) not in engine.last_stage:
+                raise SpecError(
+                    "layers",
+                    f"{site} of layer {layer} is on another pipeline stage than the final norm and "
+                    f"the head; choose layers of the last stage: "
+                    f"{sorted(number for name, number in engine.last_stage if name == site)}",
+                )
+        return replace(capture, pattern=pattern)
+
+    @property
+    def weights(self) -> tuple[tuple[str, str], ...]:
+        return () if self.kind == LOGIT else (("lens", self.kind),)
+
+    def without_place(self) -> Lens:
         """Return a copy without `stream`."""
         return self._copy(self.tokens, False) if self.stream else self
 
@@ -152,22 +216,6 @@ class Lens(Capture):
             name=self.name,
             stream=stream,
         )
-
-
-def is_lens(value: Mapping[str, Any]) -> bool:
-    """Return whether a dict is the form of a `Lens`, among those of captures."""
-    has_layers = "layers" in value or "layer" in value
-    return "kind" in value or (has_layers and ("top" in value or "tokens" in value))
-
-
-def read_kind(value: object) -> str:
-    """Read "logit", or the name of a registered lens."""
-    if not isinstance(value, str):
-        problem = f"expected `str`, got {kind(value)}"
-        if hasattr(value, "matrices"):
-            problem += "; register it, and give its name: llm.lenses.register(name, lens)"
-        raise SpecError("", problem)
-    return read_name(value, may_be_empty=False)
 
 
 def read_top(value: object) -> int:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
-from midstream.spec.capture import Capture
 from midstream.spec.forms import PhaseLike, PositionsLike
-from midstream.spec.lens import read_top
+from midstream.spec.positions.positions import Positions
+from midstream.spec.readouts.base import Context, Engine, ReadOut, check_names
+from midstream.spec.readouts.lens import read_top
+from midstream.spec.resolved import Pattern, ResolvedCapture
+from midstream.spec.selection import WIDE, Layers, Sites
 from midstream.spec.sink_target import read_name
+from midstream.spec.tap_lookup import find_taps
 from midstream.validation import INT_LIMIT, as_list, at, is_int, kind, listed, read_int
 
 MAX_FEATURES = 1024
-# The sites whose vectors are of the model's width, whole on every rank.
-SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
 _FIELDS = (
     "sae", "top", "positions", "phase", "exclude", "features", "layer", "site", "name", "stream",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Features(Capture):
+class Features(ReadOut):
     """Return the active features of a registered sparse autoencoder (SAE).
 
     The vectors at the SAE's site and layer are encoded on the worker, after the step, and only the
@@ -40,12 +42,19 @@ class Features(Capture):
         name: key of the result in `output.features`.
     """
 
+    layers: Layers
+    sites: Sites
+    positions: Positions
     sae: str
     top: int
     features: tuple[int, ...]
     layer: int | None
     site: str | None
     name: str
+    stream: bool
+
+    key = "features"
+    decodes = True
 
     @accept_spellings
     def __init__(
@@ -84,24 +93,29 @@ class Features(Capture):
             layer_index = None if layer is None else read_int(layer)
         sites = "resid_post" if site is None else site
         layers: Any = "all" if layer_index is None else [layer_index]
-        Capture.__init__(self, layers, sites, positions, phase, exclude, stream=stream)
-        if len(self.sites.names) != 1 or self.sites.names[0] not in SITES:
-            raise SpecError("site", f"expected one of {listed(SITES)}, got {site!r}")
-        object.__setattr__(self, "layer", layer_index)
-        object.__setattr__(self, "site", None if site is None else self.sites.names[0])
+        self._set_where(layers, sites, positions, phase, exclude)
+        self._set_stream(stream)
+        if len(self.sites.names) != 1 or self.sites.names[0] not in WIDE:
+            raise SpecError("site", f"expected one of {listed(WIDE)}, got {site!r}")
+        self._set(layer=layer_index)
+        self._set(site=None if site is None else self.sites.names[0])
         with at("sae"):
-            object.__setattr__(self, "sae", _read_sae(sae))
+            self._set(sae=_read_sae(sae))
         with at("top"):
-            object.__setattr__(self, "top", read_top(top))
+            self._set(top=read_top(top))
         with at("features"):
-            object.__setattr__(self, "features", _read_features(features))
+            self._set(features=_read_features(features))
         if not (self.top or self.features):
             raise SpecError("top", "expected at least 1 where `features` are not given")
         with at("name"):
-            object.__setattr__(self, "name", read_name(name) or self.sae)
+            self._set(name=read_name(name) or self.sae)
 
     @staticmethod
-    def parse(value: object) -> Features:
+    def is_form(value: Mapping[str, Any]) -> bool:
+        return "sae" in value
+
+    @classmethod
+    def parse(cls, value: object) -> Features:
         """Read a Features, or a dict of the constructor's arguments.
 
         Raises:
@@ -119,7 +133,46 @@ class Features(Capture):
         layer_index = layer if self.layer is None else self.layer
         return self._copy(layer_index, self.site or site, self.stream)
 
-    def without_place(self) -> Capture:
+    def bind(self, engine: Engine) -> Features:
+        tap = engine.sae_tap(self.sae)
+        return self if tap is None else self.at_tap(*tap)
+
+    def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
+        """Its pattern gets an encoder by `finish`."""
+        where = context.select(self.positions)
+        if self.layer is None or self.site is None:
+            missing = "layer" if self.layer is None else "site"
+            raise SpecError(missing, "the SAE has no hook point; give both `layer` and `site`")
+        (read,) = find_taps(self.layers, self.sites, context.shape, "layer", "site")
+        keys = tuple((feature, feature + 1) for feature in self.features)
+        size = 2 * self.top + len(keys) + 1
+        pattern = Pattern("features", size, keys, (), (read,), (1,))
+        return [ResolvedCapture(((f"{self.key}.{self.name}", read[1]),), where, source, pattern)]
+
+    @classmethod
+    def check_together(cls, captures: Sequence[ResolvedCapture]) -> None:
+        check_names(captures, "a `Features`")
+
+    def finish(self, capture: ResolvedCapture, engine: Engine) -> ResolvedCapture:
+        assert capture.pattern is not None
+        encoder = engine.sae_encoder(self.sae)
+        count = encoder.features
+        if self.top > count:
+            raise SpecError("top", f"the SAE {self.sae!r} has {count} features")
+        for index, feature in enumerate(self.features):
+            if feature >= count:
+                raise SpecError(
+                    f"features[{index}]",
+                    f"there is no feature {feature}: the SAE {self.sae!r} has {count}, 0 to "
+                    f"{count - 1}",
+                )
+        return replace(capture, pattern=replace(capture.pattern, encoder=encoder))
+
+    @property
+    def weights(self) -> tuple[tuple[str, str], ...]:
+        return (("sae", self.sae),)
+
+    def without_place(self) -> Features:
         """Return a copy without `stream`."""
         return self._copy(self.layer, self.site, False) if self.stream else self
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike, SitesLike
-from midstream.spec.heads import read_ordered_indices
+from midstream.spec.heads import head_size, read_ordered_indices
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.row_order import check_row_order
-from midstream.spec.selection import LOGITS, Layers, Sites, read_taps
-from midstream.spec.short_repr import short_repr
-from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata, read_name
+from midstream.spec.readouts.base import Context, ReadOut
+from midstream.spec.readouts.reduced import check_reduced, resolve_reduced
+from midstream.spec.resolved import REDUCING, ResolvedCapture, limited
+from midstream.spec.selection import Layers, Sites
+from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata
+from midstream.spec.tap_lookup import find_taps
 from midstream.validation import INT_LIMIT, at, is_int, kind, read_int, show
 
 FIELDS = (
@@ -39,7 +42,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Capture:
+class Capture(ReadOut):
     """Record the vectors of the selected tokens at every selected site of every selected layer.
 
     Captured rows of captures with equal sink, tag and request_id are delivered together.
@@ -57,9 +60,11 @@ class Capture:
     stream: bool
     layout: str
     heads: tuple[int, ...] | None
-    reduce: Any  # a str; of an `Attention` its `Reduction`
+    reduce: str
     max_rows: int | None
     reuse: bool
+
+    key = "activations"
 
     @accept_spellings
     def __init__(
@@ -139,53 +144,38 @@ class Capture:
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        found_layers, found_sites = read_taps(layers, sites, "layers", "sites")
-        if found_layers is None:
-            raise SpecError("", 'missing field `layers`: give a list, or "all"')
-        if found_sites is not None and "logits" in found_sites:
-            raise SpecError("sites", LOGITS)
-        object.__setattr__(self, "layers", found_layers)
-        object.__setattr__(self, "sites", found_sites or Sites("resid_post"))
-        object.__setattr__(self, "positions", Positions.within(positions, phase, exclude))
-        object.__setattr__(self, "codec", "" if codec in (None, "") else _read_codec(codec))
+        self._set_where(layers, sites, positions, phase, exclude)
+        self._set(codec="" if codec in (None, "") else _read_codec(codec))
         with at("return"):
-            return_mode = "" if return_ in (None, "") else _read_return(return_)
-            object.__setattr__(self, "return_", return_mode)
-        with at("sink"):
-            object.__setattr__(self, "sink", read_name(sink, may_be_empty=False))
-        with at("tag"):
-            object.__setattr__(self, "tag", read_name(tag))
-        with at("request_id"):
-            object.__setattr__(self, "request_id", read_name(request_id))
-        with at("metadata"):
-            kept = NO_METADATA if metadata is None else Metadata(metadata) or NO_METADATA
-            object.__setattr__(self, "metadata", kept)
-        with at("stream"):
-            object.__setattr__(self, "stream", _read_stream(stream, self.sink))
-        with at("layout"):
-            object.__setattr__(self, "layout", _read_layout(layout, self.sink))
-        object.__setattr__(self, "heads", _read_heads(heads, self.sink))
+            self._set(return_="" if return_ in (None, "") else _read_return(return_))
+        place = {"sink": sink, "tag": tag, "request_id": request_id, "metadata": metadata}
+        self._set_destination({**place, "stream": stream, "layout": layout})
+        self._set(heads=_read_heads(heads, self.sink))
         with at("reduce"):
-            object.__setattr__(self, "reduce", _read_reduce(reduce))
+            self._set(reduce=_read_reduce(reduce))
         with at("max_rows"):
-            object.__setattr__(self, "max_rows", _read_max_rows(max_rows))
+            self._set(max_rows=_read_max_rows(max_rows))
         with at("reuse"):
-            object.__setattr__(self, "reuse", _read_reuse(reuse, self.stream))
+            self._set(reuse=_read_reuse(reuse, self.stream))
         if self.reduce:
             self._check_reduced()
         if self.returns_each:
             check_row_order(self.positions, None)
 
     @staticmethod
-    def parse(value: object) -> Capture:
+    def is_form(value: Mapping[str, Any]) -> bool:
+        return True
+
+    @classmethod
+    def parse(cls, value: object) -> Capture:
         """Read a Capture, or a dict of the constructor's arguments with `return` for `return_`.
 
         Raises:
             SpecError: a field is unknown, missing or malformed.
         """
-        if type(value) is Capture:
-            return value
         if isinstance(value, Capture):
+            return value
+        if isinstance(value, ReadOut):
             problem = f"`{type(value).__name__}` is for single requests; capture activations here"
             raise SpecError("", problem)
         if not isinstance(value, Mapping):
@@ -194,30 +184,35 @@ class Capture:
         by_rank = fields.pop("return", None)
         return Capture(**fields, return_=by_rank)
 
+    def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
+        shape = context.shape
+        taps = find_taps(self.layers, self.sites, shape, "layers", "sites")
+        if self.heads is not None:
+            for site, layer in taps:
+                size = shape.size((site, layer))
+                head_size(self.heads, size, "heads", f"{site} of layer {layer}")
+        where = context.select(self.positions)
+        if self.reduce:
+            length = context.selections.prompt.length
+            return resolve_reduced(self.reduce, source, taps, where, length, shape)
+        return [limited(ResolvedCapture(taps, where, source), self.max_rows)]
+
+    @classmethod
+    def check_together(cls, captures: Sequence[ResolvedCapture]) -> None:
+        if any(capture.pattern is not None for capture in captures):
+            check_reduced(captures)
+
     @property
     def returns_each(self) -> bool:
-        """Whether a row is returned for each position, rather than one of all of them."""
         return self.reduce not in REDUCING
 
     @property
     def returns_vectors(self) -> bool:
-        """Whether vectors are returned, and nothing that is made of them."""
-        return type(self) is Capture and not self.reduce
-
-    @property
-    def selections(self) -> tuple[Positions, ...]:
-        """All positions that the capture names."""
-        return (self.positions,)
-
-    @property
-    def place(self) -> tuple[str, str, str]:
-        """(sink, tag, request_id): the destination of the captured rows."""
-        return self.sink, self.tag, self.request_id
+        return not self.reduce
 
     def without_place(self) -> Capture:
         """Return a copy without sink, tag, request_id, metadata, stream and layout."""
-        described = self.metadata is not NO_METADATA
-        if self.place == (MEMORY, "", "") and not (described or self.stream or self.layout):
+        if not self._has_place:
             return self
         bare: dict[str, Any] = {"sink": MEMORY, "tag": "", "request_id": "", "layout": ""}
         return replace(self, **bare, metadata=NO_METADATA, stream=False)
@@ -233,18 +228,7 @@ class Capture:
             fields["codec"] = self.codec
         if self.return_:
             fields["return"] = self.return_
-        if self.sink != MEMORY:
-            fields["sink"] = self.sink
-        if self.tag:
-            fields["tag"] = self.tag
-        if self.request_id:
-            fields["request_id"] = self.request_id
-        if self.metadata:
-            fields["metadata"] = self.metadata.to_dict()
-        if self.stream:
-            fields["stream"] = True
-        if self.layout:
-            fields["layout"] = self.layout
+        fields |= self._destination()
         if self.heads:
             fields["heads"] = list(self.heads)
         if self.reduce:
@@ -254,9 +238,6 @@ class Capture:
         if self.reuse:
             fields["reuse"] = True
         return fields
-
-    def __repr__(self) -> str:
-        return short_repr(type(self), self.to_dict())
 
     def _check_reduced(self) -> None:
         """Check that the other fields are possible where rows are reduced."""
@@ -284,25 +265,6 @@ def bad_capture(value: object) -> SpecError:
     else:
         problem += ", such as Capture(layers=[3, 4])"
     return SpecError("", problem)
-
-
-def _read_stream(value: object, sink: str) -> bool:
-    if not isinstance(value, bool):
-        raise SpecError("", f"expected `bool`, got {kind(value)}")
-    if value and sink != MEMORY:
-        raise SpecError(
-            "",
-            f'stream=True requires the sink "memory", got {show(sink)}; remove `stream`, or add a '
-            "capture for memory",
-        )
-    return value
-
-
-def _read_layout(value: object, sink: str) -> str:
-    layout = read_name(value)
-    if layout and sink == MEMORY:
-        raise SpecError("", "must be omitted for the sink memory, which writes no files")
-    return layout
 
 
 def _read_heads(value: object, sink: str) -> tuple[int, ...] | None:
@@ -361,5 +323,3 @@ Return = Literal["gathered", "sharded"]
 RETURNS: tuple[Return, ...] = get_args(Return)
 GATHERED, SHARDED = RETURNS
 REDUCTIONS = ("mean", "max", "norm", "moments")
-# Those whose row is made of all selected rows.
-REDUCING = ("mean", "max", "moments")

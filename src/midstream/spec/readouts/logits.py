@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
-from midstream.spec.capture import Capture
 from midstream.spec.forms import PhaseLike, PositionsLike
-from midstream.spec.tokens import ids_of, read_tokens
+from midstream.spec.positions.positions import Positions
+from midstream.spec.positions.row_order import check_row_order
+from midstream.spec.readouts.base import Context, Engine, ReadOut, check_tokens
+from midstream.spec.resolved import Pattern, ResolvedCapture
+from midstream.spec.selection import Layers, Sites
+from midstream.spec.tokens import ids_of, known_ids, read_tokens
 from midstream.validation import at, read_int
 
 MAX_TOP = 1024
 MAX_TOKENS = 1024
 ALL: Literal["all"] = "all"
+# What a model lacks whose head does not read the output of its final norm.
+HEAD = "head"
 _FIELDS = ("top", "tokens", "positions", "phase", "exclude")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Logits(Capture):
+class Logits(ReadOut):
     """Return logits at some positions, of prompt tokens as of generated ones.
 
     Those of position p are the ones from which token p + 1 is sampled, as the model's head returns
@@ -36,8 +42,13 @@ class Logits(Capture):
             vocabulary.
     """
 
+    layers: Layers
+    sites: Sites
+    positions: Positions
     top: int
     tokens: tuple[int | str, ...] | Literal["all"]
+
+    key = "logits"
 
     @accept_spellings
     def __init__(
@@ -62,7 +73,8 @@ class Logits(Capture):
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        Capture.__init__(self, None, "final_norm", positions, phase, exclude)
+        self._set_where(None, "final_norm", positions, phase, exclude)
+        check_row_order(self.positions, None)
         if (top is None) == (tokens is None):
             raise SpecError("", "give either `top` or `tokens`")
         count = 0
@@ -71,12 +83,16 @@ class Logits(Capture):
                 count = read_int(top)
                 if not 1 <= count <= MAX_TOP:
                     raise SpecError("", f"expected 1 to {MAX_TOP}, got {count}")
-        object.__setattr__(self, "top", count)
+        self._set(top=count)
         with at("tokens"):
-            object.__setattr__(self, "tokens", () if tokens is None else _read_tokens(tokens))
+            self._set(tokens=() if tokens is None else _read_tokens(tokens))
 
     @staticmethod
-    def parse(value: object) -> Logits:
+    def is_form(value: Mapping[str, Any]) -> bool:
+        return "top" in value or "tokens" in value
+
+    @classmethod
+    def parse(cls, value: object) -> Logits:
         """Read a Logits, or a dict of the constructor's arguments.
 
         Raises:
@@ -100,7 +116,52 @@ class Logits(Capture):
             return self
         return Logits(tokens=ids_of(self.tokens, id_of), positions=self.positions)
 
-    def without_place(self) -> Capture:
+    def bind(self, engine: Engine) -> Logits:
+        return self.with_ids(engine.token_id)
+
+    def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
+        """The size of rows of the whole vocabulary is 0 until `finish`."""
+        where, shape = context.select(self.positions), context.shape
+        read = "final_norm", shape.num_layers - 1
+        why = shape.reason((HEAD, shape.num_layers - 1))
+        if why is not None:
+            raise SpecError("", f"logits cannot be read: {why}")
+        if read not in shape.taps:
+            why = shape.reason(read) or (
+                'the engine does not tap final_norm; add "final_norm" to midstream\'s setting '
+                '`sites`, as in LLM(…, midstream={"sites": ["resid_post", "final_norm"]})'
+            )
+            raise SpecError("", f"logits cannot be read: {why}")
+        pattern = Pattern("logits_all", 0, (), (), (read,), (1,))
+        if self.top:
+            pattern = replace(pattern, kind="logits_top", size=2 * self.top + 1)
+        elif not isinstance(self.tokens, str):
+            # In the given order, unlike other ranges.
+            tokens = tuple((token, token + 1) for token in known_ids(self.tokens))
+            pattern = replace(pattern, kind="logits_of", size=len(tokens) + 1, keys=tokens)
+        return [ResolvedCapture(((self.key, read[1]),), where, source, pattern)]
+
+    @classmethod
+    def check_together(cls, captures: Sequence[ResolvedCapture]) -> None:
+        sources = [capture.source for capture in captures]
+        if len(sources) > 1:
+            raise SpecError(
+                f"capture[{sources[1]}]",
+                f"capture[{sources[0]}] returns logits too; ask for one kind of logits in a "
+                "request",
+            )
+
+    def finish(self, capture: ResolvedCapture, engine: Engine) -> ResolvedCapture:
+        pattern = capture.pattern
+        assert pattern is not None
+        check_tokens(capture, engine)
+        if self.top > engine.vocabulary:
+            raise SpecError("top", f"the model has {engine.vocabulary} tokens")
+        if pattern.kind == "logits_all":
+            pattern = replace(pattern, size=engine.vocabulary + 1)
+        return replace(capture, pattern=pattern)
+
+    def without_place(self) -> Logits:
         """Return it as it is: its rows are on the output alone."""
         return self
 

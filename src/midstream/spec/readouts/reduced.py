@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from midstream.errors import SpecError
 from midstream.sites import Tap
-from midstream.spec.capture import REDUCING
 from midstream.spec.positions.position_set import Where
-from midstream.spec.resolve.resolved import Pattern, ResolvedCapture, ResolvedPlan
+from midstream.spec.resolved import REDUCING, Pattern, ResolvedCapture, ResolvedPlan
 from midstream.spec.shape import ModelShape
 
 # Vectors of sums that a kind needs, and numbers that it returns, of each component.
@@ -58,12 +57,14 @@ def _check_prompt(kind: str, where: Where, prompt_len: int) -> None:
 
 
 def check_reduced(captures: Sequence[ResolvedCapture]) -> None:
-    """Check that what is reduced is captured once."""
+    """Check that what is reduced is captured once.
+
+    Args:
+        captures: those of `Capture`s.
+    """
     seen: dict[Tap, tuple[int, bool]] = {}
     for capture in captures:
-        reduced = capture.pattern is not None and is_reduced(capture.pattern)
-        if capture.pattern is not None and not reduced:
-            continue
+        reduced = is_reduced(capture)
         for tap in capture.taps if capture.pattern is None else capture.pattern.reads:
             other, was_reduced = seen.setdefault(tap, (capture.source, reduced))
             if other != capture.source and (reduced or was_reduced):
@@ -84,7 +85,7 @@ def with_split_rows(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> ResolvedPla
     captures: list[ResolvedCapture] = []
     for capture in plan.captures:
         pattern = capture.pattern
-        if pattern is None or not is_reduced(pattern):
+        if pattern is None or not is_reduced(capture):
             captures.append(capture)
             continue
         counts: dict[int, list[int]] = {}
@@ -112,11 +113,7 @@ def with_split_rows(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> ResolvedPla
 
 def check_codec(plan: ResolvedPlan) -> None:
     """Check that what is captured beside reduced rows is not encoded."""
-    reduced = [
-        capture
-        for capture in plan.captures
-        if capture.pattern is not None and is_reduced(capture.pattern)
-    ]
+    reduced = [capture for capture in plan.captures if is_reduced(capture)]
     whole = [capture for capture in plan.captures if capture.pattern is None]
     if reduced and whole and plan.codec != "raw":
         raise SpecError(
@@ -126,9 +123,9 @@ def check_codec(plan: ResolvedPlan) -> None:
         )
 
 
-def is_reduced(pattern: Pattern) -> bool:
-    """Return whether the rows of a pattern are reduced rows, or norms."""
-    return pattern.reduces or pattern.kind == "norm"
+def is_reduced(capture: ResolvedCapture) -> bool:
+    """Return whether a capture is that of a `Capture` with `reduce`."""
+    return capture.pattern is not None and capture.kind in (*REDUCING, "norm")
 
 
 def num_sums(plan: ResolvedPlan, shape: ModelShape) -> int:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from midstream.errors import SpecError
+from midstream.sites import Tap
 from midstream.spec.argument_names import accept_spellings, read_named
-from midstream.spec.capture import REDUCTIONS, Capture
-from midstream.spec.features import Features
 from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike
-from midstream.spec.heads import read_ordered_indices
-from midstream.spec.lens import Lens, is_lens
-from midstream.spec.logits import Logits
+from midstream.spec.heads import head_size, read_ordered_indices
+from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
-from midstream.spec.sink_target import MEMORY, read_name
+from midstream.spec.positions.ranges import Ranges
+from midstream.spec.positions.row_order import check_row_order
+from midstream.spec.positions.select import PromptSelections
+from midstream.spec.readouts.base import Context, ReadOut
+from midstream.spec.readouts.capture import REDUCTIONS
+from midstream.spec.resolved import Pattern, PatternKind, ResolvedCapture
+from midstream.spec.selection import Layers, Sites
+from midstream.spec.shape import ModelShape
+from midstream.spec.sink_target import MEMORY, Metadata, read_name
+from midstream.spec.tap_lookup import find_layer
 from midstream.validation import at, kind, listed, read_int, show
 
+ATTENTION = "attention"
+# Queries are read at the first of these that the engine taps.
+QUERY_SITES = ("rot_q", "q")
+# Rows of the whole pattern are as long as a multiple of this, so that few lengths occur.
+_KEYS_STEP = 64
 MAX_TOP_KEYS = 1024
 MAX_FULL_KEYS = 4096
 FULL: Literal["full"] = "full"
@@ -27,8 +39,6 @@ _FIELDS = (
     "heads", "queries", "phase", "exclude", "name", "stream", "sink", "tag", "request_id",
     "metadata", "layout",
 )  # fmt: skip
-# Fields that a Capture has in its JSON form alike.
-_PLACE = ("sink", "tag", "request_id", "metadata", "stream", "layout")
 _WORDS = ("top_keys", "mass", "entropy", "full", "scores")
 
 
@@ -92,7 +102,7 @@ Reduction = TopKeys | Mass | Entropy | Literal["full", "scores"]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Attention(Capture):
+class Attention(ReadOut):
     """Return the attention weights of some queries, reduced to a few numbers for each head.
 
     The weights are those of the softmax over all keys that the query sees: the keys at its own
@@ -104,8 +114,20 @@ class Attention(Capture):
     rotary embedding.
     """
 
+    layers: Layers
+    sites: Sites
+    positions: Positions
+    heads: tuple[int, ...] | None
     reduce: Reduction
     name: str
+    sink: str
+    tag: str
+    request_id: str
+    metadata: Metadata = field(hash=False)
+    stream: bool
+    layout: str
+
+    key = ATTENTION
 
     @accept_spellings
     def __init__(
@@ -146,18 +168,23 @@ class Attention(Capture):
         """
         chosen = None if isinstance(heads, str) and heads == "all" else heads
         place: dict[str, Any] = {"sink": sink, "tag": tag, "request_id": request_id}
-        place |= {"metadata": metadata, "layout": layout}
-        with queries_named():
-            Capture.__init__(self, layers, "rot_q", queries, phase, exclude, stream=stream, **place)
-        if chosen is not None:
-            object.__setattr__(self, "heads", read_ordered_indices(chosen, "heads"))
+        place |= {"metadata": metadata, "stream": stream, "layout": layout}
+        with self.named_positions():
+            self._set_where(layers, "rot_q", queries, phase, exclude)
+            self._set_destination(place)
+            check_row_order(self.positions, None)
+        self._set(heads=None if chosen is None else read_ordered_indices(chosen, "heads"))
         with at("reduce"):
-            object.__setattr__(self, "reduce", read_reduction(reduce))
+            self._set(reduce=read_reduction(reduce))
         with at("name"):
-            object.__setattr__(self, "name", read_name(name))
+            self._set(name=read_name(name))
 
     @staticmethod
-    def parse(value: object) -> Attention:
+    def is_form(value: Mapping[str, Any]) -> bool:
+        return "queries" in value or ("reduce" in value and not _reduces_rows(value))
+
+    @classmethod
+    def parse(cls, value: object) -> Attention:
         """Read an Attention, or a dict of the constructor's arguments.
 
         Raises:
@@ -170,13 +197,40 @@ class Attention(Capture):
 
     @property
     def selections(self) -> tuple[Positions, ...]:
-        """All positions that it names: queries, and keys of a `Mass`."""
+        """Queries, and keys of a `Mass`."""
         keys = (self.reduce.positions,) if isinstance(self.reduce, Mass) else ()
         return (self.positions, *keys)
 
-    def without_place(self) -> Capture:
-        """Return a copy without sink, tag, request_id, metadata, stream and layout."""
-        if self.place == (MEMORY, "", "") and not (self.metadata or self.stream):
+    def named_positions(self) -> AbstractContextManager[None]:
+        return _named("positions", "queries")
+
+    def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
+        with self.named_positions():
+            where = context.select(self.positions)
+        shape = context.shape
+        layers = layers_of(self.layers, shape, "layers")
+        with at("reduce"):
+            reduced = reduction_of(self.reduce, where, context.selections)
+        heads = tuple(sorted(self.heads or ()))
+        pattern = pattern_of(layers, heads, reduced, shape, ("layers", "heads"))
+        site = f"{self.key}.{self.name}" if self.name else self.key
+        return [ResolvedCapture(tuple((site, layer) for layer in layers), where, source, pattern)]
+
+    @classmethod
+    def check_together(cls, captures: Sequence[ResolvedCapture]) -> None:
+        sources: dict[Tap, int] = {}
+        for capture in captures:
+            for tap in capture.taps:
+                other = sources.setdefault(tap, capture.source)
+                if other != capture.source:
+                    raise SpecError(
+                        f"capture[{capture.source}].name",
+                        f"capture[{other}] also returns attention of layer {tap[1]} under this "
+                        "name; give one of them another `name`",
+                    )
+
+    def without_place(self) -> Attention:
+        if not self._has_place:
             return self
         return Attention(
             self.layers, self.heads, self.positions, reduce=self.reduce, name=self.name
@@ -193,25 +247,7 @@ class Attention(Capture):
         fields["reduce"] = self.reduce if isinstance(self.reduce, str) else self.reduce.emit()
         if self.name:
             fields["name"] = self.name
-        capture_fields = Capture.to_dict(self)
-        return fields | {name: capture_fields[name] for name in _PLACE if name in capture_fields}
-
-
-def parse_capture(value: object) -> Capture:
-    """Read a Capture, an Attention, a Features, a Lens, a Logits, or the dict of one."""
-    is_attention = isinstance(value, Mapping) and (
-        "queries" in value or ("reduce" in value and not _reduces_rows(value))
-    )
-    if is_attention or isinstance(value, Attention):
-        return Attention.parse(value)
-    if (isinstance(value, Mapping) and "sae" in value) or isinstance(value, Features):
-        return Features.parse(value)
-    if (isinstance(value, Mapping) and is_lens(value)) or isinstance(value, Lens):
-        return Lens.parse(value)
-    is_logits = isinstance(value, Mapping) and ("top" in value or "tokens" in value)
-    if is_logits or isinstance(value, Logits):
-        return Logits.parse(value)
-    return Capture.parse(value)
+        return fields | self._destination()
 
 
 def _reduces_rows(value: Mapping[str, Any]) -> bool:
@@ -256,15 +292,6 @@ def _read_mass(value: object) -> Mass:
 
 
 @contextmanager
-def queries_named() -> Iterator[None]:
-    """Name the field `queries` in the path of a SpecError in the `with` block that names
-    `positions`.
-    """
-    with _named("positions", "queries"):
-        yield
-
-
-@contextmanager
 def _named(theirs: str, ours: str) -> Iterator[None]:
     """Give the first field in the path of a SpecError in the `with` block another name."""
     try:
@@ -274,3 +301,114 @@ def _named(theirs: str, ours: str) -> Iterator[None]:
         if path == theirs or path.startswith((f"{theirs}[", f"{theirs}.")):
             path = ours + path[len(theirs) :]
         raise type(error)(path, error.problem) from None
+
+
+def pattern_of(
+    layers: Sequence[int],
+    heads: tuple[int, ...],
+    reduced: tuple[PatternKind, int, Ranges],
+    shape: ModelShape,
+    fields: tuple[str, str],
+) -> Pattern:
+    """Return what is computed of the queries of some layers.
+
+    Args:
+        reduced: see `reduction_of`.
+        fields: names of the fields of layers and heads, for error paths.
+    """
+    with at(fields[0]):
+        reads = tuple(_query_tap(layer, shape) for layer in layers)
+    for tap in reads:
+        if heads:
+            head_size(heads, shape.size(tap), fields[1], f"{tap[0]} of layer {tap[1]}")
+    counts = tuple(len(heads) or shape.num_heads(tap) for tap in reads)
+    return Pattern(*reduced, heads, reads, counts)
+
+
+def layers_of(selection: Layers, shape: ModelShape, field: str) -> list[int]:
+    """Return the layers, ascending.
+
+    Args:
+        field: name of the field that names them, for messages.
+    """
+    indices = selection.indices
+    if indices == "all":
+        every = range(shape.num_layers)
+        layers = [layer for layer in every if shape.reason((ATTENTION, layer)) is None]
+        if not layers:
+            raise SpecError(field, f"no layer's attention can be read: {_why(0, shape)}")
+        return layers
+    index_by_layer: dict[int, int] = {}
+    for place, index in enumerate(indices):
+        path = field if len(indices) == 1 else f"{field}[{place}]"
+        with at(path):
+            layer = find_layer(index, shape)
+            if layer in index_by_layer:
+                raise SpecError("", f"layer {index} is the same as layer {index_by_layer[layer]}")
+            index_by_layer[layer] = index
+            if shape.reason((ATTENTION, layer)) is not None:
+                raise SpecError(
+                    "", f"attention of layer {index} cannot be read: {_why(layer, shape)}"
+                )
+    return sorted(index_by_layer)
+
+
+def _why(layer: int, shape: ModelShape) -> str:
+    return shape.reason((ATTENTION, layer)) or ""
+
+
+def _query_tap(layer: int, shape: ModelShape) -> Tap:
+    for site in QUERY_SITES:
+        if (site, layer) in shape.taps:
+            return site, layer
+    raise SpecError("", f"attention of layer {layer} cannot be read: {NO_QUERIES}")
+
+
+NO_QUERIES = (
+    'the engine does not tap its queries; add "rot_q" to midstream\'s setting `sites`, or "q" '
+    "for a model without rotary embedding, as in "
+    'LLM(…, midstream={"sites": ["resid_post", "rot_q"]})'
+)
+
+
+def reduction_of(
+    reduction: Reduction, where: Where, selections: PromptSelections
+) -> tuple[PatternKind, int, Ranges]:
+    """Return the kind of a reduction, its numbers for a head, and the keys of a mass."""
+    match reduction:
+        case TopKeys(k):
+            return "top", 2 * k, ()
+        case Entropy():
+            return "entropy", 1, ()
+        case Mass(positions=positions):
+            keys = selections.select(positions)
+            if keys.matches or keys.last_from is not None:
+                raise SpecError(
+                    "positions",
+                    "the keys of a mass must be known before tokens are generated: ids of "
+                    'generated tokens and "last" are unsupported; restrict them with '
+                    'phase="prompt"',
+                )
+            return "mass", 1, keys.ranges
+        case _:
+            return reduction, _full_keys(reduction, where, selections), ()
+
+
+def _full_keys(word: str, where: Where, selections: PromptSelections) -> int:
+    """Return the number of keys that a query at the last of some positions may see, rounded up.
+
+    Args:
+        selections: those of the plan in its prompt.
+    """
+    last, max_tokens = where.possible[-1][1], selections.max_tokens
+    length = None if max_tokens is None else selections.prompt.length + max_tokens - 1
+    if last is None or (length is not None and length < last):
+        last = length
+    if last is None or last > MAX_FULL_KEYS:
+        number = "any number of" if last is None else str(last)
+        raise SpecError(
+            "",
+            f'a query may see {number} keys, and "{word}" returns at most {MAX_FULL_KEYS}; use '
+            "TopKeys, Mass or Entropy, or earlier queries",
+        )
+    return -(-last // _KEYS_STEP) * _KEYS_STEP

@@ -6,17 +6,21 @@ import hashlib
 import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from midstream.ops.layout import Op
 from midstream.sites import BY_NAME, Tap
-from midstream.spec.act import Act
-from midstream.spec.capture import REDUCING
 from midstream.spec.instructions import Instruction
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.ranges import Ranges, clip, merge
 from midstream.spec.shape import ModelShape
 from midstream.validation import at
+
+if TYPE_CHECKING:
+    from midstream.spec.act import Act
+
+# Reductions whose row is made of all selected rows.
+REDUCING = ("mean", "max", "moments")
 
 Final = tuple[tuple[int, int], ...]  # bounded ranges [start, stop) of positions
 T = TypeVar("T")
@@ -260,6 +264,11 @@ class ResolvedCapture:
     source: int = 0
     pattern: Pattern | None = None
     selected: Where | None = field(default=None, compare=False)
+
+    @property
+    def kind(self) -> str:
+        """What its taps are called: the first part of their site."""
+        return self.taps[0][0].partition(".")[0]
 
     @property
     def returned(self) -> Ranges:

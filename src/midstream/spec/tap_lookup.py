@@ -29,7 +29,7 @@ def find_taps(
             path = _element(site_field, place, len(names))
             taps.append((site, ENDS[site] % shape.num_layers))
             check_tapped(taps[-1], shape, path, path)
-    if not sites.in_layers:
+    if len(taps) == len(names):
         return tuple(sorted(taps, key=order))
     if layers.indices == "all":
         for place, site in enumerate(names):
@@ -66,7 +66,7 @@ def find_taps(
 def num_taps(layers: Layers, sites: Sites, num_layers: int) -> int:
     """Return the number of taps that layers and sites select at most, without looking them up."""
     indices = layers.indices
-    return len(sites) * (num_layers if indices == "all" else min(num_layers, len(indices)))
+    return len(sites.names) * (num_layers if indices == "all" else min(num_layers, len(indices)))
 
 
 def size_of(parts: Iterable[Any], num_layers: int) -> int:
