@@ -15,7 +15,7 @@ ATTENTION = (
     Fault(
         "A sink that keeps attention is given none",
         "shares_of",
-        "shown.attention",
+        'shown.readouts["attention"]',
         "None",
         f"{_ENGINE}test_sinks_get_the_weights_that_outputs_have",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from midstream import (
 )
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.admitted import AdmittedRequest
-from midstream.runtime.frontend.results.attention import parted
+from midstream.runtime.frontend.results.readouts import parted
 from midstream.sites import IN_LAYERS
 from midstream.spec import ModelShape, Prompt
 from midstream.spec.operation import Operation
@@ -195,7 +196,8 @@ def shown(capture: Any, value: Callable[[Any, int], Any]) -> Any:
         for nth, tap in enumerate(made.taps)
     }
     positions = dict.fromkeys(rows, torch.tensor([0]))
-    return parted(Activations(rows, positions, [0], LAYERS), AdmittedRequest("a", plan, own))
+    rows_of_plan = Activations(rows, positions, [0], LAYERS)
+    return SimpleNamespace(**parted(rows_of_plan, AdmittedRequest("a", plan, own)).readouts)
 
 
 def lens_layers(order: list[int]) -> list[int]:
