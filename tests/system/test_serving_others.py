@@ -27,6 +27,7 @@ from midstream import (
     Feature,
     Features,
     Lens,
+    Norms,
     Logits,
     Mass,
     Probe,
@@ -224,6 +225,27 @@ def test_lenses_come_over_http(client, parameters, asks):
             at = torch.searchsorted(rows.positions, part.positions)
             assert torch.equal(part.values, rows.values[at])
             assert torch.equal(part.ranks, rows.ranks[at])
+
+
+@pytest.mark.parametrize("asks", ["complete", "stream"])
+def test_norms_are_had_over_http(client, asks):
+    last = {"positions": ["last_prompt", "generated"]}
+    asked = [Norms([3, 10], **last, stream=asks == "stream"), Capture([3, 10], **last)]
+    if asks == "stream":
+        *_, found = client.stream(PROMPT, **ASKED, capture=asked)
+    else:
+        found = client.complete(PROMPT, **ASKED, capture=asked)
+    for layer in (3, 10):
+        rows, norms = found.activations["resid_post", layer], found.norms["resid_post", layer]
+        assert norms.positions.tolist() == list(range(4, 4 + TOKENS))
+        wanted = rows.double().square().sum(1).sqrt()
+        torch.testing.assert_close(norms.values.double(), wanted, atol=0, rtol=1e-6)
+        if asks == "stream":
+            parts = [part["resid_post", layer] for part in found.outputs[0].norm_rows]
+            assert parts
+            for part in parts:
+                at = torch.searchsorted(norms.positions, part.positions)
+                assert torch.equal(part.values, norms.values[at])
 
 
 def test_a_lens_that_the_server_has_from_its_start_is_had_over_http(client, parameters):

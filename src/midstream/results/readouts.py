@@ -10,6 +10,7 @@ from midstream.results.attention import AttentionResults
 from midstream.results.features import FeatureResults
 from midstream.results.lens import LensResults
 from midstream.results.logits import LogitRows
+from midstream.results.norms import NormResults
 
 if TYPE_CHECKING:
     from midstream.results.activations import Activations
@@ -58,6 +59,7 @@ RESULTS: dict[str, type[Result]] = {
     "lens": LensResults,
     "features": FeatureResults,
     "logits": LogitRows,
+    "norms": NormResults,
 }
 
 
@@ -70,8 +72,9 @@ class ChoiceReadOuts:
         lens: tokens of layers by name of the `Lens`.
         features: active features of SAEs by name of the `Features`.
         logits: logits of the positions that a `Logits` selects.
-        attention_rows, lens_rows, feature_rows: of a stream, partial rows of these with `stream`,
-            in the order received.
+        norms: norms of vectors by site and layer.
+        attention_rows, lens_rows, feature_rows, norm_rows: of a stream, partial rows of these with
+            `stream`, in the order received.
     """
 
     attention: AttentionResults | None = None
@@ -81,6 +84,8 @@ class ChoiceReadOuts:
     lens_rows: list[LensResults] = field(default_factory=list)
     features: FeatureResults | None = None
     feature_rows: list[FeatureResults] = field(default_factory=list)
+    norms: NormResults | None = None
+    norm_rows: list[NormResults] = field(default_factory=list)
 
 
 class OnlyReadOuts:
@@ -112,6 +117,12 @@ class OnlyReadOuts:
         features: FeatureResults | None = self._only("features")
         return features
 
+    @property
+    def norms(self) -> NormResults | None:
+        """Norms of vectors of the only choice; None with several choices."""
+        norms: NormResults | None = self._only("norms")
+        return norms
+
     def _only(self, name: str) -> Any:
         raise NotImplementedError
 
@@ -124,9 +135,11 @@ class OutputReadOuts:
         features: active features of SAEs by name of the `Features`; None without one.
         lens: tokens of layers by name of the `Lens`; None without one.
         logits: logits of the positions that a `Logits` selects; None without one.
+        norms: norms of vectors by site and layer; None without a `Norms`.
     """
 
     attention: AttentionResults
     features: FeatureResults
     lens: LensResults
     logits: LogitRows
+    norms: NormResults

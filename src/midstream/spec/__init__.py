@@ -38,6 +38,7 @@ from midstream.spec.readouts.capture import Capture
 from midstream.spec.readouts.features import Features
 from midstream.spec.readouts.lens import Lens
 from midstream.spec.readouts.logits import Logits
+from midstream.spec.readouts.norms import Norms
 from midstream.spec.resolved import (
     ResolvedCapture,
     ResolvedEdit,
@@ -75,6 +76,7 @@ __all__ = [
     "Match",
     "ModelShape",
     "Named",
+    "Norms",
     "Plan",
     "Positions",
     "Probe",

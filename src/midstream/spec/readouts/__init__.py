@@ -10,6 +10,7 @@ from midstream.spec.readouts.capture import Capture
 from midstream.spec.readouts.features import Features
 from midstream.spec.readouts.lens import Lens
 from midstream.spec.readouts.logits import Logits
+from midstream.spec.readouts.norms import Norms
 
 __all__ = [
     "KINDS",
@@ -18,6 +19,7 @@ __all__ = [
     "Features",
     "Lens",
     "Logits",
+    "Norms",
     "ReadOut",
     "parse_readout",
 ]
@@ -25,7 +27,7 @@ __all__ = [
 # The kinds but `Capture`, by the kind of their resolved form, in the order in which a dict is read
 # as one of them.
 KINDS: dict[str, type[ReadOut]] = {
-    readout.key: readout for readout in (Attention, Features, Lens, Logits)
+    readout.key: readout for readout in (Norms, Attention, Features, Lens, Logits)
 }
 
 
