@@ -46,11 +46,6 @@ from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
-from midstream.runtime.worker.attention.head_adapters import HeadAdapters
-from midstream.runtime.worker.attention.layers import RankAttention
-from midstream.runtime.worker.attention.lens import RankLens
-from midstream.runtime.worker.attention.logits import Head
-from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.logit_bias import num_switches
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
@@ -59,6 +54,11 @@ from midstream.runtime.worker.parameter_answers import parameter_rows, token_dir
 from midstream.runtime.worker.rank_agreement import all_ranks, sum_over_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.rank_weights import RankWeights
+from midstream.runtime.worker.readouts.head_adapters import HeadAdapters
+from midstream.runtime.worker.readouts.layers import RankAttention
+from midstream.runtime.worker.readouts.lens import RankLens
+from midstream.runtime.worker.readouts.logits import Head
+from midstream.runtime.worker.readouts.reader import PatternReader
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer

@@ -7,12 +7,12 @@ import time
 from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.segments import RankShare
 from midstream.runtime.protocol.step_scores import StepScores
-from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.collection import Collection
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.logit_bias import LogitBias
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_check import RankChecksum
+from midstream.runtime.worker.readouts.reader import PatternReader
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_table import Agree, RequestTable
 from midstream.runtime.worker.split_scores import SplitScores, SumOverRanks

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from midstream.codecs import RowEncoding
-from midstream.runtime.worker.attention import weights as op
-from midstream.runtime.worker.attention.layers import AttentionLayer
-from midstream.runtime.worker.attention.lens import RankLens
-from midstream.runtime.worker.attention.logits import PART_BYTES, Head, LogitReader, StepLogits
-from midstream.runtime.worker.attention.queries import logits_of
-from midstream.runtime.worker.attention.query_run import QueryRun
-from midstream.runtime.worker.attention.sae import SaeReader
-from midstream.runtime.worker.attention.tiles import Tile, Tiles, most_cells
 from midstream.runtime.worker.rank_weights import RankWeights
+from midstream.runtime.worker.readouts import weights as op
+from midstream.runtime.worker.readouts.layers import AttentionLayer
+from midstream.runtime.worker.readouts.lens import RankLens
+from midstream.runtime.worker.readouts.logits import PART_BYTES, Head, LogitReader, StepLogits
+from midstream.runtime.worker.readouts.queries import logits_of
+from midstream.runtime.worker.readouts.query_run import QueryRun
+from midstream.runtime.worker.readouts.sae import SaeReader
+from midstream.runtime.worker.readouts.tiles import Tile, Tiles, most_cells
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
@@ -243,7 +243,7 @@ class PatternReader:
         queries = layer.queries(queries)
         keys = layer.all_keys()
         if queries.is_cuda and keys is not None and _kernel_reads(keys.dtype, keys.device):
-            from midstream.runtime.worker.attention.scores_kernel import scores_triton
+            from midstream.runtime.worker.readouts.scores_kernel import scores_triton
 
             query = queries if keys.itemsize == 1 else queries.to(keys.dtype)
             scores_triton(

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from midstream.runtime.protocol.runs import Ints
-from midstream.runtime.worker.attention.head_adapters import HeadAdapters
-from midstream.runtime.worker.attention.lens import RankLens
+from midstream.runtime.worker.readouts.head_adapters import HeadAdapters
+from midstream.runtime.worker.readouts.lens import RankLens
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
 from midstream.spec.resolved import LensMap

@@ -16,12 +16,12 @@ from support.nightly import rounds
 from torch import Tensor
 
 from midstream.codecs import Full8, Raw
-from midstream.runtime.worker.attention import weights
-from midstream.runtime.worker.attention.key_layout import KeyLayout
-from midstream.runtime.worker.attention.layers import AttentionLayer
-from midstream.runtime.worker.attention.query_run import QueryRun
-from midstream.runtime.worker.attention.reader import PatternReader
-from midstream.runtime.worker.attention.weights import AttentionForm
+from midstream.runtime.worker.readouts import weights
+from midstream.runtime.worker.readouts.key_layout import KeyLayout
+from midstream.runtime.worker.readouts.layers import AttentionLayer
+from midstream.runtime.worker.readouts.query_run import QueryRun
+from midstream.runtime.worker.readouts.reader import PatternReader
+from midstream.runtime.worker.readouts.weights import AttentionForm
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 
 SIZE, HEADS, GROUPS, DIM, OTHER = 4, 4, 2, 8, 3

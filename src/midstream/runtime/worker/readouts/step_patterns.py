@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from midstream.runtime.protocol.runs import within_runs
-from midstream.runtime.worker.attention.logits import StepLogits
-from midstream.runtime.worker.attention.queries import queries_of
-from midstream.runtime.worker.attention.reader import PatternReader
+from midstream.runtime.worker.readouts.logits import StepLogits
+from midstream.runtime.worker.readouts.queries import queries_of
+from midstream.runtime.worker.readouts.reader import PatternReader
 from midstream.runtime.worker.reductions import Reductions, place_of
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.runs import Ints, within_runs
-from midstream.runtime.worker.attention.logits import LogitQuery
-from midstream.runtime.worker.attention.query_run import QueryRun
+from midstream.runtime.worker.readouts.logits import LogitQuery
+from midstream.runtime.worker.readouts.query_run import QueryRun
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable

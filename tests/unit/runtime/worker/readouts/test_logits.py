@@ -19,9 +19,9 @@ from support.stored import SEGMENT, make_arena
 from torch import Tensor
 
 from midstream.runtime.protocol.segments import RankShare
-from midstream.runtime.worker.attention.head_adapters import HeadAdapters
-from midstream.runtime.worker.attention.logits import Head, largest
-from midstream.runtime.worker.attention.reader import PatternReader
+from midstream.runtime.worker.readouts.head_adapters import HeadAdapters
+from midstream.runtime.worker.readouts.logits import Head, largest
+from midstream.runtime.worker.readouts.reader import PatternReader
 from midstream.runtime.worker.session import WorkerSession
 from midstream.spec import ResolvedCapture, ResolvedPlan
 from midstream.spec.positions.ranges import merge

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from midstream.runtime.worker.attention.query_run import QueryRun
 from midstream.runtime.worker.rank_weights import RankWeights
+from midstream.runtime.worker.readouts.query_run import QueryRun
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
 from midstream.spec.resolved import SaeEncoder

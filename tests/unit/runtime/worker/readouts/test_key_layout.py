@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from midstream.errors import UnsupportedError
-from midstream.runtime.worker.attention.key_layout import measure
+from midstream.runtime.worker.readouts.key_layout import measure
 
 BLOCKS, SIZE, HEADS, DIM = 6, 8, 3, 16
 PACKED = torch.randperm(SIZE * DIM, generator=torch.Generator().manual_seed(0))

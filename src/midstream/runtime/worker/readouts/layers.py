@@ -14,8 +14,8 @@ from midstream.errors import UnsupportedError
 from midstream.runtime.models.decoder import Decoder, DecoderLayer
 from midstream.runtime.models.forward_source import Types
 from midstream.runtime.models.inner_sites import NO_ROPE
-from midstream.runtime.worker.attention.key_layout import KeyLayout, cache_of, measure, scale_of
-from midstream.runtime.worker.attention.weights import AttentionForm
+from midstream.runtime.worker.readouts.key_layout import KeyLayout, cache_of, measure, scale_of
+from midstream.runtime.worker.readouts.weights import AttentionForm
 from midstream.sites import Tap
 from midstream.spec.readouts.attention import NO_QUERIES, QUERY_SITES
 

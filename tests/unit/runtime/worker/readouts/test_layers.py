@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from midstream.runtime.models.decoder import Decoder, DecoderLayer
 from midstream.runtime.models.inner_sites import MLA, NO_ROPE
-from midstream.runtime.worker.attention.layers import RankAttention
+from midstream.runtime.worker.readouts.layers import RankAttention
 
 BLOCKS, SIZE, HEADS, GROUPS, DIM = 5, 4, 4, 2, 8
 BOTH = {("rot_q", 0): 3, ("q", 0): 1}
