@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from midstream.spec.resolved import ResolvedCapture
 
 
-class Result(Protocol):
+class ReadOutResult(Protocol):
     """What the read-outs of one kind returned for a completion.
 
     Attributes:
@@ -54,7 +54,7 @@ class Result(Protocol):
 
 
 # By the attribute of outputs, which is the kind's `key`.
-RESULTS: dict[str, type[Result]] = {
+RESULTS: dict[str, type[ReadOutResult]] = {
     "attention": AttentionResults,
     "lens": LensResults,
     "features": FeatureResults,

@@ -13,7 +13,7 @@ from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
 from midstream.results.activations import Activations, groups_of, owns_memory, rows_after
 from midstream.results.probe_scores import Probes
-from midstream.results.readouts import RESULTS, Result
+from midstream.results.readouts import RESULTS, ReadOutResult
 from midstream.results.serialization import PackedRows, pack
 from midstream.server.base64_text import Base64Text, dump
 from midstream.server.capture_cache import CachedCapture, CaptureCache
@@ -97,7 +97,7 @@ class ResultEncoder:
                 encoded["activations"] = await self._whole(context, update.request_id, rows)
         return encoded
 
-    def _readout(self, name: str, result: Result) -> Any:
+    def _readout(self, name: str, result: ReadOutResult) -> Any:
         self._check_inline(name, result.nbytes, result.fewer)
         return result.to_json()
 

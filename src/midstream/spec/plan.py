@@ -188,16 +188,6 @@ class Plan:
         return self._names or ()
 
     @property
-    def readouts(self) -> tuple[ReadOut, ...]:
-        """The captures of other kinds than `Capture`."""
-        return tuple([capture for capture in self.captures if not isinstance(capture, Capture)])
-
-    @property
-    def steers_to_tokens(self) -> bool:
-        """Whether an edit has a token in place of its vector."""
-        return any(map(has_token, self.edits))
-
-    @property
     def switches(self) -> tuple[Switch, ...]:
         """The switches of its probes, in their order."""
         return tuple(probe.act for probe in self.probes if isinstance(probe.act, Switch))
@@ -290,6 +280,12 @@ class Plan:
                 edits.extend(expand(edit))
             origins += [self.origin(index)] * (len(edits) - len(origins))
         return tuple(edits), tuple(origins)
+
+
+def asks_engine(plan: Plan) -> bool:
+    """Return whether it has read-outs or tokens for which an engine has to be asked."""
+    readouts = any(not isinstance(capture, Capture) for capture in plan.captures)
+    return readouts or any(map(has_token, plan.edits))
 
 
 def has_token(edit: Edit) -> bool:

@@ -36,7 +36,7 @@ class Context:
     select: Callable[[Positions], Where]
 
 
-class Engine(Protocol):
+class ReadOutEngine(Protocol):
     """What an engine has for read-outs.
 
     Attributes:
@@ -120,11 +120,11 @@ class ReadOut(ABC):
         """Check that a request can have all of its read-outs of this kind."""
         return
 
-    def bind(self, engine: Engine) -> ReadOut:
+    def bind(self, engine: ReadOutEngine) -> ReadOut:
         """Return it with ids in place of tokens, and what else is to be known before `resolve`."""
         return self
 
-    def finish(self, capture: ResolvedCapture, engine: Engine) -> ResolvedCapture:
+    def finish(self, capture: ResolvedCapture, engine: ReadOutEngine) -> ResolvedCapture:
         """Return it, resolved, with what the engine has for it; check that the engine can."""
         return capture
 
@@ -264,7 +264,7 @@ class ReadOut(ABC):
         return fields
 
 
-def check_tokens(capture: ResolvedCapture, engine: Engine) -> None:
+def check_tokens(capture: ResolvedCapture, engine: ReadOutEngine) -> None:
     """Check that a model has the tokens whose logits are returned."""
     assert capture.pattern is not None
     for index, (token, _) in enumerate(capture.pattern.keys):

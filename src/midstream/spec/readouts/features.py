@@ -10,7 +10,7 @@ from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import PhaseLike, PositionsLike
 from midstream.spec.positions.positions import Positions
-from midstream.spec.readouts.base import Context, Engine, ReadOut, check_names
+from midstream.spec.readouts.base import Context, ReadOut, ReadOutEngine, check_names
 from midstream.spec.readouts.lens import read_top
 from midstream.spec.resolved import Pattern, ResolvedCapture
 from midstream.spec.selection import WIDE, Layers, Sites
@@ -133,7 +133,7 @@ class Features(ReadOut):
         layer_index = layer if self.layer is None else self.layer
         return self._copy(layer_index, self.site or site, self.stream)
 
-    def bind(self, engine: Engine) -> Features:
+    def bind(self, engine: ReadOutEngine) -> Features:
         tap = engine.sae_tap(self.sae)
         return self if tap is None else self.at_tap(*tap)
 
@@ -153,7 +153,7 @@ class Features(ReadOut):
     def check_together(cls, captures: Sequence[ResolvedCapture]) -> None:
         check_names(captures, "a `Features`")
 
-    def finish(self, capture: ResolvedCapture, engine: Engine) -> ResolvedCapture:
+    def finish(self, capture: ResolvedCapture, engine: ReadOutEngine) -> ResolvedCapture:
         assert capture.pattern is not None
         encoder = engine.sae_encoder(self.sae)
         count = encoder.features

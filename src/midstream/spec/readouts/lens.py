@@ -10,7 +10,7 @@ from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import LayersLike, PhaseLike, PositionsLike
 from midstream.spec.positions.positions import Positions
-from midstream.spec.readouts.base import Context, Engine, ReadOut, check_names, check_tokens
+from midstream.spec.readouts.base import Context, ReadOut, ReadOutEngine, check_names, check_tokens
 from midstream.spec.resolved import Pattern, ResolvedCapture
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.sink_target import read_name
@@ -140,7 +140,7 @@ class Lens(ReadOut):
             return self
         return self._copy(ids_of(self.tokens, id_of), self.stream)
 
-    def bind(self, engine: Engine) -> Lens:
+    def bind(self, engine: ReadOutEngine) -> Lens:
         return self.with_ids(engine.token_id)
 
     def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
@@ -161,7 +161,7 @@ class Lens(ReadOut):
     def check_together(cls, captures: Sequence[ResolvedCapture]) -> None:
         check_names(captures, "a lens")
 
-    def finish(self, capture: ResolvedCapture, engine: Engine) -> ResolvedCapture:
+    def finish(self, capture: ResolvedCapture, engine: ReadOutEngine) -> ResolvedCapture:
         pattern = capture.pattern
         assert pattern is not None
         if self.kind != LOGIT:

@@ -11,7 +11,7 @@ from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import PhaseLike, PositionsLike
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.row_order import check_row_order
-from midstream.spec.readouts.base import Context, Engine, ReadOut, check_tokens
+from midstream.spec.readouts.base import Context, ReadOut, ReadOutEngine, check_tokens
 from midstream.spec.resolved import Pattern, ResolvedCapture
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.tokens import ids_of, known_ids, read_tokens
@@ -116,7 +116,7 @@ class Logits(ReadOut):
             return self
         return Logits(tokens=ids_of(self.tokens, id_of), positions=self.positions)
 
-    def bind(self, engine: Engine) -> Logits:
+    def bind(self, engine: ReadOutEngine) -> Logits:
         return self.with_ids(engine.token_id)
 
     def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
@@ -151,7 +151,7 @@ class Logits(ReadOut):
                 "request",
             )
 
-    def finish(self, capture: ResolvedCapture, engine: Engine) -> ResolvedCapture:
+    def finish(self, capture: ResolvedCapture, engine: ReadOutEngine) -> ResolvedCapture:
         pattern = capture.pattern
         assert pattern is not None
         check_tokens(capture, engine)

@@ -11,7 +11,7 @@ from midstream.sites import Tap
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import LayersLike, PhaseLike, PositionsLike, SitesLike
 from midstream.spec.positions.positions import Positions
-from midstream.spec.readouts.base import Context, Engine, ReadOut
+from midstream.spec.readouts.base import Context, ReadOut, ReadOutEngine
 from midstream.spec.resolved import Pattern, ResolvedCapture
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.tap_lookup import find_taps
@@ -104,7 +104,7 @@ class Norms(ReadOut):
                         "them once, with all positions",
                     )
 
-    def finish(self, capture: ResolvedCapture, engine: Engine) -> ResolvedCapture:
+    def finish(self, capture: ResolvedCapture, engine: ReadOutEngine) -> ResolvedCapture:
         assert capture.pattern is not None
         for tap in capture.pattern.reads:
             if engine.parts.get(tap, 1) > 1:

@@ -22,7 +22,6 @@ from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.prompt.known_prompts import KnownPrompts
 from midstream.runtime.frontend.request.readouts import (
     EngineReadings,
-    Registries,
     bound,
     finished,
     readout_rows,
@@ -44,7 +43,7 @@ from midstream.spec import (
     ResolvedPlan,
 )
 from midstream.spec.named_lookup import Lookup
-from midstream.spec.plan import ServerWide
+from midstream.spec.plan import ServerWide, asks_engine
 from midstream.spec.positions.decoded_text import text_map
 from midstream.spec.readouts import ReadOut
 from midstream.spec.readouts.capture import SHARDED
@@ -107,17 +106,8 @@ class PlanResolver:
         self._recent: dict[tuple[int, int, int | None], _Recent] = {}
         self._prompts = KnownPrompts()
         self._declared = controllers_of(engine.vllm_config)
-        self._readings = EngineReadings(engine, info.workers, self._parts)
+        self.readings = EngineReadings(engine, info.workers, self._parts)
         self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
-
-    @property
-    def registries(self) -> Registries:
-        """The registered weights of the engine."""
-        return self._readings.registries
-
-    @registries.setter
-    def registries(self, registries: Registries) -> None:
-        self._readings.registries = registries
 
     def resolve(
         self,
@@ -210,8 +200,8 @@ class PlanResolver:
         max_tokens: int | None,
     ) -> PreparedPlan:
         unbound_plan = plan
-        if plan is not None and (plan.readouts or plan.steers_to_tokens):
-            plan = bound(plan, self._readings)
+        if plan is not None and asks_engine(plan):
+            plan = bound(plan, self.readings)
         resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, also)
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
@@ -227,13 +217,14 @@ class PlanResolver:
         workers, config = self._info.workers, self._engine.vllm_config
         reconstructs = Op.CODE in resolved.ops
         if reconstructs:
-            weights = read_saes(plan, before, resolved, self.registries.saes)
+            weights = read_saes(plan, before, resolved, self.readings.registries.saes)
         if resolved.pattern_widths:
             check_codec(resolved)
-            resolved, read = finished(resolved, plan, self._readings)
+            resolved, read = finished(resolved, plan, self.readings)
             weights = read + weights
         if self._parts:
             resolved = self._with_parts(resolved)
+            check_parts(resolved, self._parts)
         at_once = sums = 0
         if resolved.pattern_widths or reconstructs:
             at_once = readout_rows(resolved, config, workers, max_tokens is None)
@@ -255,8 +246,6 @@ class PlanResolver:
         if resolved.biases:
             check_biases(resolved, config)
         _check_ring(resolved, workers)
-        if self._parts:
-            check_parts(resolved, self._parts)
         _check_functions(resolved, workers)
         _check_gates(resolved, workers)
         is_controlled = plan is not None and plan.controller is not None

@@ -12,6 +12,7 @@ from midstream.runtime.frontend.request.reconstructions import reading
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.sites import Tap
 from midstream.spec import Plan, ResolvedPlan
+from midstream.spec.plan import has_token
 from midstream.spec.positions.ranges import count
 from midstream.spec.readouts import KINDS, Capture
 from midstream.spec.resolved import LensMap, SaeEncoder
@@ -33,7 +34,7 @@ class Registries:
 
 
 class EngineReadings:
-    """What one engine has for read-outs; see `midstream.spec.readouts.base.Engine`."""
+    """What one engine has for read-outs; see `midstream.spec.readouts.base.ReadOutEngine`."""
 
     def __init__(self, engine: Any, workers: Sequence[WorkerInfo], parts: Mapping[Tap, int]):
         """Args:
@@ -83,7 +84,8 @@ def bound(plan: Plan, engine: EngineReadings) -> Plan:
     if any(ours is not theirs for ours, theirs in zip(captures, plan.captures, strict=True)):
         plan = replace(plan, captures=tuple(captures))
     directions = engine.registries.directions
-    return directions.bound(plan) if directions is not None and plan.steers_to_tokens else plan
+    steers = directions is not None and any(map(has_token, plan.edits))
+    return directions.bound(plan) if directions is not None and steers else plan
 
 
 def finished(
