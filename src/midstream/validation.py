@@ -19,6 +19,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from struct import pack, unpack
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -191,6 +192,11 @@ def read_count(value: object, least: int = 1) -> int:
     if value < least:
         raise SpecError("", f"expected at least {least}, got {show(int(value))}")
     return int(value)
+
+
+def float32(value: float) -> float:
+    """Return the nearest float32 as a Python float."""
+    return float(unpack("<f", pack("<f", value))[0])
 
 
 def read_float32(value: object) -> float:

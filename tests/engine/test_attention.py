@@ -24,7 +24,6 @@ from transformers import AutoTokenizer
 
 from midstream import Attention, Capture, Entropy, Mass, Probe, Scale, SpecError, TopKeys
 from midstream.results.attention import AttentionResults, AttentionRows
-from midstream.results.attention_json import from_json, to_json
 
 LONG = PROMPTS[2] * 5  # more than a step takes, and than a sliding window
 EVERYTHING = [
@@ -439,7 +438,7 @@ def test_an_engine_that_does_not_tap_queries_says_what_to_write(llm: Any) -> Non
 
 def test_results_are_the_same_as_json(served: AttentionServed) -> None:
     (output,) = served.ask([PROMPTS[2]], EVERYTHING)
-    again = AttentionResults(from_json(to_json(output.attention)), 3)
+    again = AttentionResults(AttentionResults.from_json(output.attention.to_json()), 3)
     assert repr(again) == repr(output.attention)
     for key, rows in output.attention.items():
         mine = again[key]

@@ -29,7 +29,7 @@ from midstream import (
     TopKeys,
 )
 from midstream.results.logits import LogitRows
-from midstream.runtime.worker.attention import logits as logits_module
+from midstream.runtime.worker.readouts import logits as logits_module
 
 SITES = ["resid_post", "final_norm", "logits", "rot_q"]
 COUNT = 6

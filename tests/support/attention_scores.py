@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from midstream.runtime.worker.attention import weights
-from midstream.runtime.worker.attention.scores_kernel import scores_triton
-from midstream.runtime.worker.attention.weights import AttentionForm
+from midstream.runtime.worker.readouts import weights
+from midstream.runtime.worker.readouts.scores_kernel import scores_triton
+from midstream.runtime.worker.readouts.weights import AttentionForm
 from support.nightly import NIGHTLY
 
 HEADS, GROUPS = 6, 3

@@ -8,14 +8,14 @@ _ENGINE = "tests/engine/test_attention.py::"
 _LENS = "tests/engine/test_lens.py::"
 _FEATURES = "tests/engine/test_features.py::"
 _BIAS = "tests/engine/test_bias.py::"
-_HEAD = "tests/unit/runtime/worker/attention/test_logits.py::"
+_HEAD = "tests/unit/runtime/worker/readouts/test_logits.py::"
 _TOGETHER = f"{_HEAD}test_ranks_call_the_head_together_whatever_each_one_drops_or_cannot_run"
 
 ATTENTION = (
     Fault(
         "A sink that keeps attention is given none",
         "shares_of",
-        "shown.attention",
+        'shown.readouts["attention"]',
         "None",
         f"{_ENGINE}test_sinks_get_the_weights_that_outputs_have",
     ),
@@ -60,7 +60,7 @@ ATTENTION = (
         "scores",
         "seen = distance >= 0",
         "seen = distance >= -1",
-        "tests/unit/runtime/worker/attention/test_reader.py"
+        "tests/unit/runtime/worker/readouts/test_reader.py"
         "::test_rows_are_those_of_each_query_by_itself",
     ),
     Fault(
@@ -101,7 +101,7 @@ ATTENTION = (
             return None
         """,
         "",
-        "tests/unit/runtime/worker/attention/test_key_layout.py"
+        "tests/unit/runtime/worker/readouts/test_key_layout.py"
         "::test_a_backend_that_stores_something_else_is_refused_by_name",
     ),
     Fault(
@@ -109,7 +109,7 @@ ATTENTION = (
         "_check_queries",
         "if why is not None and why != NO_ROPE.format(plain):",
         "if why is not None and not why.startswith(NO_ROPE.format(plain)):",
-        "tests/unit/runtime/worker/attention/test_layers.py"
+        "tests/unit/runtime/worker/readouts/test_layers.py"
         "::test_layers_whose_attention_cannot_be_computed_again_say_why",
     ),
     Fault(
@@ -117,7 +117,7 @@ ATTENTION = (
         "PatternReader.encode",
         "part = rows[:, first * nbytes : stop * nbytes]",
         "part = rows[:, : (stop - first) * nbytes]",
-        "tests/unit/runtime/worker/attention/test_reader.py"
+        "tests/unit/runtime/worker/readouts/test_reader.py"
         "::test_rows_are_those_of_each_query_by_itself",
     ),
     Fault(
@@ -125,7 +125,7 @@ ATTENTION = (
         "reader:_reduced",
         "same = all(keys is chosen[0] for keys in chosen)",
         "same = True",
-        "tests/unit/runtime/worker/attention/test_reader.py"
+        "tests/unit/runtime/worker/readouts/test_reader.py"
         "::test_rows_are_those_of_each_query_by_itself",
     ),
     Fault(
@@ -133,7 +133,7 @@ ATTENTION = (
         "reader:_reduced",
         "return op.full(scores, begin, columns.size, -torch.inf)",
         "return op.full(scores, begin, columns.size)",
-        "tests/unit/runtime/worker/attention/test_reader.py"
+        "tests/unit/runtime/worker/readouts/test_reader.py"
         "::test_rows_are_those_of_each_query_by_itself",
     ),
     Fault(
@@ -148,7 +148,7 @@ ATTENTION = (
         "key_layout:_written",
         "scale *= 1 + 2 ** -6",
         "scale *= 1",
-        "tests/unit/runtime/worker/attention/test_key_layout.py"
+        "tests/unit/runtime/worker/readouts/test_key_layout.py"
         "::test_the_layouts_of_vllms_cpu_backend_are_found",
     ),
     Fault(
@@ -175,9 +175,9 @@ ATTENTION = (
     ),
     Fault(
         "Chosen logits are returned in another order than their tokens",
-        "resolve_logits",
-        "known_ids(logits.tokens)",
-        "sorted(known_ids(logits.tokens))",
+        "Logits.resolve",
+        "known_ids(self.tokens)",
+        "sorted(known_ids(self.tokens))",
         "tests/unit/spec/test_logits.py::test_its_resolved_form_has_its_tokens_in_the_given_order",
     ),
     Fault(
@@ -236,7 +236,7 @@ ATTENTION = (
         "largest",
         "of = blocks.amax(-1).topk(count, -1).indices",
         "of = blocks.amax(-1).topk(min(count, 3), -1).indices",
-        "tests/unit/runtime/worker/attention/test_logits.py"
+        "tests/unit/runtime/worker/readouts/test_logits.py"
         "::test_the_largest_logits_are_those_of_topk",
     ),
     Fault(

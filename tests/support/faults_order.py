@@ -41,15 +41,15 @@ ORDER: tuple[Fault, ...] = (
     Fault(
         "A capture of positions of both ends has fewer rows than it lists where these meet",
         "_Resolver._resolve_capture",
-        "check_row_order(capture.positions, self._prompt.length)",
+        "self._check_order(readout.positions)",
         "pass",
         _ROWS + "test_a_list_that_rows_would_not_follow_is_rejected",
     ),
     Fault(
         "A capture of every request stops the requests of short prompts",
         "_Resolver._resolve_capture",
-        "if source >= 0 and capture.returns_each:",
-        "if capture.returns_each:",
+        "if source >= 0 and readout.returns_each:",
+        "if readout.returns_each:",
         _ROWS + "test_a_capture_of_every_request_stops_no_short_prompt",
     ),
     Fault(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,13 @@ from midstream import (
 )
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.admitted import AdmittedRequest
-from midstream.runtime.frontend.results.attention import parted
+from midstream.runtime.frontend.results.readouts import parted
 from midstream.sites import IN_LAYERS
 from midstream.spec import ModelShape, Prompt
 from midstream.spec.operation import Operation
+from midstream.spec.readouts import ReadOut
 from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolve.resolved import ResolvedPlan
+from midstream.spec.resolved import ResolvedPlan
 from midstream.sweep.cells import plan_grid
 from midstream.sweep.request import SweepRequest
 
@@ -68,7 +70,7 @@ Rule = Callable[[Any], None]
 
 
 def plan_of(value: Any) -> ResolvedPlan:
-    is_capture, is_probe = isinstance(value, Capture), isinstance(value, Probe)
+    is_capture, is_probe = isinstance(value, ReadOut), isinstance(value, Probe)
     name = "capture" if is_capture else "probes" if is_probe else "edits"
     return resolve(Plan.make(**{name: value}), SHAPE, PROMPT, 4)
 
@@ -194,7 +196,8 @@ def shown(capture: Any, value: Callable[[Any, int], Any]) -> Any:
         for nth, tap in enumerate(made.taps)
     }
     positions = dict.fromkeys(rows, torch.tensor([0]))
-    return parted(Activations(rows, positions, [0], LAYERS), AdmittedRequest("a", plan, own))
+    rows_of_plan = Activations(rows, positions, [0], LAYERS)
+    return SimpleNamespace(**parted(rows_of_plan, AdmittedRequest("a", plan, own)).readouts)
 
 
 def lens_layers(order: list[int]) -> list[int]:

@@ -15,16 +15,16 @@ from typing import Any
 from midstream.server import fit_body, sweep_body
 from midstream.server.request_field import read_field
 from midstream.spec.act import Flag, Stop, Switch
-from midstream.spec.attention import Attention, Mass, TopKeys
-from midstream.spec.capture import Capture
 from midstream.spec.control_laws import Threshold
 from midstream.spec.controller import Controller
-from midstream.spec.features import Features
-from midstream.spec.lens import Lens
-from midstream.spec.logits import Logits
 from midstream.spec.operations import KINDS_BY_OP
 from midstream.spec.positions.items import VALUES
 from midstream.spec.probe import Probe
+from midstream.spec.readouts.attention import Attention, Mass, TopKeys
+from midstream.spec.readouts.capture import Capture
+from midstream.spec.readouts.features import Features
+from midstream.spec.readouts.lens import Lens
+from midstream.spec.readouts.logits import Logits
 
 WIDTH = 3
 V = [1.0, 2.0, 2.0]

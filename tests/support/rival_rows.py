@@ -19,9 +19,9 @@ _HEADS = "tests/engine/test_captured_heads.py::rows_are_those_of_each_head"
 _ATTN = "tests/engine/test_attention.py::"
 _WEIGHTS = _ATTN + "weights_are_those_of_transformers"
 _BESIDE = _ATTN + "vectors_beside_attention_stay_what_they_are"
-_SAY_WHY = "tests/unit/runtime/worker/attention/test_layers.py::layers_whose_attention_cannot_be_computed_again_say_why"
+_SAY_WHY = "tests/unit/runtime/worker/readouts/test_layers.py::layers_whose_attention_cannot_be_computed_again_say_why"
 _BY_LOOPS = (
-    "tests/unit/runtime/worker/attention/test_reader.py::rows_are_those_of_each_query_by_itself"
+    "tests/unit/runtime/worker/readouts/test_reader.py::rows_are_those_of_each_query_by_itself"
 )
 _ROUTES = "tests/engine/test_routing.py::experts_are_chosen_or_not_as_a_route_says"
 _RANK_ROWS = "tests/system/test_inner_ranks.py::rows_of_every_site_are_those_of_one_rank"

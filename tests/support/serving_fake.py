@@ -20,6 +20,7 @@ from midstream.errors import SpecError
 from midstream.results.activations import Activations
 from midstream.results.plan_update import PlanUpdate
 from midstream.results.probe_scores import Probes
+from midstream.results.readouts import RESULTS
 from midstream.results.receipt import Captured, Receipt
 from midstream.results.site_table import SiteTable
 from midstream.runtime.frontend.engine_info import FrontEnds
@@ -198,10 +199,7 @@ def completion(index: int = 0, **changes: Any) -> SimpleNamespace:
         "activations": None,
         "receipt": None,
         "capture_results": None,
-        "attention": None,
-        "features": None,
-        "lens": None,
-        "logits": None,
+        **dict.fromkeys(RESULTS),
     }
     return SimpleNamespace(**{**made, **changes})
 

@@ -29,6 +29,7 @@ from midstream import (
     Lens,
     Logits,
     Mass,
+    Norms,
     Probe,
     Reconstruct,
     Replace,
@@ -197,7 +198,8 @@ def test_lenses_come_over_http(client, parameters, asks):
     """They are the head's and the norm's of what was captured, and those of a stream are parts."""
     last = {"positions": ["last_prompt", "generated"]}
     given = Lens([3, -1], top=4, tokens=[" Paris"], **last, stream=asks == "stream")
-    asked = [given, Capture([3, -1], **last)]
+    norms = Norms([3, -1], **last, stream=asks == "stream")
+    asked = [given, Capture([3, -1], **last), norms]
     if asks == "stream":
         *_, found = client.stream(PROMPT, **ASKED, capture=asked)
     else:
@@ -206,6 +208,8 @@ def test_lenses_come_over_http(client, parameters, asks):
     assert rows.positions.tolist() == list(range(4, 4 + TOKENS))
     assert rows.layers == (3, 29)
     stream = torch.stack([found.activations["resid_post", layer] for layer in (3, -1)], 1)
+    lengths = torch.stack([found.norms["resid_post", layer].values for layer in (3, 29)], 1)
+    torch.testing.assert_close(lengths, stream.float().norm(dim=-1), atol=1e-4, rtol=1e-4)
     scale = torch.rsqrt(stream.pow(2).mean(-1, keepdim=True) + 1e-5)
     normed = stream * scale * parameters("model.norm.weight")
     every = normed @ parameters("lm_head.weight").T
@@ -219,6 +223,7 @@ def test_lenses_come_over_http(client, parameters, asks):
     if asks == "stream":
         parts = [part["logit"] for part in one.lens_rows]
         assert parts
+        assert sum(len(part["resid_post", 3]) for part in one.norm_rows) == sum(map(len, parts))
         assert sum(map(len, parts)) <= len(rows)
         for part in parts:
             at = torch.searchsorted(rows.positions, part.positions)

@@ -11,13 +11,14 @@ from typing import Any
 
 from midstream.compat.foreign_fields import OWN
 from midstream.errors import SpecError
-from midstream.spec import Capture, Controller, Edit, Plan, Probe
-from midstream.spec.capture import bad_capture
+from midstream.spec import Controller, Edit, Plan, Probe
 from midstream.spec.control_laws import Threshold
+from midstream.spec.readouts import ReadOut
+from midstream.spec.readouts.capture import bad_capture
 from midstream.validation import closest, is_int
 
 # One part of a plan or its dict, for all prompts; or a list of parts, or one entry per prompt.
-_CapturePart = Capture | Mapping[str, Any] | None
+_CapturePart = ReadOut | Mapping[str, Any] | None
 CaptureArgument = _CapturePart | Sequence[_CapturePart | Sequence[_CapturePart]]
 _EditPart = Edit | Mapping[str, Any] | None
 EditArgument = _EditPart | Sequence[_EditPart | Sequence[_EditPart]]
@@ -129,7 +130,7 @@ class CallArguments:
 
 
 # Arguments of these types are immutable; a list or a dict may change from call to call.
-_IMMUTABLE = (type(None), Capture, Edit, Probe, Controller, str)
+_IMMUTABLE = (type(None), ReadOut, Edit, Probe, Controller, str)
 _CACHED_PLANS = 64
 _PLANS: dict[tuple[int, ...], tuple[PromptArguments, Plan | None]] = {}  # by `key`
 
@@ -263,7 +264,7 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
         return [value] * count
     if name == "capture":
         for index, entry in enumerate(value):
-            if not (entry is None or isinstance(entry, (Capture, Mapping, list, tuple))):
+            if not (entry is None or isinstance(entry, (ReadOut, Mapping, list, tuple))):
                 raise bad_capture(value if is_int(entry) else entry).under(
                     name if is_int(entry) else f"{name}[{index}]"
                 )

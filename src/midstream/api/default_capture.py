@@ -12,8 +12,8 @@ import torch
 
 from midstream.errors import ConfigError
 from midstream.spec import Capture, Edit, Layers, Plan, Positions, Sites
-from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.shape import ModelShape
+from midstream.spec.tap_lookup import find_taps
 from midstream.validation import at
 
 _SITE = "resid_post"

@@ -16,39 +16,28 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
     from midstream.results.activations import Activations
-    from midstream.results.attention import AttentionResults
-    from midstream.results.features import FeatureResults
-    from midstream.results.lens import LensResults
-    from midstream.results.logits import LogitRows
     from midstream.results.probe_scores import Probes
+    from midstream.results.readouts import OutputReadOuts
     from midstream.results.receipt import CaptureResult, Receipt
 
-    class GenerateCompletion(CompletionOutput):
+    class GenerateCompletion(OutputReadOuts, CompletionOutput):
         """One completion of an output.
 
         Attributes:
-            activations, attention, features, lens, logits, probes, receipt, capture_results: of
-                this completion, if n > 1; else None.
+            activations, probes, receipt, capture_results, and those of `OutputReadOuts`: of this
+                completion, if n > 1; else None.
         """
 
         activations: Activations
-        attention: AttentionResults
-        features: FeatureResults
-        lens: LensResults
-        logits: LogitRows
         probes: Probes
         receipt: Receipt
         capture_results: Mapping[str, CaptureResult]
 
-    class GenerateOutput(RequestOutput):
+    class GenerateOutput(OutputReadOuts, RequestOutput):
         """The output of one prompt.
 
         Attributes:
             activations: captured rows; None if nothing was captured.
-            attention: attention weights by layer; None if none were asked for.
-            features: active features of SAEs by name of the `Features`; None without one.
-            lens: tokens of layers by name of the `Lens`; None without one.
-            logits: logits of the positions that a `Logits` selects; None without one.
             probes: scores by probe name; None without probes.
             receipt: what was asked for, against what the device counted; None without a plan.
             capture_results: what each sink did; None without captures.
@@ -58,10 +47,6 @@ if TYPE_CHECKING:
 
         outputs: list[GenerateCompletion]
         activations: Activations
-        attention: AttentionResults
-        features: FeatureResults
-        lens: LensResults
-        logits: LogitRows
         probes: Probes
         receipt: Receipt
         capture_results: Mapping[str, CaptureResult]

@@ -11,7 +11,7 @@ from midstream.lenses import LinearLens
 from midstream.runtime.frontend.request.token_directions import DirectionCache
 from midstream.runtime.frontend.weight_memory import NamedWeights
 from midstream.sae.sae import SAE
-from midstream.spec.lens import LOGIT
+from midstream.spec.tokens import LOGIT
 
 if TYPE_CHECKING:
     from midstream.runtime.frontend.async_frontend import AsyncFrontEnd

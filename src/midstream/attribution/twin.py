@@ -14,9 +14,9 @@ from midstream.attribution.model_files import ModelFiles
 from midstream.attribution.prompts import PromptReader
 from midstream.sites import ENDS, IN_LAYERS, INNER, Tap
 from midstream.spec.forms import LayersLike, PositionsLike, SitesLike
-from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.selection import Layers, Sites, read_taps
 from midstream.spec.shape import ModelShape
+from midstream.spec.tap_lookup import find_taps
 from midstream.validation import at
 
 if TYPE_CHECKING:

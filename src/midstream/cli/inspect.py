@@ -67,7 +67,7 @@ def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
 
 def _draw(store: Store, path: Path, request: str) -> None:
     from midstream.tools.inspect.chart import check_supported, draw
-    from midstream.tools.inspect.norms import Norms
+    from midstream.tools.inspect.norms import NormSample
 
     check_supported(path)  # before rows are read
-    draw(Norms.of(store, request=request), path)
+    draw(NormSample.of(store, request=request), path)

@@ -14,19 +14,15 @@ from midstream.config.config import KEY
 from midstream.errors import ServerError
 from midstream.results.activations import Activations
 from midstream.results.arrays import array_of
-from midstream.results.attention import AttentionResults
-from midstream.results.attention_json import from_json
-from midstream.results.features import FeatureResults
-from midstream.results.lens import LensResults
-from midstream.results.logits import LogitRows
 from midstream.results.probe_scores import Probes
+from midstream.results.readouts import RESULTS, ChoiceReadOuts, OnlyReadOuts
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.results.serialization import unpack
 from midstream.spec.captured_rows import CapturedRows
 
 
 @dataclass(slots=True)
-class ServedCompletion:
+class ServedCompletion(ChoiceReadOuts):
     """One choice of a response.
 
     Attributes:
@@ -36,17 +32,9 @@ class ServedCompletion:
         activations: captured rows; None if nothing was captured, not yet known, or kept on the
             server.
         probes: probe scores; of a stream, the scores so far. None if there are none.
-        attention: attention weights by layer; None if none were asked for, or not yet known.
         receipt: the receipt; None until the choice has ended, or if the request had no plan.
         capture_results: results of sinks by name; None if no rows went to a sink.
         rows: of a stream, partial rows of captures with `stream`, in the order received.
-        attention_rows: of a stream, partial rows of an `Attention` with `stream`, likewise.
-        logits: logits of the positions that a `Logits` selects; None without one, or not yet known.
-        lens: tokens of layers by name of the `Lens`; None without one, or not yet known.
-        lens_rows: of a stream, partial rows of a `Lens` with `stream`, in the order received.
-        features: active features of SAEs by name of the `Features`; None without one, or not yet
-            known.
-        feature_rows: of a stream, partial rows of a `Features` with `stream`, likewise.
         captured: rows that the server keeps for edits of later requests; None if it keeps none.
     """
 
@@ -59,17 +47,10 @@ class ServedCompletion:
     capture_results: Mapping[str, CaptureResult] | None = None
     rows: list[Activations] = field(default_factory=list)
     captured: CapturedRows | None = None
-    attention: AttentionResults | None = None
-    attention_rows: list[AttentionResults] = field(default_factory=list)
-    logits: LogitRows | None = None
-    lens: LensResults | None = None
-    lens_rows: list[LensResults] = field(default_factory=list)
-    features: FeatureResults | None = None
-    feature_rows: list[FeatureResults] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class ServedOutput:
+class ServedOutput(OnlyReadOuts):
     """One response.
 
     Attributes:
@@ -93,30 +74,6 @@ class ServedOutput:
         """Activations of the only choice; None with several choices."""
         activations: Activations | None = self._only("activations")
         return activations
-
-    @property
-    def attention(self) -> AttentionResults | None:
-        """Attention weights of the only choice; None with several choices."""
-        attention: AttentionResults | None = self._only("attention")
-        return attention
-
-    @property
-    def logits(self) -> LogitRows | None:
-        """Logits of the only choice; None with several choices."""
-        logits: LogitRows | None = self._only("logits")
-        return logits
-
-    @property
-    def lens(self) -> LensResults | None:
-        """Tokens of layers of the only choice; None with several choices."""
-        lens: LensResults | None = self._only("lens")
-        return lens
-
-    @property
-    def features(self) -> FeatureResults | None:
-        """Active features of SAEs of the only choice; None with several choices."""
-        features: FeatureResults | None = self._only("features")
-        return features
 
     @property
     def probes(self) -> Probes | None:
@@ -204,23 +161,12 @@ class Reader:
             }
         for rows in results.get("rows", ()):
             completion.rows.append(unpack(base64.b64decode(rows["base64"])))
-        completion.attention_rows += [
-            from_json(attention) for attention in results.get("attention_rows", ())
-        ]
-        if "attention" in results:
-            completion.attention = from_json(results["attention"])
-        completion.lens_rows += [
-            LensResults.from_json(lens) for lens in results.get("lens_rows", ())
-        ]
-        if "lens" in results:
-            completion.lens = LensResults.from_json(results["lens"])
-        completion.feature_rows += [
-            FeatureResults.from_json(features) for features in results.get("feature_rows", ())
-        ]
-        if "features" in results:
-            completion.features = FeatureResults.from_json(results["features"])
-        if "logits" in results:
-            completion.logits = LogitRows.from_json(results["logits"])
+        for name, kind in RESULTS.items():
+            parts = results.get(kind.rows_field, ()) if kind.rows_field else ()
+            if parts:
+                getattr(completion, kind.rows_field).extend(map(kind.from_json, parts))
+            if name in results:
+                setattr(completion, name, kind.from_json(results[name]))
         rows = results.get("activations")
         if rows is not None:
             if "base64" in rows:

@@ -7,9 +7,10 @@ from typing import Any
 
 from midstream.compat.packed_arrays import read_array
 from midstream.errors import SpecError
-from midstream.spec import Capture, Clamp, Edit, Plan, Replace, Steer
+from midstream.spec import Clamp, Edit, Plan, Replace, Steer
 from midstream.spec.consumers import names_consumers
 from midstream.spec.forms import PhaseLike
+from midstream.spec.readouts import ReadOut
 from midstream.spec.selection import read_site
 from midstream.spec.vector import Vector
 from midstream.steering.edit_forms import read_hooks, read_reference
@@ -91,7 +92,7 @@ def read_plan(fields: Mapping[str, object]) -> Plan:
     return Plan(made.captures, tuple(edits))
 
 
-def _meet(capture: Capture, edit: Edit) -> bool:
+def _meet(capture: ReadOut, edit: Edit) -> bool:
     """Return whether an edit may apply where a capture reads."""
     if getattr(edit, "names", tuple)():
         return True  # a name may have any site and layer

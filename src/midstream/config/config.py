@@ -22,8 +22,8 @@ from midstream.config.sinks import plain_sinks
 from midstream.config.steering import WEIGHTS, plain_steering, plain_vectors, plain_weights
 from midstream.errors import ConfigError, SpecError
 from midstream.sites import Tap
-from midstream.spec.capture import SHARDED, Return
-from midstream.spec.features import SITES
+from midstream.spec.readouts.capture import SHARDED, Return
+from midstream.spec.selection import WIDE
 from midstream.validation import (
     at,
     listed,
@@ -309,10 +309,10 @@ def _reconstruct(value: object) -> dict[str, int]:
     for place, features in places.items():
         site, _, layer = place.partition(":") if isinstance(place, str) else ("", "", "")
         name = sites.canonical(site)
-        if name not in SITES or not layer.isdecimal():
+        if name not in WIDE or not layer.isdecimal():
             raise SpecError(
                 "",
-                f"expected places such as resid_post:12, of {', '.join(SITES)}, and a layer from "
+                f"expected places such as resid_post:12, of {', '.join(WIDE)}, and a layer from "
                 f"0, got {show(place)}",
             )
         key = f"{name}:{int(layer)}"

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec.capture import Capture
 from midstream.spec.controller import read_seconds
+from midstream.spec.readouts.capture import Capture
 from midstream.spec.sink_target import MEMORY, read_name
 from midstream.validation import at, read_count, read_mapping, setting, show
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError
 from midstream.fit.folds import Indices
 from midstream.results.arrays import to_numpy
-from midstream.spec.capture import Capture
+from midstream.spec.readouts.capture import Capture
 from midstream.validation import kind, show
 
 

@@ -18,10 +18,10 @@ from midstream.fit.guards import Guard, MaxKL, MaxPerplexity
 from midstream.fit.text_scores import logprobs_of, perplexity_of, reading_params
 from midstream.fit.tune_result import Tuning
 from midstream.results.arrays import to_numpy
-from midstream.spec.logits import Logits
 from midstream.spec.positions.items import Window
-from midstream.spec.resolve.tap_lookup import check_tapped
+from midstream.spec.readouts.logits import Logits
 from midstream.spec.shape import ModelShape
+from midstream.spec.tap_lookup import check_tapped
 from midstream.validation import at, is_int, kind, read_float32
 
 Effect = Callable[[Any], float]

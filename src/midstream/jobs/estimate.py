@@ -21,8 +21,8 @@ from midstream.sites import ENDS, INNER, OUTER
 from midstream.spec.positions.decoded_text import text_map
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.shape import ModelShape
+from midstream.spec.tap_lookup import find_taps
 from midstream.store.backends.local import LocalFolder, folder_of
 from midstream.validation import listed
 

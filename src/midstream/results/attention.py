@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from midstream import viz
 from midstream.errors import SpecError
-from midstream.results.arrays import to_numpy
+from midstream.results.arrays import array_of, from_base64, to_base64, to_numpy
 from midstream.validation import as_number, is_int
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from midstream.results.activations import Activations
+    from midstream.sites import Tap
+    from midstream.spec.readouts.attention import Attention
+    from midstream.spec.resolved import Pattern, ResolvedCapture
+
 Key = tuple[str, int]  # (name of the `Attention`, layer from 0)
+_WORDS = {"top": "top_keys"}
 # Queries, keys and lines that a notebook shows.
 _SHOWN = 128
 
@@ -80,6 +86,11 @@ class AttentionResults(Mapping[Key, AttentionRows]):
     was given.
     """
 
+    rows_field: ClassVar[str] = "attention_rows"
+    about: ClassVar[str] = "Attention weights, by layer."
+    json_type: ClassVar[str] = "array"
+    fewer: ClassVar[str] = "fewer queries, layers or heads, or a smaller reduction"
+
     def __init__(self, rows: Mapping[Key, AttentionRows], num_layers: int | None = None) -> None:
         """Create from rows.
 
@@ -115,6 +126,68 @@ class AttentionResults(Mapping[Key, AttentionRows]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @staticmethod
+    def decode(
+        rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Attention]]
+    ) -> AttentionResults | None:
+        """Return what read-outs have among the rows of a completion; None: they have none."""
+        results: dict[Key, AttentionRows] = {}
+        for capture, asked in readouts:
+            assert capture.pattern is not None
+            for place, tap in enumerate(capture.taps):
+                if tap in rows.counts():
+                    count = capture.pattern.counts[place]
+                    results[asked.name, tap[1]] = _rows_of(
+                        rows, tap, capture.pattern, count, asked.heads
+                    )
+        return AttentionResults(results, rows.num_layers) if results else None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all values and keys, before base64."""
+        sizes = [rows.values.numel() * 4 for rows in self.values()]
+        sizes += [rows.keys.numel() * 4 for rows in self.values() if rows.keys is not None]
+        return sum(sizes)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return an object for each (name, layer).
+
+        Its fields are `name`, `layer`, `reduce`, `positions` and `heads`, and as little-endian
+        bytes in base64 `values`, float32 of the shape `shape`, and `keys` of `top_keys`, int32 of
+        that shape.
+        """
+        objects = []
+        for (name, layer), rows in self.items():
+            fields = {
+                "name": name,
+                "layer": layer,
+                "reduce": rows.reduce,
+                "positions": rows.positions.tolist(),
+                "heads": list(rows.heads),
+                "shape": list(rows.values.shape),
+                "values": to_base64(rows.values, "<f4"),
+            }
+            if rows.keys is not None:
+                fields["keys"] = to_base64(rows.keys, "<i4")
+            objects.append(fields)
+        return objects
+
+    @staticmethod
+    def from_json(values: Sequence[Mapping[str, Any]]) -> AttentionResults:
+        """Read what `to_json` returned."""
+        rows: dict[Key, AttentionRows] = {}
+        for fields in values:
+            shape = tuple(fields["shape"])
+            keys = from_base64(fields["keys"], shape, "<i4", "int64") if "keys" in fields else None
+            rows[fields["name"], fields["layer"]] = AttentionRows(
+                fields["reduce"],
+                from_base64(fields["values"], shape, "<f4", "float32"),
+                keys,
+                array_of(fields["positions"], "int64"),
+                tuple(fields["heads"]),
+            )
+        return AttentionResults(rows)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -220,3 +293,35 @@ def _top_keys(
 
 def _part(is_cut: bool) -> str:
     return ", the first part" if is_cut else ""
+
+
+def _rows_of(
+    rows: Activations, tap: Tap, pattern: Pattern, count: int, asked: tuple[int, ...] | None
+) -> AttentionRows:
+    """Return the rows of attention of one layer, in memory of their own.
+
+    Args:
+        count: number of heads that a row has.
+        asked: the heads that the caller gets; None: all.
+    """
+    import torch
+
+    values = rows[tap].as_subclass(torch.Tensor).unflatten(1, (count, pattern.size))
+    heads = tuple(range(count)) if asked is None else asked
+    if asked is not None:
+        # A row has the heads of the pattern, ascending, or all of them.
+        computed = pattern.heads or range(count)
+        values = values[:, [computed.index(head) for head in asked]]
+    positions = rows.positions_of(*tap).clone()
+    keys = None
+    match pattern.kind:
+        case "top":
+            k = pattern.size // 2
+            keys = values[..., :k].contiguous().view(torch.int32).long()
+            values = values[..., k:]
+        case "full" | "scores":
+            values = values[..., : int(positions[-1]) + 1 if len(positions) else 0]
+        case _:
+            values = values[..., 0]
+    word = _WORDS.get(pattern.kind, pattern.kind)
+    return AttentionRows(word, values.clone(), keys, positions, heads)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.results.arrays import array_of, from_base64, to_base64
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from midstream.results.activations import Activations
+    from midstream.spec.readouts.features import Features
+    from midstream.spec.resolved import ResolvedCapture
     from midstream.viz import Picture
 
 # Arrays of the JSON form, with the dtypes in it and here.
@@ -170,6 +173,11 @@ class FeatureResults(Mapping[str, FeatureRows]):
     by default those of the SAEs.
     """
 
+    rows_field: ClassVar[str] = "feature_rows"
+    about: ClassVar[str] = "Active features, by name."
+    json_type: ClassVar[str] = "object"
+    fewer: ClassVar[str] = "fewer positions, or a smaller `top`"
+
     def __init__(self, rows: Mapping[str, FeatureRows]) -> None:
         self._rows = dict(rows)
 
@@ -195,6 +203,18 @@ class FeatureResults(Mapping[str, FeatureRows]):
         """Bytes of the JSON form's numbers, before base64."""
         return sum(rows.nbytes for rows in self.values())
 
+    @staticmethod
+    def decode(
+        rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Features]]
+    ) -> FeatureResults | None:
+        """Return what read-outs have among the rows of a completion; None: they have none."""
+        results = {
+            asked.name: _features_of(rows, capture, asked.top)
+            for capture, asked in readouts
+            if capture.taps[0] in rows.counts()
+        }
+        return FeatureResults(results) if results else None
+
     def to_json(self) -> dict[str, Any]:
         """Return `FeatureRows.to_json` of each, by name."""
         return {name: rows.to_json() for name, rows in self.items()}
@@ -207,3 +227,24 @@ class FeatureResults(Mapping[str, FeatureRows]):
 
 def _padded(pairs: list[tuple[int, float]], width: int) -> list[tuple[int, float]]:
     return pairs + [(-1, float("nan"))] * (width - len(pairs))
+
+
+def _features_of(rows: Activations, capture: ResolvedCapture, top: int) -> FeatureRows:
+    """Return the rows of an SAE, in memory of their own."""
+    import torch
+
+    pattern = capture.pattern
+    assert pattern is not None
+    (tap,) = capture.taps
+    features = tuple(feature for feature, _ in pattern.keys)
+    every = rows[tap].as_subclass(torch.Tensor)
+    ids, values, chosen, number = every.split([top, top, len(features), 1], -1)
+    return FeatureRows(
+        ids.contiguous().view(torch.int32).long(),
+        values.clone(),
+        features,
+        chosen.clone(),
+        number.contiguous().view(torch.int32).long()[:, 0],
+        rows.positions_of(*tap).clone(),
+        *pattern.reads[0],
+    )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.results.arrays import array_of, from_base64, to_base64
 from midstream.results.lens_table import LensCell, LensTable, shown_by, token_cell
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from midstream.results.activations import Activations
+    from midstream.spec.readouts.lens import Lens
+    from midstream.spec.resolved import ResolvedCapture
+    from midstream.spec.selection import Layers
 
 # Arrays of the JSON form, with the dtypes in it and here.
 _FLOATS = "values", "token_values", "logsumexp"
@@ -149,6 +154,11 @@ class LensResults(Mapping[str, LensRows]):
     `lens["logit"]` is that of a `Lens` without a name of its own.
     """
 
+    rows_field: ClassVar[str] = "lens_rows"
+    about: ClassVar[str] = "Tokens of layers, by name of the lens."
+    json_type: ClassVar[str] = "object"
+    fewer: ClassVar[str] = "fewer positions, layers or tokens"
+
     def __init__(self, rows: Mapping[str, LensRows]) -> None:
         self._rows = dict(rows)
 
@@ -169,6 +179,23 @@ class LensResults(Mapping[str, LensRows]):
     def __repr__(self) -> str:
         return f"LensResults({', '.join(f'{name}: {rows!r}' for name, rows in self.items())})"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the JSON form's numbers, before base64."""
+        return sum(rows.nbytes for rows in self.values())
+
+    @staticmethod
+    def decode(
+        rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Lens]]
+    ) -> LensResults | None:
+        """Return what read-outs have among the rows of a completion; None: they have none."""
+        results = {
+            asked.name: _lens_of(rows, capture, asked)
+            for capture, asked in readouts
+            if capture.taps[0] in rows.counts()
+        }
+        return LensResults(results) if results else None
+
     def to_json(self) -> dict[str, Any]:
         """Return `LensRows.to_json` of each, by name."""
         return {name: rows.to_json() for name, rows in self.items()}
@@ -182,3 +209,40 @@ class LensResults(Mapping[str, LensRows]):
 def _from_last(layers: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return (index, layer) of layers, the last layer first."""
     return sorted(enumerate(layers), key=lambda pair: -pair[1])
+
+
+def _lens_of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRows:
+    """Return the rows of a lens, in memory of their own, with the layers as they are listed."""
+    import torch
+
+    assert capture.pattern is not None
+    tokens, top = tuple(token for token, _ in capture.pattern.keys), asked.top
+    taps = {tap[1]: tap for tap in capture.taps}
+    layers = _as_listed(sorted(taps), asked.layers)
+    every = torch.stack([rows[taps[layer]].as_subclass(torch.Tensor) for layer in layers], 1)
+    ids, values, chosen, ranks, total = every.split([top, top, len(tokens), len(tokens), 1], -1)
+    return LensRows(
+        values.clone(),
+        ids.contiguous().view(torch.int32).long(),
+        tokens,
+        chosen.clone(),
+        ranks.contiguous().view(torch.int32).long(),
+        total[..., 0].clone(),
+        rows.positions_of(*capture.taps[0]).clone(),
+        layers,
+    )
+
+
+def _as_listed(layers: list[int], asked: Layers) -> tuple[int, ...]:
+    """Return layers in the order in which a request lists them.
+
+    Args:
+        layers: the layers, from 0, ascending.
+        asked: the same as listed; a negative layer is counted from the last.
+    """
+    if asked.indices == "all":
+        return tuple(layers)
+    from_end = sorted(layer for layer in asked.indices if layer < 0)
+    rest = [layer for layer in layers if layer not in asked.indices]
+    named = dict(zip(from_end, rest, strict=True))
+    return tuple(named.get(layer, layer) for layer in asked.indices)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.results.arrays import array_of, from_base64, to_base64
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from midstream.results.activations import Activations
+    from midstream.spec.readouts.logits import Logits
+    from midstream.spec.resolved import ResolvedCapture
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,10 +28,25 @@ class LogitRows:
         positions: int64 [positions], ascending. Row p has the logits of token p + 1.
     """
 
+    rows_field: ClassVar[str] = ""
+    about: ClassVar[str] = "Logits of the positions asked for."
+    json_type: ClassVar[str] = "object"
+    fewer: ClassVar[str] = "fewer positions or tokens"
+
     values: Tensor
     ids: Tensor
     logsumexp: Tensor
     positions: Tensor
+
+    @staticmethod
+    def decode(
+        rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Logits]]
+    ) -> LogitRows | None:
+        """Return what read-outs have among the rows of a completion; None: they have none."""
+        for capture, asked in readouts:
+            if capture.taps[0] in rows.counts():
+                return _logits_of(rows, capture, asked)
+        return None
 
     @property
     def logprobs(self) -> Tensor:
@@ -68,3 +87,23 @@ class LogitRows:
             from_base64(value["logsumexp"], shape[:1], "<f4", "float32"),
             array_of(value["positions"], "int64"),
         )
+
+
+def _logits_of(rows: Activations, capture: ResolvedCapture, asked: Logits) -> LogitRows:
+    """Return the logits of a completion, in memory of their own."""
+    import torch
+
+    (tap,) = capture.taps
+    values = rows[tap].as_subclass(torch.Tensor).clone()
+    positions = rows.positions_of(*tap).clone()
+    values, total = values[:, :-1], values[:, -1]
+    count = values.shape[1]
+    if asked.top:
+        count //= 2
+        ids = values[:, :count].contiguous().view(torch.int32).long()
+        return LogitRows(values[:, count:], ids, total, positions)
+    if isinstance(asked.tokens, str):
+        return LogitRows(values, torch.arange(count).expand(len(values), -1), total, positions)
+    assert capture.pattern is not None
+    chosen = torch.tensor([token for token, _ in capture.pattern.keys])
+    return LogitRows(values, chosen.expand(len(values), -1), total, positions)

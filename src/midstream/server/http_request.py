@@ -10,6 +10,7 @@ from typing import Any
 
 from midstream.config.http import HttpSettings
 from midstream.errors import BusyError, HttpError, MidstreamError, ReceiptError, SpecError
+from midstream.results.readouts import RESULTS
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import audit_log
 from midstream.server.capture_cache import CaptureCache, Reservation
@@ -26,14 +27,13 @@ class ChoiceUpdate:
     Attributes:
         probes: latest scores by name, cumulative; None if there are none.
         rows: partial rows received since the last update, without overlap.
+        readouts: the same of read-outs, by the attribute of outputs.
         final: vLLM's CompletionOutput, once the choice has ended; else None.
     """
 
     probes: Any = None
     rows: list[Any] = field(default_factory=list)
-    attention: list[Any] = field(default_factory=list)
-    lens: list[Any] = field(default_factory=list)
-    features: list[Any] = field(default_factory=list)
+    readouts: dict[str, list[Any]] = field(default_factory=dict)
     final: Any = None
     request_id: str = ""
 
@@ -178,9 +178,7 @@ class RequestContext:
             return
         if completion.activations is not None:
             update.rows.append(completion.activations)
-        if completion.attention is not None:
-            update.attention.append(completion.attention)
-        if completion.lens is not None:
-            update.lens.append(completion.lens)
-        if completion.features is not None:
-            update.features.append(completion.features)
+        for name, kind in RESULTS.items():
+            result = getattr(completion, name)
+            if result is not None and kind.rows_field:
+                update.readouts.setdefault(name, []).append(result)

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from midstream.config.config import KEY
+from midstream.results.readouts import RESULTS
 from midstream.server.request_field import RETURNS
 from midstream.server.server import PATHS
 from midstream.spec.control_laws import Threshold
@@ -141,10 +142,10 @@ def _response_schema() -> dict[str, Any]:
                 "type": "object",
                 "description": "Captured rows as safetensors: in base64, or the URL to fetch.",
             },
-            "attention": {"type": "array", "description": "Attention weights, by layer."},
-            "features": {"type": "object", "description": "Active features, by name."},
-            "lens": {"type": "object", "description": "Tokens of layers, by name of the lens."},
-            "logits": {"type": "object", "description": "Logits of the positions asked for."},
+            **{
+                name: {"type": kind.json_type, "description": kind.about}
+                for name, kind in sorted(RESULTS.items())
+            },
             "captures": {"type": "object", "description": "Result of storing the rows, by sink."},
         },
     }

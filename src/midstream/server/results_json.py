@@ -12,18 +12,13 @@ import torch
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
 from midstream.results.activations import Activations, rows_after
-from midstream.results.attention import AttentionResults
-from midstream.results.attention_json import nbytes_of, to_json
-from midstream.results.features import FeatureResults
-from midstream.results.lens import LensResults
-from midstream.results.logits import LogitRows
 from midstream.results.probe_scores import Probes
+from midstream.results.readouts import RESULTS, ReadOutResult
 from midstream.results.serialization import PackedRows, pack
 from midstream.server.base64_text import Base64Text, dump
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.sites import ENDS, Tap
-from midstream.spec.attention import is_vectors
 from midstream.spec.selection import Layers
 from midstream.spec.sink_target import MEMORY
 
@@ -73,22 +68,13 @@ class ResultEncoder:
                         if n
                     }
                 )
-        if update.attention:
-            encoded["attention_rows"] = [
-                self._attention(attention) for attention in update.attention
-            ]
-        if update.final is not None and update.final.attention is not None:
-            encoded["attention"] = self._attention(update.final.attention)
-        if update.lens:
-            encoded["lens_rows"] = [self._lens(lens) for lens in update.lens]
-        if update.final is not None and update.final.lens is not None:
-            encoded["lens"] = self._lens(update.final.lens)
-        if update.features:
-            encoded["feature_rows"] = [self._features(features) for features in update.features]
-        if update.final is not None and update.final.features is not None:
-            encoded["features"] = self._features(update.final.features)
-        if update.final is not None and update.final.logits is not None:
-            encoded["logits"] = self._logits(update.final.logits)
+        for name, kind in RESULTS.items():
+            if name in update.readouts:
+                parts = update.readouts[name]
+                encoded[kind.rows_field] = [self._readout(name, part) for part in parts]
+            whole = None if update.final is None else getattr(update.final, name)
+            if whole is not None:
+                encoded[name] = self._readout(name, whole)
         if update.final is not None:
             sinks = {
                 sink: {
@@ -111,23 +97,9 @@ class ResultEncoder:
                 encoded["activations"] = await self._whole(context, update.request_id, rows)
         return encoded
 
-    def _attention(self, results: AttentionResults) -> list[dict[str, Any]]:
-        fewer = "fewer queries, layers or heads, or a smaller reduction"
-        self._check_inline("attention", nbytes_of(results), fewer)
-        return to_json(results)
-
-    def _lens(self, results: LensResults) -> dict[str, Any]:
-        fewer = "fewer positions, layers or tokens"
-        self._check_inline("lens", sum(rows.nbytes for rows in results.values()), fewer)
-        return results.to_json()
-
-    def _features(self, results: FeatureResults) -> dict[str, Any]:
-        self._check_inline("features", results.nbytes, "fewer positions, or a smaller `top`")
-        return results.to_json()
-
-    def _logits(self, rows: LogitRows) -> dict[str, Any]:
-        self._check_inline("logits", rows.nbytes, "fewer positions or tokens")
-        return rows.to_json()
+    def _readout(self, name: str, result: ReadOutResult) -> Any:
+        self._check_inline(name, result.nbytes, result.fewer)
+        return result.to_json()
 
     def _check_inline(self, what: str, size: int, fewer: str) -> None:
         """Raise an HttpError, 413, if results are larger than a response may be."""
@@ -216,7 +188,7 @@ def _streamed(context: RequestContext, rows: Activations) -> list[Tap]:
     """Return the taps whose rows a stream has as they are computed."""
     plan = context.request_field.plan
     planned = () if plan is None else plan.captures
-    captures = [capture for capture in planned if capture.stream and is_vectors(capture)]
+    captures = [capture for capture in planned if capture.stream and capture.returns_vectors]
     return [
         (site, layer)
         for site, layer in rows

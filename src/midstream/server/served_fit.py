@@ -15,7 +15,7 @@ from midstream.runtime.frontend.request.prompt.tokenized import tokenize
 from midstream.server import audit_log
 from midstream.server.fit_body import FitBody
 from midstream.server.server import Server
-from midstream.spec.capture import Capture
+from midstream.spec.readouts.capture import Capture
 from midstream.sweep.async_run import RUN_ID
 from midstream.validation import at, is_int
 

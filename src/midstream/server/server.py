@@ -37,7 +37,7 @@ from midstream.spec import Plan
 from midstream.spec.captured_rows import OpenRows
 from midstream.spec.operations import has_captured
 from midstream.spec.positions.work import check_called
-from midstream.spec.resolve.tap_lookup import size_of
+from midstream.spec.tap_lookup import size_of
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import SteeringState

@@ -32,7 +32,7 @@ from midstream.sinks.manifest import VERSION, manifest_of
 from midstream.sinks.name_claims import NameClaims
 from midstream.sinks.npz_arrays import Arrays, arrays_of, arrays_of_attention, described, forms
 from midstream.sinks.safe_paths import FOLDER, folder_beneath, is_there
-from midstream.spec.resolve.attention import ATTENTION
+from midstream.spec.readouts.attention import ATTENTION
 
 MANIFEST = "manifest.json"
 LOCKS = ".names.lock"  # its bytes are locked for the ids of running requests

@@ -6,7 +6,7 @@ import logging
 
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Sink
-from midstream.spec.resolve.attention import ATTENTION
+from midstream.spec.readouts.attention import ATTENTION
 
 NAME = "midstream.captures"
 LEVELS = ("debug", "info", "warning", "error")

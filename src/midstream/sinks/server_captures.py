@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from midstream.errors import ConfigError, SpecError
 from midstream.sinks.kept_rows import KEPT, Collected
 from midstream.sinks.sink_set import SinkSet
-from midstream.spec.capture import Capture
 from midstream.spec.plan import Plan
-from midstream.spec.resolve.tap_lookup import find_taps
+from midstream.spec.readouts.capture import Capture
 from midstream.spec.shape import ModelShape
 from midstream.spec.sink_target import MEMORY, read_name
+from midstream.spec.tap_lookup import find_taps
 from midstream.validation import at, hint, kind, listed, show
 
 MAX_NAMES = 64
@@ -209,7 +209,8 @@ class ServerCaptures:
         stored = tuple(capture for capture in captures if capture.sink != KEPT)
         if stored:
             self._sinks.check(Plan(captures=stored))
-        return Plan(captures=tuple(captures)).captures  # checks that they differ
+        Plan(captures=tuple(captures))  # checks that they differ
+        return tuple(captures)
 
     def _read_one(self, name: str, part: object, sink: str | None) -> Capture:
         capture = Capture.parse(part)

@@ -15,7 +15,8 @@ from midstream.sinks.name_claims import NamedCapture, RequestNames
 from midstream.sinks.queue import QueueTimes, SinkQueue
 from midstream.sinks.registry import make_sink
 from midstream.spec import Capture, Plan
-from midstream.spec.attention import Attention
+from midstream.spec.readouts import ReadOut
+from midstream.spec.readouts.attention import Attention
 from midstream.spec.sink_target import MEMORY
 from midstream.validation import at, hint, listed, show
 
@@ -137,7 +138,7 @@ class SinkSet:
             self._check_answers(name)
         call.result()
 
-    def check_metadata(self, capture: Capture) -> None:
+    def check_metadata(self, capture: ReadOut) -> None:
         """Check that the metadata of a capture have no key that its sink reserves."""
         sink = self._sinks.get(capture.sink)
         for key in () if sink is None else sink.reserved:

@@ -6,14 +6,9 @@ Pure Python: importable without torch and without vLLM.
 from __future__ import annotations
 
 from midstream.spec.act import Flag, Stop, Switch
-from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
-from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.controller import Controller
-from midstream.spec.features import Features
 from midstream.spec.instructions import Instruction
-from midstream.spec.lens import Lens
-from midstream.spec.logits import Logits
 from midstream.spec.mlp import MLP
 from midstream.spec.named_vector import Named
 from midstream.spec.operations import (
@@ -38,7 +33,13 @@ from midstream.spec.positions.position_set import Match, Where
 from midstream.spec.positions.positions import Positions, Role, Span, Text, TokenIds, Window
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.probe import Probe
-from midstream.spec.resolve.resolved import (
+from midstream.spec.readouts.attention import Attention, Entropy, Mass, TopKeys
+from midstream.spec.readouts.capture import Capture
+from midstream.spec.readouts.features import Features
+from midstream.spec.readouts.lens import Lens
+from midstream.spec.readouts.logits import Logits
+from midstream.spec.readouts.norms import Norms
+from midstream.spec.resolved import (
     ResolvedCapture,
     ResolvedEdit,
     ResolvedPlan,
@@ -75,6 +76,7 @@ __all__ = [
     "Match",
     "ModelShape",
     "Named",
+    "Norms",
     "Plan",
     "Positions",
     "Probe",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -16,11 +15,6 @@ if TYPE_CHECKING:
 
 # Rounding to float32 perturbs linearly dependent rows by about 1e-7 of their length.
 _INDEPENDENT = 1e-6
-
-
-def float32(value: float) -> float:
-    """Return the nearest float32 as a Python float."""
-    return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
 def wide(vectors: Sequence[Vector]) -> NDArray[np.float64]:

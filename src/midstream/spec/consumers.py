@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import TypeGuard
 
 from midstream.errors import SpecError
-from midstream.spec.capture import FIELDS, Capture
+from midstream.spec.readouts.capture import FIELDS, Capture
 from midstream.spec.selection import read_site
 from midstream.spec.sink_target import read_name
 from midstream.validation import at, kind, read_fields

@@ -11,14 +11,13 @@ from typing import TypeVar
 
 from midstream.errors import SpecError
 from midstream.spec.act import Switch
-from midstream.spec.attention import parse_capture
-from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import OpenRows
 from midstream.spec.consumers import names_consumers, read_consumers
 from midstream.spec.controller import Controller
 from midstream.spec.named_lookup import Lookup
-from midstream.spec.operations import Edit, bind_edit, fill_edit, parse_edit
+from midstream.spec.operations import Edit, Gate, Steer, bind_edit, fill_edit, parse_edit
 from midstream.spec.probe import Probe
+from midstream.spec.readouts import Capture, ReadOut, parse_readout
 from midstream.spec.shape import ModelShape
 from midstream.validation import MAX_PARTS, at, kind, listed, read_fields, read_json, show
 
@@ -50,7 +49,7 @@ class Plan:
             to read.
     """
 
-    captures: tuple[Capture, ...] = ()
+    captures: tuple[ReadOut, ...] = ()
     edits: tuple[Edit, ...] = ()
     probes: tuple[Probe, ...] = ()
     origins: tuple[int, ...] = ()
@@ -60,7 +59,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, parts, form, shown in (
-            ("capture", self.captures, Capture, "`Capture`"),
+            ("capture", self.captures, ReadOut, "`Capture`"),
             ("edits", self.edits, Edit, "edits"),
             ("probes", self.probes, Probe, "`Probe`"),
         ):
@@ -70,7 +69,7 @@ class Plan:
                 raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(parts)}")
         if self.controller is not None:
             _check_controller(self, self.controller)
-        first: dict[Capture, int] = {}
+        first: dict[ReadOut, int] = {}
         for index, capture in enumerate(self.captures):
             if first.setdefault(capture, index) != index:
                 raise SpecError(f"capture[{index}]", f"duplicate of capture[{first[capture]}]")
@@ -159,7 +158,7 @@ class Plan:
             chosen = None if controller is None else Controller.parse(controller)
         is_none_yet = isinstance(edits, (list, tuple)) and not edits
         return Plan(
-            _read_parts("capture", capture, parse_capture),
+            _read_parts("capture", capture, parse_readout),
             () if is_none_yet else _read_parts("edits", edits, parse_edit),
             _read_parts("probes", probes, Probe.parse),
             controller=chosen,
@@ -281,6 +280,18 @@ class Plan:
                 edits.extend(expand(edit))
             origins += [self.origin(index)] * (len(edits) - len(origins))
         return tuple(edits), tuple(origins)
+
+
+def asks_engine(plan: Plan) -> bool:
+    """Return whether it has read-outs or tokens for which an engine has to be asked."""
+    readouts = any(not isinstance(capture, Capture) for capture in plan.captures)
+    return readouts or any(map(has_token, plan.edits))
+
+
+def has_token(edit: Edit) -> bool:
+    """Return whether an edit, or that of a gate, has a token in place of its vector."""
+    steer = edit.edit if isinstance(edit, Gate) else edit
+    return isinstance(steer, Steer) and steer.token is not None
 
 
 def _check_controller(plan: Plan, controller: Controller) -> None:

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.spec.act import Act, Switch, read_act
-from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
-from midstream.spec.attention import Entropy, Mass, read_reduction
 from midstream.spec.forms import (
     IndicesLike,
     LayersLike,
@@ -31,11 +29,12 @@ from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import Operation, by_value, read_scalar, rows_by_value
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.row_order import check_row_order
+from midstream.spec.readouts.attention import Entropy, Mass, read_reduction
 from midstream.spec.row_per_layer import check_per_layer, is_by_layer, read_per_layer
 from midstream.spec.selection import Layers
 from midstream.spec.trained_mlp import is_network, read_module, read_network
 from midstream.spec.vector import Vector
-from midstream.validation import at, kind, listed, show
+from midstream.validation import at, float32, kind, listed, show
 
 if TYPE_CHECKING:
     import numpy as np

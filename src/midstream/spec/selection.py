@@ -24,6 +24,8 @@ LOGITS = (
     "logits are returned by Logits(top=…) or Logits(tokens=…), edited by Bias alone, and read by "
     "no probe or gate; final_norm is what the head reads"
 )
+# The sites whose vectors are of the model's width, whole on every rank.
+WIDE = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
 # Hooks of TransformerLens that `Attention` reads, and its argument `reduce`.
 _WEIGHTS = {"attn.hook_pattern": "full", "attn.hook_attn_scores": "scores"}
 Name = tuple[str, int | None]  # (canonical site, layer if the name has one)

@@ -1,14 +1,19 @@
-"""Tokens by id or by text, as `Lens`, `Logits` and `Steer` take them."""
+"""Tokens and lenses as `Lens`, `Logits` and `Steer` name them: tokens by id or by text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from midstream.errors import SpecError
+from midstream.spec.sink_target import read_name
 from midstream.validation import INT_LIMIT, as_list, at, is_int, kind, read_int, show
 
 Token: TypeAlias = int | str
+# The lens without maps.
+LOGIT: Literal["logit"] = "logit"
+# The sites that have the stream itself.
+STREAM = ("resid_pre", "resid_mid", "resid_post")
 
 
 def read_token(value: object) -> Token:
@@ -65,3 +70,13 @@ def known_ids(tokens: Sequence[Token]) -> list[int]:
         if isinstance(token, str):
             raise SpecError(f"tokens[{index}]", "expected a token id here, got a text")
     return [token for token in tokens if isinstance(token, int)]
+
+
+def read_kind(value: object) -> str:
+    """Read "logit", or the name of a registered lens."""
+    if not isinstance(value, str):
+        problem = f"expected `str`, got {kind(value)}"
+        if hasattr(value, "matrices"):
+            problem += "; register it, and give its name: llm.lenses.register(name, lens)"
+        raise SpecError("", problem)
+    return read_name(value, may_be_empty=False)

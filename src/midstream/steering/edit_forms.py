@@ -19,8 +19,8 @@ from midstream.spec.plan import Plan, ServerWide, parse_server_wide
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.probe import Probe
 from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.shape import ModelShape
+from midstream.spec.tap_lookup import find_taps
 from midstream.steering.parse import read_placed
 from midstream.validation import MAX_PARTS, at, kind, read_fields
 

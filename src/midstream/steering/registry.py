@@ -18,8 +18,8 @@ from midstream.spec.named_lookup import FeatureSource, Lookup, NamedEdits, Regis
 from midstream.spec.named_vector import read_name
 from midstream.spec.operation import by_value
 from midstream.spec.operations import Edit, Gate
-from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
 from midstream.spec.shape import ModelShape
+from midstream.spec.tap_lookup import check_tapped, find_layer, find_taps
 from midstream.spec.vector import Vector
 from midstream.steering.changes import Changes, OwnProcess
 from midstream.steering.edit_forms import bind_part, names_edits, read_named_edits

@@ -12,9 +12,9 @@ from midstream.sites import Tap
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.select import PromptSelections, in_listed_order
-from midstream.spec.resolve.tap_lookup import find_layer, find_taps
 from midstream.spec.selection import Sites
 from midstream.spec.shape import ModelShape
+from midstream.spec.tap_lookup import find_layer, find_taps
 from midstream.sweep.request import SweepRequest
 from midstream.validation import at
 

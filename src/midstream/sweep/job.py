@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from midstream.spec import Capture, CapturedRows, Logits, Plan
 from midstream.spec.captured_rows import OpenRows
 from midstream.spec.named_lookup import Lookup, SaeName, pick, vectors_of
 from midstream.spec.positions.prompt import Prompt
+from midstream.spec.readouts import ReadOut
 from midstream.spec.shape import ModelShape
 from midstream.sweep.alignment import align_positions
 from midstream.sweep.cells import MAX_CELLS, Grid, SweepCell, plan_grid
@@ -292,8 +293,8 @@ class SweepJob:
             places[tap] = {position: row for row, position in enumerate(positions)}
         self._rows = PatchRows(rows, places, self._aligned or {})
 
-    def _plan_of(self, edits: list[Any], captures: list[Capture] | None = None) -> Plan | None:
-        readouts = list(captures or ())
+    def _plan_of(self, edits: list[Any], captures: Sequence[ReadOut] = ()) -> Plan | None:
+        readouts = list(captures)
         if self.request.reads_all:
             readouts.append(Logits(tokens="all", positions="last_prompt"))
         return Plan.make(capture=readouts or None, edits=edits or None)

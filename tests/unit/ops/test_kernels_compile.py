@@ -36,7 +36,7 @@ def _kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
     from midstream.ops.scan.launch import launch_options as of_scans
     from midstream.ops.site_kernel import site_kernel
     from midstream.ops.site_triton import _launch_options
-    from midstream.runtime.worker.attention.scores_kernel import scores_kernel
+    from midstream.runtime.worker.readouts.scores_kernel import scores_kernel
 
     def options(dependent: bool, is_few: bool) -> dict[str, Any]:
         """Those of a launch that are no constants of the kernel."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from midstream import Features, Lens, Plan, SpecError
-from midstream.spec.attention import parse_capture
+from midstream.spec.readouts import parse_readout
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from midstream.spec.attention import parse_capture
 )
 def test_the_json_form_is_read_as_the_same(asked: Features) -> None:
     given = json.loads(json.dumps(asked.to_dict()))
-    assert parse_capture(given) == asked
+    assert parse_readout(given) == asked
     plan = Plan.parse({"capture": [given, {"layers": [0], "top": 2}]})
     assert [type(one) for one in plan.captures] == [Features, Lens]
     assert plan.without_places().captures[0] == Features.parse({**given, "stream": False})
@@ -56,7 +56,7 @@ def test_the_saes_own_place_is_taken_where_none_is_given() -> None:
 )
 def test_what_is_malformed_is_refused(given: Any, path: str, problem: str) -> None:
     with pytest.raises(SpecError, match=problem) as caught:
-        parse_capture(given)
+        parse_readout(given)
     assert caught.value.path.startswith(path) or path == "codec"
 
 

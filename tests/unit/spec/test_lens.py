@@ -7,24 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.readings import finished_plan
 
 from midstream import Lens, Plan, SpecError
 from midstream.spec import ModelShape, Prompt, ResolvedPlan
-from midstream.spec.attention import parse_capture
-from midstream.spec.resolve.lens import LENS, check_lenses
+from midstream.spec.readouts import parse_readout
+from midstream.spec.readouts.lens import LENS
 from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolve.resolved import LensMap
 from midstream.spec.resolve.wire import from_bytes, to_bytes
+from midstream.spec.resolved import LensMap
 
 SHAPE = ModelShape(3, 4, [("resid_post", 0), ("resid_post", 1), ("resid_post", 2)])
-
-
-def config(ranks: int = 1, lora: Any = None) -> Any:
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-        lora_config=lora,
-        model_config=SimpleNamespace(get_vocab_size=lambda: 40),
-    )
 
 
 @pytest.mark.parametrize(
@@ -36,14 +29,15 @@ def config(ranks: int = 1, lora: Any = None) -> Any:
     ],
 )
 def test_it_is_read_back_from_its_json_form(one: Lens) -> None:
-    assert parse_capture(one.to_dict()) == one == Lens.parse(one)
+    assert parse_readout(one.to_dict()) == one == Lens.parse(one)
     plan = Plan.make(capture=one)
     assert Plan.parse(plan.to_json()) == plan
 
 
 def test_its_resolved_form_is_read_back_with_its_tokens_in_order() -> None:
-    plan = resolve(Plan.make(capture=Lens(top=2, tokens=[9, 2, 3])), SHAPE, Prompt(6), 3)
-    check_lenses(plan, config())
+    given = Plan.make(capture=Lens(top=2, tokens=[9, 2, 3]))
+    plan = resolve(given, SHAPE, Prompt(6), 3)
+    assert finished_plan(given, SHAPE) == plan
     assert from_bytes(to_bytes(plan)) == plan
     (capture,) = plan.captures
     assert capture.taps == (("lens.logit", 0), ("lens.logit", 1), ("lens.logit", 2))
@@ -67,8 +61,8 @@ def test_a_registered_lens_has_a_map_for_each_layer() -> None:
 def test_its_forms_are_alike() -> None:
     assert Lens(tokens=7) == Lens(tokens=[7]) != Lens(tokens="7") == Lens(tokens=["7"])
     assert Lens(0, stream=True).without_place() == Lens(0) == Lens(layer=0)
-    assert parse_capture({"layer": 3, "top": 2}) == Lens(3, 2)
-    assert parse_capture({"kind": "logit"}) == Lens()
+    assert parse_readout({"layer": 3, "top": 2}) == Lens(3, 2)
+    assert parse_readout({"kind": "logit"}) == Lens()
     ids = {" a": 5, " b": 6}
     assert Lens(0, tokens=[" b", 1, " a"]).with_ids(ids.__getitem__) == Lens(0, tokens=[6, 1, 5])
 
@@ -88,7 +82,7 @@ def test_its_forms_are_alike() -> None:
         (lambda: Lens(kind=SimpleNamespace(matrices={})), "kind", "register it, and give its name"),
         (lambda: Lens(name="a b"), "name", "characters"),
         (lambda: Lens(codec="full8"), "codec", "unknown argument of Lens"),
-        (lambda: parse_capture({"kind": "logit", "sink": "a"}), "", "unknown field 'sink'"),
+        (lambda: parse_readout({"kind": "logit", "sink": "a"}), "", "unknown field 'sink'"),
         (
             lambda: Lens(tokens=[1, " a"]).with_ids({" a": 1}.__getitem__),
             "tokens[1]",
@@ -106,3 +100,12 @@ def test_a_model_whose_stream_cannot_be_decoded_refuses() -> None:
     shape = ModelShape(3, 4, SHAPE.taps, {(LENS, 2): "it has no head"})
     with pytest.raises(SpecError, match="the stream cannot be decoded: it has no head"):
         resolve(Plan.make(capture=Lens(0)), shape, Prompt(6), 3)
+
+
+def test_tokens_that_a_model_does_not_have_are_refused() -> None:
+    with pytest.raises(SpecError, match="no token 40: the model has 40, 0 to 39") as caught:
+        finished_plan(Plan.make(capture=[Lens(0), Lens(1, 2, [1, 40], name="a")]), SHAPE)
+    assert caught.value.path == "capture[1].tokens[1]"
+    with pytest.raises(SpecError, match="the model has 40 tokens") as caught:
+        finished_plan(Plan.make(capture=Lens(0, 41)), SHAPE)
+    assert caught.value.path == "capture[0].top"

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.readings import finished_plan
 
 from midstream import Logits, Plan, SpecError
 from midstream.spec import ModelShape, Prompt
-from midstream.spec.attention import parse_capture
-from midstream.spec.resolve.logits import HEAD, with_vocabulary
+from midstream.spec.readouts import parse_readout
+from midstream.spec.readouts.logits import HEAD
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.wire import from_bytes, to_bytes
 
 SHAPE = ModelShape(2, 4, [("final_norm", 1), ("resid_post", 0)])
-
-
-def config() -> Any:
-    return SimpleNamespace(
-        model_config=SimpleNamespace(get_vocab_size=lambda: 40),
-    )
 
 
 @pytest.mark.parametrize(
@@ -35,17 +29,17 @@ def config() -> Any:
     ],
 )
 def test_it_is_read_back_from_its_json_form(one: Logits) -> None:
-    assert parse_capture(one.to_dict()) == one == Logits.parse(one)
+    assert parse_readout(one.to_dict()) == one == Logits.parse(one)
     plan = Plan.make(capture=one)
     assert Plan.parse(plan.to_json()) == plan
-    resolved = with_vocabulary(resolve(plan, SHAPE, Prompt(6), 3), config())
+    resolved = finished_plan(plan, SHAPE)
     assert from_bytes(to_bytes(resolved)) == resolved
 
 
 def test_texts_of_tokens_are_taken_as_by_lens_and_steer() -> None:
     ids = {" b": 9, "all": 4, " a": 2}
     for one in (Logits(tokens=[" b", 7, "all", " a"], phase="prompt"), Logits(tokens=" b")):
-        assert parse_capture(one.to_dict()) == one
+        assert parse_readout(one.to_dict()) == one
         with pytest.raises(SpecError, match="expected a token id here, got a text") as caught:
             resolve(Plan.make(capture=one), SHAPE, Prompt(6), 3)
         assert caught.value.path == "capture[0].tokens[0]"
@@ -58,13 +52,13 @@ def test_texts_of_tokens_are_taken_as_by_lens_and_steer() -> None:
 
 
 def test_its_resolved_form_has_its_tokens_in_the_given_order() -> None:
-    plan = resolve(Plan.make(capture=Logits(tokens=[9, 2, 3])), SHAPE, Prompt(6), 3)
-    pattern = with_vocabulary(plan, config()).captures[0].pattern
+    plan = Plan.make(capture=Logits(tokens=[9, 2, 3]))
+    pattern = finished_plan(plan, SHAPE).captures[0].pattern
     assert pattern is not None
     assert pattern.keys == ((9, 10), (2, 3), (3, 4))
-    plan = resolve(Plan.make(capture=Logits(tokens=[2, 40])), SHAPE, Prompt(6), 3)
+    plan = Plan.make(capture=Logits(tokens=[2, 40]))
     with pytest.raises(SpecError, match="no token 40: the model has 40, 0 to 39") as caught:
-        with_vocabulary(plan, config())
+        finished_plan(plan, SHAPE)
     assert caught.value.path == "capture[0].tokens[1]"
 
 
@@ -89,7 +83,7 @@ def test_its_forms_are_alike() -> None:
         (lambda: Logits(tokens=[1, 1]), "tokens[1]", "token 1 is given twice"),
         (lambda: Logits(tokens={1: 2}), "tokens", "expected token ids"),
         (lambda: Logits(2, stream=True), "stream", "unknown argument of Logits"),
-        (lambda: parse_capture({"top": 2, "sites": ["z"]}), "", "unknown field 'sites'"),
+        (lambda: parse_readout({"top": 2, "sites": ["z"]}), "", "unknown field 'sites'"),
     ],
 )
 def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> None:

@@ -9,9 +9,9 @@ import pytest
 from midstream import Attention, Capture, Plan, SpecError
 from midstream.runtime.protocol.segments import WHOLE, cut
 from midstream.spec import ModelShape, Prompt
-from midstream.spec.attention import parse_capture
-from midstream.spec.capture import REDUCTIONS
-from midstream.spec.resolve.reduced import num_sums, with_split_rows
+from midstream.spec.readouts import parse_readout
+from midstream.spec.readouts.capture import REDUCTIONS
+from midstream.spec.readouts.reduced import num_sums, with_split_rows
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.wire import from_bytes, to_bytes
 
@@ -27,7 +27,7 @@ def resolved(capture: Any) -> Any:
 def test_it_is_read_back_from_its_json_form(kind: str) -> None:
     one = Capture([0, -1], "resid_pre", "prompt", reduce=kind)
     assert one.to_dict()["reduce"] == kind
-    assert parse_capture(one.to_dict()) == one != Capture([0, -1], "resid_pre", "prompt")
+    assert parse_readout(one.to_dict()) == one != Capture([0, -1], "resid_pre", "prompt")
     plan = Plan.make(capture=one)
     assert Plan.parse(plan.to_json()) == plan
     found = resolved(one)
@@ -36,11 +36,11 @@ def test_it_is_read_back_from_its_json_form(kind: str) -> None:
 
 def test_a_dict_of_attention_is_still_one() -> None:
     one = Attention(1, reduce="entropy")
-    assert parse_capture(one.to_dict()) == one
+    assert parse_readout(one.to_dict()) == one
     with pytest.raises(SpecError, match="unknown reduction 'median'"):
-        parse_capture({"layers": [1], "reduce": "median"})
+        parse_readout({"layers": [1], "reduce": "median"})
     with pytest.raises(SpecError, match="expected one of mean, max, norm, moments, got 'median'"):
-        parse_capture({"layers": [1], "sites": "resid_post", "reduce": "median"})
+        parse_readout({"layers": [1], "sites": "resid_post", "reduce": "median"})
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ class BaseFrontEnd:
         self.saes = SaeRegistry(self.weights, info.shape, config.reconstructed)
         self.vectors.saes = self.saes.source
         self.directions = DirectionCache(self.lenses, info.shape, engine)
-        self._resolver.registries = Registries(self.lenses, self.saes, self.directions)
+        self._resolver.readings.registries = Registries(self.lenses, self.saes, self.directions)
         self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
         self._row_limits = [row_limit(workers, config, share) for workers in self._workers]

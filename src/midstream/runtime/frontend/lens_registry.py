@@ -8,8 +8,8 @@ from midstream.errors import SpecError
 from midstream.lenses import LinearLens, load_lens
 from midstream.runtime.frontend.weight_memory import NamedWeights, WeightMemory, WeightPart
 from midstream.spec import ModelShape
-from midstream.spec.lens import LOGIT
-from midstream.spec.resolve.resolved import LensMap
+from midstream.spec.resolved import LensMap
+from midstream.spec.tokens import LOGIT
 from midstream.validation import kind, show
 
 

@@ -18,7 +18,7 @@ from midstream.sae.sae import SAE, folded, writes_mlp_out
 from midstream.sites import Tap
 from midstream.spec import ModelShape
 from midstream.spec.named_lookup import SaeCode
-from midstream.spec.resolve.resolved import SaeEncoder
+from midstream.spec.resolved import SaeEncoder
 from midstream.spec.vector import Vector
 from midstream.validation import kind, listed, show
 

@@ -13,7 +13,7 @@ from midstream.runtime.protocol.scores import RequestScores, Span
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.protocol.worker_info import WorkerInfo, WorkerRank
 from midstream.runtime.vllm.attributes import ENDPOINT
-from midstream.spec.resolve.resolved import LensMap
+from midstream.spec.resolved import LensMap
 from midstream.validation import show
 
 # Name of the method of vLLM's workers.

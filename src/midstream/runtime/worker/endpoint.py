@@ -46,12 +46,6 @@ from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
-from midstream.runtime.worker.attention.head_adapters import HeadAdapters
-from midstream.runtime.worker.attention.layers import RankAttention
-from midstream.runtime.worker.attention.lens import RankLens
-from midstream.runtime.worker.attention.logits import PART_BYTES, Head, LogitReader
-from midstream.runtime.worker.attention.reader import WORKSPACE_BYTES, PatternReader
-from midstream.runtime.worker.attention.sae import SaeReader
 from midstream.runtime.worker.logit_bias import num_switches
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
@@ -60,6 +54,12 @@ from midstream.runtime.worker.parameter_answers import parameter_rows, token_dir
 from midstream.runtime.worker.rank_agreement import RankLinks, all_ranks, sum_over_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.rank_weights import RankWeights
+from midstream.runtime.worker.readouts.head_adapters import HeadAdapters
+from midstream.runtime.worker.readouts.layers import RankAttention
+from midstream.runtime.worker.readouts.lens import RankLens
+from midstream.runtime.worker.readouts.logits import PART_BYTES, Head, LogitReader
+from midstream.runtime.worker.readouts.reader import WORKSPACE_BYTES, PatternReader
+from midstream.runtime.worker.readouts.sae import SaeReader
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
@@ -72,9 +72,9 @@ from midstream.runtime.worker.taps.tap_check import check_taps
 from midstream.runtime.worker.taps.tapped_model import add_taps
 from midstream.runtime.worker.taps.taps import check_drafter
 from midstream.sites import ENDS, Tap
-from midstream.spec.resolve.attention import ATTENTION
-from midstream.spec.resolve.lens import LENS
-from midstream.spec.resolve.logits import HEAD
+from midstream.spec.readouts.attention import ATTENTION
+from midstream.spec.readouts.lens import LENS
+from midstream.spec.readouts.logits import HEAD
 from midstream.transport.arena import Arena
 from midstream.transport.ring_copy import host_transport
 from midstream.transport.sizing import arena_settings

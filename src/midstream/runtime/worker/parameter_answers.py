@@ -13,7 +13,7 @@ from midstream.runtime.protocol.rpc import (
     ReadParameter,
     TokenDirections,
 )
-from midstream.runtime.worker.attention.lens import RankLens
+from midstream.runtime.worker.readouts.lens import RankLens
 
 
 def parameter_rows(

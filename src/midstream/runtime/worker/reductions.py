@@ -17,8 +17,8 @@ from midstream.errors import NoRoomError
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
-from midstream.spec.capture import REDUCING
-from midstream.spec.resolve.reduced import SUMS
+from midstream.spec.readouts.reduced import SUMS
+from midstream.spec.resolved import REDUCING
 
 # Device memory in bytes that the rows of one request may take as float64 at a time.
 _WORKSPACE = 32 << 20

@@ -23,7 +23,7 @@ from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scor
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.spec import ResolvedPlan
-from midstream.spec.resolve.resolved import ResolvedBias, ResolvedFunction
+from midstream.spec.resolved import ResolvedBias, ResolvedFunction
 
 _NO_STATES = np.zeros(0, np.uint16)
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.step_scores import StepScores
-from midstream.runtime.worker.attention.reader import PatternReader
-from midstream.runtime.worker.attention.step_patterns import StepPatterns
 from midstream.runtime.worker.collection import Collection
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.logit_bias import LogitBias
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_agreement import ALONE, RankLinks
+from midstream.runtime.worker.readouts.reader import PatternReader
+from midstream.runtime.worker.readouts.step_patterns import StepPatterns
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_resources import RequestResources
 from midstream.runtime.worker.request_table import RequestTable

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from midstream.ops import layout
 from midstream.runtime.protocol.step_scores import StepScores
-from midstream.runtime.worker.attention.logits import StepLogits
-from midstream.runtime.worker.attention.step_patterns import StepPatterns
 from midstream.runtime.worker.gate_states import GateStates
+from midstream.runtime.worker.readouts.logits import StepLogits
+from midstream.runtime.worker.readouts.step_patterns import StepPatterns
 from midstream.runtime.worker.reported_scores import reported_scores
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores

@@ -27,7 +27,7 @@ from midstream.server.server import Server, record_steering
 from midstream.sites import order
 from midstream.spec.forms import PhaseLike
 from midstream.spec.operations import Edit, Steer
-from midstream.spec.resolve.tap_lookup import find_taps
+from midstream.spec.tap_lookup import find_taps
 from midstream.spec.vector import Vector
 from midstream.steering.edit_forms import TIERS, read_hooks
 from midstream.validation import at

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.spec.algebra import float32, orthonormal
+from midstream.spec.algebra import orthonormal
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
     IndicesLike,
@@ -32,7 +32,7 @@ from midstream.spec.operation import (
 )
 from midstream.spec.row_per_layer import check_per_layer, is_by_layer, read_by_layer
 from midstream.spec.vector import Vector
-from midstream.validation import at, kind
+from midstream.validation import at, float32, kind
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

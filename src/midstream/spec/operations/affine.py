@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.spec.algebra import float32, gram_error, wide
+from midstream.spec.algebra import gram_error, wide
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
     IndicesLike,
@@ -35,7 +35,7 @@ from midstream.spec.operation import (
     with_norm,
 )
 from midstream.spec.vector import Vector
-from midstream.validation import at
+from midstream.validation import at, float32
 
 # Tolerance for orthonormal rows: about the error of rounding wide rows to bfloat16.
 ORTHONORMAL_TO = 1e-3

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.spec.algebra import check_nonzero, float32, unit
+from midstream.spec.algebra import check_nonzero, unit
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
     IndicesLike,
@@ -29,7 +29,7 @@ from midstream.spec.operation import (
     with_norm,
 )
 from midstream.spec.vector import Vector
-from midstream.validation import FLOAT32_MAX, at
+from midstream.validation import FLOAT32_MAX, at, float32
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsIndex
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.spec.algebra import float32, wide
+from midstream.spec.algebra import wide
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
     IndicesLike,
@@ -38,6 +38,7 @@ from midstream.validation import (
     INT_LIMIT,
     as_list,
     at,
+    float32,
     is_int,
     kind,
     listed,

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import NumberLike, VectorOrName
 from midstream.spec.instructions import Instruction
@@ -31,7 +30,7 @@ from midstream.spec.operations.route import Route
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.shape import VectorSize
-from midstream.validation import at, read_fields, read_word
+from midstream.validation import at, float32, read_fields, read_word
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from midstream.errors import SpecError
 from midstream.ops.layout import HELD, Flags, Op
-from midstream.spec.algebra import float32
 from midstream.spec.forms import NumberLike
 from midstream.spec.instructions import Instruction
 from midstream.spec.operation import read_scalar
-from midstream.validation import at, is_int, kind, read_int, show
+from midstream.validation import at, float32, is_int, kind, read_int, show
 
 Hold = int | str  # a number of tokens, or "rest"
 

@@ -9,7 +9,6 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.ops.sae import layout
 from midstream.spec.argument_names import accept_spellings
-from midstream.spec.features import SITES
 from midstream.spec.forms import (
     LayersLike,
     NumberLike,
@@ -27,6 +26,7 @@ from midstream.spec.operations.feature import (
     read_sae,
     short,
 )
+from midstream.spec.selection import WIDE
 from midstream.spec.vector import Vector
 from midstream.validation import at, kind, listed
 
@@ -116,8 +116,8 @@ class Reconstruct(Operation):
         self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude)
         for name in () if "site" in self.left else self.sites.names:
-            if name not in SITES:
-                raise SpecError("site", f"expected one of {listed(SITES)}, got `{name}`")
+            if name not in WIDE:
+                raise SpecError("site", f"expected one of {listed(WIDE)}, got `{name}`")
 
     def own(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {"sae": self.sae}

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.captured_rows import CapturedRows, is_captured
 from midstream.spec.forms import (
@@ -32,7 +31,7 @@ from midstream.spec.operation import (
     with_norm,
 )
 from midstream.spec.vector import Vector
-from midstream.validation import MAX_ITEMS, at
+from midstream.validation import MAX_ITEMS, at, float32
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

@@ -8,7 +8,6 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
     IndicesLike,
@@ -23,7 +22,7 @@ from midstream.spec.instructions import Instruction
 from midstream.spec.operation import Operation, one_edit, read_scalar
 from midstream.spec.shape import VectorSize
 from midstream.spec.vector import Vector
-from midstream.validation import MAX_ITEMS, at, kind, read_int, show
+from midstream.validation import MAX_ITEMS, at, float32, kind, read_int, show
 
 ROUTER = "router"
 # The logit of a deactivated expert. Its softmax is exactly 0. Not larger: later edits of the same

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.ops.layout import Op
-from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
     IndicesLike,
@@ -22,7 +21,7 @@ from midstream.spec.heads import read_indices, with_dims
 from midstream.spec.instructions import Instruction
 from midstream.spec.operation import Operation, by_value, one_edit, read_scalar
 from midstream.spec.vector import Vector
-from midstream.validation import at
+from midstream.validation import at, float32
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

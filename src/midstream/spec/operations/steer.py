@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsIndex
 
 from midstream.errors import ScaleWarning, SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.spec.algebra import check_nonzero, float32, unit
+from midstream.spec.algebra import check_nonzero, unit
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
     IndicesLike,
@@ -22,15 +22,13 @@ from midstream.spec.forms import (
     SitesLike,
 )
 from midstream.spec.instructions import Instruction
-from midstream.spec.lens import LOGIT, read_kind
-from midstream.spec.lens import SITES as LENS_SITES
 from midstream.spec.matrix import read_rows
 from midstream.spec.named_vector import Named
 from midstream.spec.operation import Operation, by_value, one_edit, read_scalar, rows_by_value
 from midstream.spec.row_per_layer import check_per_layer, read_per_layer
-from midstream.spec.tokens import read_token
+from midstream.spec.tokens import LOGIT, STREAM, read_kind, read_token
 from midstream.spec.vector import Vector
-from midstream.validation import MAX_ITEMS, at, listed, read_word
+from midstream.validation import MAX_ITEMS, at, float32, listed, read_word
 
 NORMS = ("match", "keep")
 # A larger edit warns: above MAX_RMS per coordinate, a norm of MAX_RMS · √width; with norm="match",
@@ -167,9 +165,9 @@ class Steer(Operation):
         if self.heads:
             raise SpecError("head", "the direction of a token is of the whole vector")
         for site in self.sites:
-            if site not in LENS_SITES:
+            if site not in STREAM:
                 raise SpecError(
-                    "site", f"a lens reads the stream: expected {listed(LENS_SITES)}, got {site!r}"
+                    "site", f"a lens reads the stream: expected {listed(STREAM)}, got {site!r}"
                 )
 
     def _read_rows(self, vector: object, rows: object) -> Vector | None:

@@ -60,6 +60,8 @@ class Where:
     @property
     def possible(self) -> Ranges:
         """Every position that may be selected, depending on the generated tokens."""
+        if not self.matches and self.last_from is None:
+            return self.ranges
         ranges = [*self.ranges, *(span for match in self.matches for span in match.ranges)]
         if self.last_from is not None:
             ranges.append((self.last_from, None))

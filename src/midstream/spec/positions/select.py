@@ -17,6 +17,8 @@ from midstream.spec.positions.ranges import Range, Ranges, merge
 from midstream.spec.positions.work import WorkBudget
 from midstream.validation import at
 
+EVERYTHING = Positions("all")
+
 __all__ = ["MAX_RANGES", "PromptSelections", "in_listed_order", "select"]
 
 
@@ -57,6 +59,8 @@ class PromptSelections:
 
     def select(self, positions: Positions) -> Where:
         """Return the positions selected in the prompt; see `select`."""
+        if positions == EVERYTHING:
+            return Where(((0, None),))
         where = self._known.get(positions)
         if where is None:
             # Edits at many layers usually select the same tokens.

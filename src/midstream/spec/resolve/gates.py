@@ -9,11 +9,11 @@ from midstream.ops.layout import Flags, Op
 from midstream.sites import Tap, order
 from midstream.spec.instructions import Instruction
 from midstream.spec.operation import refreshed
-from midstream.spec.operations import Edit, Gate
-from midstream.spec.resolve.resolved import Steps
-from midstream.spec.resolve.tap_lookup import check_tapped, find_layer
+from midstream.spec.operations import Gate
+from midstream.spec.resolved import Steps
 from midstream.spec.selection import Layers
 from midstream.spec.shape import ModelShape
+from midstream.spec.tap_lookup import check_tapped, find_layer
 from midstream.validation import at
 
 
@@ -29,11 +29,11 @@ def row_of(shape: ModelShape, edit: Gate, tap: Tap) -> int:
     return place_of(shape, tap, Layers(layers)) if layers else 0
 
 
-def gate_taps(shape: ModelShape, edit: Edit) -> list[Tap | None]:
+def gate_taps(shape: ModelShape, edit: Gate) -> list[Tap | None]:
     """Return the taps that a gate names to be read, in the order of a forward pass; None alone:
     there is none.
     """
-    if not isinstance(edit, Gate) or edit.probe.tap is None:
+    if edit.probe.tap is None:
         return [None]
     site, index = edit.probe.tap
     taps: list[Tap] = []

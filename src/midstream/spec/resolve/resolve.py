@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,15 +11,9 @@ from midstream.errors import NothingSelectedError, SpecError
 from midstream.ops.layout import Flags, Op, limit_of
 from midstream.sites import Tap, order
 from midstream.spec.act import Switch
-from midstream.spec.attention import Attention, queries_named
-from midstream.spec.capture import Capture
-from midstream.spec.features import Features
-from midstream.spec.heads import head_size
 from midstream.spec.instructions import Instruction
-from midstream.spec.lens import Lens
-from midstream.spec.logits import Logits
 from midstream.spec.operation import refreshed
-from midstream.spec.operations import Edit, Gate, Local, Reconstruct, Route, Steer
+from midstream.spec.operations import Bias, Edit, Gate, Local, Reconstruct, Route, Steer
 from midstream.spec.plan import Plan, ServerWide
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
@@ -29,13 +23,10 @@ from midstream.spec.positions.row_order import check_row_order
 from midstream.spec.positions.select import MAX_RANGES, PromptSelections
 from midstream.spec.positions.work import check_overlaps, check_taps
 from midstream.spec.probe import Probe
-from midstream.spec.resolve.attention import (
-    check_attention,
-    resolve_attention,
-    resolve_attention_probe,
-)
+from midstream.spec.readouts import KINDS, Capture, ReadOut
+from midstream.spec.readouts.base import Context
+from midstream.spec.resolve.attention_probe import resolve_attention_probe
 from midstream.spec.resolve.biases import bias_of, check_sampled, with_switch
-from midstream.spec.resolve.features import resolve_features
 from midstream.spec.resolve.gates import (
     check_order,
     gate_taps,
@@ -43,10 +34,8 @@ from midstream.spec.resolve.gates import (
     place_of,
     row_of,
 )
-from midstream.spec.resolve.lens import check_names, resolve_lens
-from midstream.spec.resolve.logits import check_logits, resolve_logits
-from midstream.spec.resolve.reduced import check_reduced, resolve_reduced
-from midstream.spec.resolve.resolved import (
+from midstream.spec.resolve.row_placement import RowPlacement
+from midstream.spec.resolved import (
     ResolvedBias,
     ResolvedCapture,
     ResolvedEdit,
@@ -54,11 +43,9 @@ from midstream.spec.resolve.resolved import (
     ResolvedPlan,
     ResolvedProbe,
     Steps,
-    limited,
 )
-from midstream.spec.resolve.row_placement import RowPlacement
-from midstream.spec.resolve.tap_lookup import check_tapped, find_taps, num_taps
 from midstream.spec.shape import ModelShape, VectorSize
+from midstream.spec.tap_lookup import check_tapped, find_taps, num_taps
 from midstream.validation import at
 
 
@@ -87,7 +74,7 @@ def resolve(
 class Nothing:
     """The empty plan of a request without one (a Plan cannot be empty)."""
 
-    captures: tuple[Capture, ...] = ()
+    captures: tuple[ReadOut, ...] = ()
     edits: tuple[Edit, ...] = ()
     probes: tuple[Probe, ...] = ()
     switches: tuple[Switch, ...] = ()
@@ -100,13 +87,6 @@ class Nothing:
 NOTHING = Nothing()
 
 
-_READOUTS: dict[type[Capture], Callable[[Any, int, Where, ModelShape], ResolvedCapture]] = {
-    Features: resolve_features,
-    Lens: resolve_lens,
-    Logits: resolve_logits,
-}
-
-
 class _Resolver:
     """Resolves one plan; adds the probes that its gates read."""
 
@@ -117,6 +97,7 @@ class _Resolver:
         self._prompt = prompt
         self._free_ranges = MAX_RANGES
         self._selections = PromptSelections(prompt, max_tokens)
+        self._context = Context(shape, self._selections, self._select)
         self._rows = RowPlacement(prompt, max_tokens)
         self._probes: list[ResolvedProbe] = []
         self._names: set[str] = set()  # of the plan's probes, and of server-wide ones
@@ -134,16 +115,18 @@ class _Resolver:
         for index, capture in enumerate(plan.captures):
             with at(f"capture[{index}]"):
                 captures += self._resolve_capture(capture, index)
-        check_logits(captures)
-        check_reduced(captures)
-        check_names(captures)
-        check_attention(captures)
+        by_kind: dict[type[ReadOut], list[ResolvedCapture]] = {}
+        for resolved_capture in captures:
+            readout = KINDS.get(resolved_capture.kind, Capture)
+            by_kind.setdefault(readout, []).append(resolved_capture)
+        for readout, mine in by_kind.items():
+            readout.check_together(mine)
         for index, capture in enumerate(also, -len(also)):
             with at(f"sinks[{index}]"), suppress(NothingSelectedError):
                 captures += self._resolve_capture(capture, index)
         for index, probe in enumerate(plan.probes):
             with at(f"probes[{index}]"):
-                check_row_order(probe.positions, self._prompt.length)
+                self._check_order(probe.positions)
                 self._add_probe(probe, index)
         edits: list[ResolvedEdit] = []
         for index, edit in enumerate(before):
@@ -169,6 +152,11 @@ class _Resolver:
         check_overlaps(weighed(resolved), 1 + len(plan.switches))
         return resolved
 
+    def _check_order(self, positions: Positions) -> None:
+        """Check the order of positions of which each has a row."""
+        if len(positions.include) > 1:
+            check_row_order(positions, self._prompt.length)
+
     def _select(self, positions: Positions) -> Where:
         where = self._selections.select(positions)
         if where.num_ranges > self._free_ranges:
@@ -180,27 +168,11 @@ class _Resolver:
         self._free_ranges -= where.num_ranges
         return where
 
-    def _resolve_capture(self, capture: Capture, source: int) -> list[ResolvedCapture]:
-        if source >= 0 and capture.returns_each:
-            with queries_named() if isinstance(capture, Attention) else nullcontext():
-                check_row_order(capture.positions, self._prompt.length)
-        if isinstance(capture, Attention):
-            with queries_named():
-                where = self._select(capture.positions)
-            return [resolve_attention(capture, source, where, self._shape, self._selections)]
-        readout = _READOUTS.get(type(capture))
-        if readout is not None:
-            return [readout(capture, source, self._select(capture.positions), self._shape)]
-        taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
-        if capture.heads is not None:
-            for site, layer in taps:
-                size = self._shape.size((site, layer))
-                head_size(capture.heads, size, "heads", f"{site} of layer {layer}")
-        where = self._select(capture.positions)
-        if capture.reduce:
-            length = self._prompt.length
-            return resolve_reduced(capture.reduce, source, taps, where, length, self._shape)
-        return [limited(ResolvedCapture(taps, where, source), capture.max_rows)]
+    def _resolve_capture(self, readout: ReadOut, source: int) -> list[ResolvedCapture]:
+        if source >= 0 and readout.returns_each:
+            with readout.named_positions():
+                self._check_order(readout.positions)
+        return readout.resolve(source, self._context)
 
     def _add_probe(self, probe: Probe, source: int) -> None:
         if probe.name in self._names:
@@ -235,10 +207,13 @@ class _Resolver:
             where = where or self._select(edit.positions)
         if isinstance(edit, Local):
             self._functions += _functions_of(edit, taps, where, source)
-        bias = bias_of(edit)
+        bias = bias_of(edit) if isinstance(edit, (Bias, Gate)) else None
         if bias is not None:
             check_sampled(where, self._prompt.length)
-        *before, read = gate_taps(self._shape, edit)
+        reads: list[Tap | None] = [None]
+        if isinstance(edit, Gate):
+            reads = gate_taps(self._shape, edit)
+        *before, read = reads
         slot, placed = None, False
         if isinstance(edit, Gate) and read is not None:
             slot = self._earlier_parts(edit, before, where)
@@ -255,7 +230,9 @@ class _Resolver:
                 self._biases.append(ResolvedBias(*map(tuple, zip(*bias.tokens, strict=True))))
             _check_reach(self._shape, edit, instructions)
             with at("edit") if isinstance(edit, Gate) else nullcontext():
-                parts = self._rows.place(instructions, edit.positions, where)
+                parts = [(instructions, where)]
+                if max(len(step.write) for step in instructions) > 1:
+                    parts = self._rows.place(instructions, edit.positions, where)
             if isinstance(edit, Gate) and edit.memory:
                 check_order(taps, read)
             elif read is not None and not placed:

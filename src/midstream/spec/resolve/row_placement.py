@@ -34,14 +34,12 @@ class RowPlacement:
     def place(
         self, steps: Instructions, positions: Positions, where: Where
     ) -> list[tuple[Instructions, Where]]:
-        """Return one (instructions, positions) pair, or one per run of positions.
+        """Return (instructions, positions) of each run of positions, of an edit with several rows.
 
-        One per run if the edit has several rows: the k-th listed position gets the k-th row. Items
-        that select several positions list them in ascending order.
+        The k-th listed position gets the k-th row. Items that select several positions list them in
+        ascending order.
         """
         rows = max(len(step.write) for step in steps)
-        if rows <= 1:
-            return [(steps, where)]
         if not where.is_bounded:
             raise SpecError(
                 "positions",

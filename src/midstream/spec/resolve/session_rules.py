@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from midstream.errors import SpecError
-from midstream.spec.capture import Capture
 from midstream.spec.plan import Plan, ServerWide
 from midstream.spec.positions.items import Item, Role, Span, Text, Window, show_item
 from midstream.spec.positions.positions import Positions
 from midstream.spec.probe import Probe
+from midstream.spec.readouts.capture import Capture
 from midstream.validation import at
 
 _INSTEAD = 'use "all", positions counted from the session\'s start, token ids, or "last"'
@@ -34,9 +34,9 @@ def check_growing(
         return
     if plan.controller is not None:
         raise SpecError("controller", "unsupported in a streaming-input session; omit it")
-    for index, capture in enumerate(plan.captures):
+    for index, readout in enumerate(plan.captures):
         with at(f"capture[{index}]"):
-            for positions in capture.selections:
+            for positions in readout.selections:
                 _check(positions)
     for index, probe in enumerate(plan.probes):
         with at(f"probes[{index}]"):

@@ -22,7 +22,7 @@ from midstream.spec.instructions import Instruction
 from midstream.spec.positions.position_set import Match, Where
 from midstream.spec.positions.range_set import intersect
 from midstream.spec.positions.ranges import Ranges, well_formed
-from midstream.spec.resolve.resolved import (
+from midstream.spec.resolved import (
     Pattern,
     ResolvedBias,
     ResolvedCapture,

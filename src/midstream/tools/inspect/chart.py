@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from midstream.errors import UnsupportedError
-from midstream.tools.inspect.norms import Norms, Spread
+from midstream.tools.inspect.norms import NormSample, Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ def check_supported(path: Path) -> None:
         raise UnsupportedError('charts need matplotlib: pip install "midstream[inspect]"') from None
 
 
-def draw(norms: Norms, path: Path) -> None:
+def draw(norms: NormSample, path: Path) -> None:
     """Draw norms by layer and by position into a PNG or SVG file."""
     check_supported(path)
     from matplotlib import rc_context
@@ -73,7 +73,7 @@ def draw(norms: Norms, path: Path) -> None:
         figure.savefig(path, format=kind, dpi=DPI, metadata=metadata)
 
 
-def _title(norms: Norms) -> str:
+def _title(norms: NormSample) -> str:
     of = f" of request {norms.request[:60]}" if norms.request else ""
     title = f"Norms of {norms.rows:,} rows{of}, codec {norms.codec}"
     if norms.not_finite:

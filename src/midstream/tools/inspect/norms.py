@@ -38,7 +38,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Norms:
+class NormSample:
     """Norms of a sample of a store's rows.
 
     Attributes:
@@ -61,7 +61,7 @@ class Norms:
     request: str = ""
 
     @staticmethod
-    def of(store: Store, seed: int = 0, request: str = "") -> Norms:
+    def of(store: Store, seed: int = 0, request: str = "") -> NormSample:
         """Compute norms of a random sample of the rows of each site and layer.
 
         Args:
@@ -96,7 +96,7 @@ class Norms:
             row_norms, positions, _ = _read(selection, _MOST_ROWS_BY_POSITION, rng)
             if len(row_norms):
                 by_position.append(_by_position(f"layer {layer}", row_norms, positions))
-        return Norms(
+        return NormSample(
             codec=codec,
             by_layer=tuple(_by_layer(name, norms[name]) for name in store.sites if name in norms),
             by_position=tuple(by_position),

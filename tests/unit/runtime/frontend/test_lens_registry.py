@@ -11,7 +11,7 @@ from midstream import BusyError, JacobianLens, SpecError, TunedLens
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.weight_memory import WeightMemory
 from midstream.spec import ModelShape
-from midstream.spec.resolve.resolved import LensMap
+from midstream.spec.resolved import LensMap
 
 WIDTH, LAYERS = 4, 3
 MAP = 4 * WIDTH * WIDTH  # bytes

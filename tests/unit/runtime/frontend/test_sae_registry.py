@@ -12,8 +12,8 @@ from midstream import SAE, BusyError, JacobianLens, SpecError
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.weight_memory import WeightMemory
-from midstream.runtime.worker.attention.sae import SaeReader
 from midstream.runtime.worker.rank_weights import RankWeights
+from midstream.runtime.worker.readouts.sae import SaeReader
 from midstream.spec import ModelShape
 
 WIDTH, FEATURES = 6, 40

@@ -26,7 +26,7 @@ from midstream.spec import ModelShape, Plan, Prompt
 from midstream.spec.operations import Feature
 from midstream.spec.positions.position_set import Where
 from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolve.resolved import Pattern, ResolvedProbe, SlottedPattern, Steps
+from midstream.spec.resolved import Pattern, ResolvedProbe, SlottedPattern, Steps
 
 TAP = ("z", 0)
 SIZE, HEADS = 24, 6

@@ -27,7 +27,7 @@ from midstream.runtime.protocol.results import (
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.protocol.worker_info import MissingTap, WorkerRank
-from midstream.spec.resolve.resolved import LensMap
+from midstream.spec.resolved import LensMap
 
 RANKS = [WorkerRank(0, 0), WorkerRank(1, 1)]
 HEADER = RequestHeader(

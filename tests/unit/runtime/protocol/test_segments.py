@@ -53,7 +53,7 @@ def test_all_ranks_run_the_tapped_model_at_the_same_positions(
     same graph on the other ranks.
     """
     named = [
-        one if isinstance(one, Capture | Steer) else one.replace(name=f"n{nth}")
+        one if isinstance(one, Capture | Attention | Steer) else one.replace(name=f"n{nth}")
         for nth, one in enumerate(asked)
     ]
     kinds = [Capture | Attention, Steer, Probe]

@@ -21,8 +21,8 @@ from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
 from midstream.runtime.worker.step_recorder import RankMemory
 from midstream.spec import ResolvedPlan, Vector
-from midstream.spec.resolve.resolved import ResolvedBias
 from midstream.spec.resolve.wire import to_bytes
+from midstream.spec.resolved import ResolvedBias
 from midstream.transport.ring_copy import host_transport
 
 VOCABULARY = 9

@@ -13,8 +13,8 @@ from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.spec import Bias, Gate, ModelShape, Plan, Prompt, Reading, Steer, TokenIds
 from midstream.spec.operations import parse_edit
 from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolve.resolved import ResolvedBias
 from midstream.spec.resolve.wire import from_bytes, to_bytes
+from midstream.spec.resolved import ResolvedBias
 
 SHAPE = ModelShape(
     4, 3, [("logits", 3), ("final_norm", 3), ("resid_post", 1)], widths={("logits", 3): 2}

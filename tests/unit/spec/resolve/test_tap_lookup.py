@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from midstream.errors import SpecError
 from midstream.sites import IN_LAYERS, NAMES, order
 from midstream.spec import Layers, ModelShape, Sites
-from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
+from midstream.spec.tap_lookup import check_tapped, find_layer, find_taps
 
 EVERY = [(site, layer) for layer in range(4) for site in NAMES]
 SHAPE = ModelShape(4, 3, EVERY)

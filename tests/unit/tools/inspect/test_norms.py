@@ -17,7 +17,7 @@ from midstream import StoreError, UnsupportedError, open_store
 from midstream.store import Entry
 from midstream.tools.inspect import norms as module
 from midstream.tools.inspect.chart import DPI, SIZE, _scale_norms, check_supported, draw
-from midstream.tools.inspect.norms import PERCENTILES, Norms
+from midstream.tools.inspect.norms import PERCENTILES, NormSample
 
 TAPS = (("resid_pre", 0), ("resid_post", 0), ("resid_post", 3), ("resid_post", 5))
 
@@ -37,7 +37,7 @@ def norms_at(tap: int, requests=30, rows=4) -> np.ndarray:
 
 
 def test_norms_by_layer_are_those_of_the_rows(tmp_path):
-    found = Norms.of(make(tmp_path / "acts"))
+    found = NormSample.of(make(tmp_path / "acts"))
     assert [spread.name for spread in found.by_layer] == ["resid_pre", "resid_post"]
     before, after = found.by_layer
     assert before.x.tolist() == [0]
@@ -51,7 +51,7 @@ def test_norms_by_layer_are_those_of_the_rows(tmp_path):
 
 def test_norms_of_a_request_are_those_of_its_rows_alone(tmp_path):
     store = make(tmp_path / "acts")
-    found = Norms.of(store, request="r7")
+    found = NormSample.of(store, request="r7")
     assert found.rows == 4 * 4
     assert [spread.x.tolist() for spread in found.by_layer] == [[0], [0, 3, 5]]
     for tap, percentiles in enumerate(
@@ -66,7 +66,7 @@ def test_norms_of_a_request_are_those_of_its_rows_alone(tmp_path):
 
 
 def test_norms_by_position_are_those_of_the_first_the_middle_and_the_last_layer(tmp_path):
-    found = Norms.of(make(tmp_path / "acts"))
+    found = NormSample.of(make(tmp_path / "acts"))
     assert found.site == "resid_post"
     assert [spread.name for spread in found.by_position] == ["layer 0", "layer 3", "layer 5"]
     for tap, spread in zip((1, 2, 3), found.by_position, strict=True):
@@ -79,7 +79,7 @@ def test_no_more_is_read_than_is_seen_and_the_same_each_time(tmp_path, monkeypat
     monkeypatch.setattr(module, "_MOST_ROWS", 50)
     monkeypatch.setattr(module, "_AT_ONCE", 7)
     store = make(tmp_path / "acts")
-    found, again, other = Norms.of(store), Norms.of(store), Norms.of(store, seed=1)
+    found, again, other = NormSample.of(store), NormSample.of(store), NormSample.of(store, seed=1)
     assert found.rows == 4 * 50
     assert (found.by_layer[0].percentiles == again.by_layer[0].percentiles).all()
     assert (found.by_layer[0].percentiles != other.by_layer[0].percentiles).any()
@@ -89,7 +89,7 @@ def test_no_more_is_read_than_is_seen_and_the_same_each_time(tmp_path, monkeypat
 
 def test_many_positions_are_put_together(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_MOST_BINS", 4)
-    spread = Norms.of(make(tmp_path / "acts", requests=9, rows=10)).by_position[0]
+    spread = NormSample.of(make(tmp_path / "acts", requests=9, rows=10)).by_position[0]
     assert spread.x.tolist() == [1.0, 4.0, 7.0, 10.0]
     expected = np.percentile(norms_at(1, 9, 10)[:, 3:6], PERCENTILES)
     np.testing.assert_allclose(spread.percentiles[1], expected, rtol=1e-6)
@@ -102,7 +102,7 @@ def test_rows_that_are_reduced_are_drawn_as_what_is_left_of_them(tmp_path):
     tap = ("mlp_out", 1)
     rows = rows_of(values.to(head.torch_dtype), head, [4], [9])
     write(tmp_path / "acts", [Entry(request="a", prompt_tokens=5, taps={tap: rows})], head)
-    found = Norms.of(open_store(tmp_path / "acts"))
+    found = NormSample.of(open_store(tmp_path / "acts"))
     assert (found.codec, found.site) == ("topk8:k=2", "mlp_out")
     assert abs(found.by_layer[0].percentiles[0, 2] - 5) < 0.1
 
@@ -111,7 +111,7 @@ def test_rows_of_several_codecs_are_not_put_into_one_picture(tmp_path):
     make(tmp_path / "acts", requests=1)
     write(tmp_path / "acts", [entry("z", head=header(codec="full8"))], header(codec="full8"))
     with pytest.raises(StoreError, match="different codecs"):
-        Norms.of(open_store(tmp_path / "acts"))
+        NormSample.of(open_store(tmp_path / "acts"))
 
 
 # ---------------------------------------------------------------- the picture
@@ -119,7 +119,7 @@ def test_rows_of_several_codecs_are_not_put_into_one_picture(tmp_path):
 
 def test_an_svg_has_the_names_of_what_is_drawn_as_text(tmp_path):
     path = tmp_path / "norms.svg"
-    draw(Norms.of(make(tmp_path / "acts")), path)
+    draw(NormSample.of(make(tmp_path / "acts")), path)
     root = ElementTree.fromstring(path.read_text())
     words = {each.text for each in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"by layer", "by position, resid_post", "resid_pre", "resid_post", "layer 3"} <= words
@@ -127,7 +127,7 @@ def test_an_svg_has_the_names_of_what_is_drawn_as_text(tmp_path):
 
 
 def test_the_same_store_gives_the_same_svg(tmp_path):
-    found = Norms.of(make(tmp_path / "acts"))
+    found = NormSample.of(make(tmp_path / "acts"))
     for name in ("a.svg", "b.svg"):
         draw(found, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
@@ -136,7 +136,7 @@ def test_the_same_store_gives_the_same_svg(tmp_path):
 def test_a_png_has_its_size_and_something_on_it(tmp_path):
     image = pytest.importorskip("PIL.Image")
     path = tmp_path / "norms.png"
-    draw(Norms.of(make(tmp_path / "acts")), path)
+    draw(NormSample.of(make(tmp_path / "acts")), path)
     with image.open(path) as opened:
         assert opened.size == tuple(round(inches * DPI) for inches in SIZE)
         assert len(opened.getcolors(1 << 20)) > 100
@@ -158,7 +158,7 @@ def test_rows_of_nothing_can_be_drawn(tmp_path):
     head = header()
     taps = {("resid_post", 1): rows_of(torch.zeros(2, 8).to(head.torch_dtype), head)}
     write(tmp_path / "acts", [Entry(request="a", prompt_tokens=2, taps=taps)])
-    draw(Norms.of(open_store(tmp_path / "acts")), tmp_path / "a.svg")
+    draw(NormSample.of(open_store(tmp_path / "acts")), tmp_path / "a.svg")
     assert (tmp_path / "a.svg").stat().st_size > 500
 
 
@@ -182,7 +182,7 @@ def test_rows_that_are_not_finite_are_counted_and_not_drawn(tmp_path):
         ("resid_post", 2): rows_of(torch.full((4, 8), torch.nan).to(head.torch_dtype), head),
     }
     write(tmp_path / "acts", [Entry(request="a", prompt_tokens=4, taps=taps)])
-    found = Norms.of(open_store(tmp_path / "acts"))
+    found = NormSample.of(open_store(tmp_path / "acts"))
     assert (found.rows, found.not_finite) == (2, 6)
     assert found.by_layer[0].x.tolist() == [1]
     assert found.by_position[0].x.tolist() == [0, 2]
@@ -196,7 +196,7 @@ def test_long_rows_have_a_norm_although_their_squares_overflow(tmp_path):
     head = header()
     rows = rows_of(torch.full((2, 8), 3e38).to(head.torch_dtype), head)
     write(tmp_path / "acts", [Entry(request="a", prompt_tokens=2, taps={("resid_post", 1): rows})])
-    assert Norms.of(open_store(tmp_path / "acts")).not_finite == 0
+    assert NormSample.of(open_store(tmp_path / "acts")).not_finite == 0
 
 
 def test_a_store_of_nothing_finite_is_refused(tmp_path):
@@ -204,4 +204,4 @@ def test_a_store_of_nothing_finite_is_refused(tmp_path):
     rows = rows_of(torch.full((2, 8), torch.nan).to(head.torch_dtype), head)
     write(tmp_path / "acts", [Entry(request="a", prompt_tokens=2, taps={("resid_post", 1): rows})])
     with pytest.raises(StoreError, match="no finite rows to draw"):
-        Norms.of(open_store(tmp_path / "acts"))
+        NormSample.of(open_store(tmp_path / "acts"))

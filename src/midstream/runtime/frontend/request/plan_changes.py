@@ -147,7 +147,7 @@ class PlanChanges(RunningPlans):
     async def _fetch(self, names: Sequence[str | CallPlan], edits: object) -> None:
         """Fetch what edits towards tokens are computed from."""
         edit_lists = [edits] if edits is not None else [self.find(name)[1].edits for name in names]
-        await _fetch(self._resolver.registries.directions, edit_lists)
+        await _fetch(self._resolver.readings.registries.directions, edit_lists)
 
     async def _send(self, changes: Sequence[PendingChange]) -> list[Sequence[UpdatedPlan]]:
         """Send changes to the engine cores, and return their answers."""

@@ -22,10 +22,10 @@ from midstream.runtime.frontend.request.controlled import with_controller
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.prompt.known_prompts import KnownPrompts
 from midstream.runtime.frontend.request.readouts import (
-    Registries,
+    EngineReadings,
     bound,
+    finished,
     readout_rows,
-    with_weights,
 )
 from midstream.runtime.frontend.request.reconstructions import read_saes
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
@@ -36,7 +36,6 @@ from midstream.runtime.protocol.worker_info import this_process
 from midstream.runtime.vllm.additional_config import controllers_of
 from midstream.sites import Tap, order
 from midstream.spec import (
-    Attention,
     Capture,
     Plan,
     Positions,
@@ -44,13 +43,12 @@ from midstream.spec import (
     Prompt,
     ResolvedPlan,
 )
-from midstream.spec.attention import is_vectors
-from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
-from midstream.spec.plan import ServerWide
+from midstream.spec.plan import ServerWide, asks_engine
 from midstream.spec.positions.decoded_text import text_map
-from midstream.spec.resolve.logits import with_vocabulary
-from midstream.spec.resolve.reduced import check_codec, num_sums, with_split_rows
+from midstream.spec.readouts import ReadOut
+from midstream.spec.readouts.capture import SHARDED
+from midstream.spec.readouts.reduced import check_codec, num_sums, with_split_rows
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.session_rules import check_growing
 from midstream.spec.resolve.wire import to_bytes
@@ -109,7 +107,7 @@ class PlanResolver:
         self._recent: dict[tuple[int, int, int | None], _Recent] = {}
         self._prompts = KnownPrompts()
         self._declared = controllers_of(engine.vllm_config)
-        self.registries = Registries()
+        self.readings = EngineReadings(engine, info.workers, self._parts)
         self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
 
     def resolve(
@@ -202,23 +200,36 @@ class PlanResolver:
         prompt: Prompt,
         max_tokens: int | None,
     ) -> PreparedPlan:
-        unbound_plan, plan = plan, bound(plan, self._engine, self.registries)
+        unbound_plan = plan
+        if plan is not None and asks_engine(plan):
+            plan = bound(plan, self.readings)
         resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, also)
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
             own = () if plan is None else plan.captures
-            vectors = tuple(capture for capture in own if is_vectors(capture))
-            decisive = vectors or also or own
+            own_captures = tuple(item for item in own if isinstance(item, Capture))
+            vectors = tuple(capture for capture in own_captures if capture.returns_vectors)
+            decisive = vectors or also or own_captures
             resolved = replace(
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
             _check_heads(own, resolved.codec)
-            check_codec(resolved)
-        edited = read_saes(plan, before, resolved, self.registries.saes)
-        resolved, read = with_weights(resolved, plan, self.registries)
-        resolved = self._with_parts(with_vocabulary(resolved, self._engine.vllm_config))
+        weights: tuple[tuple[str, str], ...] = ()
         workers, config = self._info.workers, self._engine.vllm_config
-        at_once = readout_rows(resolved, config, workers, max_tokens is None)
+        reconstructs = Op.CODE in resolved.ops
+        if reconstructs:
+            weights = read_saes(plan, before, resolved, self.readings.registries.saes)
+        if resolved.pattern_widths:
+            check_codec(resolved)
+            resolved, read = finished(resolved, plan, self.readings)
+            weights = read + weights
+        if self._parts:
+            resolved = self._with_parts(resolved)
+            check_parts(resolved, self._parts)
+        at_once = sums = 0
+        if resolved.pattern_widths or reconstructs:
+            at_once = readout_rows(resolved, config, workers, max_tokens is None)
+            sums = num_sums(resolved, self._info.shape)
         edits, width = workers[0].edits_per_site, self._info.shape.hidden_size
         ranks = workers[0].tensor_ranks
         need = need_of(resolved, self._taps, self._info.room, edits, width, ranks)
@@ -229,19 +240,21 @@ class PlanResolver:
             counts={
                 ROWS: rows,
                 "readout_rows": at_once,
-                "reductions": num_sums(resolved, self._info.shape),
+                "reductions": sums,
                 "gate_states": sum(probe.is_scan for probe in resolved.probes),
             },
             vectors=named,
-            weights=read + edited,
+            weights=weights,
         )
-        check_biases(resolved, config)
+        if resolved.biases:
+            check_biases(resolved, config)
         _check_ring(resolved, workers)
-        check_parts(resolved, self._parts)
         _check_functions(resolved, workers)
         _check_gates(resolved, workers)
         is_controlled = plan is not None and plan.controller is not None
-        check_acts(resolved, is_controlled, workers)
+        acts = any(probe.act is not None for probe in resolved.probes)
+        if acts or is_controlled or any(probe.part_of for probe in resolved.probes):
+            check_acts(resolved, is_controlled, workers)
         # Workers do not read the prompt's length: without it, prompts of any length have one plan,
         # which a worker reads once.
         packed = to_bytes(replace(resolved, prompt_len=1), frozenset(named))
@@ -250,8 +263,11 @@ class PlanResolver:
         def prepare(later: Plan) -> PreparedPlan:
             return self._finish(later, before, also, prompt, max_tokens)
 
-        prepared = with_switches(prepared, unbound_plan, prepare, self._info.room)
-        prepared = with_controller(prepared, unbound_plan, prepare, self._info.room, self._declared)
+        room = self._info.room
+        if acts:
+            prepared = with_switches(prepared, unbound_plan, prepare, room)
+        if is_controlled:
+            prepared = with_controller(prepared, unbound_plan, prepare, room, self._declared)
         if prepared.acts or prepared.control is not None:
             prepared = replace(prepared, split=split_scores(resolved, self._parts))
         return prepared
@@ -283,11 +299,13 @@ class PlanResolver:
 
     def _codec(self, captures: tuple[Capture, ...]) -> str:
         """Return the codec that all of these captures have."""
-        return _common("codec", [capture.codec or self._info.codec for capture in captures])
+        default = self._info.codec
+        return _common("codec", [capture.codec or default for capture in captures], default)
 
     def _return(self, captures: tuple[Capture, ...]) -> str:
         """Return through which ranks the rows of all of these captures are transferred."""
-        return _common("return", [capture.return_ or self._info.return_ for capture in captures])
+        default = self._info.return_
+        return _common("return", [capture.return_ or default for capture in captures], default)
 
     def _prompt(self, request: Any, call_plan: CallPlan) -> Prompt:
         ids = request.prompt_token_ids
@@ -399,8 +417,8 @@ def read_prompts(before: Sequence[ServerWide], also: Sequence[Capture]) -> bool:
     )
 
 
-def _common(name: str, values: Sequence[str]) -> str:
-    """Return the value that a field has in all captures of a request."""
+def _common(name: str, values: Sequence[str], default: str) -> str:
+    """Return the value that a field has in all captures of a request; without any, the default."""
     for index, value in enumerate(values):
         if value != values[0]:
             raise SpecError(
@@ -408,7 +426,7 @@ def _common(name: str, values: Sequence[str]) -> str:
                 f"{value}, and that of capture[0] is {values[0]}; all captures of a request have "
                 f"one {name}",
             )
-    return values[0]
+    return values[0] if values else default
 
 
 def _prompt_len(request: Any) -> int:
@@ -417,11 +435,12 @@ def _prompt_len(request: Any) -> int:
     return int(request.prompt_embeds.shape[0])
 
 
-def _check_heads(captures: tuple[Capture, ...], codec: str) -> None:
+def _check_heads(captures: tuple[ReadOut, ...], codec: str) -> None:
     """Check that heads can be chosen from the rows that a codec encoded."""
     for index, capture in enumerate(captures):
-        is_sketch = isinstance(parse_codec(codec), Rp8) and not isinstance(capture, Attention)
-        if capture.heads is not None and is_sketch:
+        if capture.heads is None or not capture.returns_vectors:
+            continue
+        if isinstance(parse_codec(codec), Rp8):
             raise SpecError(
                 f"capture[{index}].heads",
                 f"rows of the codec {codec} are sketches of whole vectors, without heads; use "

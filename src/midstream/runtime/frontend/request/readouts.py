@@ -1,18 +1,21 @@
-"""Read-outs of a request, lenses and SAEs: the registered weights, and what a step costs."""
+"""Read-outs of a request: what its engine has for them, and what they cost in a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from midstream.errors import SpecError
-from midstream.runtime.frontend.request.lenses import check_decodable, with_maps, with_token_ids
+from midstream.runtime.frontend.request.prompt.tokenized import token_id
 from midstream.runtime.frontend.request.reconstructions import reading
 from midstream.runtime.protocol.worker_info import WorkerInfo
-from midstream.spec import Features, Plan, ResolvedPlan
+from midstream.sites import Tap
+from midstream.spec import Plan, ResolvedPlan
+from midstream.spec.plan import has_token
 from midstream.spec.positions.ranges import count
-from midstream.spec.resolve.lens import lenses_of
+from midstream.spec.readouts import KINDS, Capture
+from midstream.spec.resolved import LensMap, SaeEncoder
 from midstream.validation import at
 
 if TYPE_CHECKING:
@@ -30,57 +33,80 @@ class Registries:
     directions: DirectionCache | None = None
 
 
-def bound(plan: Plan | None, engine: Any, registries: Registries) -> Plan | None:
-    """Return a plan whose lenses have the ids of their tokens, whose SAEs have layers and sites,
-    and whose edits have vectors in place of tokens.
+class EngineReadings:
+    """What one engine has for read-outs; see `midstream.spec.readouts.base.ReadOutEngine`."""
 
-    Args:
-        plan: a plan; None: there is none.
+    def __init__(self, engine: Any, workers: Sequence[WorkerInfo], parts: Mapping[Tap, int]):
+        """Args:
+        engine: vLLM's engine, for its tokenizer and settings.
+        parts: number of parts of the vectors of each tap that the ranks have in parts.
+        """
+        self._engine = engine
+        self._workers = workers
+        self.parts = parts
+        self.registries = Registries()
+
+    @cached_property
+    def vocabulary(self) -> int:
+        return int(self._engine.vllm_config.model_config.get_vocab_size())
+
+    @cached_property
+    def last_stage(self) -> frozenset[Tap]:
+        last = max(worker.stage for worker in self._workers)
+        return frozenset(
+            tap for worker in self._workers if worker.stage == last for tap in worker.taps
+        )
+
+    def token_id(self, text: str) -> int:
+        return token_id(self._engine, text)
+
+    def lens_maps(self, name: str, depths: list[int]) -> tuple[LensMap, ...]:
+        assert self.registries.lenses is not None
+        return self.registries.lenses.maps_of(name, depths)
+
+    def sae_tap(self, name: str) -> Tap | None:
+        assert self.registries.saes is not None
+        return self.registries.saes.get(name).tap
+
+    def sae_encoder(self, name: str) -> SaeEncoder:
+        assert self.registries.saes is not None
+        return self.registries.saes.get(name).encoder
+
+
+def bound(plan: Plan, engine: EngineReadings) -> Plan:
+    """Return a plan whose read-outs have ids of tokens, layers and sites, and whose edits have
+    vectors in place of tokens.
     """
-    plan = with_token_ids(plan, engine)
-    if registries.directions is not None:
-        plan = registries.directions.bound(plan)
-    if plan is None or not any(isinstance(capture, Features) for capture in plan.captures):
-        return plan
-    captures = list(plan.captures)
-    for index, capture in enumerate(captures):
-        if isinstance(capture, Features):
-            assert registries.saes is not None
-            with at(f"capture[{index}]"):
-                sae = registries.saes.get(capture.sae)
-                if capture.layer is not None and capture.site is not None:
-                    continue
-                tap = sae.sae.tap
-                if tap is not None:
-                    captures[index] = capture.at_tap(*tap)
-    return replace(plan, captures=tuple(captures))
+    captures = []
+    for index, readout in enumerate(plan.captures):
+        with at(f"capture[{index}]"):
+            captures.append(readout.bind(engine))
+    if any(ours is not theirs for ours, theirs in zip(captures, plan.captures, strict=True)):
+        plan = replace(plan, captures=tuple(captures))
+    directions = engine.registries.directions
+    steers = directions is not None and any(map(has_token, plan.edits))
+    return directions.bound(plan) if directions is not None and steers else plan
 
 
-def with_weights(
-    plan: ResolvedPlan, own: Plan | None, registries: Registries
+def finished(
+    plan: ResolvedPlan, own: Plan | None, engine: EngineReadings
 ) -> tuple[ResolvedPlan, tuple[tuple[str, str], ...]]:
-    """Return a plan with the maps of its lenses and the encoders of its SAEs, and which registered
-    weights these are: (kind, name).
+    """Return a plan whose read-outs have what the engine has for them, and which registered weights
+    these are: (kind, name), each once.
 
     Args:
         own: the plan that was resolved, after `bound`.
     """
-    plan, lenses = with_maps(plan, own, registries.lenses)
-    read = dict.fromkeys(("lens", name) for name in lenses)
+    weights: dict[tuple[str, str], None] = {}
     captures = list(plan.captures)
     for index, capture in enumerate(captures):
-        if capture.pattern is None or capture.pattern.kind != "features":
+        if capture.pattern is None or own is None or capture.source < 0:
             continue
-        assert own is not None
-        asked = own.captures[capture.source]
-        assert isinstance(asked, Features)
-        assert registries.saes is not None
-        encoder = registries.saes.get(asked.sae).encoder
+        readout = own.captures[capture.source]
         with at(f"capture[{capture.source}]"):
-            _check(asked, encoder.features)
-        captures[index] = replace(capture, pattern=replace(capture.pattern, encoder=encoder))
-        read["sae", asked.sae] = None
-    return (replace(plan, captures=tuple(captures)) if read else plan), tuple(read)
+            captures[index] = readout.finish(capture, engine)
+        weights.update(dict.fromkeys(readout.weights))
+    return replace(plan, captures=tuple(captures)), tuple(weights)
 
 
 def readout_rows(
@@ -92,37 +118,20 @@ def readout_rows(
     Args:
         grows: whether the prompt grows, as that of a session does.
     """
-    lenses = lenses_of(plan)
-    if lenses:
-        check_decodable(lenses, plan, vllm_config, workers)
-    reads = lenses + [
-        capture
-        for capture in plan.captures
-        if capture.pattern is not None and capture.pattern.kind == "features"
+    reads: Iterable[Any] = [
+        *(
+            (item.where, len(item.taps))
+            for item in plan.captures
+            if KINDS.get(item.kind, Capture).decodes
+        ),
+        *((edit.where, 1) for edit in reading(plan)),
     ]
-    taken = [(capture.where, len(capture.taps)) for capture in reads]
-    taken += [(edit.where, 1) for edit in reading(plan)]
-    if not taken:
-        return 0
     step_tokens = workers[0].step_tokens
     speculative = vllm_config.speculative_config
     at_once = 1 if speculative is None else 1 + speculative.num_speculative_tokens
     num_rows = 0
-    for where, layers in taken:
+    for where, layers in reads:
         prompt = count(where.possible, plan.prompt_len)
         positions = step_tokens if grows else min(step_tokens, max(prompt, at_once))
         num_rows += positions * layers
     return num_rows
-
-
-def _check(asked: Features, features: int) -> None:
-    """Check that an SAE has what is asked for."""
-    if asked.top > features:
-        raise SpecError("top", f"the SAE {asked.sae!r} has {features} features")
-    for index, feature in enumerate(asked.features):
-        if feature >= features:
-            raise SpecError(
-                f"features[{index}]",
-                f"there is no feature {feature}: the SAE {asked.sae!r} has {features}, 0 to "
-                f"{features - 1}",
-            )

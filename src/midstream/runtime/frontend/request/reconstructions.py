@@ -11,7 +11,7 @@ from midstream.ops.sae import layout
 from midstream.spec import Plan, Probe, ResolvedPlan
 from midstream.spec.operations import Edit, Gate, Reconstruct
 from midstream.spec.plan import ServerWide
-from midstream.spec.resolve.resolved import ResolvedEdit
+from midstream.spec.resolved import ResolvedEdit
 from midstream.validation import at, show
 
 if TYPE_CHECKING:

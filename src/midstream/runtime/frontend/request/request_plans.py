@@ -19,7 +19,7 @@ from midstream.spec import Capture, Plan
 from midstream.spec.control_laws import MOST_SCALES
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.plan import ServerWide
-from midstream.spec.resolve.tap_lookup import size_of
+from midstream.spec.tap_lookup import size_of
 
 # Taps, parts, positions and tokens of a plan that is resolved in some 20 ms.
 _LONG = 1024

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from midstream.sinks.delivery import Label
 from midstream.spec import Capture, Plan, ResolvedPlan
+from midstream.spec.readouts import ReadOut
 from midstream.spec.sink_target import MEMORY, Metadata
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -57,6 +58,7 @@ def routes_of(
     metadata: dict[tuple[str, str, str], Metadata] = {}
     layouts: dict[tuple[str, str, str], str] = {}
     for index, capture in enumerate(resolved.captures):
+        written: ReadOut
         if capture.source < 0:
             written = every[capture.source]
         else:

@@ -9,18 +9,17 @@ from typing import Any, NamedTuple
 
 from midstream.errors import BusyError, SpecError
 from midstream.runtime.frontend.lens_registry import LensRegistry
-from midstream.runtime.frontend.request.lenses import AFTER
 from midstream.runtime.frontend.request.prompt.tokenized import token_id
 from midstream.runtime.frontend.rpc.fetch import Exchange
 from midstream.runtime.protocol.rpc import ReadDirections, TokenDirections
 from midstream.sites import Tap
 from midstream.spec import ModelShape, Plan, Steer
-from midstream.spec.lens import LOGIT, SITES, read_kind
 from midstream.spec.operations import Edit, Gate
-from midstream.spec.resolve.lens import LENS
-from midstream.spec.resolve.resolved import LensMap
-from midstream.spec.resolve.tap_lookup import find_layer, find_taps
-from midstream.spec.tokens import read_token
+from midstream.spec.plan import has_token
+from midstream.spec.readouts.lens import AFTER, LENS
+from midstream.spec.resolved import LensMap
+from midstream.spec.tap_lookup import find_layer, find_taps
+from midstream.spec.tokens import LOGIT, STREAM, read_kind, read_token
 from midstream.spec.vector import Vector
 from midstream.validation import at, read_int, read_word
 
@@ -58,10 +57,8 @@ class DirectionCache:
         """Forget all: a lens has changed."""
         self._found.clear()
 
-    def bound(self, plan: Plan | None) -> Plan | None:
+    def bound(self, plan: Plan) -> Plan:
         """Return a plan with vectors in place of tokens."""
-        if plan is None or not any(map(_has_token, plan.edits)):
-            return plan
         return plan.expanded(self._expanded)
 
     def reading(self, keys: Mapping[DirectionKey, str]) -> Exchange[None]:
@@ -92,7 +89,7 @@ class DirectionCache:
         """Return the directions that a plan needs, with the path of an edit that needs each."""
         paths: dict[DirectionKey, str] = {}
         for index, edit in enumerate(() if plan is None else plan.edits):
-            if _has_token(edit):
+            if has_token(edit):
                 path = f"edits[{index}]"
                 with at(path):
                     keys = [key for _, key in self._keys(edit)]
@@ -114,7 +111,7 @@ class DirectionCache:
         with at("lens"):
             lens = read_kind(lens)
         with at("site"):
-            site = read_word(site, SITES)
+            site = read_word(site, STREAM)
         with at("layer"):
             layer = find_layer(read_int(layer), self._shape)
         return self.key(read_token(token), (site, layer), lens)
@@ -147,7 +144,7 @@ class DirectionCache:
                 yield tap, self.key(steer.token, tap, steer.lens)
 
     def _expanded(self, edit: Edit) -> tuple[Edit, ...]:
-        if not _has_token(edit):
+        if not has_token(edit):
             return (edit,)
         steer = edit.edit if isinstance(edit, Gate) else edit
         assert isinstance(steer, Steer)
@@ -172,8 +169,3 @@ class DirectionCache:
         except SpecError as error:
             names = {"kind": "lens", "layers": "layer"}
             raise SpecError(names.get(error.path, error.path), error.problem) from None
-
-
-def _has_token(edit: Edit) -> bool:
-    steer = edit.edit if isinstance(edit, Gate) else edit
-    return isinstance(steer, Steer) and steer.token is not None

@@ -33,7 +33,7 @@ from midstream.runtime.protocol.results import (
 from midstream.runtime.protocol.runs import Ints, expand
 from midstream.sites import Tap
 from midstream.spec import ModelShape, ResolvedPlan, ResolvedProbe
-from midstream.spec.resolve.resolved import Final
+from midstream.spec.resolved import Final
 
 # Positions, ascending, that captures select, by the indices of the captures.
 Select = Callable[[tuple[int, ...]], Ints]

@@ -11,7 +11,6 @@ from typing import Any
 from midstream.config.config import Config
 from midstream.runtime.frontend.input_session import InputSession, as_one_request, closing
 from midstream.runtime.frontend.request.budget import row_sizes
-from midstream.runtime.frontend.results.attention import parted
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.delivery import (
     FinishedRequest,
@@ -20,6 +19,7 @@ from midstream.runtime.frontend.results.delivery import (
     set_on_output,
 )
 from midstream.runtime.frontend.results.partial_scores import StreamState
+from midstream.runtime.frontend.results.readouts import parted
 from midstream.runtime.frontend.results.receipts import ReceiptReporter
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
 from midstream.runtime.frontend.stats import RequestTotals
@@ -87,9 +87,10 @@ class AsyncCompletion:
             output.probes = single.probes = call.stream.probes()
             if call.partial_rows is not None and call.partial_rows.is_streamed:
                 shown = parted(await self._streamer.show(call, output.finished), call.admitted)
-                for name in ("activations", "attention", "features", "lens"):
-                    setattr(single, name, getattr(shown, name))
-                    setattr(output, name, getattr(shown, name))
+                output.activations = single.activations = shown.activations
+                for name, value in shown.readouts.items():
+                    setattr(single, name, value)
+                    setattr(output, name, value)
         if call.failure is not None:
             raise call.failure
 

@@ -13,6 +13,7 @@ import torch
 
 from midstream.results.activations import Activations, with_heads
 from midstream.results.encoded_rows import Rows
+from midstream.results.readouts import RESULTS as READOUTS
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.budget import row_sizes
@@ -23,8 +24,8 @@ from midstream.runtime.frontend.results.assembly import (
     no_rows,
     select_final,
 )
-from midstream.runtime.frontend.results.attention import parted
 from midstream.runtime.frontend.results.partial_rows import PartialRows
+from midstream.runtime.frontend.results.readouts import parted
 from midstream.runtime.frontend.results.several_completions import SeveralCompletions
 from midstream.runtime.protocol.results import ResultBlock, WorkerAnswers
 from midstream.sinks.delivery import (
@@ -38,16 +39,13 @@ from midstream.sinks.delivery import (
 )
 from midstream.sites import Tap
 from midstream.spec import ModelShape, ResolvedPlan
-from midstream.spec.capture import GATHERED, SHARDED
+from midstream.spec.readouts.capture import GATHERED, SHARDED
 from midstream.spec.sink_target import MEMORY
 
 # All attributes that midstream sets on an output and its completions.
 RESULTS = (
     "activations",
-    "attention",
-    "features",
-    "lens",
-    "logits",
+    *READOUTS,
     "probes",
     "receipt",
     "capture_results",
@@ -256,7 +254,7 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
                 mine.receipt,
                 DeliveredRows(
                     shown.activations or Activations({}, {}, mine.tokens),
-                    shown.attention,
+                    shown.readouts["attention"],
                     piece=len(earlier),
                     return_=SHARDED if admitted.plan.sharded else GATHERED,
                     ranks=_ranks_of(mine.blocks),
@@ -294,7 +292,8 @@ def _set_results(
         if kept:
             receipt = replace(receipt, kept=kept, problems=(*receipt.problems, *problems))
         shown = parted(activations, finished.admitted)
-        for name, value in shown._asdict().items():
+        completion.activations = shown.activations
+        for name, value in shown.readouts.items():
             setattr(completion, name, value)
         completion.probes = mine.probes
         completion.receipt = receipt

@@ -38,7 +38,7 @@ from midstream.sites import Tap
 from midstream.spec import ResolvedPlan, ResolvedProbe
 from midstream.spec.positions.range_set import intersect
 from midstream.spec.positions.ranges import clip, merge
-from midstream.spec.resolve.resolved import ResolvedCapture
+from midstream.spec.resolved import ResolvedCapture
 
 Final = tuple[tuple[int, int], ...]
 

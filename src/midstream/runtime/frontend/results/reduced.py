@@ -9,8 +9,8 @@ from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.sites import Tap, order
 from midstream.spec import ResolvedPlan
-from midstream.spec.resolve.reduced import RETURNED, is_reduced
-from midstream.spec.resolve.resolved import Pattern, ResolvedCapture
+from midstream.spec.readouts.reduced import RETURNED, is_reduced
+from midstream.spec.resolved import Pattern, ResolvedCapture
 
 
 def num_reduced(rows: Activations, plan: ResolvedPlan) -> dict[Tap, int]:
@@ -36,9 +36,7 @@ def with_reduced(
     Args:
         whole: captured vectors of a completion; None: there are none.
     """
-    captures = [
-        capture for capture in plan.captures if capture.pattern and is_reduced(capture.pattern)
-    ]
+    captures = [capture for capture in plan.captures if is_reduced(capture)]
     if not captures:
         return whole
     values: dict[Tap, Tensor | Rows] = {}

@@ -6,13 +6,12 @@ from typing import Any
 
 from vllm import RequestOutput
 
+from midstream.results.readouts import RESULTS as READOUTS
+
 # Attributes that each completion has of its own.
 PER_COMPLETION = (
     "activations",
-    "attention",
-    "features",
-    "lens",
-    "logits",
+    *READOUTS,
     "probes",
     "receipt",
     "hidden_states",

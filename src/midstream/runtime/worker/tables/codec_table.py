@@ -8,7 +8,7 @@ from midstream.codecs import Raw, RowEncoding, parse_codec
 from midstream.runtime.protocol.segments import PatternRead
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
-from midstream.spec.resolve.resolved import LensMap
+from midstream.spec.resolved import LensMap
 
 
 class CodecTable:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from midstream.codecs import RowEncoding
-from midstream.spec.capture import REDUCING
-from midstream.spec.resolve.resolved import LensMap, PatternKind, SaeEncoder
+from midstream.spec.resolved import REDUCING, LensMap, PatternKind, SaeEncoder
 
 
 @dataclass(frozen=True, slots=True)

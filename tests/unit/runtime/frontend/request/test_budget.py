@@ -29,7 +29,7 @@ from midstream.runtime.frontend.request.budget import (
 )
 from midstream.runtime.protocol.segments import RankShare, Room, cut
 from midstream.spec import Capture, Instruction, ModelShape, Plan, ResolvedPlan, Vector
-from midstream.spec.resolve.resolved import Pattern
+from midstream.spec.resolved import Pattern
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 ROOM = Room(64, 64, 64, 64, 4)

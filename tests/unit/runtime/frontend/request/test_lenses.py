@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.readings import readings
 from support.stored import worker_info
 from support.tokenizers import metaspace
 
 from midstream import Lens, Logits, Plan, SpecError
-from midstream.runtime.frontend.request.lenses import with_token_ids
-from midstream.runtime.frontend.request.readouts import readout_rows
+from midstream.runtime.frontend.request.readouts import bound, finished, readout_rows
 from midstream.spec import ModelShape, Prompt
 from midstream.spec.resolve.resolve import resolve
 
@@ -21,14 +21,8 @@ TOKENIZER = metaspace("first")
 CAT, THE = TOKENIZER.convert_tokens_to_ids(["▁cat", "▁the"])
 
 
-class Engine:
-    def get_tokenizer(self) -> Any:
-        return TOKENIZER
-
-
-class Without(Engine):
-    def get_tokenizer(self) -> Any:
-        raise ValueError("skip_tokenizer_init")
+ENGINE = readings([worker_info(taps=TAPS)], TOKENIZER)
+WITHOUT = readings([worker_info(taps=TAPS)])
 
 
 def config(drafts: int | None = None) -> Any:
@@ -42,21 +36,20 @@ def config(drafts: int | None = None) -> Any:
 
 def test_texts_of_tokens_become_ids() -> None:
     plain = Plan.make(capture=Lens(0, tokens=[3]))
-    assert with_token_ids(plain, Without()) is plain
-    assert with_token_ids(None, Without()) is None
+    assert bound(plain, WITHOUT) is plain
     plan = Plan.make(capture=[Lens(0), Lens(0, tokens=[" the", 3, " cat"], name="a")])
-    found = with_token_ids(plan, Engine())
+    found = bound(plan, ENGINE)
     assert found is not None
     assert [one.tokens for one in found.captures] == [(), (THE, 3, CAT)]
     with pytest.raises(SpecError, match="needs a tokenizer") as caught:
-        with_token_ids(plan, Without())
+        bound(plan, WITHOUT)
     assert caught.value.path == "capture[1].tokens[0]"
     for capture in (Lens(0, tokens=" he"), Logits(tokens=" he")):
         with pytest.raises(
             SpecError, match="' he' is 3 tokens, '' 'h' 'e'; give a text that is one"
         ):
-            with_token_ids(Plan.make(capture=capture), Engine())
-    logits = with_token_ids(Plan.make(capture=Logits(tokens=[" the", 3])), Engine())
+            bound(Plan.make(capture=capture), ENGINE)
+    logits = bound(Plan.make(capture=Logits(tokens=[" the", 3])), ENGINE)
     assert logits is not None
     assert logits.captures == (Logits(tokens=[THE, 3]),)
 
@@ -85,8 +78,9 @@ def test_the_rows_of_a_step_are_positions_times_layers(lens: Lens, rows: int) ->
 
 def test_layers_of_other_stages_than_the_last_are_refused() -> None:
     workers = [worker_info(stage=0, taps=TAPS[:2]), worker_info(stage=1, taps=TAPS[2:])]
-    plan = resolve(Plan.make(capture=Lens([2, 3])), SHAPE, Prompt(10), 5)
-    assert readout_rows(plan, config(), workers, False)
-    plan = resolve(Plan.make(capture=Lens([1, 3])), SHAPE, Prompt(10), 5)
+    known = readings(workers)
+    plan = Plan.make(capture=Lens([2, 3]))
+    finished(resolve(plan, SHAPE, Prompt(10), 5), plan, known)
+    plan = Plan.make(capture=Lens([1, 3]))
     with pytest.raises(SpecError, match=r"layer 1 is on another .* of the last stage: \[2, 3\]"):
-        readout_rows(plan, config(), workers, False)
+        finished(resolve(plan, SHAPE, Prompt(10), 5), plan, known)

@@ -45,10 +45,10 @@ class Engine:
         refused: token ids of prompts for which no change can be carried out.
         ended: uids of requests that have ended there.
         vectors: what the plan of a change names.
-        registries: the registered weights; there are none.
+        readings: what the engine has: its registered weights; there are none.
     """
 
-    registries = Registries()
+    readings = SimpleNamespace(registries=Registries())
 
     def __init__(self):
         self.budget = CapacityBudget(Room(ROWS, 100, 100, 100, 1))

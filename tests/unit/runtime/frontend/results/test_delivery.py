@@ -272,7 +272,7 @@ def test_a_request_that_captures_nothing_has_no_results(sinks, one):
 
 def test_every_name_that_outputs_get_is_cleared_on_those_without_results():
     assert set(RESULTS) == {
-        "activations", "attention", "features", "lens", "logits", "probes", "receipt",
+        "activations", "attention", "features", "lens", "logits", "norms", "probes", "receipt",
         "capture_results", "activation_manifest",
     }  # fmt: skip
 

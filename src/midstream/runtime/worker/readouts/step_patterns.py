@@ -1,0 +1,154 @@
+"""Rows and scores that are made of the captured queries of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from midstream.runtime.protocol.runs import within_runs
+from midstream.runtime.worker.readouts.logits import StepLogits
+from midstream.runtime.worker.readouts.queries import queries_of
+from midstream.runtime.worker.readouts.reader import PatternReader
+from midstream.runtime.worker.reductions import Reductions, place_of
+from midstream.runtime.worker.step.in_flight import PreparedStep
+from midstream.runtime.worker.step.slot_table import SlotTable
+from midstream.runtime.worker.step.step_plan import CodecBatch
+from midstream.runtime.worker.tables.codec_table import CodecTable
+from midstream.runtime.worker.tables.device_buffers import Buffers, on_device
+from midstream.runtime.worker.tables.pattern_records import PatternEncoding
+from midstream.spec.resolved import REDUCING
+
+
+class StepPatterns:
+    """Rows and scores of the batches of a step, after its forward pass was queued."""
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        slots: SlotTable,
+        codecs: CodecTable,
+        reader: PatternReader | None,
+        reductions: Reductions,
+    ) -> None:
+        """Args:
+        buffers: the rank's buffers; queries are in its ring.
+        reader: computes rows and scores; None: no request asks for any but reduced ones.
+        """
+        self._buffers = buffers
+        self._slots = slots
+        self._codecs = codecs
+        self._reader = reader
+        self._reductions = reductions
+
+    def compute(self, prepared: PreparedStep) -> StepLogits:
+        """Count the rows of a step that are reduced, write the scores that are made of attention
+        into the buffer of scores, and return the logits of all records whose logits are asked for.
+        """
+        self._count(prepared)
+        if self._reader is None:
+            return {}
+        self._score(prepared, self._reader)
+        return self._reader.logits(prepared, self._codecs.encoding, self._slots, self._buffers.ring)
+
+    def encode(
+        self, prepared: PreparedStep, batch: CodecBatch, logits: StepLogits
+    ) -> Tensor | None:
+        """Return the encoded records of a batch, uint8 [n, row_bytes]; None if they are made of
+        the batch's units of the ring alone.
+        """
+        encoding = self._codecs.encoding(batch.codec)
+        if not isinstance(encoding, PatternEncoding):
+            return None
+        assert self._reader is not None
+        records = self._records(prepared, batch, encoding)
+        queries = queries_of(prepared, batch, self._slots, records.device)
+        mine = _logits_of(prepared, batch, logits, encoding.units)
+        reduced = self._reduced(prepared, batch, encoding, records)
+        device = next(iter(mine.values())).device if mine else records.device
+        mine |= {index: rows.to(device) for index, rows in reduced.items()}
+        return self._reader.encode(encoding, records, *queries, mine)
+
+    def _count(self, prepared: PreparedStep) -> None:
+        """Add the rows of a step to the sums of their requests, each position once: a request that
+        was preempted computes its positions again.
+        """
+        if not len(self._reductions):
+            return
+        runs, reductions = prepared.plan.runs, self._reductions
+        reached: dict[int, int] = {}
+        for batch in prepared.plan.batches:
+            encoding = self._codecs.encoding(batch.codec)
+            if not isinstance(encoding, PatternEncoding) or not encoding.has_sums:
+                continue
+            records = self._records(prepared, batch, encoding)
+            first = (batch.record // encoding.units).tolist()
+            columns = runs.slot, runs.position, runs.length
+            every = zip(first, *(column[batch.runs].tolist() for column in columns), strict=True)
+            for record, slot, position, length in every:
+                skip = max(0, reductions.counted(slot) - position)
+                if skip < length:
+                    reductions.add(slot, encoding, records[record + skip : record + length])
+                reached[slot] = max(reached.get(slot, 0), position + length)
+        for slot, stop in reached.items():
+            reductions.advance(slot, stop)
+
+    def _reduced(
+        self, prepared: PreparedStep, batch: CodecBatch, encoding: PatternEncoding, records: Tensor
+    ) -> dict[int, Tensor]:
+        """Return norms and reduced rows of some records, float32 [n, size], by number of the
+        pattern.
+        """
+        rows = {}
+        for index, columns in enumerate(encoding.patterns):
+            if not columns.is_row:
+                continue
+            if columns.kind == "norm":
+                vectors = records[:, columns.start : columns.start + columns.width]
+                norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=torch.float64)
+                rows[index] = norms.float()
+            elif columns.kind in REDUCING:
+                length = batch.length
+                slots = np.repeat(prepared.plan.runs.slot[batch.runs], length).tolist()
+                place = place_of(encoding, columns)
+                rows[index] = self._reductions.rows(slots, columns, place)
+        return rows
+
+    def _score(self, prepared: PreparedStep, reader: PatternReader) -> None:
+        runs, scores = prepared.plan.runs, self._buffers.scores
+        for batch in prepared.plan.batches:
+            encoding = self._codecs.encoding(batch.codec)
+            if not isinstance(encoding, PatternEncoding) or not encoding.has_scores:
+                continue
+            records = self._records(prepared, batch, encoding)
+            queries = queries_of(prepared, batch, self._slots, records.device)
+            length = runs.length[batch.runs]
+            rows = np.repeat(runs.row[batch.runs], length) + within_runs(length)
+            places = on_device(torch.from_numpy(rows), scores.device)
+            reader.score(encoding, records, *queries, places, scores)
+
+    def _records(
+        self, prepared: PreparedStep, batch: CodecBatch, encoding: PatternEncoding
+    ) -> Tensor:
+        """Return the records of a batch in the ring, [n, numbers]."""
+        first = prepared.first + batch.first
+        units = self._buffers.ring[first : first + batch.num_units]
+        return units.view(-1, encoding.units * units.shape[1])
+
+
+def _logits_of(
+    prepared: PreparedStep, batch: CodecBatch, logits: StepLogits, units: int
+) -> dict[int, Tensor]:
+    """Return the logits of some records of a step, by number of the pattern.
+
+    Args:
+        batch: the records, all or some of those of an encoding.
+        units: ring units of a record.
+    """
+    if not logits:
+        return {}
+    (first,) = [every.first for every in prepared.plan.batches if every.codec == batch.codec]
+    begin, stop = (batch.first - first) // units, (batch.first - first + batch.num_units) // units
+    return {
+        index: rows[begin:stop] for (codec, index), rows in logits.items() if codec == batch.codec
+    }

@@ -1,0 +1,135 @@
+"""Rows of attention of a step in parts that are computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from midstream.runtime.worker.readouts import weights as op
+from midstream.runtime.worker.readouts.query_run import QueryRun
+from midstream.runtime.worker.tables.device_buffers import on_device
+from midstream.spec.positions.ranges import Ranges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tile:
+    """Rows that are computed together: several runs of one row, or some rows of one run.
+
+    Attributes:
+        at: their records, as an index of those of the step.
+        positions: int64 [runs, rows].
+        requests: int64 [runs], index of each one's request in the batch.
+        begin, stop: positions of the keys that the rows see.
+        chosen: by the last key + 1 and the ranges of a mass of each run: which keys they are; see
+            `chosen_keys`.
+    """
+
+    runs: Sequence[QueryRun]
+    at: Tensor | slice
+    positions: Tensor
+    requests: Tensor
+    begin: int
+    stop: int
+    chosen: dict[tuple[int, tuple[Ranges, ...]], Tensor]
+
+    @classmethod
+    def of(cls, runs: Sequence[QueryRun], window: int, positions: Tensor) -> Tile:
+        """Return the tile of some runs; `positions` are those of all records."""
+        device, first = positions.device, runs[0]
+        at: Tensor | slice = slice(first.record, first.record + first.length)
+        if len(runs) > 1:
+            at = on_device(torch.tensor([run.record for run in runs]), device)
+        requests = on_device(torch.tensor([run.request for run in runs]), device)
+        tile_positions = positions[at].view(len(runs), -1)
+        return cls(runs, at, tile_positions, requests, *_span(runs, window), {})
+
+    def keys_of_mass(self, index: int, stop: int) -> Tensor:
+        """Return the keys [begin, stop) of the pattern's mass, by its number."""
+        ranges = tuple(run.keys[index] for run in self.runs)
+        key = stop, ranges
+        if key not in self.chosen:
+            device = self.positions.device
+            self.chosen[key] = on_device(op.chosen_keys(ranges, self.begin, stop), device)
+        return self.chosen[key]
+
+
+class Tiles:
+    """The tiles of a step's records."""
+
+    def __init__(self, runs: Sequence[QueryRun], positions: Tensor, workspace: int) -> None:
+        """Args:
+        runs: the runs of all records, in order.
+        positions: int64 [n], position of each record.
+        workspace: bytes that the weights of a tile may take twice, if it has several rows.
+        """
+        self._runs = runs
+        self._positions = positions
+        self._workspace = workspace
+        self._known: dict[tuple[int, int], list[Tile]] = {}
+
+    def of(self, heads: int, window: int) -> list[Tile]:
+        """Return the tiles for a number of heads and a window."""
+        tiles = self._known.get((heads, window))
+        if tiles is None:
+            batches = _batches(self._runs, heads, window, self._workspace)
+            tiles = [Tile.of(some, window, self._positions) for some in batches]
+            self._known[heads, window] = tiles
+        return tiles
+
+
+def most_cells(workspace: int, heads: int) -> int:
+    """Return how many pairs of a row and a key may be computed at a time, so that all that is made
+    of them takes half of the workspace.
+    """
+    # The products, what a softmax makes of them, and the distances.
+    return workspace // 2 // (4 * heads * 3)
+
+
+def _span(runs: Sequence[QueryRun], window: int) -> tuple[int, int]:
+    """Return the first position of a key that a row of the runs sees, and the last + 1."""
+    begin = max(0, min(run.lowest for run in runs) - window + 1) if window else 0
+    return begin, max(run.position + run.length for run in runs)
+
+
+def _batches(
+    runs: Sequence[QueryRun], heads: int, window: int, workspace: int
+) -> list[list[QueryRun]]:
+    """Return the runs in groups that are computed together: several of one row, or a part of one
+    run. The weights of a group take half of the workspace at most, if it has several rows.
+
+    Args:
+        heads: number of heads.
+        window: see `AttentionForm`.
+        workspace: bytes.
+    """
+    limit = most_cells(workspace, heads)
+    groups: list[list[QueryRun]] = []
+    single: list[QueryRun] = []
+    for run in sorted(runs, key=lambda run: run.position):
+        if run.length == 1:
+            begin, stop = _span([*single, run], window)
+            if single and (len(single) + 1) * (stop - begin) > limit:
+                groups.append(single)
+                single = []
+            single.append(run)
+            continue
+        begin, stop = _span([run], window)
+        rows = max(1, limit // (stop - begin))
+        for first in range(0, run.length, rows):
+            count = min(rows, run.length - first)
+            groups.append(
+                [
+                    QueryRun(
+                        run.request,
+                        run.record + first,
+                        count,
+                        run.lowest + first,
+                        run.position + first,
+                        run.keys,
+                    )
+                ]
+            )
+    return [*groups, single] if single else groups

@@ -1,0 +1,85 @@
+"""`Norms` against plain torch on captured rows, and against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import HAS_GPU, engine, greedy, tokens
+from support.oracle_edits import PLACES, At, EditOracle
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from midstream import Capture, Norms, SpecError, Steer
+
+LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
+SHORT = [5, 17, 33, 101, 8, 77, 54, 23, 9]
+TOLERANCE = 5e-4 if HAS_GPU else 1e-5
+
+
+def norms_of(rows: torch.Tensor) -> torch.Tensor:
+    return rows.double().square().sum(1).sqrt()
+
+
+def test_norms_are_those_of_captured_rows_and_of_transformers(llm: Any, tiny_llama: Path) -> None:
+    """Of prompts of several steps and generated tokens, after edits, beside the rows themselves and
+    requests that ask for nothing.
+    """
+    oracle = EditOracle(tiny_llama, PLACES["llama"])
+    steer = At(Steer(torch.linspace(-1, 1, oracle.width), 1))
+    every, last = Norms("all"), Norms([0, -1], positions=["last_prompt", "generated"])
+    asked = [[every, Capture("all")], None, [last], [every, Capture(1, reduce="norm")]]
+    prompts = [LONG, SHORT, SHORT, LONG[:40]]
+    outputs = llm.generate(
+        [tokens(prompt) for prompt in prompts],
+        greedy(4),
+        capture=asked,
+        edits=[None, None, None, [steer.edit]],
+        use_tqdm=False,
+    )
+    assert outputs[1].norms is None
+    for prompt, output, edits in zip(prompts, outputs, [[], [], [], [steer]], strict=True):
+        if output.norms is None:
+            continue
+        assert output.receipt.status == "ok"
+        seen = oracle.run([*prompt, *output.outputs[0].token_ids][:-1], edits)
+        assert [layer for _, layer in output.norms] == [0, 2] if prompt is SHORT else [0, 1, 2]
+        for tap, rows in output.norms.items():
+            wanted = norms_of(seen.values[tap][rows.positions])
+            assert rows.values.dtype == torch.float32
+            assert float(((rows.values - wanted) / wanted.clamp(min=1)).abs().max()) <= TOLERANCE
+    whole, few, reduced = outputs[0], outputs[2], outputs[3]
+    assert whole.norms["resid_post", 1].positions.tolist() == list(range(len(LONG) + 3))
+    assert few.norms["resid_post", -1].positions.tolist() == [8, 9, 10, 11]
+    assert few.activations is None
+    for tap, rows in whole.activations.items():
+        assert torch.equal(whole.norms[tap].values, norms_of(rows).float())
+    same = reduced.activations["resid_post", 1][:, 0]
+    assert torch.equal(reduced.norms["resid_post", 1].values, same)
+
+
+def test_a_norm_that_is_asked_for_twice_is_refused(llm: Any) -> None:
+    asked = [Norms("all", positions="prompt"), Norms(1, positions="generated")]
+    with pytest.raises(SpecError, match="returns norms of resid_post of layer 1 too"):
+        llm.generate([tokens(SHORT)], greedy(3), capture=[asked], use_tqdm=False)
+
+
+@pytest.mark.model
+def test_bfloat16_norms_of_smollm2_show_its_first_token(smollm2: Path) -> None:
+    """Rows are bfloat16, and their norms are added up in more precision."""
+    ids = AutoTokenizer.from_pretrained(smollm2)("The capital of France is the city of").input_ids
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    with engine(smollm2, dtype="bfloat16", max_model_len=256) as llm:
+        asked = [Norms([3, 20]), Capture([3, 20])]
+        (output,) = llm.generate([tokens(ids)], greedy(1), capture=[asked], use_tqdm=False)
+    for layer in (3, 20):
+        rows, norms = output.activations["resid_post", layer], output.norms["resid_post", layer]
+        assert rows.dtype == torch.bfloat16
+        assert torch.equal(norms.values, norms_of(rows).float())
+        wanted = norms_of(states[layer + 1][0])
+        assert float(((norms.values - wanted) / wanted).abs().max()) < 0.03
+    assert int(norms.values.argmax()) == 0
+    assert float(norms.values[0]) > 5 * float(norms.values[1:].max())
