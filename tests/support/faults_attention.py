@@ -408,4 +408,18 @@ ATTENTION = (
         "pass",
         "tests/engine/test_reduce.py::test_requests_wait_for_room_or_are_refused_by_its_setting",
     ),
+    Fault(
+        "Norms of another layer are returned under a layer's name",
+        "NormResults.decode",
+        "results[read] = NormRows(values, rows.positions_of(*tap).clone())",
+        "results[capture.pattern.reads[0]] = NormRows(values, rows.positions_of(*tap).clone())",
+        "tests/engine/test_norms.py::test_norms_are_those_of_captured_rows_and_of_transformers",
+    ),
+    Fault(
+        "Norms of one site and layer may be asked for twice",
+        "Norms.check_together",
+        "if other != capture.source:",
+        "if False:",
+        "tests/unit/spec/test_norms.py::test_what_is_malformed_is_refused",
+    ),
 )
