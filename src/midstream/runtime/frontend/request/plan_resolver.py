@@ -232,20 +232,15 @@ class PlanResolver:
             sums = num_sums(resolved, self._info.shape)
         edits, width = workers[0].edits_per_site, self._info.shape.hidden_size
         ranks = workers[0].tensor_ranks
-        need = need_of(resolved, self._taps, self._info.room, edits, width, ranks)
         named = named_vectors(resolved)
-        rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
-        need = replace(
-            need,
-            counts={
-                ROWS: rows,
-                "readout_rows": at_once,
-                "reductions": sums,
-                "gate_states": sum(probe.is_scan for probe in resolved.probes),
-            },
-            vectors=named,
-            weights=weights,
-        )
+        counts = {
+            ROWS: self._max_row_bytes(resolved, prompt.length, max_tokens),
+            "readout_rows": at_once,
+            "reductions": sums,
+            "gate_states": sum(probe.is_scan for probe in resolved.probes),
+        }
+        need = need_of(resolved, self._taps, self._info.room, edits, width, ranks)
+        need = replace(need, counts=counts, vectors=named, weights=weights)
         if resolved.biases:
             check_biases(resolved, config)
         _check_ring(resolved, workers)
