@@ -67,8 +67,8 @@ def medians(values: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 def measure(sequences: int, layers: int, hidden: int, what: str, device: str) -> dict[str, float]:
     """Return the microseconds of both hooks."""
+    from midstream.plan.resolve.wire import to_bytes
     from midstream.runtime.worker.step.step_batch import StepBatch
-    from midstream.spec.resolve.wire import to_bytes
 
     session = make_session(sequences, layers, hidden, device)
     plan = to_bytes(make_plan(layers, hidden, what))
@@ -103,9 +103,9 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
 
 def measure_prompts(layers: int, device: str) -> dict[str, float]:
     """Return the microseconds of both hooks and of the collection, for steps of new prompts."""
+    from midstream.plan.resolve.wire import to_bytes
     from midstream.runtime.worker.result_buffer import ResultBuffer
     from midstream.runtime.worker.step.step_batch import StepBatch
-    from midstream.spec.resolve.wire import to_bytes
 
     tokens = PROMPTS * LENGTH
     session = make_session(tokens, layers, 1, device)
@@ -162,8 +162,8 @@ def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
 def make_plan(layers: int, hidden: int, what: str, prompt: int = PROMPT) -> Any:
     """Return a resolved plan that captures or steers every layer of every token."""
     from midstream import Capture, Steer
-    from midstream.spec import ModelShape, Plan, Prompt
-    from midstream.spec.resolve.resolve import resolve
+    from midstream.plan import ModelShape, Plan, Prompt
+    from midstream.plan.resolve.resolve import resolve
 
     taps = frozenset(("resid_post", layer) for layer in range(layers))
     shape = ModelShape(num_layers=layers, hidden_size=hidden, taps=taps, reasons={})

@@ -18,12 +18,12 @@ from msgspec import Struct
 from midstream import validation as spec_fields
 from midstream.config.config import Config
 from midstream.config.http import HttpSettings
+from midstream.plan import matrix, vector
+from midstream.plan.positions import items
+from midstream.plan.positions import select as selecting
 from midstream.runtime.vllm.engine_rules import RULES
 from midstream.server.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from midstream.sites import SITES
-from midstream.spec import matrix, vector
-from midstream.spec.positions import items
-from midstream.spec.positions import select as selecting
 from midstream.steering import registry
 
 

@@ -31,10 +31,7 @@ from midstream.errors import (
     TapError,
     UnsupportedError,
 )
-from midstream.results.local_info import LocalInfo
-from midstream.results.probe_scores import Probes
-from midstream.results.receipt import Receipt
-from midstream.spec import (
+from midstream.plan import (
     MLP,
     Ablate,
     Affine,
@@ -75,6 +72,9 @@ from midstream.spec import (
     Vector,
     Window,
 )
+from midstream.results.local_info import LocalInfo
+from midstream.results.probe_scores import Probes
+from midstream.results.receipt import Receipt
 from midstream.version import __version__
 
 if TYPE_CHECKING:
@@ -85,12 +85,12 @@ if TYPE_CHECKING:
     from midstream.config.config import Config
     from midstream.fit import Direction, Directions
     from midstream.lenses import JacobianLens, TunedLens
+    from midstream.plan.control_laws import Threshold
+    from midstream.plan.controller import Controller
     from midstream.results.activations import Activations
     from midstream.results.stack import stack
     from midstream.runtime.install import activate
     from midstream.sae.sae import SAE
-    from midstream.spec.control_laws import Threshold
-    from midstream.spec.controller import Controller
     from midstream.store import open_store
     from midstream.sweep import KL, LogitDiff, LogProb, Recovered, Sweep
 
@@ -192,8 +192,8 @@ _LAZY = {
     "AsyncClient": "midstream.client",
     "AsyncLLM": "midstream.api.async_llm",
     "Config": "midstream.config.config",
-    "Controller": "midstream.spec.controller",
-    "Threshold": "midstream.spec.control_laws",
+    "Controller": "midstream.plan.controller",
+    "Threshold": "midstream.plan.control_laws",
     "Client": "midstream.client",
     "Direction": "midstream.fit",
     "Directions": "midstream.fit",

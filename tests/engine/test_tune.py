@@ -25,7 +25,7 @@ from midstream.fit import MaxKL, MaxPerplexity, Tuning
 from midstream.fit.batches import run_steps_async
 from midstream.fit.text_scores import score_steps
 from midstream.fit.tune import Tune, read_tune, tune_steps
-from midstream.spec.shape import ModelShape
+from midstream.plan.shape import ModelShape
 
 TOLERANCE = 5e-3 if HAS_GPU else 1e-4
 CHAT = [[{"role": "user", "content": "Hi"}]]

@@ -95,7 +95,7 @@ def is_kernel(path: Path) -> bool:
 
 def test_no_function_has_more_than_six_parameters():
     public = public_functions()
-    assert {"midstream.api.llm.LLM.generate", "midstream.spec.probe.Probe.__init__"} <= public
+    assert {"midstream.api.llm.LLM.generate", "midstream.plan.probe.Probe.__init__"} <= public
     long = {}
     for path in PACKAGE.rglob("*.py"):
         if is_command(path) or is_kernel(path):

@@ -9,8 +9,8 @@ import pytest
 from support.request_path import entered, front_end_stages, worker_stages
 
 import midstream
+from midstream.plan.readouts import KINDS
 from midstream.results.readouts import RESULTS
-from midstream.spec.readouts import KINDS
 
 # A change that enters more files says in its commit what they are for.
 MOST_RESOLVED = 30
@@ -38,7 +38,7 @@ def test_a_read_out_is_named_by_few_files_of_the_package(key: str, most: int):
     """
     kind, result = KINDS[key], RESULTS[key]
     files = {path for path in PACKAGE_FILES if _names_any(path, kind, result)}
-    ours = {PACKAGE / f"{path}.py" for path in (f"spec/readouts/{key}", f"results/{key}")}
+    ours = {PACKAGE / f"{path}.py" for path in (f"plan/readouts/{key}", f"results/{key}")}
     assert ours | {PACKAGE / "results/readouts.py", PACKAGE / "__init__.py"} <= files
     assert len(files) <= most, sorted(files)
 
@@ -48,7 +48,7 @@ def _names_any(path: Path, *kinds: type) -> bool:
     modules = {kind.__module__ for kind in kinds}
     if path.with_suffix("").relative_to(PACKAGE.parent).as_posix().replace("/", ".") in modules:
         return True
-    lists = ("midstream", "midstream.spec", "midstream.spec.readouts", "midstream.results.readouts")
+    lists = ("midstream", "midstream.plan", "midstream.plan.readouts", "midstream.results.readouts")
     return any(
         node.module in modules
         or (

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from midstream.codecs import Raw, RowEncoding
+from midstream.plan import ModelShape
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.protocol.results import WorkerAnswer
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_index import CapturedRowIndex
-from midstream.spec import ModelShape
 from support.plans import plan_of
 from support.stored import make_arena, put_one, scores_block, stored, worker_info
 

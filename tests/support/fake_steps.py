@@ -17,14 +17,7 @@ from torch import Tensor
 from midstream.codecs import parse_codec
 from midstream.ops import layout
 from midstream.ops.site import bind
-from midstream.runtime.protocol.segments import APPLIED_0, CACHED, UNSEEN, Room
-from midstream.runtime.worker.request_state import RequestState
-from midstream.runtime.worker.session import StepRules, WorkerSession
-from midstream.runtime.worker.step.step_batch import StepBatch
-from midstream.runtime.worker.step_recorder import RankMemory
-from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes
-from midstream.sites import Tap
-from midstream.spec import (
+from midstream.plan import (
     Instruction,
     ResolvedEdit,
     ResolvedPlan,
@@ -33,7 +26,14 @@ from midstream.spec import (
     Vector,
     Where,
 )
-from midstream.spec.resolve.wire import to_bytes
+from midstream.plan.resolve.wire import to_bytes
+from midstream.runtime.protocol.segments import APPLIED_0, CACHED, UNSEEN, Room
+from midstream.runtime.worker.request_state import RequestState
+from midstream.runtime.worker.session import StepRules, WorkerSession
+from midstream.runtime.worker.step.step_batch import StepBatch
+from midstream.runtime.worker.step_recorder import RankMemory
+from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes
+from midstream.sites import Tap
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Parcel, Shipment, Transport
 from midstream.transport.ring_copy import host_transport

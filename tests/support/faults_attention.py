@@ -31,7 +31,7 @@ ATTENTION = (
         "Capture.without_place",
         '{"sink": MEMORY, "tag": "", "request_id": "", "layout": ""}',
         '{"sink": MEMORY, "tag": "", "request_id": ""}',
-        "tests/unit/spec/test_capture.py"
+        "tests/unit/plan/test_capture.py"
         "::test_where_its_files_are_laid_out_is_no_part_of_what_is_read",
     ),
     Fault(
@@ -178,7 +178,7 @@ ATTENTION = (
         "Logits.resolve",
         "known_ids(self.tokens)",
         "sorted(known_ids(self.tokens))",
-        "tests/unit/spec/test_logits.py::test_its_resolved_form_has_its_tokens_in_the_given_order",
+        "tests/unit/plan/test_logits.py::test_its_resolved_form_has_its_tokens_in_the_given_order",
     ),
     Fault(
         "A lens decodes the stream without the final norm",
@@ -265,7 +265,7 @@ ATTENTION = (
         "read_changes",
         "(values[place] for place in order)",
         "values",
-        "tests/unit/spec/operations/test_fields.py"
+        "tests/unit/plan/operations/test_fields.py"
         "::test_features_of_a_name_have_one_form_whatever_their_order",
     ),
     Fault(
@@ -420,6 +420,6 @@ ATTENTION = (
         "Norms.check_together",
         "if other != capture.source:",
         "if False:",
-        "tests/unit/spec/test_norms.py::test_what_is_malformed_is_refused",
+        "tests/unit/plan/test_norms.py::test_what_is_malformed_is_refused",
     ),
 )

@@ -388,7 +388,7 @@ CORE: tuple[Fault, ...] = (
         "ResolvedPlan.remember",
         "key = what, length",
         "key = what",
-        "tests/unit/spec/resolve/test_resolved.py"
+        "tests/unit/plan/resolve/test_resolved.py"
         "::test_what_a_plan_remembers_is_what_a_fresh_one_computes",
     ),
     Fault(

@@ -81,7 +81,7 @@ GATES: tuple[Fault, ...] = (
         "_memory_first",
         "not remembers[index]",
         "0",
-        "tests/unit/spec/resolve/test_resolve_gates.py"
+        "tests/unit/plan/resolve/test_resolve_gates.py"
         "::test_the_score_of_a_gate_with_memory_keeps_its_column_whatever_other_gates_there_are",
     ),
     Fault(

@@ -143,7 +143,7 @@ KEPT: tuple[Fault, ...] = (
         "Where.first",
         "left -= end - start",
         "",
-        "tests/unit/spec/positions/test_position_set.py"
+        "tests/unit/plan/positions/test_position_set.py"
         "::test_the_first_positions_are_the_lowest_ones",
     ),
     Fault(
@@ -282,7 +282,7 @@ KEPT: tuple[Fault, ...] = (
         "Ablate.per_layer",
         "self.replace(directions=row, layer=layer, subspace=None)",
         "self.replace(directions=row, layer=layer, subspace=None, norm=None)",
-        "tests/unit/spec/operations/test_per_layer.py"
+        "tests/unit/plan/operations/test_per_layer.py"
         "::test_each_layers_part_has_every_other_argument_of_the_edit",
     ),
     Fault(
@@ -333,7 +333,7 @@ KEPT: tuple[Fault, ...] = (
         "_OF_H",
         "_OF_H = Op.ADD_MATCHED, Op.REPLACE, Op.SCALE, Op.MULTIPLY",
         "_OF_H = Op.ADD_MATCHED, Op.SCALE, Op.MULTIPLY",
-        "tests/unit/spec/test_heads.py"
+        "tests/unit/plan/test_heads.py"
         "::test_an_edit_of_heads_does_to_each_what_it_does_to_a_vector_of_that_size",
     ),
     Fault(
@@ -348,7 +348,7 @@ KEPT: tuple[Fault, ...] = (
         "one_edit",
         "if in_turn:",
         "if False:",
-        "tests/unit/spec/operations/test_route.py"
+        "tests/unit/plan/operations/test_route.py"
         "::test_its_instructions_compute_its_formula_and_choose_as_they_say",
     ),
     Fault(
@@ -356,7 +356,7 @@ KEPT: tuple[Fault, ...] = (
         "refreshed",
         "if step.reads or keeps:",
         "if step.reads:",
-        "tests/unit/spec/operations/test_lowering.py"
+        "tests/unit/plan/operations/test_lowering.py"
         "::test_the_norm_that_is_kept_is_that_before_all_features_were_added",
     ),
     Fault(
@@ -370,7 +370,7 @@ KEPT: tuple[Fault, ...] = (
             *(replace(each, flags=each.flags & ~Flags.FRESH) for each in rest),
         )
         """,
-        "tests/unit/spec/operations/test_route.py::test_behind_a_gate_it_is_all_or_nothing",
+        "tests/unit/plan/operations/test_route.py::test_behind_a_gate_it_is_all_or_nothing",
     ),
     Fault(
         "Experts of groups are forced as if the largest logits were chosen",
@@ -399,7 +399,7 @@ KEPT: tuple[Fault, ...] = (
         "captured_edits:_columns",
         "[head * width + dim for head in edit.heads for dim in dims]",
         "[dim for head in edit.heads[:1] for dim in dims]",
-        "tests/unit/spec/test_captured_rows.py::test_each_head_gets_its_own_part_of_the_rows",
+        "tests/unit/plan/test_captured_rows.py::test_each_head_gets_its_own_part_of_the_rows",
     ),
     Fault(
         "A factor for each component is added to the 1 that is there already",

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from support.fault import Fault
 
-_PLACES = "tests/unit/spec/resolve/test_row_placement.py::"
-_ROWS = "tests/unit/spec/positions/test_row_order.py::"
+_PLACES = "tests/unit/plan/resolve/test_row_placement.py::"
+_ROWS = "tests/unit/plan/positions/test_row_order.py::"
 _LISTS = (
     "tests/unit/test_order_of_lists.py"
     "::test_a_list_in_another_order_has_the_result_in_that_order_or_is_rejected"
 )
-_TEXTS = "tests/unit/spec/positions/test_following_text.py::"
+_TEXTS = "tests/unit/plan/positions/test_following_text.py::"
 _FOREIGN = "tests/unit/compat/test_foreign_fields.py::"
 _MESSAGES = "tests/unit/runtime/frontend/request/prompt/test_message_spans.py::"
 

@@ -34,7 +34,7 @@ READERS: tuple[Fault, ...] = (
         "TextIndex.__init__",
         "np.where(solid[start] >= ends, start, -1)",
         "np.where(solid[start] >= ends, ends, -1)",
-        "tests/unit/spec/positions/test_text_map.py"
+        "tests/unit/plan/positions/test_text_map.py"
         "::test_texts_are_found_by_whole_tokens_but_for_whitespace",
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.fault import Fault
 
-POSITIONS = "tests/unit/spec/positions/"
+POSITIONS = "tests/unit/plan/positions/"
 TEST_WORK = "tests/unit/server/test_work.py"
 TEST_GROW = "tests/unit/server/test_bodies_that_grow.py"
 INDEX = POSITIONS + "test_prompt_index.py"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from midstream.ops.layout import Flags, Op
-from midstream.spec import (
+from midstream.plan import (
     Ablate,
     Affine,
     Clamp,
@@ -27,8 +27,8 @@ from midstream.spec import (
     Steer,
     Vector,
 )
-from midstream.spec.instructions import Instruction
-from midstream.spec.operations import Edit, Reading
+from midstream.plan.instructions import Instruction
+from midstream.plan.operations import Edit, Reading
 
 Array = NDArray[np.float64]
 

@@ -33,15 +33,15 @@ from midstream import (
     SpecError,
     Steer,
 )
+from midstream.plan import ModelShape, Prompt
+from midstream.plan.operation import Operation
+from midstream.plan.readouts import ReadOut
+from midstream.plan.resolve.resolve import resolve
+from midstream.plan.resolved import ResolvedPlan
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.readouts import parted
 from midstream.sites import IN_LAYERS
-from midstream.spec import ModelShape, Prompt
-from midstream.spec.operation import Operation
-from midstream.spec.readouts import ReadOut
-from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolved import ResolvedPlan
 from midstream.sweep.cells import plan_grid
 from midstream.sweep.request import SweepRequest
 

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from midstream.plan.act import Flag, Stop, Switch
+from midstream.plan.control_laws import Threshold
+from midstream.plan.controller import Controller
+from midstream.plan.operations import KINDS_BY_OP
+from midstream.plan.positions.items import VALUES
+from midstream.plan.probe import Probe
+from midstream.plan.readouts.attention import Attention, Mass, TopKeys
+from midstream.plan.readouts.capture import Capture
+from midstream.plan.readouts.features import Features
+from midstream.plan.readouts.lens import Lens
+from midstream.plan.readouts.logits import Logits
 from midstream.server import fit_body, sweep_body
 from midstream.server.request_field import read_field
-from midstream.spec.act import Flag, Stop, Switch
-from midstream.spec.control_laws import Threshold
-from midstream.spec.controller import Controller
-from midstream.spec.operations import KINDS_BY_OP
-from midstream.spec.positions.items import VALUES
-from midstream.spec.probe import Probe
-from midstream.spec.readouts.attention import Attention, Mass, TopKeys
-from midstream.spec.readouts.capture import Capture
-from midstream.spec.readouts.features import Features
-from midstream.spec.readouts.lens import Lens
-from midstream.spec.readouts.logits import Logits
 
 WIDTH = 3
 V = [1.0, 2.0, 2.0]

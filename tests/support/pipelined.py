@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midstream.config.config import KEY
+from midstream.plan import Plan
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.spec import Plan
 from support.listening import Listening
 from support.serving_fake import outputs_of
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from midstream.ops.layout import Flags, Op
-from midstream.runtime.protocol.segments import TapProgramStep
-from midstream.spec import (
+from midstream.plan import (
     Instruction,
     Match,
     ResolvedCapture,
@@ -17,8 +16,9 @@ from midstream.spec import (
     Vector,
     Where,
 )
-from midstream.spec.positions.range_set import intersect, subtract
-from midstream.spec.positions.ranges import merge
+from midstream.plan.positions.range_set import intersect, subtract
+from midstream.plan.positions.ranges import merge
+from midstream.runtime.protocol.segments import TapProgramStep
 from support.fake_steps import TAPS, VOCABULARY
 
 VECTORS = [Vector.parse([float(n + 1), -1.0, 0.5, 2.0 * n]) for n in range(5)]

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
+from midstream.plan import Instruction, Steps, Vector
 from midstream.runtime.protocol.segments import TapProgramStep
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.tables.program_table import ProgramTable
-from midstream.spec import Instruction, Steps, Vector
 
 
 def assert_program(buffers: Buffers, index: int, edits: tuple[TapProgramStep, ...]) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from midstream.plan import ModelShape, Plan, Prompt, ResolvedPlan
+from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.frontend.request.readouts import EngineReadings, finished
 from midstream.runtime.protocol.worker_info import WorkerInfo
-from midstream.spec import ModelShape, Plan, Prompt, ResolvedPlan
-from midstream.spec.resolve.resolve import resolve
 from support.stored import worker_info
 
 

@@ -13,11 +13,11 @@ from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
 from midstream.ops.sae import layout as sae_layout
 from midstream.ops.sae.reference import SaeBuffers
+from midstream.plan import ModelShape
+from midstream.plan.instructions import Instruction
 from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.weight_memory import WeightMemory
 from midstream.sites import Tap
-from midstream.spec import ModelShape
-from midstream.spec.instructions import Instruction
 from support.site_cases import Case, Step, case
 
 TAPS: tuple[Tap, ...] = (("resid_post", 1), ("mlp_in", 2), ("mlp_out", 2))

@@ -17,6 +17,7 @@ from fastapi import APIRouter, FastAPI
 from msgspec.structs import replace
 
 from midstream.errors import SpecError
+from midstream.plan import ModelShape, Plan
 from midstream.results.activations import Activations
 from midstream.results.plan_update import PlanUpdate
 from midstream.results.probe_scores import Probes
@@ -31,7 +32,6 @@ from midstream.server.endpoint_plugin import Endpoints
 from midstream.server.server import Server
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.sinks.sink_set import SinkSet
-from midstream.spec import ModelShape, Plan
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 from support.serving_endpoints import Params, add_endpoints

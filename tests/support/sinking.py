@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from midstream.plan import Capture, Plan
 from midstream.results.activations import Activations
 from midstream.results.receipt import Captured, CaptureResult, Receipt
 from midstream.sinks import Delivery, Origin, Sink
 from midstream.sinks.queue import SinkQueue
-from midstream.spec import Capture, Plan
 
 WIDTH = 8
 ORIGIN = Origin("a/model", "main", 4, WIDTH, "float32", "0.32.0", "0.1.0")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.plan.positions.prompt import Message
+from midstream.plan.positions.text_map import TextMap
 from midstream.runtime.frontend.request.prompt.message_spans import _parts, _within
-from midstream.spec.positions.prompt import Message
-from midstream.spec.positions.text_map import TextMap
 
 
 def find_text(known: TextMap, wanted: str) -> list[tuple[int, int]]:

@@ -16,15 +16,7 @@ import torch
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
-from midstream.runtime.core.probe_stops import update_from_output
-from midstream.runtime.protocol.acting_probes import acting_probes
-from midstream.runtime.protocol.cache_keys import cache_keys
-from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
-from midstream.runtime.protocol.request_payload import RequestPayload
-from midstream.runtime.protocol.rpc import ChangePlans, read_request
-from midstream.runtime.protocol.segments import APPLIED_0, UNSEEN
-from midstream.runtime.vllm.attributes import EXECUTOR, STEP_SCORES
-from midstream.spec import (
+from midstream.plan import (
     Instruction,
     Match,
     ResolvedEdit,
@@ -35,7 +27,15 @@ from midstream.spec import (
     Switch,
     Where,
 )
-from midstream.spec.resolve.wire import to_bytes
+from midstream.plan.resolve.wire import to_bytes
+from midstream.runtime.core.probe_stops import update_from_output
+from midstream.runtime.protocol.acting_probes import acting_probes
+from midstream.runtime.protocol.cache_keys import cache_keys
+from midstream.runtime.protocol.plan_version import PlanChange, PlanVersion
+from midstream.runtime.protocol.request_payload import RequestPayload
+from midstream.runtime.protocol.rpc import ChangePlans, read_request
+from midstream.runtime.protocol.segments import APPLIED_0, UNSEEN
+from midstream.runtime.vllm.attributes import EXECUTOR, STEP_SCORES
 from support.conditions import first_met
 from support.fake_steps import TAPS, WIDTH, FakeEngine, applies, covers, view_of
 from support.plans import Vector

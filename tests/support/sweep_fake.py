@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from midstream.api.sweep_calls import Traffic
 from midstream.errors import SpecError
+from midstream.plan.positions.prompt import Prompt
 from midstream.results.activations import Activations
 from midstream.results.receipt import Edited, Receipt
-from midstream.spec.positions.prompt import Prompt
 from midstream.sweep import Sweep
 from midstream.sweep.async_run import RUN_ID, run_job
 from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun

@@ -42,8 +42,8 @@ class Stepped:
 
     def add(self, name: str, prompt: Sequence[int], params: Any, **asked: Any) -> None:
         """Add a request with a plan."""
+        from midstream.plan import Plan
         from midstream.runtime.frontend.request.call_plan import with_plan
-        from midstream.spec import Plan
 
         plan = Plan.make(**asked)
         self.llm.llm_engine.add_request(

@@ -47,8 +47,8 @@ from midstream import (
     Switch,
     Threshold,
 )
+from midstream.plan.operations import KINDS_BY_OP
 from midstream.sites import INNER as INSIDE
-from midstream.spec.operations import KINDS_BY_OP
 
 SEED = int(os.environ.get("MIDSTREAM_ADVERSARY_SEED", "20261122"))
 REQUESTS = rounds(suite=40, nightly=80)

@@ -26,6 +26,7 @@ from midstream.errors import BusyError, HttpError, MidstreamError, StoreError
 from midstream.fit import Directions
 from midstream.jobs import directory_lock
 from midstream.lenses import JacobianLens, TunedLens
+from midstream.plan import Capture, Plan
 from midstream.report.pairs import read_pairs
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.engine_info import FrontEnds
@@ -35,7 +36,6 @@ from midstream.sae.sae import SAE
 from midstream.server import peers
 from midstream.sinks import sink_set
 from midstream.sinks.daemon_threads import ThreadCall
-from midstream.spec import Capture, Plan
 from midstream.steering.files import read_file, read_json_file
 from midstream.store import open_store
 

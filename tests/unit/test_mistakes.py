@@ -25,15 +25,15 @@ from midstream.api.default_capture import DefaultCapture
 from midstream.api.sampling_params import SamplingParams
 from midstream.compat.foreign_fields import check_body, check_extra_args
 from midstream.errors import ConfigError, ScaleWarning, SpecError, UnsupportedError
+from midstream.plan import Gate, ModelShape, Plan, Prompt, Reading
+from midstream.plan.operations import steer as steer_module
+from midstream.plan.positions.prompt import Message
+from midstream.plan.positions.text_map import TextMap
+from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.frontend.request.call_plan import merged_plan
 from midstream.runtime.frontend.results.several_completions import SeveralCompletions
 from midstream.runtime.vllm.engine_rules import check_script
 from midstream.sae.sae import SAE
-from midstream.spec import Gate, ModelShape, Plan, Prompt, Reading
-from midstream.spec.operations import steer as steer_module
-from midstream.spec.positions.prompt import Message
-from midstream.spec.positions.text_map import TextMap
-from midstream.spec.resolve.resolve import resolve
 from midstream.steering import VectorRegistry
 
 LAYERS, WIDTH = 30, 8

@@ -288,7 +288,7 @@ RULES: dict[str, Rule] = {
     "CapturedRows.positions": kept(lambda order: CapturedRows("a", order).positions, [5, 2, 7]),
     **own_rules("Positions", {
         "include": has_test(
-            "tests/unit/spec/resolve/test_row_placement.py"
+            "tests/unit/plan/resolve/test_row_placement.py"
             "::test_rows_follow_the_items_whatever_these_are"
         ),
         "exclude": means_nothing(
@@ -419,7 +419,7 @@ def classes() -> dict[str, type]:
         name: one
         for name, one in public.items()
         if inspect.isclass(one)
-        and one.__module__.startswith(("midstream.spec", "midstream.sweep.m"))
+        and one.__module__.startswith(("midstream.plan", "midstream.sweep.m"))
     }
     return {**found, "SweepRequest": SweepRequest}
 

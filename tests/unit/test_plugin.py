@@ -175,7 +175,7 @@ print("RESULT", json.dumps(sorted(set(sys.modules) - before)))
 )
 def test_importing_midstream_brings_in_neither_torch_nor_vllm_nor_numpy(statement):
     imported = run("-c", IMPORTS.format(statement=statement))
-    assert any(name.startswith("midstream.spec") for name in imported)
+    assert any(name.startswith("midstream.plan") for name in imported)
     others = {name.split(".")[0] for name in imported} - {"midstream"}
     assert others <= set(sys.stdlib_module_names), "the base install has no more than numpy"
     assert not others & {"asyncio", "multiprocessing", "urllib", "http", "email"}, "not for free"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from midstream import Attention, Capture, Gate, Probe, Replace, Scale, Steer, sites
 from midstream.errors import SpecError
-from midstream.spec import Reading
+from midstream.plan import Reading
 
 LAYERS = st.integers(0, 999)
 TAPS = st.tuples(st.sampled_from(sites.IN_LAYERS), LAYERS)

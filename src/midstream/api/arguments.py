@@ -11,10 +11,10 @@ from typing import Any
 
 from midstream.compat.foreign_fields import OWN
 from midstream.errors import SpecError
-from midstream.spec import Controller, Edit, Plan, Probe
-from midstream.spec.control_laws import Threshold
-from midstream.spec.readouts import ReadOut
-from midstream.spec.readouts.capture import bad_capture
+from midstream.plan import Controller, Edit, Plan, Probe
+from midstream.plan.control_laws import Threshold
+from midstream.plan.readouts import ReadOut
+from midstream.plan.readouts.capture import bad_capture
 from midstream.validation import closest, is_int
 
 # One part of a plan or its dict, for all prompts; or a list of parts, or one entry per prompt.

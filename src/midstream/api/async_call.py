@@ -25,13 +25,13 @@ from midstream.api.last_token import (
 )
 from midstream.deadlines import all_of
 from midstream.errors import MidstreamError, SpecError
+from midstream.plan import Plan
+from midstream.plan.controller import Controller
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 from midstream.runtime.frontend.input_session import InputSession, with_call_plan
 from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.delivery import set_nothing
-from midstream.spec import Plan
-from midstream.spec.controller import Controller
 
 # Returns an engine's front end, once it exists, and the capture of every request.
 Started = Callable[[], Awaitable[tuple[AsyncFrontEnd, DefaultCapture | None]]]

@@ -34,6 +34,7 @@ from midstream.api.sweep_calls import AsyncSweeps
 from midstream.api.updates import AsyncUpdates
 from midstream.config.config import KEY, Config, from_additional_config
 from midstream.errors import ConfigError
+from midstream.plan.controller import Controller
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend import tracing
@@ -46,7 +47,6 @@ from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_script
-from midstream.spec.controller import Controller
 
 
 class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, VllmAsyncLLM):

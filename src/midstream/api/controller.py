@@ -14,11 +14,11 @@ from typing import Any
 
 from midstream.deadlines import within
 from midstream.errors import ControllerError, SpecError
+from midstream.plan import Plan
+from midstream.plan.controller import Answer, Controller
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controller_run import ControllerRun, check_beside
 from midstream.runtime.frontend.request.plan_changes import PlanChanges
-from midstream.spec import Plan
-from midstream.spec.controller import Answer, Controller
 
 
 class ControlledRequest:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from midstream.errors import ConfigError
-from midstream.spec import Capture, Edit, Layers, Plan, Positions, Sites
-from midstream.spec.shape import ModelShape
-from midstream.spec.tap_lookup import find_taps
+from midstream.plan import Capture, Edit, Layers, Plan, Positions, Sites
+from midstream.plan.shape import ModelShape
+from midstream.plan.tap_lookup import find_taps
 from midstream.validation import at
 
 _SITE = "resid_post"

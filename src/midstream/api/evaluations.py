@@ -11,7 +11,7 @@ from midstream.fit.guards import Guard
 from midstream.fit.text_scores import TextScore, score_steps
 from midstream.fit.tune import Tune, read_tune, tune_steps
 from midstream.fit.tune_result import Tuning
-from midstream.spec.forms import PhaseLike, PositionsLike
+from midstream.plan.forms import PhaseLike, PositionsLike
 
 
 class Evaluations:

@@ -16,8 +16,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from midstream.api.default_capture import DefaultCapture
 from midstream.errors import SpecError, UnsupportedError
+from midstream.plan import Plan, Positions
 from midstream.runtime.frontend.request.call_plan import CallPlan, plan_of, with_plan
-from midstream.spec import Plan, Positions
 
 # Fields of a prompt that its token ids stand for, and those that belong to any request.
 _TEXT_FIELDS = {"prompt", "prompt_token_ids", "cache_salt", "type", "arrival_time"}

@@ -28,6 +28,7 @@ from midstream.api.updates import Updates
 from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
 from midstream.errors import SpecError, UnsupportedError
+from midstream.plan import Plan, Positions
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend.engine_info import EngineInfo
@@ -39,7 +40,6 @@ from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_offline, check_script
 from midstream.sinks.server_captures import ServerCaptures
-from midstream.spec import Plan, Positions
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 

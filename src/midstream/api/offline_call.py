@@ -20,10 +20,10 @@ from midstream.api.last_token import (
     requests_of,
 )
 from midstream.errors import ReceiptError, SpecError
+from midstream.plan import Plan
+from midstream.plan.controller import Controller
 from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
 from midstream.runtime.frontend.request.controller_run import check_beside
-from midstream.spec import Plan
-from midstream.spec.controller import Controller
 
 
 class OfflineCall:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from midstream.lenses import LinearLens
+from midstream.plan.tokens import LOGIT
 from midstream.runtime.frontend.request.token_directions import DirectionCache
 from midstream.runtime.frontend.weight_memory import NamedWeights
 from midstream.sae.sae import SAE
-from midstream.spec.tokens import LOGIT
 
 if TYPE_CHECKING:
     from midstream.runtime.frontend.async_frontend import AsyncFrontEnd

@@ -10,7 +10,7 @@ from midstream.api.arguments import check_names
 from midstream.compat.vllm_fork import ARGUMENTS, read_edits
 from midstream.config.config import KEY
 from midstream.errors import SpecError
-from midstream.spec.plan import Plan
+from midstream.plan.plan import Plan
 from midstream.validation import listed
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from midstream.api.arguments import CallArguments
 from midstream.api.async_call import AsyncEngineCall, only_front
 from midstream.api.offline_call import OfflineCall
 from midstream.errors import SpecError
+from midstream.plan.captured_rows import OpenRows
 from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
 from midstream.runtime.frontend.request.prompt.message_spans import TEMPLATE_ARGUMENTS
 from midstream.runtime.frontend.request.prompt.tokenized import (
@@ -26,7 +27,6 @@ from midstream.runtime.frontend.request.prompt.tokenized import (
     token_texts,
     tokenize,
 )
-from midstream.spec.captured_rows import OpenRows
 from midstream.sweep import Metric, Sweep, SweepRequest
 from midstream.sweep.async_run import RUN_ID, OnCell, OnStart, Turn, run_job
 from midstream.sweep.cells import MAX_CELLS

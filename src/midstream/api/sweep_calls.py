@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from midstream.spec.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
+from midstream.plan.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
 from midstream.sweep import Metric, Sweep, SweepRequest
 from midstream.sweep.async_run import RUN_ID
 from midstream.sweep.metrics import MetricFunction

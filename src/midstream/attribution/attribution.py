@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from midstream.attribution.check import AttributionCheck, check_same_model, compare, measure
 from midstream.errors import SpecError
-from midstream.spec.positions.prompt import Prompt
-from midstream.spec.shape import ModelShape
-from midstream.spec.tap_lookup import check_tapped
+from midstream.plan.positions.prompt import Prompt
+from midstream.plan.shape import ModelShape
+from midstream.plan.tap_lookup import check_tapped
 from midstream.sweep import Metric, Recovered, Sweep, SweepRequest
 from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt
 from midstream.validation import at, read_int

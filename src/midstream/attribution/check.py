@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import SpecError
-from midstream.spec.shape import ModelShape
+from midstream.plan.shape import ModelShape
 from midstream.sweep import Metric, Sweep
 from midstream.sweep.job import SweepJob, SweepRun
 from midstream.validation import kind

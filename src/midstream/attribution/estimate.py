@@ -18,10 +18,10 @@ from midstream.attribution.gradient_pass import gradient_pass, plain_pass
 from midstream.attribution.logit_functions import logit_function, read_with_ids
 from midstream.attribution.twin import Twin
 from midstream.errors import SpecError
+from midstream.plan.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
+from midstream.plan.readouts.capture import Capture
+from midstream.plan.tap_lookup import check_tapped
 from midstream.sites import Tap, order
-from midstream.spec.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
-from midstream.spec.readouts.capture import Capture
-from midstream.spec.tap_lookup import check_tapped
 from midstream.sweep import Metric, Recovered, Sweep, SweepRequest
 from midstream.sweep.alignment import align_positions
 from midstream.sweep.cells import Grid, plan_grid

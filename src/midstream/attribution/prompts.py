@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec.positions.decoded_text import decode, text_map
-from midstream.spec.positions.following_text import one_token_id
-from midstream.spec.positions.positions import Positions
-from midstream.spec.positions.prompt import Prompt
-from midstream.spec.positions.row_order import check_row_order
-from midstream.spec.positions.select import select
+from midstream.plan.positions.decoded_text import decode, text_map
+from midstream.plan.positions.following_text import one_token_id
+from midstream.plan.positions.positions import Positions
+from midstream.plan.positions.prompt import Prompt
+from midstream.plan.positions.row_order import check_row_order
+from midstream.plan.positions.select import select
 from midstream.validation import as_list, at, kind, read_int, show
 
 _FORMS = 'expected a text, token ids, messages of a chat, or {"prompt": …}'

@@ -12,11 +12,11 @@ from midstream.attribution.load import load_model
 from midstream.attribution.logit_functions import logit_function, read_with_ids
 from midstream.attribution.model_files import ModelFiles
 from midstream.attribution.prompts import PromptReader
+from midstream.plan.forms import LayersLike, PositionsLike, SitesLike
+from midstream.plan.selection import Layers, Sites, read_taps
+from midstream.plan.shape import ModelShape
+from midstream.plan.tap_lookup import find_taps
 from midstream.sites import ENDS, IN_LAYERS, INNER, Tap
-from midstream.spec.forms import LayersLike, PositionsLike, SitesLike
-from midstream.spec.selection import Layers, Sites, read_taps
-from midstream.spec.shape import ModelShape
-from midstream.spec.tap_lookup import find_taps
 from midstream.validation import at
 
 if TYPE_CHECKING:

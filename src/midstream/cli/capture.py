@@ -159,7 +159,7 @@ def capture(
     environment = {**ENVIRONMENT, **({} if verbose else WHEN_QUIET)}
     with defaults(environment), refusals(as_json):
         from midstream.jobs import CaptureRun, Job
-        from midstream.spec import Capture
+        from midstream.plan import Capture
 
         job = Job(
             model=model,

@@ -11,9 +11,9 @@ from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpRequest, HttpResponse
 from midstream.client.sweep_stream import SweepStream, sweep_body
 from midstream.fit import Directions
+from midstream.plan.captured_rows import CapturedRows
+from midstream.plan.forms import LayersLike, PositionsLike
 from midstream.results.plan_update import PlanUpdate
-from midstream.spec.captured_rows import CapturedRows
-from midstream.spec.forms import LayersLike, PositionsLike
 from midstream.sweep import Sweep
 from midstream.sweep.async_run import OnCell
 

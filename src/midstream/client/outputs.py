@@ -12,13 +12,13 @@ import numpy as np
 
 from midstream.config.config import KEY
 from midstream.errors import ServerError
+from midstream.plan.captured_rows import CapturedRows
 from midstream.results.activations import Activations
 from midstream.results.arrays import array_of
 from midstream.results.probe_scores import Probes
 from midstream.results.readouts import RESULTS, ChoiceReadOuts, OnlyReadOuts
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.results.serialization import unpack
-from midstream.spec.captured_rows import CapturedRows
 
 
 @dataclass(slots=True)

@@ -18,12 +18,12 @@ from midstream.errors import ServerError, SpecError
 from midstream.fit import Directions
 from midstream.fit.prompts import naming_fields, read_capture, read_prompts
 from midstream.http.sse import DONE, Event, Events
+from midstream.plan.captured_rows import CapturedRows
+from midstream.plan.named_vector import read_name
+from midstream.plan.plan import emit_server_wide
+from midstream.plan.probe import Probe
 from midstream.results.arrays import load_tensors
 from midstream.results.plan_update import PlanUpdate
-from midstream.spec.captured_rows import CapturedRows
-from midstream.spec.named_vector import read_name
-from midstream.spec.plan import emit_server_wide
-from midstream.spec.probe import Probe
 from midstream.validation import at, listed
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -295,7 +295,7 @@ def upload_of(vectors: Any) -> Any:
     Args:
         vectors: as for `VectorRegistry.register`, except a path.
     """
-    from midstream.spec.matrix import read_vector_or_matrix
+    from midstream.plan.matrix import read_vector_or_matrix
     from midstream.steering.edit_forms import names_edits, read_named_edits
 
     if names_edits(vectors):
@@ -310,7 +310,7 @@ def _key(key: Any) -> str:
 
 
 def _part(value: Any) -> Any:
-    from midstream.spec.matrix import read_vector_or_matrix
+    from midstream.plan.matrix import read_vector_or_matrix
 
     if isinstance(value, Mapping) and "vector" in value:
         return {**value, "vector": read_vector_or_matrix(value["vector"]).emit()}

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from midstream.config.config import Config
 from midstream.errors import ConfigError
-from midstream.spec.readouts.capture import GATHERED, SHARDED
+from midstream.plan.readouts.capture import GATHERED, SHARDED
 from midstream.validation import read_word, setting
 
 WORKER_CLASS = "midstream.worker.CaptureWorker"

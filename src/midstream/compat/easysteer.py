@@ -8,9 +8,9 @@ from typing import Any
 
 from midstream.compat.packed_arrays import read_array
 from midstream.errors import SpecError
-from midstream.spec import Ablate, Edit, Plan, Replace, Steer, TokenIds, Window
-from midstream.spec.positions.items import Item, Span
-from midstream.spec.vector import Vector
+from midstream.plan import Ablate, Edit, Plan, Replace, Steer, TokenIds, Window
+from midstream.plan.positions.items import Item, Span
+from midstream.plan.vector import Vector
 from midstream.validation import (
     MAX_PARTS,
     at,

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from midstream.config.config import KEY
 from midstream.errors import SpecError
-from midstream.sites import BY_NAME
-from midstream.spec import (
+from midstream.plan import (
     Attention,
     Capture,
     Clamp,
@@ -26,8 +25,9 @@ from midstream.spec import (
     Replace,
     Steer,
 )
-from midstream.spec.control_laws import Threshold
-from midstream.spec.operations.plain import PLAIN
+from midstream.plan.control_laws import Threshold
+from midstream.plan.operations.plain import PLAIN
+from midstream.sites import BY_NAME
 
 VLLM_LENS, EASYSTEER, FORK = "vllm-lens", "EasySteer", "the vLLM fork with steering"
 
@@ -235,7 +235,7 @@ def _has_form(value: object, depth: int = 0) -> bool:
         return depth < _DEPTH and any(_has_form(part, depth + 1) for part in value[:8])
     if isinstance(value, Mapping):
         return any(name in value for name in _FORM)
-    return type(value).__module__.startswith("midstream.spec.")
+    return type(value).__module__.startswith("midstream.plan.")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,8 +10,8 @@ from types import ModuleType
 from midstream.compat import easysteer, vllm_fork, vllm_lens
 from midstream.compat.foreign_fields import EASYSTEER, FORK, VLLM_LENS
 from midstream.errors import SpecError
-from midstream.spec.consumers import names_consumers
-from midstream.spec.plan import Plan
+from midstream.plan.consumers import names_consumers
+from midstream.plan.plan import Plan
 
 _TOOLS: Mapping[str, ModuleType] = {FORK: vllm_fork, EASYSTEER: easysteer, VLLM_LENS: vllm_lens}
 _TRANSLATED = frozenset(name for module in _TOOLS.values() for name in module.FIELDS)

@@ -7,12 +7,12 @@ from typing import Any
 
 from midstream.compat.packed_arrays import read_array
 from midstream.errors import SpecError
-from midstream.spec import Clamp, Edit, Plan, Replace, Steer
-from midstream.spec.consumers import names_consumers
-from midstream.spec.forms import PhaseLike
-from midstream.spec.readouts import ReadOut
-from midstream.spec.selection import read_site
-from midstream.spec.vector import Vector
+from midstream.plan import Clamp, Edit, Plan, Replace, Steer
+from midstream.plan.consumers import names_consumers
+from midstream.plan.forms import PhaseLike
+from midstream.plan.readouts import ReadOut
+from midstream.plan.selection import read_site
+from midstream.plan.vector import Vector
 from midstream.steering.edit_forms import read_hooks, read_reference
 from midstream.steering.parse import path_of
 from midstream.validation import MAX_PARTS, at, is_int, kind, read_fields, read_float32, read_int

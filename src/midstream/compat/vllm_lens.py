@@ -7,7 +7,7 @@ from typing import Any
 
 from midstream.compat.packed_arrays import check_compressed, read_array
 from midstream.errors import SpecError
-from midstream.spec import Capture, Edit, Plan, Steer
+from midstream.plan import Capture, Edit, Plan, Steer
 from midstream.validation import MAX_PARTS, at, is_int, kind, read_fields, read_json_text
 
 FIELDS = ("output_residual_stream", "apply_steering_vectors")

@@ -21,9 +21,9 @@ from midstream.config.http import Count, plain_http, read_http
 from midstream.config.sinks import plain_sinks
 from midstream.config.steering import WEIGHTS, plain_steering, plain_vectors, plain_weights
 from midstream.errors import ConfigError, SpecError
+from midstream.plan.readouts.capture import SHARDED, Return
+from midstream.plan.selection import WIDE
 from midstream.sites import Tap
-from midstream.spec.readouts.capture import SHARDED, Return
-from midstream.spec.selection import WIDE
 from midstream.validation import (
     at,
     listed,

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec.controller import read_seconds
-from midstream.spec.readouts.capture import Capture
-from midstream.spec.sink_target import MEMORY, read_name
+from midstream.plan.controller import read_seconds
+from midstream.plan.readouts.capture import Capture
+from midstream.plan.sink_target import MEMORY, read_name
 from midstream.validation import at, read_count, read_mapping, setting, show
 
 # Half of it is flushed at once, which makes one shard of about the default size.

@@ -17,8 +17,8 @@ from midstream.fit.prompts import (
     read_prompts,
     split_classes,
 )
-from midstream.spec.positions.following_text import following_ids, ids_after
-from midstream.spec.readouts.capture import Capture
+from midstream.plan.positions.following_text import following_ids, ids_after
+from midstream.plan.readouts.capture import Capture
 from midstream.validation import at, kind, show
 
 Result = TypeVar("Result")

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import SpecError
-from midstream.spec.forms import LayersLike, NumberLike
-from midstream.spec.operations.ablate import Ablate
-from midstream.spec.operations.steer import Steer
-from midstream.spec.probe import Probe
+from midstream.plan.forms import LayersLike, NumberLike
+from midstream.plan.operations.ablate import Ablate
+from midstream.plan.operations.steer import Steer
+from midstream.plan.probe import Probe
 
 if TYPE_CHECKING:
     from midstream.fit.scores import LayerScore

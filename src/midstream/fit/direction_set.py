@@ -14,10 +14,10 @@ from midstream.errors import SpecError
 from midstream.fit.direction import Direction
 from midstream.fit.samples import read_layers
 from midstream.fit.scores import LayerScore
+from midstream.plan.forms import NumberLike
+from midstream.plan.operations.ablate import Ablate
+from midstream.plan.operations.steer import Steer
 from midstream.results.arrays import to_numpy
-from midstream.spec.forms import NumberLike
-from midstream.spec.operations.ablate import Ablate
-from midstream.spec.operations.steer import Steer
 from midstream.steering.listing import html_table, text_table
 from midstream.validation import is_int, show
 from midstream.viz import curve

@@ -16,7 +16,7 @@ from midstream.fit.direction_set import DirectionSet
 from midstream.fit.estimate import Estimate
 from midstream.fit.prompts import capture_rows, read_capture
 from midstream.fit.train import FitOptions, PromptFit, fit_rows, fit_store
-from midstream.spec.forms import LayersLike, PositionsLike
+from midstream.plan.forms import LayersLike, PositionsLike
 
 if TYPE_CHECKING:
     from midstream.store.selection import Selection

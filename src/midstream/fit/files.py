@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError, SpecError
 from midstream.fit.scores import LayerScore
-from midstream.spec.matrix import Matrix
-from midstream.spec.vector import Vector
+from midstream.plan.matrix import Matrix
+from midstream.plan.vector import Vector
 from midstream.steering.files import read_file
 from midstream.steering.gguf import read_gguf
 from midstream.steering.parse import DEFAULT_SITE, Placed

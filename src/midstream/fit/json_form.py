@@ -10,8 +10,8 @@ import numpy as np
 from midstream.errors import SpecError
 from midstream.fit.files import Loaded
 from midstream.fit.scores import LayerScore
-from midstream.spec.selection import read_site
-from midstream.spec.vector import Vector
+from midstream.plan.selection import read_site
+from midstream.plan.vector import Vector
 from midstream.validation import at, is_int, kind, read_fields, read_float32, read_int
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.fit.folds import Indices
+from midstream.plan.readouts.capture import Capture
 from midstream.results.arrays import to_numpy
-from midstream.spec.readouts.capture import Capture
 from midstream.validation import kind, show
 
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.fit.folds import Indices, number
+from midstream.plan.vector import check_unmasked
 from midstream.results.arrays import to_numpy
-from midstream.spec.vector import check_unmasked
 from midstream.validation import at, kind, read_int
 
 if TYPE_CHECKING:

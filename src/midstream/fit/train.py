@@ -14,7 +14,7 @@ from midstream.fit.folds import Folds, Indices, number
 from midstream.fit.methods import Method
 from midstream.fit.prompts import CapturedClass
 from midstream.fit.samples import ArraySamples, Samples, StoredSamples, check_alike, pair_up
-from midstream.spec.selection import read_site
+from midstream.plan.selection import read_site
 from midstream.validation import at, kind, read_int
 
 if TYPE_CHECKING:

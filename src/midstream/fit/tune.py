@@ -17,11 +17,11 @@ from midstream.fit.direction_set import DirectionSet
 from midstream.fit.guards import Guard, MaxKL, MaxPerplexity
 from midstream.fit.text_scores import logprobs_of, perplexity_of, reading_params
 from midstream.fit.tune_result import Tuning
+from midstream.plan.positions.items import Window
+from midstream.plan.readouts.logits import Logits
+from midstream.plan.shape import ModelShape
+from midstream.plan.tap_lookup import check_tapped
 from midstream.results.arrays import to_numpy
-from midstream.spec.positions.items import Window
-from midstream.spec.readouts.logits import Logits
-from midstream.spec.shape import ModelShape
-from midstream.spec.tap_lookup import check_tapped
 from midstream.validation import at, is_int, kind, read_float32
 
 Effect = Callable[[Any], float]

@@ -16,13 +16,13 @@ from midstream.jobs.engine import check_model
 from midstream.jobs.job import Job
 from midstream.jobs.records import Failed, Record
 from midstream.jobs.sources import open_source
+from midstream.plan.positions.decoded_text import text_map
+from midstream.plan.positions.prompt import Prompt
+from midstream.plan.resolve.resolve import resolve
+from midstream.plan.shape import ModelShape
+from midstream.plan.tap_lookup import find_taps
 from midstream.runtime.frontend.request.prompt.message_spans import message_spans
 from midstream.sites import ENDS, INNER, OUTER
-from midstream.spec.positions.decoded_text import text_map
-from midstream.spec.positions.prompt import Prompt
-from midstream.spec.resolve.resolve import resolve
-from midstream.spec.shape import ModelShape
-from midstream.spec.tap_lookup import find_taps
 from midstream.store.backends.local import LocalFolder, folder_of
 from midstream.validation import listed
 

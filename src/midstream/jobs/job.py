@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec import Capture, Plan
-from midstream.spec.sink_target import MEMORY, read_name
+from midstream.plan import Capture, Plan
+from midstream.plan.sink_target import MEMORY, read_name
 from midstream.validation import at, kind, read_count
 
 FLUSH_SECONDS = 30.0

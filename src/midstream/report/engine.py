@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from midstream.spec.forms import PositionWord
+from midstream.plan.forms import PositionWord
 
 SITE = "resid_post"
 

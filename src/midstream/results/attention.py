@@ -16,10 +16,10 @@ from midstream.validation import as_number, is_int
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from midstream.plan.readouts.attention import Attention
+    from midstream.plan.resolved import Pattern, ResolvedCapture
     from midstream.results.activations import Activations
     from midstream.sites import Tap
-    from midstream.spec.readouts.attention import Attention
-    from midstream.spec.resolved import Pattern, ResolvedCapture
 
 Key = tuple[str, int]  # (name of the `Attention`, layer from 0)
 _WORDS = {"top": "top_keys"}

@@ -11,9 +11,9 @@ from midstream.results.arrays import array_of, from_base64, to_base64
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from midstream.plan.readouts.features import Features
+    from midstream.plan.resolved import ResolvedCapture
     from midstream.results.activations import Activations
-    from midstream.spec.readouts.features import Features
-    from midstream.spec.resolved import ResolvedCapture
     from midstream.viz import Picture
 
 # Arrays of the JSON form, with the dtypes in it and here.

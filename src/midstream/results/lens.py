@@ -12,10 +12,10 @@ from midstream.results.lens_table import LensCell, LensTable, shown_by, token_ce
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from midstream.plan.readouts.lens import Lens
+    from midstream.plan.resolved import ResolvedCapture
+    from midstream.plan.selection import Layers
     from midstream.results.activations import Activations
-    from midstream.spec.readouts.lens import Lens
-    from midstream.spec.resolved import ResolvedCapture
-    from midstream.spec.selection import Layers
 
 # Arrays of the JSON form, with the dtypes in it and here.
 _FLOATS = "values", "token_values", "logsumexp"

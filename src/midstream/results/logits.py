@@ -11,9 +11,9 @@ from midstream.results.arrays import array_of, from_base64, to_base64
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from midstream.plan.readouts.logits import Logits
+    from midstream.plan.resolved import ResolvedCapture
     from midstream.results.activations import Activations
-    from midstream.spec.readouts.logits import Logits
-    from midstream.spec.resolved import ResolvedCapture
 
 
 @dataclass(frozen=True, slots=True, eq=False)

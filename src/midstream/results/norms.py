@@ -16,9 +16,9 @@ from midstream.sites import Tap, parse
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from midstream.plan.readouts.norms import Norms
+    from midstream.plan.resolved import ResolvedCapture
     from midstream.results.activations import Activations
-    from midstream.spec.readouts.norms import Norms
-    from midstream.spec.resolved import ResolvedCapture
 
 # Positions that a notebook shows.
 _SHOWN = 256

@@ -13,8 +13,8 @@ from midstream.results.logits import LogitRows
 from midstream.results.norms import NormResults
 
 if TYPE_CHECKING:
+    from midstream.plan.resolved import ResolvedCapture
     from midstream.results.activations import Activations
-    from midstream.spec.resolved import ResolvedCapture
 
 
 class ReadOutResult(Protocol):

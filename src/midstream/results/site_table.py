@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from midstream import sites
 from midstream.console import format_ranges
-from midstream.spec.shape import ModelShape
+from midstream.plan.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

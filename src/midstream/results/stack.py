@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
+from midstream.plan.selection import Layers, read_taps
 from midstream.results.activations import Activations
 from midstream.results.arrays import show_size, stack_arrays
 from midstream.sites import ENDS
-from midstream.spec.selection import Layers, read_taps
 from midstream.validation import read_int
 
 if TYPE_CHECKING:

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from midstream.errors import SpecError
-from midstream.sae.files import from_release, load_sae, sae_of
-from midstream.sae.saelens import hook_tap
-from midstream.sites import Tap
-from midstream.spec.forms import (
+from midstream.plan.forms import (
     LayersLike,
     NumberLike,
     PhaseLike,
@@ -20,8 +17,11 @@ from midstream.spec.forms import (
     SitesLike,
     VectorLike,
 )
-from midstream.spec.operations import Feature
-from midstream.spec.operations.feature import FeaturesLike, read_index
+from midstream.plan.operations import Feature
+from midstream.plan.operations.feature import FeaturesLike, read_index
+from midstream.sae.files import from_release, load_sae, sae_of
+from midstream.sae.saelens import hook_tap
+from midstream.sites import Tap
 from midstream.validation import at, read_int
 
 if TYPE_CHECKING:

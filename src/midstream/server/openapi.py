@@ -7,12 +7,12 @@ from typing import Any
 from fastapi import FastAPI
 
 from midstream.config.config import KEY
+from midstream.plan.control_laws import Threshold
+from midstream.plan.controller import POLICIES
+from midstream.plan.operations import OPS
 from midstream.results.readouts import RESULTS
 from midstream.server.request_field import RETURNS
 from midstream.server.server import PATHS
-from midstream.spec.control_laws import Threshold
-from midstream.spec.controller import POLICIES
-from midstream.spec.operations import OPS
 
 _REQUEST, _RESPONSE = "MidstreamRequest", "MidstreamAnswer"
 _COMPONENTS = "#/components/schemas/"

@@ -11,12 +11,12 @@ import torch
 from safetensors import safe_open
 
 from midstream.errors import SpecError
+from midstream.plan.captured_rows import OpenRows
+from midstream.plan.matrix import read_rows
+from midstream.plan.vector import Vector
 from midstream.results.rows_file import POSITIONS, TOKENS
 from midstream.server.capture_cache import CachedCapture, CaptureCache, file_of
 from midstream.sites import Tap
-from midstream.spec.captured_rows import OpenRows
-from midstream.spec.matrix import read_rows
-from midstream.spec.vector import Vector
 from midstream.validation import MAX_ITEMS, show
 
 _SHOWN = 8

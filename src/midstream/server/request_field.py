@@ -13,7 +13,7 @@ from midstream.api.arguments import CallArguments
 from midstream.compat.translation import translate, without_translated
 from midstream.config.config import KEY
 from midstream.errors import SpecError
-from midstream.spec import Plan
+from midstream.plan import Plan
 from midstream.validation import at, kind, read_fields, read_json_text, show
 
 Return = Literal["handle", "inline", "none"]

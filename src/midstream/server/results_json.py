@@ -11,6 +11,8 @@ import torch
 
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
+from midstream.plan.selection import Layers
+from midstream.plan.sink_target import MEMORY
 from midstream.results.activations import Activations, rows_after
 from midstream.results.probe_scores import Probes
 from midstream.results.readouts import RESULTS, ReadOutResult
@@ -19,8 +21,6 @@ from midstream.server.base64_text import Base64Text, dump
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.sites import ENDS, Tap
-from midstream.spec.selection import Layers
-from midstream.spec.sink_target import MEMORY
 
 HELD_PATH = "/v1/midstream/activations"
 _FORMAT = "safetensors"

@@ -10,12 +10,12 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.fit import Directions
 from midstream.fit.prompts import is_chat
+from midstream.plan.readouts.capture import Capture
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.prompt.tokenized import tokenize
 from midstream.server import audit_log
 from midstream.server.fit_body import FitBody
 from midstream.server.server import Server
-from midstream.spec.readouts.capture import Capture
 from midstream.sweep.async_run import RUN_ID
 from midstream.validation import at, is_int
 

@@ -20,6 +20,11 @@ from midstream.config.config import KEY
 from midstream.config.http import HttpSettings
 from midstream.config.server_folder import own_folder, remove_if_left
 from midstream.errors import HttpError, SpecError
+from midstream.plan import Plan
+from midstream.plan.captured_rows import OpenRows
+from midstream.plan.operations import has_captured
+from midstream.plan.positions.work import check_called
+from midstream.plan.tap_lookup import size_of
 from midstream.runtime.frontend.request.call_plan import plan_of, with_plan, without_plan
 from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
@@ -33,11 +38,6 @@ from midstream.server.request_field import MidstreamField
 from midstream.server.results_json import ResultEncoder
 from midstream.server.running_requests import RunningCall, RunningRequests
 from midstream.server.sweep_pace import SweepPace
-from midstream.spec import Plan
-from midstream.spec.captured_rows import OpenRows
-from midstream.spec.operations import has_captured
-from midstream.spec.positions.work import check_called
-from midstream.spec.tap_lookup import size_of
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import SteeringState

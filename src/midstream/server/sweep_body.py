@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import one_spelling
 from midstream.server.body_values import check_fields
-from midstream.spec.argument_names import one_spelling
 from midstream.sweep import SweepRequest
 from midstream.sweep.request import OPTIONS
 from midstream.sweep.source import PromptSource

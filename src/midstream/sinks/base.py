@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from midstream.plan import Plan
 from midstream.results.activations import Activations
 from midstream.results.attention import AttentionResults
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.sinks.name_claims import NameClaims
 from midstream.sites import Tap
-from midstream.spec import Plan
 
 Wants = Literal["rows", "requests"]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
+from midstream.plan import Plan
 from midstream.results.activations import Activations
 from midstream.results.attention import AttentionResults
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.sinks.base import Delivery
 from midstream.sinks.queue import SinkQueue
 from midstream.sites import Tap
-from midstream.spec import Plan
 
 T = TypeVar("T")
 

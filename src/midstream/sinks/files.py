@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from midstream.errors import ExistsError, SpecError
+from midstream.plan.readouts.attention import ATTENTION
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Origin, Sink
 from midstream.sinks.daemon_threads import in_threads
@@ -32,7 +33,6 @@ from midstream.sinks.manifest import VERSION, manifest_of
 from midstream.sinks.name_claims import NameClaims
 from midstream.sinks.npz_arrays import Arrays, arrays_of, arrays_of_attention, described, forms
 from midstream.sinks.safe_paths import FOLDER, folder_beneath, is_there
-from midstream.spec.readouts.attention import ATTENTION
 
 MANIFEST = "manifest.json"
 LOCKS = ".names.lock"  # its bytes are locked for the ids of running requests

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from midstream.plan.readouts.attention import ATTENTION
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Sink
-from midstream.spec.readouts.attention import ATTENTION
 
 NAME = "midstream.captures"
 LEVELS = ("debug", "info", "warning", "error")

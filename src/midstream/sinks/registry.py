@@ -13,8 +13,8 @@ from typing import Any
 
 from midstream.config.sinks import SinkSettings
 from midstream.errors import ConfigError
+from midstream.plan.sink_target import MEMORY
 from midstream.sinks.base import Sink
-from midstream.spec.sink_target import MEMORY
 
 GROUP = "midstream.sinks"
 BUILTIN = {

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from midstream.errors import ConfigError, SpecError
+from midstream.plan.plan import Plan
+from midstream.plan.readouts.capture import Capture
+from midstream.plan.shape import ModelShape
+from midstream.plan.sink_target import MEMORY, read_name
+from midstream.plan.tap_lookup import find_taps
 from midstream.sinks.kept_rows import KEPT, Collected
 from midstream.sinks.sink_set import SinkSet
-from midstream.spec.plan import Plan
-from midstream.spec.readouts.capture import Capture
-from midstream.spec.shape import ModelShape
-from midstream.spec.sink_target import MEMORY, read_name
-from midstream.spec.tap_lookup import find_taps
 from midstream.validation import at, hint, kind, listed, show
 
 MAX_NAMES = 64

@@ -8,16 +8,16 @@ from functools import partial
 
 from midstream.config.sinks import QUEUE_BYTES, SinkSettings
 from midstream.errors import BusyError, SpecError
+from midstream.plan import Capture, Plan
+from midstream.plan.readouts import ReadOut
+from midstream.plan.readouts.attention import Attention
+from midstream.plan.sink_target import MEMORY
 from midstream.sinks.base import Origin, Sink
 from midstream.sinks.daemon_threads import ThreadCall
 from midstream.sinks.kept_rows import KEPT, KeptRows
 from midstream.sinks.name_claims import NamedCapture, RequestNames
 from midstream.sinks.queue import QueueTimes, SinkQueue
 from midstream.sinks.registry import make_sink
-from midstream.spec import Capture, Plan
-from midstream.spec.readouts import ReadOut
-from midstream.spec.readouts.attention import Attention
-from midstream.spec.sink_target import MEMORY
 from midstream.validation import at, hint, listed, show
 
 CHECK_SECONDS = 5.0  # longest time of a sink's `check`

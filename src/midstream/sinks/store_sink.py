@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from midstream.errors import ExistsError, SpecError, StoreError
+from midstream.plan import Plan
 from midstream.results.activations import Activations
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.sinks.base import Delivery, Origin, Sink
 from midstream.sinks.name_claims import NameClaims
 from midstream.sites import Tap
-from midstream.spec import Plan
 from midstream.store import Entry, Header, TapRows, Writer
 from midstream.store.backends.local import folder_of
 from midstream.store.stored_ids import StoredIds

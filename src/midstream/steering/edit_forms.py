@@ -10,17 +10,17 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeGuard
 
 from midstream.errors import SpecError
-from midstream.spec.act import Switch
-from midstream.spec.forms import PhaseLike
-from midstream.spec.named_lookup import Lookup
-from midstream.spec.named_vector import Named
-from midstream.spec.operations import Edit, Gate, Local, Steer, bind_edit, parse_edit
-from midstream.spec.plan import Plan, ServerWide, parse_server_wide
-from midstream.spec.positions.prompt import Prompt
-from midstream.spec.probe import Probe
-from midstream.spec.resolve.resolve import resolve
-from midstream.spec.shape import ModelShape
-from midstream.spec.tap_lookup import find_taps
+from midstream.plan.act import Switch
+from midstream.plan.forms import PhaseLike
+from midstream.plan.named_lookup import Lookup
+from midstream.plan.named_vector import Named
+from midstream.plan.operations import Edit, Gate, Local, Steer, bind_edit, parse_edit
+from midstream.plan.plan import Plan, ServerWide, parse_server_wide
+from midstream.plan.positions.prompt import Prompt
+from midstream.plan.probe import Probe
+from midstream.plan.resolve.resolve import resolve
+from midstream.plan.shape import ModelShape
+from midstream.plan.tap_lookup import find_taps
 from midstream.steering.parse import read_placed
 from midstream.validation import MAX_PARTS, at, kind, read_fields
 

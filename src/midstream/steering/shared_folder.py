@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from midstream.errors import BusyError, ConfigError, StoreError
-from midstream.spec.plan import parse_server_wide
-from midstream.spec.shape import ModelShape
+from midstream.plan.plan import parse_server_wide
+from midstream.plan.shape import ModelShape
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.registry import NamedEntry, VectorRegistry
 from midstream.steering.tiers import Steering, SteeringState

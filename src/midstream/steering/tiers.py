@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from midstream.errors import SpecError
-from midstream.spec.operations import Gate
-from midstream.spec.plan import ServerWide, emit_server_wide
-from midstream.spec.positions.positions import Positions
-from midstream.spec.probe import Probe
+from midstream.plan.operations import Gate
+from midstream.plan.plan import ServerWide, emit_server_wide
+from midstream.plan.positions.positions import Positions
+from midstream.plan.probe import Probe
 from midstream.steering.changes import Changes, OwnProcess
 from midstream.steering.edit_forms import TIERS, bind_tier, read_tier
 from midstream.steering.listing import html_table, text_table

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from midstream import sites
 from midstream.errors import StoreError
+from midstream.plan import Positions, Role, Span, Text, TokenIds, Window
+from midstream.plan.positions.items import Item, show_item
 from midstream.sites import Tap
-from midstream.spec import Positions, Role, Span, Text, TokenIds, Window
-from midstream.spec.positions.items import Item, show_item
 from midstream.store.format.shard import Shard
 from midstream.validation import INT_LIMIT, hint, is_int, kind, show
 

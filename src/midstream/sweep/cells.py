@@ -8,13 +8,13 @@ from itertools import product
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.plan.positions.positions import Positions
+from midstream.plan.positions.prompt import Prompt
+from midstream.plan.positions.select import PromptSelections, in_listed_order
+from midstream.plan.selection import Sites
+from midstream.plan.shape import ModelShape
+from midstream.plan.tap_lookup import find_layer, find_taps
 from midstream.sites import Tap
-from midstream.spec.positions.positions import Positions
-from midstream.spec.positions.prompt import Prompt
-from midstream.spec.positions.select import PromptSelections, in_listed_order
-from midstream.spec.selection import Sites
-from midstream.spec.shape import ModelShape
-from midstream.spec.tap_lookup import find_layer, find_taps
 from midstream.sweep.request import SweepRequest
 from midstream.validation import at
 

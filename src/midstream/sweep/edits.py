@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import SpecError
+from midstream.plan import Edit, Replace, Scale
+from midstream.plan.shape import ModelShape
+from midstream.plan.vector import Vector
 from midstream.sites import Tap, show_tap
-from midstream.spec import Edit, Replace, Scale
-from midstream.spec.shape import ModelShape
-from midstream.spec.vector import Vector
 from midstream.sweep.cells import SweepCell
 from midstream.sweep.feature_patch import FeaturePatch
 from midstream.sweep.request import SweepRequest

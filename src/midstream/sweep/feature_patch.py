@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import SpecError
+from midstream.plan import Feature
+from midstream.plan.named_lookup import FeatureSource
+from midstream.plan.shape import ModelShape
 from midstream.sites import Tap, show_tap
-from midstream.spec import Feature
-from midstream.spec.named_lookup import FeatureSource
-from midstream.spec.shape import ModelShape
 
 
 @dataclass(frozen=True)

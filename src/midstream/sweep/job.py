@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import SpecError
+from midstream.plan import Capture, CapturedRows, Logits, Plan
+from midstream.plan.captured_rows import OpenRows
+from midstream.plan.named_lookup import Lookup, SaeName, pick, vectors_of
+from midstream.plan.positions.prompt import Prompt
+from midstream.plan.readouts import ReadOut
+from midstream.plan.shape import ModelShape
 from midstream.results.arrays import to_numpy
 from midstream.results.receipt import Receipt
 from midstream.sites import Tap, show_tap
-from midstream.spec import Capture, CapturedRows, Logits, Plan
-from midstream.spec.captured_rows import OpenRows
-from midstream.spec.named_lookup import Lookup, SaeName, pick, vectors_of
-from midstream.spec.positions.prompt import Prompt
-from midstream.spec.readouts import ReadOut
-from midstream.spec.shape import ModelShape
 from midstream.sweep.alignment import align_positions
 from midstream.sweep.cells import MAX_CELLS, Grid, SweepCell, plan_grid
 from midstream.sweep.edits import PatchRows, check_rows, check_sizes, edits_of

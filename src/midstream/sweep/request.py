@@ -10,16 +10,16 @@ from typing import Any, Literal
 import numpy as np
 
 from midstream.errors import SpecError
+from midstream.plan.argument_names import accept_spellings, read_named
+from midstream.plan.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
+from midstream.plan.heads import read_indices, read_ordered_indices
+from midstream.plan.operation import read_scalar
+from midstream.plan.operations.feature import read_sae
+from midstream.plan.positions.positions import Positions
+from midstream.plan.selection import Layers, read_taps
+from midstream.plan.shape import ModelShape
+from midstream.plan.vector import Vector
 from midstream.sites import ENDS, Tap
-from midstream.spec.argument_names import accept_spellings, read_named
-from midstream.spec.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
-from midstream.spec.heads import read_indices, read_ordered_indices
-from midstream.spec.operation import read_scalar
-from midstream.spec.operations.feature import read_sae
-from midstream.spec.positions.positions import Positions
-from midstream.spec.selection import Layers, read_taps
-from midstream.spec.shape import ModelShape
-from midstream.spec.vector import Vector
 from midstream.sweep.alignment import Align, counts_from_end, emit_align, read_align
 from midstream.sweep.metrics import Metric, MetricFunction, read_metric
 from midstream.sweep.source import NumberSource, RowsSource, Source, read_source

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import SpecError
+from midstream.plan.captured_rows import CapturedRows, is_captured
+from midstream.plan.heads import read_indices
+from midstream.plan.matrix import emit_rows, read_rows
+from midstream.plan.named_vector import Named
+from midstream.plan.operation import read_scalar
 from midstream.results.arrays import to_numpy
 from midstream.sites import Tap, parse
-from midstream.spec.captured_rows import CapturedRows, is_captured
-from midstream.spec.heads import read_indices
-from midstream.spec.matrix import emit_rows, read_rows
-from midstream.spec.named_vector import Named
-from midstream.spec.operation import read_scalar
 from midstream.validation import MAX_ITEMS, at, is_int, kind, read_fields, read_int
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from midstream.api.arguments import CallArguments, PromptArguments, check_names,
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.offline_call import OfflineCall
 from midstream.errors import ConfigError, SpecError
+from midstream.plan.shape import ModelShape
 from midstream.results.receipt import Receipt
-from midstream.spec.shape import ModelShape
 
 READ = Capture(layers=[1])
 OTHER = Capture(layers=[2], positions="prompt")

@@ -11,8 +11,8 @@ from support.sinking import ORIGIN
 
 from midstream.api.arguments import CallArguments
 from midstream.errors import SpecError
+from midstream.plan import Capture
 from midstream.sinks.sink_set import SinkSet
-from midstream.spec import Capture
 
 RESULTS = ("activations", "probes", "receipt", "capture_results")
 

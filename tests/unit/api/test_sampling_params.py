@@ -12,8 +12,8 @@ import torch
 
 from midstream.api.sampling_params import OWN, SamplingParams
 from midstream.errors import SpecError
-from midstream.spec import Capture, Plan, Steer, Vector
-from midstream.spec.named_vector import Named
+from midstream.plan import Capture, Plan, Steer, Vector
+from midstream.plan.named_vector import Named
 
 vllm = pytest.importorskip("vllm")
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from midstream.attribution import Attribution, Twin, attribution_patching
 from midstream.errors import SpecError
-from midstream.spec.shape import ModelShape
+from midstream.plan.shape import ModelShape
 from midstream.sweep import KL, LogitDiff, LogProb, Recovered
 
 CORRUPT = [5, 17, 33, 101, 8, 77]

@@ -14,7 +14,7 @@ from unit.client.both import KINDS, Both
 
 from midstream.client import ServerError
 from midstream.errors import SpecError
-from midstream.spec import CapturedRows, Named
+from midstream.plan import CapturedRows, Named
 from midstream.sweep import LogitDiff, LogProb, Recovered, Sweep
 from midstream.sweep.cells import SweepCell
 

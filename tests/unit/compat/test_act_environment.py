@@ -8,7 +8,7 @@ import pytest
 from midstream.compat.act_environment import WORKER_CLASS, from_act_environment, is_capture_worker
 from midstream.config.sinks import read_sinks
 from midstream.errors import ConfigError, UnsupportedError
-from midstream.spec import Capture
+from midstream.plan import Capture
 from midstream.worker import CaptureWorker
 
 ON = {"VLLM_ACT_CAPTURE": "1"}

@@ -20,10 +20,10 @@ from midstream.compat.foreign_fields import (
     names_in,
 )
 from midstream.errors import SpecError
+from midstream.plan import Capture, Steer
+from midstream.plan.operations.plain import PLAIN
 from midstream.server.request_field import RETURNS
 from midstream.sites import NAMES
-from midstream.spec import Capture, Steer
-from midstream.spec.operations.plain import PLAIN
 
 PLACES = ("extra_body", "extra_args", "sampling_params", "vllm_xargs")
 KNOWN = frozenset({"prompt", "seed", "stop", "user", "vllm_xargs"})

@@ -18,7 +18,7 @@ from midstream.api.sampling_params import read_plan
 from midstream.compat import easysteer, vllm_fork, vllm_lens
 from midstream.compat.translation import translate, without_translated
 from midstream.errors import SpecError
-from midstream.spec import (
+from midstream.plan import (
     Ablate,
     Capture,
     Clamp,

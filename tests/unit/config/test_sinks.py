@@ -11,11 +11,11 @@ from support.sinking import Noting
 
 from midstream.config.sinks import QUEUE_BYTES, plain_sinks, read_sinks
 from midstream.errors import ConfigError
+from midstream.plan import Capture
 from midstream.sinks import Sink
 from midstream.sinks import registry as finding
 from midstream.sinks.files import FileSink
 from midstream.sinks.registry import make_sink
-from midstream.spec import Capture
 
 HERE = {"filesystem": {"root": "/srv/acts"}}
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from midstream.errors import MissingExtraError, SpecError
 from midstream.fit import Directions, LayerScore
 from midstream.fit.files import KEY
-from midstream.spec.shape import ModelShape
+from midstream.plan.shape import ModelShape
 from midstream.steering import VectorRegistry
 
 numbers = st.floats(-(2.0**100), 2.0**100, width=32)

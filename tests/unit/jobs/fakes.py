@@ -17,11 +17,11 @@ from midstream.errors import SpecError
 from midstream.jobs import Job
 from midstream.jobs.engine import Reply
 from midstream.jobs.records import Failed, Record
+from midstream.plan import Capture
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.results.receipt import Captured, Receipt
 from midstream.sinks import Origin
-from midstream.spec import Capture
 
 HIDDEN = 8
 LAYERS = (0, 2)

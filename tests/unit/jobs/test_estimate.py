@@ -18,7 +18,7 @@ from midstream import SpecError
 from midstream.cli.app import app
 from midstream.jobs import estimate as module
 from midstream.jobs.estimate import JobEstimate, estimate_job
-from midstream.spec import Capture
+from midstream.plan import Capture
 
 # Every byte of these is a token.
 TEXTS = ["abcd", "ab", "abcdefg"]
@@ -190,7 +190,7 @@ def test_a_rate_needs_an_estimate_and_a_number_above_zero(model, tmp_path, argum
 def test_it_imports_no_vllm(model, tmp_path):
     write_lines(tmp_path, TEXTS)
     code = (
-        "import sys; from midstream.jobs import Job; from midstream.spec import Capture;"
+        "import sys; from midstream.jobs import Job; from midstream.plan import Capture;"
         "from midstream.jobs.estimate import estimate_job;"
         "job = Job(model=sys.argv[1], data='prompts.jsonl', out='acts', capture=Capture(0));"
         "estimate_job(job);"

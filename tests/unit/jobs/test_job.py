@@ -10,7 +10,7 @@ from unit.jobs.fakes import job
 from midstream import SpecError
 from midstream.jobs.records import Record
 from midstream.jobs.request_ids import Identity
-from midstream.spec import Capture
+from midstream.plan import Capture
 
 
 @pytest.mark.parametrize(

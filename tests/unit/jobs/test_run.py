@@ -17,7 +17,7 @@ from unit.jobs.fakes import LAYERS, WIDE_ORIGIN, FakeEngine, job, prompts, vecto
 
 from midstream import SpecError, StoreError, open_store
 from midstream.jobs import CaptureRun, capture_dataset
-from midstream.spec import Capture
+from midstream.plan import Capture
 
 
 class Seen:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from midstream import sites
+from midstream.plan import ModelShape
 from midstream.results.site_table import SiteState, SiteTable
-from midstream.spec import ModelShape
 
 SHAPE = ModelShape(
     5,

@@ -14,8 +14,8 @@ from support.formulas import apply, run
 from support.sae_oracle import KINDS, RandomSae
 
 from midstream.errors import MissingExtraError, SpecError
+from midstream.plan import Feature
 from midstream.sae.sae import SAE
-from midstream.spec import Feature
 
 WIDTH, FEATURES = 6, 9
 FLAT = {

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from midstream.plan import ModelShape, Steer
 from midstream.runtime.install import set_front_end
 from midstream.server import fingerprint
-from midstream.spec import ModelShape, Steer
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 

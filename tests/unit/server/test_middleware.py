@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse
 from support.serving_fake import Params, make, scope_of, serving
 
 from midstream.errors import HttpError, SpecError
+from midstream.plan import Capture, Plan
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import middleware
 from midstream.server.body_values import MAX_VALUES
 from midstream.server.middleware import Middleware
-from midstream.spec import Capture, Plan
 
 pytestmark = pytest.mark.anyio
 CAPTURE = {"layers": [1]}

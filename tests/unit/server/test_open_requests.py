@@ -9,11 +9,11 @@ import pytest
 from support.serving_fake import Params, Site, make, scope_of, serving
 
 from midstream.http.sse import DONE, Events
+from midstream.plan import Capture, Plan
 from midstream.server.http_request import RequestContext
 from midstream.server.middleware import Middleware
 from midstream.server.open_requests import OpenRequests, carry_id
 from midstream.server.request_field import MidstreamField
-from midstream.spec import Capture, Plan
 
 pytestmark = pytest.mark.anyio
 ASKS = {"capture": {"layers": [1]}, "activations": "inline"}

@@ -9,10 +9,10 @@ from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
+from midstream.plan.operations import OPS
 from midstream.server.openapi import add_fields
 from midstream.server.request_field import read_field
 from midstream.server.server import PATHS
-from midstream.spec.operations import OPS
 
 
 class CompletionRequest(BaseModel):

@@ -11,11 +11,11 @@ from support.open_files import open_files
 from support.serving_fake import Site, make, refused, rows, serving
 
 from midstream.codecs import parse_codec
+from midstream.plan import Replace, Vector
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.results.serialization import pack
 from midstream.server.patched_rows import opened_rows
-from midstream.spec import Replace, Vector
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"

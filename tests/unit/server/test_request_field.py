@@ -7,11 +7,11 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.spec.strategies import json_values, plans, reads_or_refuses
+from unit.plan.strategies import json_values, plans, reads_or_refuses
 
 from midstream.errors import SpecError
+from midstream.plan import Bias, Capture, Local, Plan, Steer
 from midstream.server.request_field import RETURNS, read_field, take_field
-from midstream.spec import Bias, Capture, Local, Plan, Steer
 
 CAPTURE = {"layers": [1]}
 

@@ -16,8 +16,8 @@ from support.serving_fake import serving
 import midstream
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError, ReceiptError, SpecError
+from midstream.plan import Steer
 from midstream.server import audit_log
-from midstream.spec import Steer
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 from support.others_words import packed
 from support.serving_fake import refused, serving
 
-from midstream.spec import Clamp, Steer, Vector
+from midstream.plan import Clamp, Steer, Vector
 
 pytestmark = pytest.mark.anyio
 STEERING = "/v1/midstream/steering"

@@ -6,7 +6,7 @@ import json
 
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.spec.strategies import json_values, reads_or_refuses
+from unit.plan.strategies import json_values, reads_or_refuses
 
 from midstream.server.sweep_body import read_sweep
 from midstream.sweep import KL, LogitDiff, LogProb, Recovered, SweepRequest

@@ -46,11 +46,11 @@ from support.serving_fake import make, serving
 from support.tokenizers import byte_level
 
 from midstream.errors import HttpError, MidstreamError, SpecError
+from midstream.plan import Steer
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import fit_body, server
 from midstream.server.body_values import is_long
 from midstream.server.request_field import MidstreamField, read_field, take_field
-from midstream.spec import Steer
 
 pytestmark = pytest.mark.anyio
 

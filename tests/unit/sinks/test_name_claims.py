@@ -15,10 +15,10 @@ from support.sinking import ORIGIN, delivery, put_now
 
 from midstream.config.sinks import read_sinks
 from midstream.errors import ExistsError, HttpError, SpecError
+from midstream.plan import Capture, Plan
 from midstream.sinks import name_claims
 from midstream.sinks.name_claims import NameClaims, RequestNames
 from midstream.sinks.sink_set import SinkSet
-from midstream.spec import Capture, Plan
 from midstream.store import open_store
 
 HOLDING = """

@@ -10,11 +10,11 @@ from support.sinking import ORIGIN, Keeping, activations, delivery, put_now
 
 from midstream.config.sinks import plain_sinks, read_sinks
 from midstream.errors import ConfigError, SpecError
+from midstream.plan import Capture, ModelShape
 from midstream.sinks import registry as finding
 from midstream.sinks.kept_rows import KeptRows
 from midstream.sinks.server_captures import MAX_NAMES, ServerCaptures
 from midstream.sinks.sink_set import SinkSet
-from midstream.spec import Capture, ModelShape
 
 SHAPE = ModelShape(4, 8, [("resid_post", layer) for layer in range(4)])
 AT_1 = Capture(1, positions="last_prompt")

@@ -10,10 +10,10 @@ from support.sinking import ORIGIN, Noting, delivery
 
 from midstream.config.sinks import plain_sinks, read_sinks
 from midstream.errors import ConfigError, SpecError
+from midstream.plan import Capture, ModelShape, Plan
 from midstream.sinks import registry as finding
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.sinks.sink_set import Pace, SinkSet
-from midstream.spec import Capture, ModelShape, Plan
 from midstream.store import open_store
 
 

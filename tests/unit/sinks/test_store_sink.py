@@ -11,12 +11,12 @@ from support.sinking import ORIGIN, WIDE, WIDE_ORIGIN, WIDTH, activations, deliv
 
 from midstream.codecs import parse_codec
 from midstream.errors import StoreError
+from midstream.plan import Capture, Plan, Probe, Steer
+from midstream.plan.vector import Vector
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.results.receipt import Captured, Receipt, Selected
 from midstream.sinks.store_sink import StoreSink, brief, outline
-from midstream.spec import Capture, Plan, Probe, Steer
-from midstream.spec.vector import Vector
 from midstream.store import open_store
 
 TAPS = (("resid_pre", 0), ("resid_post", 1), ("resid_post", 3))

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from support.gguf_file import gguf_bytes, text
 
 from midstream.errors import SpecError
-from midstream.spec import Vector
-from midstream.spec.matrix import matrix_of
+from midstream.plan import Vector
+from midstream.plan.matrix import matrix_of
 from midstream.steering import files
 from midstream.steering.files import read_file, read_json_file
 from midstream.steering.parse import read_placed

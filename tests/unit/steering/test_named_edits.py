@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from midstream.client.protocol import upload_of
 from midstream.errors import NoRoomError, SpecError
-from midstream.spec import (
+from midstream.plan import (
     Ablate,
     Clamp,
     Gate,
@@ -23,8 +23,8 @@ from midstream.spec import (
     Scale,
     Steer,
 )
-from midstream.spec.named_lookup import NamedEdits
-from midstream.spec.operations import bind_edit
+from midstream.plan.named_lookup import NamedEdits
+from midstream.plan.operations import bind_edit
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 

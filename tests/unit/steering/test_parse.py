@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.errors import SpecError
+from midstream.plan import Vector
 from midstream.sites import BY_NAME, ENDS, NAMES, canonical
-from midstream.spec import Vector
 from midstream.steering.parse import LAYER_WORDS, read_key, read_placed
 
 V, W = [1.0, 2.0], [3.0, -4.0]

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from midstream.errors import BusyError, ConfigError, NoRoomError, SpecError, StoreError
-from midstream.spec.operations import Clamp, Gate, Scale, Steer
-from midstream.spec.probe import Probe
-from midstream.spec.shape import ModelShape
+from midstream.plan.operations import Clamp, Gate, Scale, Steer
+from midstream.plan.probe import Probe
+from midstream.plan.shape import ModelShape
 from midstream.steering import VectorRegistry, shared_folder
 from midstream.steering.shared_folder import SharedFolder
 from midstream.steering.tiers import Steering

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from midstream.errors import SpecError
-from midstream.spec import Reading, Steer
-from midstream.spec.named_vector import Named
-from midstream.spec.operations import Ablate, Gate
-from midstream.spec.shape import ModelShape
+from midstream.plan import Reading, Steer
+from midstream.plan.named_vector import Named
+from midstream.plan.operations import Ablate, Gate
+from midstream.plan.shape import ModelShape
 from midstream.steering.edit_forms import (
     Part,
     bind_part,

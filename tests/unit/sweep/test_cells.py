@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream import KL, Positions, SpecError
-from midstream.spec.positions.prompt import Prompt
-from midstream.spec.shape import ModelShape
+from midstream.plan.positions.prompt import Prompt
+from midstream.plan.shape import ModelShape
 from midstream.sweep import SweepRequest
 from midstream.sweep.alignment import align_positions
 from midstream.sweep.cells import Grid, plan_grid

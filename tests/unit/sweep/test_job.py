@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from midstream import Capture, LogProb, Replace, Scale, SpecError
+from midstream.plan.positions.prompt import Prompt
+from midstream.plan.shape import ModelShape
+from midstream.plan.vector import Vector
 from midstream.sites import Tap
-from midstream.spec.positions.prompt import Prompt
-from midstream.spec.shape import ModelShape
-from midstream.spec.vector import Vector
 from midstream.sweep import SweepRequest
 from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt
 

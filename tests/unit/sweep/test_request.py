@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream import KL, LogProb, Named, Positions, SpecError, Text
+from midstream.plan.shape import ModelShape
 from midstream.results.activations import Activations
 from midstream.results.arrays import Heads
-from midstream.spec.shape import ModelShape
 from midstream.sweep import SweepRequest
 from midstream.sweep.edits import check_sizes
 from midstream.sweep.source import NameSource, PromptSource, RowsSource, ZeroSource, read_source

@@ -21,8 +21,8 @@ from midstream.jobs.ray.placement import Placement
 from midstream.jobs.records import Failed, Record, read_value
 from midstream.jobs.request_ids import Identity
 from midstream.jobs.sources import STDIN
+from midstream.plan import Capture
 from midstream.sites import ENDS, Tap
-from midstream.spec import Capture
 
 if TYPE_CHECKING:
     from ray.data import Dataset

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from midstream.plan.control_laws import Observed, Threshold
+from midstream.plan.controller import read_answer
 from midstream.runtime.core.controller_calls import (
     ControllerCall,
     DeclaredCalls,
@@ -25,8 +27,6 @@ from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.step_scores import ScoresOfStep
 from midstream.runtime.vllm.additional_config import controllers_of
 from midstream.runtime.vllm.attributes import CONTROLLED, DECLARED
-from midstream.spec.control_laws import Observed, Threshold
-from midstream.spec.controller import read_answer
 from midstream.validation import kind, read_float32, show
 
 # Beneath vLLM's logger, which has handlers in the engine core's process.

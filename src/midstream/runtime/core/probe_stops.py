@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from midstream.plan.act import Progress, follow
 from midstream.runtime.core.controllers import NOTHING, RunningController, controlled, decide
 from midstream.runtime.core.ended_requests import add_end
 from midstream.runtime.core.plan_versions import change_plans
@@ -21,7 +22,6 @@ from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.step_scores import ScoresOfStep, scores_of
 from midstream.runtime.vllm.attributes import WATCHED
-from midstream.spec.act import Progress, follow
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from midstream.config.config import KEY
 from midstream.errors import BusyError, SpecError
+from midstream.plan import Plan
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd, set_payload
 from midstream.runtime.frontend.engine_info import FrontEnds, describe
@@ -31,7 +32,6 @@ from midstream.runtime.frontend.tracing import DelayedSpan
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.rpc import CheckIntegrity, DescribeWorker
 from midstream.runtime.protocol.worker_info import WorkerInfo
-from midstream.spec import Plan
 
 Deliver = Callable[[Any], Awaitable[None]]
 

@@ -16,6 +16,7 @@ import msgspec
 
 from midstream.config.config import KEY, from_additional_config
 from midstream.errors import SpecError
+from midstream.plan import Capture, Plan
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.engine_use import EngineUse
@@ -49,7 +50,6 @@ from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
 from midstream.runtime.protocol.rpc import IntegrityReport
 from midstream.sinks.server_captures import ServerCaptures
-from midstream.spec import Capture, Plan
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 

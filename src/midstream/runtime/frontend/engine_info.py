@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from midstream.errors import UnsupportedError
+from midstream.plan import ModelShape
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.runtime.vllm.additional_config import api_process
-from midstream.spec import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.plan import Plan, ResolvedPlan
 from midstream.runtime.frontend.request.call_plan import CallPlan, has_plan, plan_of, with_plan
 from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.protocol.results import WorkerAnswers
-from midstream.spec import Plan, ResolvedPlan
 
 
 @dataclass(eq=False, slots=True)

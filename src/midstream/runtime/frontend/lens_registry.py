@@ -6,10 +6,10 @@ import torch
 
 from midstream.errors import SpecError
 from midstream.lenses import LinearLens, load_lens
+from midstream.plan import ModelShape
+from midstream.plan.resolved import LensMap
+from midstream.plan.tokens import LOGIT
 from midstream.runtime.frontend.weight_memory import NamedWeights, WeightMemory, WeightPart
-from midstream.spec import ModelShape
-from midstream.spec.resolved import LensMap
-from midstream.spec.tokens import LOGIT
 from midstream.validation import kind, show
 
 

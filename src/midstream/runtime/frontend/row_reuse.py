@@ -18,6 +18,8 @@ from torch import Tensor
 
 from midstream.codecs import parse_codec
 from midstream.errors import SpecError
+from midstream.plan import Capture, Plan, ResolvedPlan
+from midstream.plan.positions.ranges import Ranges, clip
 from midstream.results.encoded_rows import Chunk, Scattered
 from midstream.runtime.frontend.row_store import CHUNK, RowSet, RowStore
 from midstream.runtime.protocol.cache_keys import CacheKeys, probed
@@ -25,8 +27,6 @@ from midstream.runtime.protocol.request_payload import ReusableRows
 from midstream.runtime.protocol.results import ResultBlock
 from midstream.runtime.protocol.runs import Ints, expand
 from midstream.sites import Tap
-from midstream.spec import Capture, Plan, ResolvedPlan
-from midstream.spec.positions.ranges import Ranges, clip
 from midstream.validation import at
 
 

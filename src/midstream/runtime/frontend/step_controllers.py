@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.plan import ResolvedPlan
+from midstream.plan.controller import Answer
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controller_run import ControllerRun
 from midstream.runtime.frontend.request.plan_changes import PlanChanges
@@ -19,8 +21,6 @@ from midstream.runtime.frontend.rpc.fetch import Call, scores_by_uid
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.rpc import ReadScores
 from midstream.runtime.protocol.scores import Span
-from midstream.spec import ResolvedPlan
-from midstream.spec.controller import Answer
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from midstream.errors import SpecError
+from midstream.plan import Plan
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd
 from midstream.runtime.frontend.engine_info import describe
@@ -48,7 +49,6 @@ from midstream.runtime.protocol.rpc import (
     arguments_of,
     read_answers,
 )
-from midstream.spec import Plan
 
 # Results of finished requests are fetched together. While the engine runs, a fetch begins when so
 # many requests wait for it; it is for at most so many.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from midstream.plan import Plan
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.sinks.name_claims import RequestNames
 from midstream.sinks.sink_set import SinkSet
-from midstream.spec import Plan
 
 Keep = Callable[[AdmittedRequest | None], AdmittedRequest | None]
 

@@ -11,9 +11,9 @@ import torch
 
 from midstream.config.config import KEY
 from midstream.errors import BusyError, ConfigError, SpecError
+from midstream.plan.sink_target import read_name
 from midstream.runtime.protocol.rpc import WriteWeights
 from midstream.runtime.vllm.additional_config import Settings
-from midstream.spec.sink_target import read_name
 from midstream.validation import at, show
 
 T = TypeVar("T")

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from midstream.errors import SpecError
+from midstream.plan import ResolvedPlan, Stop, Switch
+from midstream.plan.act import Condition
+from midstream.plan.positions.position_set import Where
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 from midstream.runtime.protocol.control import control_source
 from midstream.runtime.protocol.plan_version import PlanVersion
-from midstream.spec import ResolvedPlan, Stop, Switch
-from midstream.spec.act import Condition
-from midstream.spec.positions.position_set import Where
 
 
 class ActingProbe(ProtocolMessage, frozen=True, array_like=True):

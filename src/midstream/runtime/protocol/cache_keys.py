@@ -15,10 +15,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 
+from midstream.plan import ResolvedPlan
+from midstream.plan.positions.range_set import overlay
+from midstream.plan.positions.ranges import Ranges
 from midstream.runtime.protocol.codec import ProtocolMessage
-from midstream.spec import ResolvedPlan
-from midstream.spec.positions.range_set import overlay
-from midstream.spec.positions.ranges import Ranges
 
 # The mark of positions without edits.
 PLAIN = ""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from midstream.plan import ResolvedPlan
+from midstream.plan.controller import Controller
+from midstream.plan.positions.position_set import Where
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 from midstream.runtime.protocol.plan_version import PlanVersion
-from midstream.spec import ResolvedPlan
-from midstream.spec.controller import Controller
-from midstream.spec.positions.position_set import Where
 
 
 class VersionChoice(ProtocolMessage, frozen=True, array_like=True):

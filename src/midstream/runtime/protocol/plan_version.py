@@ -17,7 +17,7 @@ class PlanVersion(ProtocolMessage, frozen=True, array_like=True):
 
     Attributes:
         number: number of the version, at least 1; other versions of the request have others.
-        plan: the resolved plan; see `spec.resolve.wire`.
+        plan: the resolved plan; see `plan.resolve.wire`.
         keys: its prefix-cache keys, from position 0 on.
     """
 

@@ -14,14 +14,14 @@ import torch
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
+from midstream.plan import ResolvedPlan, ResolvedProbe
+from midstream.plan.instructions import Instruction
+from midstream.plan.vector import Vector
 from midstream.results.encoded_rows import Scattered
 from midstream.runtime.protocol.results import ResultBlock, WorkerResult
 from midstream.runtime.protocol.runs import Floats, Ints
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.sites import Tap
-from midstream.spec import ResolvedPlan, ResolvedProbe
-from midstream.spec.instructions import Instruction
-from midstream.spec.vector import Vector
 from midstream.validation import at
 
 # A column of scores of which the ranks have parts, and the number of parts.

@@ -34,7 +34,7 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
 
     Attributes:
         uid: midstream's request id. vLLM's own id differs between its processes and completions.
-        plan: the resolved plan; see `spec.resolve.wire`.
+        plan: the resolved plan; see `plan.resolve.wire`.
         vectors: what the workers must do to have the vectors that the plan names; None: nothing.
             The engine core takes it out, see `runtime.core.vector_updates`.
         kept: rows that need not be computed; None: all rows that `keys` names must be.

@@ -8,12 +8,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from midstream.plan import Instruction, ResolvedPlan, Vector
+from midstream.plan.positions.position_set import Where
+from midstream.plan.positions.range_set import overlay, subtract
+from midstream.plan.positions.ranges import Ranges
+from midstream.plan.resolved import Pattern, SlottedPattern, Steps
 from midstream.sites import Tap
-from midstream.spec import Instruction, ResolvedPlan, Vector
-from midstream.spec.positions.position_set import Where
-from midstream.spec.positions.range_set import overlay, subtract
-from midstream.spec.positions.ranges import Ranges
-from midstream.spec.resolved import Pattern, SlottedPattern, Steps
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class TapProgramStep:
     Attributes:
         tap: index of the tap.
         steps: the instructions, in order.
-        digest: of the steps; see `midstream.spec.resolved.digest_steps`.
+        digest: of the steps; see `midstream.plan.resolved.digest_steps`.
         ids: token ids to which the edit applies; empty: every id.
         others: whether it applies to all ids except `ids`.
     """

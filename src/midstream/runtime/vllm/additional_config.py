@@ -17,8 +17,8 @@ from midstream.config.controllers import DeclaredController, read_controllers
 from midstream.config.sinks import read_sinks
 from midstream.config.steering import WEIGHTS
 from midstream.errors import ConfigError, SpecError
+from midstream.plan.sink_target import MEMORY
 from midstream.sinks.registry import make_sink
-from midstream.spec.sink_target import MEMORY
 from midstream.steering.edit_forms import TIERS, read_tier
 from midstream.steering.files import is_json_file, read_file, read_json_file
 

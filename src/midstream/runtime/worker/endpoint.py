@@ -11,6 +11,9 @@ import torch
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
 from midstream.ops.sae.reference import SaeBuffers
+from midstream.plan.readouts.attention import ATTENTION
+from midstream.plan.readouts.lens import LENS
+from midstream.plan.readouts.logits import HEAD
 from midstream.runtime.models.decoder import Decoder, all_lacks, find_decoder
 from midstream.runtime.protocol.codec import ProtocolMessage, encode, pack
 from midstream.runtime.protocol.results import partial_name
@@ -72,9 +75,6 @@ from midstream.runtime.worker.taps.tap_check import check_taps
 from midstream.runtime.worker.taps.tapped_model import add_taps
 from midstream.runtime.worker.taps.taps import check_drafter
 from midstream.sites import ENDS, Tap
-from midstream.spec.readouts.attention import ATTENTION
-from midstream.spec.readouts.lens import LENS
-from midstream.spec.readouts.logits import HEAD
 from midstream.transport.arena import Arena
 from midstream.transport.ring_copy import host_transport
 from midstream.transport.sizing import arena_settings

@@ -10,10 +10,10 @@ import torch
 from midstream.errors import NoRoomError
 from midstream.ops import layout
 from midstream.ops.layout import Op
+from midstream.plan import ResolvedProbe
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.step.step_plan import TokenRuns
 from midstream.runtime.worker.tables.device_buffers import Buffers, code, on_device, upload
-from midstream.spec import ResolvedProbe
 
 _FREE = -1
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from midstream.errors import TapError
+from midstream.plan.resolved import ResolvedBias
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import StepPlan
 from midstream.runtime.worker.tables.device_buffers import on_device
-from midstream.spec.resolved import ResolvedBias
 
 # Returns what a request adds to the logits at a position, under the version of its plan there.
 BiasesAt = Callable[[int], Sequence[ResolvedBias]]

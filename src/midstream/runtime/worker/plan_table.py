@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from midstream.errors import NoRoomError
+from midstream.plan import ResolvedPlan
+from midstream.plan.resolve.wire import from_bytes
 from midstream.runtime.protocol.rank_parts import part_of_steps
 from midstream.runtime.protocol.segments import FOREVER, PlanSegment, RankShare, cut
 from midstream.runtime.protocol.vector_update import VectorUpdate
@@ -25,8 +27,6 @@ from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.runtime.worker.vector_store import VectorStore
 from midstream.sites import Tap
-from midstream.spec import ResolvedPlan
-from midstream.spec.resolve.wire import from_bytes
 
 _CACHED_PLANS = 256
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from midstream.errors import NoRoomError
+from midstream.plan.readouts.reduced import SUMS
+from midstream.plan.resolved import REDUCING
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
-from midstream.spec.readouts.reduced import SUMS
-from midstream.spec.resolved import REDUCING
 
 # Device memory in bytes that the rows of one request may take as float64 at a time.
 _WORKSPACE = 32 << 20

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from midstream.plan import ResolvedPlan
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.reductions import Reductions
 from midstream.runtime.worker.request_state import FunctionUse, RankPlan
-from midstream.spec import ResolvedPlan
 
 # Returns the functions of a plan at this rank's taps.
 Load = Callable[[ResolvedPlan], list[FunctionUse]]

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.ops import layout
+from midstream.plan import ResolvedPlan
+from midstream.plan.resolved import ResolvedBias, ResolvedFunction
 from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.runtime.protocol.segments import FOREVER, Edits, PatternRead, PlanSegment
 from midstream.runtime.worker.row_block import RowBlock
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
-from midstream.spec import ResolvedPlan
-from midstream.spec.resolved import ResolvedBias, ResolvedFunction
 
 _NO_STATES = np.zeros(0, np.uint16)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+from midstream.plan import ResolvedPlan
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.plan_version import PlanChange
 from midstream.runtime.protocol.rank_parts import SplitScore
@@ -19,7 +20,6 @@ from midstream.runtime.worker.request_state import (
 )
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step_recorder import StepRecorder
-from midstream.spec import ResolvedPlan
 
 _LOGGER = logging.getLogger(__name__)
 _NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from midstream.plan import Vector
 from midstream.runtime.protocol.vector_update import VectorUpdate
-from midstream.spec import Vector
 
 
 class VectorStore:

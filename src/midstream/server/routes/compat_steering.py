@@ -14,6 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from midstream.compat.vllm_fork import read_clamps, unpacked
 from midstream.errors import HttpError, SpecError
+from midstream.plan.forms import PhaseLike
+from midstream.plan.operations import Edit, Steer
+from midstream.plan.tap_lookup import find_taps
+from midstream.plan.vector import Vector
 from midstream.server.routes.common import (
     AdminDep,
     MidstreamRoute,
@@ -25,10 +29,6 @@ from midstream.server.routes.uploads import by_value
 from midstream.server.routes.vectors import ABOUT, register_name, remove_name
 from midstream.server.server import Server, record_steering
 from midstream.sites import order
-from midstream.spec.forms import PhaseLike
-from midstream.spec.operations import Edit, Steer
-from midstream.spec.tap_lookup import find_taps
-from midstream.spec.vector import Vector
 from midstream.steering.edit_forms import TIERS, read_hooks
 from midstream.validation import at
 

@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from midstream.errors import HttpError
+from midstream.plan import Plan
+from midstream.plan.operations import Edit, has_captured
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.server import audit_log
 from midstream.server.routes.common import (
@@ -23,8 +25,6 @@ from midstream.server.routes.common import (
 )
 from midstream.server.running_requests import RunningCall
 from midstream.server.server import Server, rows_for
-from midstream.spec import Plan
-from midstream.spec.operations import Edit, has_captured
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: running requests"])
 Id = Annotated[

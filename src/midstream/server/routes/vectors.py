@@ -8,6 +8,7 @@ from fastapi import APIRouter, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from midstream.errors import HttpError, NoRoomError, SpecError
+from midstream.plan.named_lookup import NamedEdits
 from midstream.server import audit_log
 from midstream.server.routes.common import (
     AdminDep,
@@ -18,7 +19,6 @@ from midstream.server.routes.common import (
 )
 from midstream.server.routes.uploads import uploaded
 from midstream.server.server import Server
-from midstream.spec.named_lookup import NamedEdits
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: vectors"])
 Name = Annotated[

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from midstream.spec import (
+from midstream.plan import (
     Ablate,
     Affine,
     Clamp,

@@ -13,6 +13,7 @@ import pytest
 
 from midstream.config.controllers import DeclaredController
 from midstream.errors import ConfigError
+from midstream.plan import Match, Where
 from midstream.runtime.core import controller_calls
 from midstream.runtime.core.controller_calls import DeclaredCalls
 from midstream.runtime.core.controllers import Decision, RunningController, controlled, decide
@@ -22,7 +23,6 @@ from midstream.runtime.protocol.control import Control, ReadProbe, VersionChoice
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.step_scores import ScoresOfStep
 from midstream.runtime.vllm.attributes import DECLARED
-from midstream.spec import Match, Where
 
 PROMPT = 4
 KEYS = CacheKeys((0,), ("",), None)

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 from support.plans import SMALL, plan_of
 
+from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.core import prefix_cache
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.request_payload import RequestPayload
-from midstream.spec.resolve.wire import to_bytes
 
 PROMPT = list(range(93))
 IMAGE = (29, 33)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 from support.plans import SMALL, plan_of, random_plan
 
+from midstream.plan import ResolvedPlan
+from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.core.failed_requests import end_failed
 from midstream.runtime.core.image_ranges import end_of_images, start_of_images
 from midstream.runtime.core.prefix_cache import computed_blocks, extra_keys
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.request_payload import RequestPayload
-from midstream.spec import ResolvedPlan
-from midstream.spec.resolve.wire import to_bytes
 
 TAP = ("resid_post", 0)
 LENGTH = 24

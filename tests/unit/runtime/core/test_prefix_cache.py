@@ -8,13 +8,13 @@ import pytest
 from support.plans import SMALL, plan_of
 
 from midstream.errors import SpecError
+from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.core.failed_requests import end_failed
 from midstream.runtime.core.prefix_cache import computed_blocks, extra_keys, keys_of
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.failures import Failure, failures_of
 from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.worker.model_runner.step_output import attach
-from midstream.spec.resolve.wire import to_bytes
 
 TAP = ("resid_post", 0)
 BLOCK = 4

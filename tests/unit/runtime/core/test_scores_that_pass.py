@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from support.nightly import rounds
 
+from midstream.plan import Match, Where
+from midstream.plan.act import Condition
 from midstream.runtime.core import probe_stops
 from midstream.runtime.core.probe_stops import Watched, update_from_output
 from midstream.runtime.protocol.acting_probes import ActingProbe
@@ -20,8 +22,6 @@ from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.protocol.step_scores import ScoresOfStep, StepScores
 from midstream.runtime.vllm.attributes import STEP_SCORES, WATCHED
-from midstream.spec import Match, Where
-from midstream.spec.act import Condition
 
 KEYS = CacheKeys((0,), ("",), None)
 CASES = rounds(suite=60, nightly=200)  # of each test

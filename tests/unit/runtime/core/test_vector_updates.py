@@ -15,14 +15,14 @@ from support.fake_steps import FakeEngine
 from support.nightly import rounds
 from support.plans import VECTORS, add, plan_of, rows
 
+from midstream.plan import ResolvedPlan, Vector
+from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.core import vector_updates
 from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of
 from midstream.runtime.protocol.rpc import RPC, read_request
 from midstream.runtime.protocol.vector_update import VectorUpdate
-from midstream.spec import ResolvedPlan, Vector
-from midstream.spec.resolve.wire import to_bytes
 
 KEYS = CacheKeys((0,), ("",), None)
 SIZE = len(VECTORS[0].data)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from midstream import BusyError, JacobianLens, SpecError, TunedLens
+from midstream.plan import ModelShape
+from midstream.plan.resolved import LensMap
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.weight_memory import WeightMemory
-from midstream.spec import ModelShape
-from midstream.spec.resolved import LensMap
 
 WIDTH, LAYERS = 4, 3
 MAP = 4 * WIDTH * WIDTH  # bytes

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from support.plans import SMALL, plan_of
 
 from midstream.codecs import Raw
+from midstream.plan import Capture, Gate, ModelShape, Plan, Prompt, Steer
+from midstream.plan.resolve.resolve import resolve
+from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.frontend.row_reuse import ReusedRows
 from midstream.runtime.frontend.row_store import CHUNK, RowSet, RowStore
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.protocol.results import ResultBlock
 from midstream.runtime.protocol.runs import expand
-from midstream.spec import Capture, Gate, ModelShape, Plan, Prompt, Steer
-from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolve.wire import to_bytes
 
 TAPS = [("resid_post", 0), ("resid_post", 1), ("attn_out", 1)]
 ORIGIN = b"model"

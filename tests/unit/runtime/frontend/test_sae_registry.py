@@ -9,12 +9,12 @@ import torch
 from support.sae_oracle import RandomSae
 
 from midstream import SAE, BusyError, JacobianLens, SpecError
+from midstream.plan import ModelShape
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.weight_memory import WeightMemory
 from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.runtime.worker.readouts.sae import SaeReader
-from midstream.spec import ModelShape
 
 WIDTH, FEATURES = 6, 40
 ONE = 4 * FEATURES * (WIDTH + 2)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from midstream import BusyError, Controller, Plan, Probe, SpecError
+from midstream.plan import ModelShape, Prompt
+from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.step_controllers import StepControllers
 from midstream.runtime.protocol.rpc import ReadScores, RunningScores
 from midstream.runtime.protocol.scores import RequestScores
-from midstream.spec import ModelShape, Prompt
-from midstream.spec.resolve.resolve import resolve
 
 PROMPT = [5, 6, 7]
 TAP = ("resid_post", 0)

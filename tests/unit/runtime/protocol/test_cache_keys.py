@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 from support.plans import SMALL, add, gated, plan_of, random_plan
 
-from midstream.runtime.protocol.cache_keys import CacheKeys, ChangedKeys, cache_keys
-from midstream.spec import (
+from midstream.plan import (
     Capture,
     Gate,
     Match,
@@ -23,7 +22,8 @@ from midstream.spec import (
     Steer,
     Where,
 )
-from midstream.spec.resolve.resolve import resolve
+from midstream.plan.resolve.resolve import resolve
+from midstream.runtime.protocol.cache_keys import CacheKeys, ChangedKeys, cache_keys
 
 TAP, LATER = ("resid_post", 0), ("resid_post", 1)
 SHAPE = ModelShape(4, 3, [("resid_post", layer) for layer in range(4)])

@@ -15,6 +15,11 @@ from support.stored import worker_info
 from midstream import Ablate, Affine, Clamp, Gate, LoReFT, Probe, Reading, Replace, Scale, Steer
 from midstream.codecs import Raw
 from midstream.errors import SpecError
+from midstream.plan import ModelShape, Plan, Prompt
+from midstream.plan.operations import Feature
+from midstream.plan.positions.position_set import Where
+from midstream.plan.resolve.resolve import resolve
+from midstream.plan.resolved import Pattern, ResolvedProbe, SlottedPattern, Steps
 from midstream.runtime.protocol.rank_parts import (
     check_parts,
     joined_blocks,
@@ -22,11 +27,6 @@ from midstream.runtime.protocol.rank_parts import (
     scores_of,
 )
 from midstream.runtime.protocol.results import ResultBlock
-from midstream.spec import ModelShape, Plan, Prompt
-from midstream.spec.operations import Feature
-from midstream.spec.positions.position_set import Where
-from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolved import Pattern, ResolvedProbe, SlottedPattern, Steps
 
 TAP = ("z", 0)
 SIZE, HEADS = 24, 6

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
-from unit.spec.strategies import reads_or_refuses, spoilt
+from unit.plan.strategies import reads_or_refuses, spoilt
 
 from midstream.errors import SpecError
 from midstream.runtime.protocol.cache_keys import CacheKeys

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 from support.plans import plan_of
 from support.stored import outbox_of, put_one, rows_block, scores_block, worker_info
-from unit.spec.strategies import spoilt
+from unit.plan.strategies import spoilt
 
 from midstream.errors import MessageError
 from midstream.runtime.protocol.codec import pack, unpack

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
 from support.stored import worker_info
-from unit.spec.strategies import spoilt
+from unit.plan.strategies import spoilt
 
 from midstream.errors import MessageError
+from midstream.plan.resolved import LensMap
 from midstream.runtime.protocol import rpc
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.codec import encode, pack
@@ -27,7 +28,6 @@ from midstream.runtime.protocol.results import (
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.protocol.worker_info import MissingTap, WorkerRank
-from midstream.spec.resolved import LensMap
 
 RANKS = [WorkerRank(0, 0), WorkerRank(1, 1)]
 HEADER = RequestHeader(

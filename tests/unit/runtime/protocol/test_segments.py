@@ -9,9 +9,9 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from midstream import Attention, Capture, Entropy, Plan, Probe, SpecError, Steer, TopKeys
+from midstream.plan import ModelShape, Prompt
+from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.protocol.segments import RankShare, cut
-from midstream.spec import ModelShape, Prompt
-from midstream.spec.resolve.resolve import resolve
 
 STREAM = [("resid_post", layer) for layer in range(3)]
 SPLIT = [(site, layer) for site in ("rot_q", "z") for layer in range(3)]

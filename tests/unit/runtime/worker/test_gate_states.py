@@ -11,13 +11,13 @@ from support.plans import SMALL
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
+from midstream.plan import Instruction, ResolvedProbe, Steps, Where
 from midstream.runtime.protocol.segments import Room, TapProgramStep
 from midstream.runtime.worker import gate_states
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.step.step_plan import TokenRuns
 from midstream.runtime.worker.tables.device_buffers import code
-from midstream.spec import Instruction, ResolvedProbe, Steps, Where
 
 TAP = ("resid_post", 1)
 SCAN = (Instruction(Op.SCAN, read=SMALL[0], d=1.0, flags=Flags.COUNTED | Flags.STEP, slot=2),)

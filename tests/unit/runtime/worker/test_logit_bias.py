@@ -15,14 +15,14 @@ from support.stored import make_arena
 
 from midstream.errors import TapError
 from midstream.ops.site import bind
+from midstream.plan import ResolvedPlan, Vector
+from midstream.plan.resolve.wire import to_bytes
+from midstream.plan.resolved import ResolvedBias
 from midstream.runtime.protocol.plan_version import PlanChange
 from midstream.runtime.worker.logit_bias import LogitBias
 from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
 from midstream.runtime.worker.step_recorder import RankMemory
-from midstream.spec import ResolvedPlan, Vector
-from midstream.spec.resolve.wire import to_bytes
-from midstream.spec.resolved import ResolvedBias
 from midstream.transport.ring_copy import host_transport
 
 VOCABULARY = 9

@@ -8,13 +8,13 @@ from support.plans import VECTORS, plan_of
 from support.programs import assert_program
 
 from midstream.errors import NoRoomError, SpecError
+from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.protocol.segments import WHOLE
 from midstream.runtime.worker import plan_table
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.row_index import CapturedRowIndex
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
-from midstream.spec.resolve.wire import to_bytes
 
 EVERYWHERE = ((0, None),)
 ONE = to_bytes(plan_of(edits=[(("resid_post", 0), VECTORS[1], 1.0, EVERYWHERE)]))

@@ -10,6 +10,7 @@ from support.plans import VECTORS, plan_of
 from support.stored import worker_info
 
 from midstream.errors import NoRoomError, RankError
+from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.frontend.rpc.fetch import check_traces
 from midstream.runtime.protocol.plan_version import PlanChange
 from midstream.runtime.protocol.segments import RankShare
@@ -18,7 +19,6 @@ from midstream.runtime.worker.rank_agreement import RankLinks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_state import idle_segment
 from midstream.runtime.worker.session import StepRules, WorkerSession
-from midstream.spec.resolve.wire import to_bytes
 
 (PRE, POST), EVERYWHERE = (list(TAPS)[0], list(TAPS)[-1]), ((0, None),)
 STEER = plan_of(edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)], captures=[([PRE, POST], EVERYWHERE)])

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from midstream.codecs import Raw
 from midstream.errors import NoRoomError
+from midstream.plan.readouts.reduced import RETURNED
+from midstream.plan.resolved import REDUCING, Pattern
 from midstream.runtime.protocol.segments import PatternRead
 from midstream.runtime.worker.reductions import Reductions, place_of
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
-from midstream.spec.readouts.reduced import RETURNED
-from midstream.spec.resolved import REDUCING, Pattern
 
 WIDTH = 6
 # Records of four taps; the third is not reduced.

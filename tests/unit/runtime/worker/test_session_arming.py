@@ -7,11 +7,11 @@ from support.fake_steps import Fake, FakeEngine, check_taken, scored, view_of
 from support.plans import KINDS, SMALL, VECTORS, add, gated, plan_of, probe, rows
 
 from midstream.ops import layout
+from midstream.plan import Match, ResolvedPlan, ResolvedProbe, Steps, Where
 from midstream.runtime.protocol.segments import APPLIED_0, RankShare
 from midstream.runtime.worker.rank_agreement import RankLinks
 from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.runtime.worker.step import armed_buffers
-from midstream.spec import Match, ResolvedPlan, ResolvedProbe, Steps, Where
 
 EVERYWHERE = ((0, None),)
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)

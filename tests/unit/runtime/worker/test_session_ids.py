@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.fake_steps import TAPS, Fake, FakeEngine
 
-from midstream.spec import ModelShape, Plan, Prompt, Steer
-from midstream.spec.resolve.resolve import resolve
+from midstream.plan import ModelShape, Plan, Prompt, Steer
+from midstream.plan.resolve.resolve import resolve
 
 SHAPE = ModelShape(3, 4, TAPS)
 

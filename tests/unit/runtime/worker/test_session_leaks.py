@@ -11,9 +11,9 @@ from support.fake_steps import FakeEngine, view_of
 from support.nightly import rounds
 from support.plans import plan_of, random_plan
 
+from midstream.plan import Vector
+from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.protocol.segments import APPLIED_0, UNSEEN
-from midstream.spec import Vector
-from midstream.spec.resolve.wire import to_bytes
 
 POST = ("resid_post", 1)
 

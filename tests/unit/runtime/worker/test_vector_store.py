@@ -10,10 +10,10 @@ from support.fake_steps import FakeEngine
 from support.plans import VECTORS, add, plan_of
 
 from midstream.errors import SpecError
+from midstream.plan import Vector
+from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.worker.vector_store import VectorStore
-from midstream.spec import Vector
-from midstream.spec.resolve.wire import to_bytes
 
 
 def test_drops_come_before_additions_and_unknown_drops_are_nothing():

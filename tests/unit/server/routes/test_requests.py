@@ -9,9 +9,9 @@ import pytest
 from support.serving_fake import refused, serving
 
 from midstream.errors import BusyError, HttpError, SpecError
+from midstream.plan import Plan
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server.running_requests import RunningCall, RunningRequests, _is_of
-from midstream.spec import Plan
 
 pytestmark = pytest.mark.anyio
 STEER = {"op": "steer", "vector": [1.0, 0.0, 0.0], "layer": 1}

@@ -14,9 +14,9 @@ import pytest
 import transformers as hf
 from support.nightly import NIGHTLY
 
+from midstream.plan.shape import ModelShape
 from midstream.results.site_table import SiteTable
 from midstream.sites import IN_LAYERS, OUTER
-from midstream.spec.shape import ModelShape
 from midstream.tools.doctor import cases as trying
 from midstream.tools.doctor import formulas
 from midstream.tools.doctor.cases import Case

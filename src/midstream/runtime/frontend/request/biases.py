@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec import ResolvedPlan
+from midstream.plan import ResolvedPlan
 
 
 def check_biases(plan: ResolvedPlan, vllm_config: Any) -> None:

@@ -18,12 +18,12 @@ from midstream.config.config import Config
 from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.ops.layout import Op
+from midstream.plan import ModelShape, Plan, ResolvedPlan, Vector
+from midstream.plan.positions.range_set import overlay
+from midstream.plan.sink_target import MEMORY
 from midstream.runtime.frontend.rpc.remote_worker import MOST_HELD, RemoteWorker
 from midstream.runtime.protocol.segments import WHOLE, PlanSegment, RankShare, Room, cut, vectors_of
 from midstream.sites import Tap
-from midstream.spec import ModelShape, Plan, ResolvedPlan, Vector
-from midstream.spec.positions.range_set import overlay
-from midstream.spec.sink_target import MEMORY
 
 # Per kind of capacity: its setting, and what it counts.
 _KINDS = {

@@ -11,14 +11,14 @@ from midstream.compat.foreign_fields import check_extra_args
 from midstream.compat.translation import rename_path, translate, without_translated
 from midstream.config.config import KEY
 from midstream.errors import SpecError
+from midstream.plan import Plan
+from midstream.plan.controller import Controller
+from midstream.plan.positions.prompt import Message
 from midstream.runtime.frontend.request.prompt.message_spans import (
     chat_params,
     chat_renderer,
     message_spans,
 )
-from midstream.spec import Plan
-from midstream.spec.controller import Controller
-from midstream.spec.positions.prompt import Message
 
 
 @dataclass(frozen=True, slots=True, eq=False)

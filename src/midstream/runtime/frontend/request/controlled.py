@@ -7,6 +7,12 @@ from dataclasses import replace
 
 from midstream.config.controllers import DeclaredController
 from midstream.errors import SpecError
+from midstream.plan import Plan
+from midstream.plan.control_laws import MOST_SCALES
+from midstream.plan.controller import Controller, EditSet
+from midstream.plan.operations.strength import with_strength
+from midstream.plan.positions.work import check_overlaps, check_taps
+from midstream.plan.resolve.resolve import weighed
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
@@ -14,12 +20,6 @@ from midstream.runtime.frontend.request.switches import joint_need
 from midstream.runtime.protocol.control import VersionChoice, control_of, control_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.segments import Room
-from midstream.spec import Plan
-from midstream.spec.control_laws import MOST_SCALES
-from midstream.spec.controller import Controller, EditSet
-from midstream.spec.operations.strength import with_strength
-from midstream.spec.positions.work import check_overlaps, check_taps
-from midstream.spec.resolve.resolve import weighed
 from midstream.validation import at, listed, show
 
 

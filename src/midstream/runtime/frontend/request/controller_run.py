@@ -17,12 +17,12 @@ from typing import Any
 from torch import Tensor
 
 from midstream.errors import BusyError, SpecError
+from midstream.plan import Plan
+from midstream.plan.control_laws import Observed
+from midstream.plan.controller import Answer, Controller, read_answer
+from midstream.plan.plan import check_law
 from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.control import control_source
-from midstream.spec import Plan
-from midstream.spec.control_laws import Observed
-from midstream.spec.controller import Answer, Controller, read_answer
-from midstream.spec.plan import check_law
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from midstream.spec import ResolvedPlan
+from midstream.plan import ResolvedPlan
 
 
 @dataclass(frozen=True, slots=True)

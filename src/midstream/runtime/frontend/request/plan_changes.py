@@ -11,6 +11,12 @@ from typing import Any
 import msgspec
 
 from midstream.errors import BusyError, SpecError
+from midstream.plan import Plan
+from midstream.plan.named_lookup import Lookup
+from midstream.plan.operation import read_scalar
+from midstream.plan.operations import Edit
+from midstream.plan.operations.strength import with_strength
+from midstream.plan.vector import Vector
 from midstream.results.plan_update import PlanUpdate
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import Need
@@ -27,12 +33,6 @@ from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.results import index_of
 from midstream.runtime.protocol.rpc import StopRequests, UpdatedPlan, UpdatePlan
 from midstream.runtime.protocol.vector_update import VectorUpdate
-from midstream.spec import Plan
-from midstream.spec.named_lookup import Lookup
-from midstream.spec.operation import read_scalar
-from midstream.spec.operations import Edit
-from midstream.spec.operations.strength import with_strength
-from midstream.spec.vector import Vector
 from midstream.validation import at
 
 Complete = Callable[[Any], Any]

@@ -10,6 +10,23 @@ from typing import TYPE_CHECKING, Any
 from midstream.codecs import Rp8, parse_codec
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
+from midstream.plan import (
+    Capture,
+    Plan,
+    Positions,
+    Probe,
+    Prompt,
+    ResolvedPlan,
+)
+from midstream.plan.named_lookup import Lookup
+from midstream.plan.plan import ServerWide, asks_engine
+from midstream.plan.positions.decoded_text import text_map
+from midstream.plan.readouts import ReadOut
+from midstream.plan.readouts.capture import SHARDED
+from midstream.plan.readouts.reduced import check_codec, num_sums, with_split_rows
+from midstream.plan.resolve.resolve import resolve
+from midstream.plan.resolve.session_rules import check_growing
+from midstream.plan.resolve.wire import to_bytes
 from midstream.runtime.frontend.request.biases import check_biases
 from midstream.runtime.frontend.request.budget import (
     ROWS,
@@ -35,23 +52,6 @@ from midstream.runtime.protocol.rank_parts import check_parts, split_scores
 from midstream.runtime.protocol.worker_info import this_process
 from midstream.runtime.vllm.additional_config import controllers_of
 from midstream.sites import Tap, order
-from midstream.spec import (
-    Capture,
-    Plan,
-    Positions,
-    Probe,
-    Prompt,
-    ResolvedPlan,
-)
-from midstream.spec.named_lookup import Lookup
-from midstream.spec.plan import ServerWide, asks_engine
-from midstream.spec.positions.decoded_text import text_map
-from midstream.spec.readouts import ReadOut
-from midstream.spec.readouts.capture import SHARDED
-from midstream.spec.readouts.reduced import check_codec, num_sums, with_split_rows
-from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolve.session_rules import check_growing
-from midstream.spec.resolve.wire import to_bytes
 from midstream.validation import at
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from midstream.plan import ModelShape, Plan, ResolvedPlan
 from midstream.runtime.frontend.request.budget import Need, prompt_bytes, returned_captures
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.protocol.acting_probes import ActingProbe
@@ -12,7 +13,6 @@ from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.control import Control
 from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.runtime.protocol.request_payload import RequestPayload
-from midstream.spec import ModelShape, Plan, ResolvedPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from midstream.plan import Plan, ResolvedPlan
+from midstream.plan.plan import has_token
+from midstream.plan.positions.ranges import count
+from midstream.plan.readouts import KINDS, Capture
+from midstream.plan.resolved import LensMap, SaeEncoder
 from midstream.runtime.frontend.request.prompt.tokenized import token_id
 from midstream.runtime.frontend.request.reconstructions import reading
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.sites import Tap
-from midstream.spec import Plan, ResolvedPlan
-from midstream.spec.plan import has_token
-from midstream.spec.positions.ranges import count
-from midstream.spec.readouts import KINDS, Capture
-from midstream.spec.resolved import LensMap, SaeEncoder
 from midstream.validation import at
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Registries:
 
 
 class EngineReadings:
-    """What one engine has for read-outs; see `midstream.spec.readouts.base.ReadOutEngine`."""
+    """What one engine has for read-outs; see `midstream.plan.readouts.base.ReadOutEngine`."""
 
     def __init__(self, engine: Any, workers: Sequence[WorkerInfo], parts: Mapping[Tap, int]):
         """Args:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.ops.sae import layout
-from midstream.spec import Plan, Probe, ResolvedPlan
-from midstream.spec.operations import Edit, Gate, Reconstruct
-from midstream.spec.plan import ServerWide
-from midstream.spec.resolved import ResolvedEdit
+from midstream.plan import Plan, Probe, ResolvedPlan
+from midstream.plan.operations import Edit, Gate, Reconstruct
+from midstream.plan.plan import ServerWide
+from midstream.plan.resolved import ResolvedEdit
 from midstream.validation import at, show
 
 if TYPE_CHECKING:

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from midstream.plan import Capture, Plan
+from midstream.plan.control_laws import MOST_SCALES
+from midstream.plan.named_lookup import Lookup
+from midstream.plan.plan import ServerWide
+from midstream.plan.tap_lookup import size_of
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, read_prompts
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 from midstream.runtime.frontend.request.running_plans import Others
-from midstream.spec import Capture, Plan
-from midstream.spec.control_laws import MOST_SCALES
-from midstream.spec.named_lookup import Lookup
-from midstream.spec.plan import ServerWide
-from midstream.spec.tap_lookup import size_of
 
 # Taps, parts, positions and tokens of a plan that is resolved in some 20 ms.
 _LONG = 1024

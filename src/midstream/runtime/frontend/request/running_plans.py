@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.plan import Capture, Plan, ResolvedPlan
+from midstream.plan.named_lookup import Lookup
+from midstream.plan.operations import Edit
+from midstream.plan.plan import ServerWide
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.later_plan import LaterPlan
-from midstream.spec import Capture, Plan, ResolvedPlan
-from midstream.spec.named_lookup import Lookup
-from midstream.spec.operations import Edit
-from midstream.spec.plan import ServerWide
 
 # Server-wide edits and captures at one time.
 Others = tuple[tuple[ServerWide, ...], tuple[Capture, ...]]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from midstream.errors import SpecError
+from midstream.plan import Plan, ResolvedPlan
 from midstream.runtime.frontend.request.reconstructions import check_same_saes
-from midstream.spec import Plan, ResolvedPlan
 
 
 def check_same_reads(first: ResolvedPlan, later: ResolvedPlan) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from midstream.plan import ResolvedPlan, Vector
 from midstream.runtime.protocol.segments import vectors_of
 from midstream.runtime.protocol.vector_update import VectorUpdate
-from midstream.spec import ResolvedPlan, Vector
 
 # A plan whose vectors take no more bytes together has them by value: that costs no more than the
 # digests, and the message of their own, which the workers would need first.

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from midstream.plan import Capture, Plan, ResolvedPlan
+from midstream.plan.readouts import ReadOut
+from midstream.plan.sink_target import MEMORY, Metadata
 from midstream.sinks.delivery import Label
-from midstream.spec import Capture, Plan, ResolvedPlan
-from midstream.spec.readouts import ReadOut
-from midstream.spec.sink_target import MEMORY, Metadata
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 _KEPT_OF_ID = 96

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from midstream.errors import SpecError
+from midstream.plan import Flag, Plan, ResolvedPlan, Switch
 from midstream.runtime.frontend.request.budget import Need, check_tables
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
@@ -14,7 +15,6 @@ from midstream.runtime.frontend.request.same_reads import check_edits_can_change
 from midstream.runtime.protocol.acting_probes import acting_probes, switch_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.segments import Room
-from midstream.spec import Flag, Plan, ResolvedPlan, Switch
 from midstream.validation import at
 
 if TYPE_CHECKING:

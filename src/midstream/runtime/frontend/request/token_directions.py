@@ -8,19 +8,19 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from midstream.errors import BusyError, SpecError
+from midstream.plan import ModelShape, Plan, Steer
+from midstream.plan.operations import Edit, Gate
+from midstream.plan.plan import has_token
+from midstream.plan.readouts.lens import AFTER, LENS
+from midstream.plan.resolved import LensMap
+from midstream.plan.tap_lookup import find_layer, find_taps
+from midstream.plan.tokens import LOGIT, STREAM, read_kind, read_token
+from midstream.plan.vector import Vector
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.request.prompt.tokenized import token_id
 from midstream.runtime.frontend.rpc.fetch import Exchange
 from midstream.runtime.protocol.rpc import ReadDirections, TokenDirections
 from midstream.sites import Tap
-from midstream.spec import ModelShape, Plan, Steer
-from midstream.spec.operations import Edit, Gate
-from midstream.spec.plan import has_token
-from midstream.spec.readouts.lens import AFTER, LENS
-from midstream.spec.resolved import LensMap
-from midstream.spec.tap_lookup import find_layer, find_taps
-from midstream.spec.tokens import LOGIT, STREAM, read_kind, read_token
-from midstream.spec.vector import Vector
 from midstream.validation import at, read_int, read_word
 
 _CACHED = 4096

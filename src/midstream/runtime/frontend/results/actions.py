@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from midstream.plan import ResolvedPlan, ResolvedProbe, Stop, Switch
+from midstream.plan.act import Progress, follow
+from midstream.plan.controller import Controller
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Action
 from midstream.runtime.frontend.results.held_plans import HeldPlan
@@ -15,9 +18,6 @@ from midstream.runtime.protocol.control import control_source
 from midstream.runtime.protocol.rank_parts import scores_of
 from midstream.runtime.protocol.runs import Floats, Ints
 from midstream.runtime.protocol.worker_info import WorkerInfo
-from midstream.spec import ResolvedPlan, ResolvedProbe, Stop, Switch
-from midstream.spec.act import Progress, follow
-from midstream.spec.controller import Controller
 
 # The positions and scores, float32 [positions, slots], that a worker sent.
 Sent = Sequence[tuple[WorkerInfo, Ints, Floats]]

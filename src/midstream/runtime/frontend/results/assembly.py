@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.codecs import Raw, parse_codec
+from midstream.plan import ModelShape, ResolvedPlan, ResolvedProbe
+from midstream.plan.resolved import Final
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup, numbers_of
@@ -32,8 +34,6 @@ from midstream.runtime.protocol.results import (
 )
 from midstream.runtime.protocol.runs import Ints, expand
 from midstream.sites import Tap
-from midstream.spec import ModelShape, ResolvedPlan, ResolvedProbe
-from midstream.spec.resolved import Final
 
 # Positions, ascending, that captures select, by the indices of the captures.
 Select = Callable[[tuple[int, ...]], Ints]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from midstream.config.config import Config
+from midstream.plan import ModelShape
 from midstream.runtime.frontend.input_session import InputSession, as_one_request, closing
 from midstream.runtime.frontend.request.budget import row_sizes
 from midstream.runtime.frontend.results.call import GenerateCall
@@ -24,7 +25,6 @@ from midstream.runtime.frontend.results.receipts import ReceiptReporter
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
 from midstream.runtime.frontend.stats import RequestTotals
 from midstream.sinks.sink_set import SinkSet
-from midstream.spec import ModelShape
 
 # Results with more bytes than this are assembled in a thread, not on the event loop.
 _THREAD_BYTES = 1 << 20

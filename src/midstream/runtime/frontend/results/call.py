@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from midstream.plan import Plan
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.input_session import InputSession
 from midstream.runtime.frontend.request.call_plan import CallPlan
@@ -15,7 +16,6 @@ from midstream.runtime.frontend.rpc.replicas import Replica
 from midstream.runtime.frontend.tracing import DelayedSpan
 from midstream.sinks.name_claims import RequestNames
 from midstream.sinks.sink_set import SinkSet
-from midstream.spec import Plan
 
 
 @dataclass(eq=False, slots=True)

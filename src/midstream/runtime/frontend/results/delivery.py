@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from midstream.plan import ModelShape, ResolvedPlan
+from midstream.plan.readouts.capture import GATHERED, SHARDED
+from midstream.plan.sink_target import MEMORY
 from midstream.results.activations import Activations, with_heads
 from midstream.results.encoded_rows import Rows
 from midstream.results.readouts import RESULTS as READOUTS
@@ -38,9 +41,6 @@ from midstream.sinks.delivery import (
     run_puts_soon,
 )
 from midstream.sites import Tap
-from midstream.spec import ModelShape, ResolvedPlan
-from midstream.spec.readouts.capture import GATHERED, SHARDED
-from midstream.spec.sink_target import MEMORY
 
 # All attributes that midstream sets on an output and its completions.
 RESULTS = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from midstream.plan import ResolvedPlan
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.protocol.results import WorkerResult
-from midstream.spec import ResolvedPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from midstream.plan import ModelShape
 from midstream.results.activations import Activations, with_heads
 from midstream.results.receipt import Captured, CaptureResult, Receipt
 from midstream.runtime.frontend.admitted import AdmittedRequest
@@ -24,7 +25,6 @@ from midstream.sinks import Delivery
 from midstream.sinks.delivery import DeliveredRows, DeliverySource, Puts, SinkPut
 from midstream.sinks.sink_set import SinkSet
 from midstream.sites import Tap
-from midstream.spec import ModelShape
 
 
 @dataclass(slots=True)

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from midstream.plan import ResolvedPlan, ResolvedProbe
+from midstream.plan.positions.position_set import Where
+from midstream.plan.positions.ranges import Ranges
 from midstream.results.probe_scores import Probes
 from midstream.runtime.protocol.rank_parts import scores_of
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.scores import ScoreBlock, Span
 from midstream.runtime.protocol.segments import FOREVER
-from midstream.spec import ResolvedPlan, ResolvedProbe
-from midstream.spec.positions.position_set import Where
-from midstream.spec.positions.ranges import Ranges
 
 
 class StreamState:

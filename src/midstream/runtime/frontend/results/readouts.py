@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from midstream.plan.readouts.reduced import is_reduced
+from midstream.plan.resolved import ResolvedCapture
 from midstream.results.activations import Activations
 from midstream.results.gathered_rows import GatheredRows
 from midstream.results.readouts import RESULTS
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.reduced import with_reduced
 from midstream.sites import Tap
-from midstream.spec.readouts.reduced import is_reduced
-from midstream.spec.resolved import ResolvedCapture
 
 _NONE: Mapping[str, Any] = dict.fromkeys(RESULTS)
 

@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 
 from midstream.config.config import Config
 from midstream.errors import ReceiptError, ReceiptWarning
+from midstream.plan import ResolvedPlan, ResolvedProbe
+from midstream.plan.positions.range_set import intersect
+from midstream.plan.positions.ranges import clip, merge
+from midstream.plan.resolved import ResolvedCapture
 from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import (
@@ -35,10 +39,6 @@ from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, MOST_APPLIED, NONFINITE, UNSEEN
 from midstream.runtime.protocol.worker_info import place_of
 from midstream.sites import Tap
-from midstream.spec import ResolvedPlan, ResolvedProbe
-from midstream.spec.positions.range_set import intersect
-from midstream.spec.positions.ranges import clip, merge
-from midstream.spec.resolved import ResolvedCapture
 
 Final = tuple[tuple[int, int], ...]
 

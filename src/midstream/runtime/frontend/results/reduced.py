@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from midstream.plan import ResolvedPlan
+from midstream.plan.readouts.reduced import RETURNED, is_reduced
+from midstream.plan.resolved import Pattern, ResolvedCapture
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.sites import Tap, order
-from midstream.spec import ResolvedPlan
-from midstream.spec.readouts.reduced import RETURNED, is_reduced
-from midstream.spec.resolved import Pattern, ResolvedCapture
 
 
 def num_reduced(rows: Activations, plan: ResolvedPlan) -> dict[Tap, int]:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from midstream.plan import ModelShape, ResolvedPlan
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.request.budget import row_sizes
 from midstream.runtime.frontend.results.assembly import activations_of, no_rows, select_final
 from midstream.runtime.frontend.results.partial_scores import ScoreSelection
 from midstream.runtime.protocol.results import ResultBlock
 from midstream.runtime.protocol.runs import Ints
-from midstream.spec import ModelShape, ResolvedPlan
 
 
 class RowSelection:

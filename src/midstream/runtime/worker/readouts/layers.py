@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from midstream.errors import UnsupportedError
+from midstream.plan.readouts.attention import NO_QUERIES, QUERY_SITES
 from midstream.runtime.models.decoder import Decoder, DecoderLayer
 from midstream.runtime.models.forward_source import Types
 from midstream.runtime.models.inner_sites import NO_ROPE
 from midstream.runtime.worker.readouts.key_layout import KeyLayout, cache_of, measure, scale_of
 from midstream.runtime.worker.readouts.weights import AttentionForm
 from midstream.sites import Tap
-from midstream.spec.readouts.attention import NO_QUERIES, QUERY_SITES
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 

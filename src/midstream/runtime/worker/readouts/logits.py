@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from midstream.plan.resolved import LensMap
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.worker.readouts.head_adapters import HeadAdapters
 from midstream.runtime.worker.readouts.lens import RankLens
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
-from midstream.spec.resolved import LensMap
 
 # Logits of a step that take more device memory than this are copied to the host in parts: those of
 # the whole vocabulary, of each token of a prompt, can take gigabytes.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from midstream.codecs import RowEncoding
+from midstream.plan.positions.ranges import Ranges
 from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.worker.readouts.logits import LogitQuery
 from midstream.runtime.worker.readouts.query_run import QueryRun
@@ -18,7 +19,6 @@ from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_plan import CodecBatch, TokenRuns
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternEncoding
-from midstream.spec.positions.ranges import Ranges
 
 
 def queries_of(

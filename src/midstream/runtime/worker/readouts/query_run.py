@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from midstream.spec.positions.ranges import Ranges
+from midstream.plan.positions.ranges import Ranges
 
 
 @dataclass(frozen=True, slots=True)

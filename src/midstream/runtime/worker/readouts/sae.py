@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from midstream.plan.resolved import SaeEncoder
 from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.runtime.worker.readouts.query_run import QueryRun
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
-from midstream.spec.resolved import SaeEncoder
 
 # Of layer_norm, as SAELens has it: it is added to the standard deviation.
 _EPSILON = 1e-5

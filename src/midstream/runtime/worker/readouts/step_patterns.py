@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from midstream.plan.resolved import REDUCING
 from midstream.runtime.protocol.runs import within_runs
 from midstream.runtime.worker.readouts.logits import StepLogits
 from midstream.runtime.worker.readouts.queries import queries_of
@@ -17,7 +18,6 @@ from midstream.runtime.worker.step.step_plan import CodecBatch
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers, on_device
 from midstream.runtime.worker.tables.pattern_records import PatternEncoding
-from midstream.spec.resolved import REDUCING
 
 
 class StepPatterns:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from midstream.plan.positions.ranges import Ranges
 from midstream.runtime.worker.readouts import weights as op
 from midstream.runtime.worker.readouts.query_run import QueryRun
 from midstream.runtime.worker.tables.device_buffers import on_device
-from midstream.spec.positions.ranges import Ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)

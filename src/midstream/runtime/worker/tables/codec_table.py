@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from midstream.codecs import Raw, RowEncoding, parse_codec
+from midstream.plan.resolved import LensMap
 from midstream.runtime.protocol.segments import PatternRead
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
-from midstream.spec.resolved import LensMap
 
 
 class CodecTable:

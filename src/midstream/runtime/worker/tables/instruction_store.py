@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from midstream.errors import NoRoomError
 from midstream.ops.layout import Flags
+from midstream.plan import Vector
 from midstream.runtime.protocol.segments import Edits, TapProgramStep, vectors_of
 from midstream.runtime.worker.tables.device_buffers import Buffers, scatter, upload
 from midstream.runtime.worker.tables.range_pool import Pool, RangeAllocator
-from midstream.spec import Vector
 
-_OTHER_IDS = int(Flags.OTHER_IDS)  # see `midstream.spec.instructions`
+_OTHER_IDS = int(Flags.OTHER_IDS)  # see `midstream.plan.instructions`
 # Numbers of a run of vectors that is copied by itself, straight into the bank: the others are
 # copied together, through as much memory of the device again.
 _ALONE = 1 << 18

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from midstream.codecs import RowEncoding
-from midstream.spec.resolved import REDUCING, LensMap, PatternKind, SaeEncoder
+from midstream.plan.resolved import REDUCING, LensMap, PatternKind, SaeEncoder
 
 
 @dataclass(frozen=True, slots=True)

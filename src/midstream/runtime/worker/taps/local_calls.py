@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from midstream.plan import ResolvedPlan
+from midstream.plan.local_functions import find_function
 from midstream.results.local_info import LocalInfo
 from midstream.runtime.worker.request_state import FunctionUse, RequestState
 from midstream.runtime.worker.step.slot_table import SlotTable
@@ -16,8 +18,6 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import StepPlan
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.sites import Tap
-from midstream.spec import ResolvedPlan
-from midstream.spec.local_functions import find_function
 
 
 @dataclass(slots=True)

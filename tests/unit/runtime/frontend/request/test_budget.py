@@ -14,6 +14,8 @@ from support.stored import worker_info
 from midstream.config.config import Config
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
+from midstream.plan import Capture, Instruction, ModelShape, Plan, ResolvedPlan, Vector
+from midstream.plan.resolved import Pattern
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import (
     CapacityBudget,
@@ -28,8 +30,6 @@ from midstream.runtime.frontend.request.budget import (
     row_limit,
 )
 from midstream.runtime.protocol.segments import RankShare, Room, cut
-from midstream.spec import Capture, Instruction, ModelShape, Plan, ResolvedPlan, Vector
-from midstream.spec.resolved import Pattern
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 ROOM = Room(64, 64, 64, 64, 4)

@@ -12,6 +12,7 @@ from support.others_words import ROWS, TRANSLATED
 
 from midstream.compat.foreign_fields import FOREIGN, OWN
 from midstream.errors import SpecError
+from midstream.plan import Capture, Plan
 from midstream.runtime.frontend.request.call_plan import (
     CallPlan,
     has_plan,
@@ -20,7 +21,6 @@ from midstream.runtime.frontend.request.call_plan import (
     plan_of,
     with_plan,
 )
-from midstream.spec import Capture, Plan
 
 PLAN = Plan((Capture([1]),))
 

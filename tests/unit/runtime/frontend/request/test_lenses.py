@@ -11,9 +11,9 @@ from support.stored import worker_info
 from support.tokenizers import metaspace
 
 from midstream import Lens, Logits, Plan, SpecError
+from midstream.plan import ModelShape, Prompt
+from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.frontend.request.readouts import bound, finished, readout_rows
-from midstream.spec import ModelShape, Prompt
-from midstream.spec.resolve.resolve import resolve
 
 TAPS = tuple(("resid_post", layer) for layer in range(4))
 SHAPE = ModelShape(4, 8, TAPS)

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from midstream.errors import BusyError, SpecError
+from midstream.plan import Plan, ResolvedPlan
+from midstream.plan.vector import Vector
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import CapacityBudget, Need
 from midstream.runtime.frontend.request.call_plan import CallPlan
@@ -19,8 +21,6 @@ from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.rpc import UpdatedPlan
 from midstream.runtime.protocol.segments import Room
-from midstream.spec import Plan, ResolvedPlan
-from midstream.spec.vector import Vector
 
 pytestmark = pytest.mark.anyio
 ROWS = 10

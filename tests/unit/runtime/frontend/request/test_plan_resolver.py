@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from midstream.errors import SpecError
+from midstream.plan import Capture, Plan, Steer
 from midstream.runtime.frontend.engine_info import EngineInfo, describe
 from midstream.runtime.frontend.request import plan_resolver
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.protocol.worker_info import WorkerInfo
-from midstream.spec import Capture, Plan, Steer
 from midstream.transport.leases import Address
 
 HIDDEN = 4
@@ -85,7 +85,7 @@ VECTORS = {"v": [1.0] * HIDDEN}
 
 
 def lookup(name: str) -> Any:
-    from midstream.spec.vector import Vector
+    from midstream.plan.vector import Vector
 
     return {None: Vector.parse(VECTORS[name])}
 
@@ -117,7 +117,7 @@ def test_steering_and_captures_of_every_request_and_max_tokens_make_a_difference
 
 
 def test_a_plan_at_token_ids_is_resolved_for_each_prompt(resolver):
-    from midstream.spec.positions.items import TokenIds
+    from midstream.plan.positions.items import TokenIds
 
     plan = Plan.make(capture=Capture([1], positions=TokenIds([7])))
     found = [prepare(resolver, plan, ids=ids).plan.captures[0].where for ids in ((7, 1), (1, 7))]

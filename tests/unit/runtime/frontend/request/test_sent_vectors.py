@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from support.plans import SMALL, VECTORS, add, gated, plan_of, probe, rows
 
+from midstream.plan import Vector
+from midstream.plan.resolve.wire import from_bytes, to_bytes
 from midstream.runtime.frontend.request import sent_vectors
 from midstream.runtime.frontend.request.sent_vectors import (
     MOST_BY_VALUE,
@@ -14,8 +16,6 @@ from midstream.runtime.frontend.request.sent_vectors import (
     named_vectors,
 )
 from midstream.runtime.protocol.vector_update import VectorUpdate
-from midstream.spec import Vector
-from midstream.spec.resolve.wire import from_bytes, to_bytes
 
 POST = ("resid_post", 1)
 A, B, C, D, E = VECTORS

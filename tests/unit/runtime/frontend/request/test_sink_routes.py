@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import plan_of
 
+from midstream.plan import Capture, ModelShape, Plan, Prompt
+from midstream.plan.resolve.resolve import resolve
+from midstream.plan.sink_target import read_name
 from midstream.runtime.frontend.request.sink_routes import routes_of, unique_name
-from midstream.spec import Capture, ModelShape, Plan, Prompt
-from midstream.spec.resolve.resolve import resolve
-from midstream.spec.sink_target import read_name
 
 SHAPE = ModelShape(4, 4, [("resid_post", layer) for layer in range(4)])
 UID = "0123456789abcdef" * 2

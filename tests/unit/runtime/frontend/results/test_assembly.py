@@ -25,6 +25,7 @@ from support.stored import put_one, worker_info
 
 from midstream.codecs import Full8
 from midstream.errors import ReceiptError
+from midstream.plan import ModelShape, Where
 from midstream.results.serialization import pack, unpack
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.assembly import assemble
@@ -33,7 +34,6 @@ from midstream.runtime.protocol.results import WorkerAnswer
 from midstream.runtime.protocol.segments import NONFINITE
 from midstream.runtime.worker import result_buffer
 from midstream.runtime.worker.result_buffer import ResultBuffer
-from midstream.spec import ModelShape, Where
 
 EVERYWHERE = ((0, None),)
 READ = plan_of(captures=[([PRE, POST], EVERYWHERE)], prompt_len=3)

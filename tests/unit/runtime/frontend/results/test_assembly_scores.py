@@ -9,7 +9,7 @@ import torch
 from support.answers import DEEP, POST, PRE, answer, assembled, rows, vector
 from support.plans import VECTORS, plan_of, probe
 
-from midstream.spec import Flag, Match, ResolvedPlan, ResolvedProbe, Steps, Where
+from midstream.plan import Flag, Match, ResolvedPlan, ResolvedProbe, Steps, Where
 
 EVERYWHERE = ((0, None),)
 

@@ -13,6 +13,8 @@ from support.answers import answer, output, rows, shape_of, vector
 from support.plans import plan_of
 from support.sinking import Keeping
 
+from midstream.plan import Capture, ModelShape, Plan
+from midstream.plan.sink_target import NO_METADATA, Metadata
 from midstream.results.arrays import Heads
 from midstream.results.receipt import CaptureResult
 from midstream.runtime.frontend.admitted import AdmittedRequest
@@ -29,8 +31,6 @@ from midstream.runtime.frontend.results.progress import RequestProgress
 from midstream.sinks.delivery import run_puts
 from midstream.sinks.queue import SinkQueue
 from midstream.sinks.sink_set import Pace
-from midstream.spec import Capture, ModelShape, Plan
-from midstream.spec.sink_target import NO_METADATA, Metadata
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 EVERYWHERE = ((0, None),)

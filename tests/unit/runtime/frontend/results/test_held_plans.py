@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from midstream.plan import ResolvedPlan
 from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.results.held_plans import held_plans
-from midstream.spec import ResolvedPlan
 
 PLANS = [ResolvedPlan(3, (), (), codec=str(nth)) for nth in range(4)]
 LATER = {nth: LaterPlan(PLANS[nth], "update", 1.0) for nth in range(1, 4)}

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from support.answers import WIDTH, answer, assemble_on, output, rows, shape_of, vector
 from support.plans import plan_of
 
+from midstream.plan import Capture, ModelShape, Plan
+from midstream.plan.positions.position_set import Match, Where
+from midstream.plan.sink_target import NO_METADATA
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.results import partial_rows as module
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.progress import RequestProgress, lengths_of, running_of
 from midstream.sinks.sink_set import Pace
-from midstream.spec import Capture, ModelShape, Plan
-from midstream.spec.positions.position_set import Match, Where
-from midstream.spec.sink_target import NO_METADATA
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 EVERYWHERE = ((0, None),)

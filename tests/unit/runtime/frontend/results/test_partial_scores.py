@@ -10,9 +10,9 @@ from hypothesis import given
 from support import plans
 from support.stored import worker_info
 
+from midstream.plan.positions.position_set import Match, Where
 from midstream.runtime.frontend.results.partial_scores import StreamState
 from midstream.runtime.protocol.scores import ScoreBlock
-from midstream.spec.positions.position_set import Match, Where
 
 TAP = ("resid_post", 1)
 WORKER = worker_info(taps=(TAP,))

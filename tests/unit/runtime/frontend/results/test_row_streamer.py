@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from support.answers import WIDTH, answer, rows, shape_of
 from support.plans import plan_of
 
+from midstream.plan import Capture, Plan
+from midstream.plan.sink_target import NO_METADATA
 from midstream.results.receipt import CaptureResult
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.call_plan import CallPlan
@@ -20,8 +22,6 @@ from midstream.runtime.frontend.results.row_streamer import RowStreamer
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
 from midstream.runtime.frontend.rpc.replicas import Replica
 from midstream.sinks.sink_set import Pace
-from midstream.spec import Capture, Plan
-from midstream.spec.sink_target import NO_METADATA
 
 POST = ("resid_post", 1)
 PROMPT = [100, 101, 102]

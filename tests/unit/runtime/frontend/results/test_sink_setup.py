@@ -11,10 +11,10 @@ import pytest
 from support.sinking import ORIGIN
 
 from midstream.config.config import Config
+from midstream.plan.shape import ModelShape
 from midstream.runtime.frontend.results import sink_setup as own_sinks
 from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.vllm.additional_config import Settings
-from midstream.spec.shape import ModelShape
 
 APART = {
     "controllers": {"a": "package.module:Name"},

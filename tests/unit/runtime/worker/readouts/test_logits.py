@@ -18,15 +18,15 @@ from support.plans import plan_of, random_plan, random_ranges, where_of
 from support.stored import SEGMENT, make_arena
 from torch import Tensor
 
+from midstream.plan import ResolvedCapture, ResolvedPlan
+from midstream.plan.positions.ranges import merge
+from midstream.plan.resolved import Pattern
 from midstream.runtime.protocol.segments import RankShare
 from midstream.runtime.worker.rank_agreement import RankLinks
 from midstream.runtime.worker.readouts.head_adapters import HeadAdapters
 from midstream.runtime.worker.readouts.logits import Head, LogitReader, largest
 from midstream.runtime.worker.readouts.reader import PatternReader
 from midstream.runtime.worker.session import StepRules, WorkerSession
-from midstream.spec import ResolvedCapture, ResolvedPlan
-from midstream.spec.positions.ranges import merge
-from midstream.spec.resolved import Pattern
 
 VOCABULARY, PADDED = 11, 14
 LENS = 7  # numbers of a row of two tokens and one of a lens

@@ -14,6 +14,7 @@ from support.fake_steps import TAPS, captured, make_buffers, view_of
 from support.plans import VECTORS, plan_of, random_plan, rows
 
 from midstream.ops import layout
+from midstream.plan import Match, Where
 from midstream.runtime.protocol.segments import WHOLE, cut
 from midstream.runtime.worker.request_state import RequestState, acquire_segments
 from midstream.runtime.worker.row_index import CapturedRowIndex
@@ -22,7 +23,6 @@ from midstream.runtime.worker.step.step_batch import UnknownPositions
 from midstream.runtime.worker.step.step_planner import StepPlanner
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
-from midstream.spec import Match, Where
 
 POST = ("resid_post", 1)
 PROMPT = 5

@@ -16,10 +16,10 @@ from support.programs import assert_free, assert_program, edits, programs
 from midstream.errors import NoRoomError, SpecError
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
+from midstream.plan import Instruction, Steps, Vector
 from midstream.runtime.protocol.segments import TapProgramStep
 from midstream.runtime.worker.tables import instruction_store
 from midstream.runtime.worker.tables.program_table import ProgramTable
-from midstream.spec import Instruction, Steps, Vector
 
 NUM_TAPS = 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 
-from midstream.spec.positions.prompt import Prompt
+from midstream.plan.positions.prompt import Prompt
 
 # Tokens of all prompts that are kept; a token takes some 200 bytes.
 MAX_TOKENS = 1 << 17

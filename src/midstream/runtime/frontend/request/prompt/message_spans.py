@@ -10,10 +10,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.spec.positions.decoded_text import map_of_rendering
-from midstream.spec.positions.prompt import Message
-from midstream.spec.positions.text_map import TextMap
-from midstream.spec.positions.work import check_rendered
+from midstream.plan.positions.decoded_text import map_of_rendering
+from midstream.plan.positions.prompt import Message
+from midstream.plan.positions.text_map import TextMap
+from midstream.plan.positions.work import check_rendered
 from midstream.validation import show
 
 if TYPE_CHECKING:

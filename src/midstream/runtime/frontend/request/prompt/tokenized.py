@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.plan.positions.decoded_text import decode, text_map
+from midstream.plan.positions.following_text import one_token_id
+from midstream.plan.positions.prompt import Prompt
 from midstream.runtime.frontend.request.prompt.inputs import named_refusals
 from midstream.runtime.frontend.request.prompt.message_spans import (
     chat_params,
     chat_renderer,
     message_spans,
 )
-from midstream.spec.positions.decoded_text import decode, text_map
-from midstream.spec.positions.following_text import one_token_id
-from midstream.spec.positions.prompt import Prompt
 from midstream.validation import at, is_int, kind, read_int
 
 _FORMS = 'text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or the messages of a chat'

@@ -8,13 +8,13 @@ from support.slow_positions import find_messages
 from support.tokenizers import byte_level, sentencepiece_like
 
 from midstream.errors import SpecError
+from midstream.plan.positions.decoded_text import decode, map_of_rendering
+from midstream.plan.positions.work import MAX_RENDERED
 from midstream.runtime.frontend.request.prompt.message_spans import (
     chat_params,
     chat_renderer,
     message_spans,
 )
-from midstream.spec.positions.decoded_text import decode, map_of_rendering
-from midstream.spec.positions.work import MAX_RENDERED
 
 SENTENCEPIECE = sentencepiece_like()
 BYTE_LEVEL = byte_level()

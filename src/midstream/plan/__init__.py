@@ -1,0 +1,106 @@
+"""Plans: the captures, edits and probes of one request, with parsing, JSON and resolution.
+
+Pure Python: importable without torch and without vLLM.
+"""
+
+from __future__ import annotations
+
+from midstream.plan.act import Flag, Stop, Switch
+from midstream.plan.captured_rows import CapturedRows
+from midstream.plan.controller import Controller
+from midstream.plan.instructions import Instruction
+from midstream.plan.mlp import MLP
+from midstream.plan.named_vector import Named
+from midstream.plan.operations import (
+    Ablate,
+    Affine,
+    Bias,
+    Clamp,
+    Edit,
+    Feature,
+    Gate,
+    Local,
+    LoReFT,
+    Reading,
+    Reconstruct,
+    Replace,
+    Route,
+    Scale,
+    Steer,
+)
+from midstream.plan.plan import Plan
+from midstream.plan.positions.position_set import Match, Where
+from midstream.plan.positions.positions import Positions, Role, Span, Text, TokenIds, Window
+from midstream.plan.positions.prompt import Prompt
+from midstream.plan.probe import Probe
+from midstream.plan.readouts.attention import Attention, Entropy, Mass, TopKeys
+from midstream.plan.readouts.capture import Capture
+from midstream.plan.readouts.features import Features
+from midstream.plan.readouts.lens import Lens
+from midstream.plan.readouts.logits import Logits
+from midstream.plan.readouts.norms import Norms
+from midstream.plan.resolved import (
+    ResolvedCapture,
+    ResolvedEdit,
+    ResolvedPlan,
+    ResolvedProbe,
+    Steps,
+)
+from midstream.plan.selection import Layers, Sites
+from midstream.plan.shape import ModelShape
+from midstream.plan.vector import Vector
+
+__all__ = [
+    "Ablate",
+    "Affine",
+    "Attention",
+    "Bias",
+    "Capture",
+    "CapturedRows",
+    "Clamp",
+    "Controller",
+    "Edit",
+    "Entropy",
+    "Feature",
+    "Features",
+    "Flag",
+    "Gate",
+    "Instruction",
+    "Layers",
+    "Lens",
+    "LoReFT",
+    "Local",
+    "Logits",
+    "MLP",
+    "Mass",
+    "Match",
+    "ModelShape",
+    "Named",
+    "Norms",
+    "Plan",
+    "Positions",
+    "Probe",
+    "Prompt",
+    "Reading",
+    "Reconstruct",
+    "Replace",
+    "ResolvedCapture",
+    "ResolvedEdit",
+    "ResolvedPlan",
+    "ResolvedProbe",
+    "Role",
+    "Route",
+    "Scale",
+    "Sites",
+    "Span",
+    "Steer",
+    "Steps",
+    "Stop",
+    "Switch",
+    "Text",
+    "TokenIds",
+    "TopKeys",
+    "Vector",
+    "Where",
+    "Window",
+]

@@ -1,0 +1,55 @@
+"""Types of the values that constructors accept, for type checkers and editors.
+
+Arrays and tensors are described by what they have, so that neither NumPy nor torch is imported. A
+site is any `str` here, because hook names of other tools are accepted too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, SupportsFloat, SupportsIndex
+
+from midstream.plan.named_vector import Named
+from midstream.plan.positions.items import Role, Span, Text, TokenIds, Window
+from midstream.plan.positions.positions import Positions
+from midstream.plan.selection import Layers, Sites
+from midstream.plan.vector import Vector
+from midstream.sites import SiteName
+
+
+class SupportsArray(Protocol):
+    """A NumPy array, a torch tensor, or anything that NumPy makes an array of."""
+
+    def __array__(self) -> Any:
+        """Return a NumPy array."""
+
+
+# A Python, NumPy or torch number.
+NumberLike = SupportsFloat
+# A vector by value, [width]; a mapping is its JSON form.
+VectorLike = Vector | Sequence[float] | SupportsArray | Mapping[str, Any]
+# A vector by value, or the name of registered vectors.
+VectorOrName = VectorLike | Named | str
+# Rows by value, [rows, width], or one row; or one per layer, {layer: vector}.
+RowsLike = VectorLike | Sequence[VectorLike] | Mapping[int, VectorLike]
+RowsOrNames = VectorOrName | Sequence[VectorOrName] | Mapping[int, VectorLike]
+# A square matrix by value, [width, width], or the name of registered ones.
+MatrixOrName = Sequence[VectorLike] | SupportsArray | Mapping[str, Any] | Named | str
+LayersLike = SupportsIndex | Literal["all"] | Sequence[SupportsIndex] | SupportsArray | Layers
+SitesLike = SiteName | str | Sequence[SiteName | str] | Sites
+IndicesLike = SupportsIndex | Sequence[SupportsIndex] | SupportsArray
+PhaseLike = Literal["all", "prompt", "generated"]
+PositionWord = Literal["all", "prompt", "generated", "last_prompt", "last"]
+PositionItem = (
+    PositionWord
+    | SupportsIndex
+    | slice
+    | range
+    | Span
+    | Window
+    | TokenIds
+    | Text
+    | Role
+    | Mapping[str, Any]
+)
+PositionsLike = PositionItem | Sequence[PositionItem] | SupportsArray | Positions

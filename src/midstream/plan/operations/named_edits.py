@@ -1,0 +1,74 @@
+"""Expansion of names: an edit with registered names becomes edits with vectors by value."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+from midstream.errors import SpecError
+from midstream.plan.named_lookup import Lookup, NamedEdits
+from midstream.plan.named_vector import Named
+from midstream.plan.operations.gate import Gate
+from midstream.plan.operations.local import Local
+from midstream.plan.operations.plain import PlainEdit
+from midstream.plan.operations.steer import Steer
+from midstream.plan.positions.positions import Positions
+
+E = TypeVar("E", bound=PlainEdit | Gate | Local)
+
+
+def bind_edit(
+    edit: PlainEdit | Gate | Local, lookup: Lookup, num_layers: int | None = None
+) -> tuple[PlainEdit | Gate | Local, ...]:
+    """Return the edits that an edit stands for, with names replaced by what is registered.
+
+    A Steer whose vector is a name of whole edits stands for these edits, in their order. Its scale
+    multiplies the scale of each of them that is a Steer, also within a gate. Edits of other kinds
+    do not scale: bounds of a clamp, a replaced value or an affine map are absolute.
+    """
+    if isinstance(edit, Steer) and isinstance(edit.vector, Named):
+        registered = lookup(edit.vector.name)
+        if isinstance(registered, NamedEdits):
+            _check_bare(edit, edit.vector.name)
+            return _scaled_edits(edit.vector, edit.scale, registered)
+    return edit.bind(lookup, num_layers)
+
+
+def _check_bare(edit: Steer, name: str) -> None:
+    """Check that a Steer for whole edits has nothing but a scale."""
+    problems = {
+        "layer": "layer" not in edit.left,
+        "site": "site" not in edit.left,
+        "norm": edit.norm is not None,
+        "phase": edit.positions.phase != "all",
+        "positions": edit.positions != Positions("all"),
+    }
+    for field, is_given in problems.items():
+        if is_given:
+            raise SpecError(
+                field,
+                f"must be omitted: `{name}` is registered with whole edits, which have their own",
+            )
+
+
+def _scaled_edits(
+    named: Named, scale: float, named_edits: NamedEdits
+) -> tuple[PlainEdit | Gate | Local, ...]:
+    factor = named.scale * scale
+    if factor == 0.0:
+        for edit in named_edits.edits:
+            if not isinstance(edit.edit if isinstance(edit, Gate) else edit, Steer):
+                raise SpecError(
+                    "scale",
+                    f"0 would leave the {edit.op} of `{named.name}`, which does not scale; omit "
+                    "the name to apply none of its edits",
+                )
+    return tuple(_scaled_edit(edit, factor) for edit in named_edits.edits)
+
+
+def _scaled_edit(edit: E, factor: float) -> E:
+    if isinstance(edit, Gate):
+        return dataclasses.replace(edit, edit=_scaled_edit(edit.edit, factor))
+    if isinstance(edit, Steer) and factor != 1.0:
+        return edit.replace(scale=edit.scale * factor)
+    return edit

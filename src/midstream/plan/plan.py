@@ -1,0 +1,354 @@
+"""`Plan`: the captures, edits and probes of one request, and its controller, as given; see
+`resolve`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from midstream.errors import SpecError
+from midstream.plan.act import Switch
+from midstream.plan.captured_rows import OpenRows
+from midstream.plan.consumers import names_consumers, read_consumers
+from midstream.plan.controller import Controller
+from midstream.plan.named_lookup import Lookup
+from midstream.plan.operations import Edit, Gate, Steer, bind_edit, fill_edit, parse_edit
+from midstream.plan.probe import Probe
+from midstream.plan.readouts import Capture, ReadOut, parse_readout
+from midstream.plan.shape import ModelShape
+from midstream.validation import MAX_PARTS, at, kind, listed, read_fields, read_json, show
+
+T = TypeVar("T")
+
+# What applies to every request of an engine, before what it asks for itself.
+ServerWide = Edit | Probe
+
+_EMPTY = "the plan is empty: give `capture`, `edits` or `probes`, or `edits=[]` to update it later"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The captures, edits and probes of one request. One without any asks for nothing yet: the
+    request has a receipt, and can be updated while it runs.
+
+    Attributes:
+        captures: activations to record; where captures overlap, a row is captured once.
+        edits: interventions; edits of one token at one site apply in this order.
+        probes: scores to compute after the edits at the same site; names are unique.
+        origins: after `bind`, each edit's index before binding; empty: unchanged.
+        coming_from: (field, tool) of each field of another tool that was translated into the plan.
+        controller: changes its edits by the scores of its probes in the engine core; None: nothing
+            does.
+
+    Raises:
+        SpecError: a capture is given twice, two captures with the same destination
+            have different metadata, two probes have the same name, or the controller has nothing
+            to read.
+    """
+
+    captures: tuple[ReadOut, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    probes: tuple[Probe, ...] = ()
+    origins: tuple[int, ...] = ()
+    coming_from: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    controller: Controller | None = None
+    _names: tuple[str, ...] | None = field(default=None, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, parts, form, shown in (
+            ("capture", self.captures, ReadOut, "`Capture`"),
+            ("edits", self.edits, Edit, "edits"),
+            ("probes", self.probes, Probe, "`Probe`"),
+        ):
+            if not isinstance(parts, tuple) or not all(isinstance(part, form) for part in parts):
+                raise SpecError(name, f"expected a tuple of {shown}; see Plan.make")
+            if len(parts) > MAX_PARTS:
+                raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(parts)}")
+        if self.controller is not None:
+            _check_controller(self, self.controller)
+        first: dict[ReadOut, int] = {}
+        for index, capture in enumerate(self.captures):
+            if first.setdefault(capture, index) != index:
+                raise SpecError(f"capture[{index}]", f"duplicate of capture[{first[capture]}]")
+        described: dict[tuple[str, str, str], int] = {}
+        laid_out: dict[tuple[str, str, str], int] = {}
+        for index, capture in enumerate(self.captures):
+            if capture.metadata:
+                other = described.setdefault(capture.place, index)
+                if self.captures[other].metadata != capture.metadata:
+                    raise SpecError(
+                        f"capture[{index}].metadata",
+                        f"differs from the metadata of capture[{other}], which has the same "
+                        "sink, tag and request_id",
+                    )
+            other = laid_out.setdefault(capture.place, index)
+            if self.captures[other].layout != capture.layout:
+                raise SpecError(
+                    f"capture[{index}].layout",
+                    f"differs from the layout of capture[{other}], which has the same sink, tag "
+                    "and request_id",
+                )
+        owner: dict[str, int] = {}
+        for index, probe in enumerate(self.probes):
+            if owner.setdefault(probe.name, index) != index:
+                raise SpecError(
+                    f"probes[{index}].name",
+                    f"`{probe.name}` is already the name of probes[{owner[probe.name]}]; use "
+                    "another name",
+                )
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> Plan:
+        # vLLM copies a request's parameters for each prompt; an immutable plan can be shared.
+        return self
+
+    @staticmethod
+    def parse(value: object) -> Plan:
+        """Read a plan from its JSON form: a dict, or JSON text as `str` or UTF-8 `bytes`.
+
+        The form is `{"capture": {…} | [{…}], "edits": {"op": "steer", …} | [{…}], "probes":
+        {…} | [{…}], "controller": "name" | {…}}`; each field is optional.
+
+        Raises:
+            SpecError: a field is unknown, missing, malformed or empty.
+        """
+        if isinstance(value, Plan):
+            return value
+        if isinstance(value, (str, bytes)):
+            value = read_json(value)
+        fields = read_fields(
+            value, required=(), optional=("capture", "edits", "probes", "controller")
+        )
+        for name, part in fields.items():
+            if part is None:
+                raise SpecError(name, f"expected a dict or a list, got {kind(part)}")
+        plan = Plan.make(**fields)
+        if plan is None:
+            raise SpecError("", _EMPTY)
+        return plan
+
+    @staticmethod
+    def make(
+        capture: object = None,
+        edits: object = None,
+        probes: object = None,
+        controller: object = None,
+    ) -> Plan | None:
+        """Create a plan from Python values; None if all arguments are None.
+
+        Args:
+            capture: None, a Capture, an Attention or the dict of one, or a list or tuple of these;
+                or a dict by sink, see `read_consumers`.
+            edits: None, an edit or a dict with `op`, or a list or tuple of these, which may be
+                empty: an update may give some.
+            probes: None, a Probe or dict, or a list or tuple of these.
+            controller: None, or any form of `Controller.parse`.
+
+        Raises:
+            SpecError: see `parse`.
+        """
+        if names_consumers(capture):
+            with at("capture"):
+                capture = read_consumers(capture)
+        if all(part is None for part in (capture, edits, probes, controller)):
+            return None
+        with at("controller"):
+            chosen = None if controller is None else Controller.parse(controller)
+        is_none_yet = isinstance(edits, (list, tuple)) and not edits
+        return Plan(
+            _read_parts("capture", capture, parse_readout),
+            () if is_none_yet else _read_parts("edits", edits, parse_edit),
+            _read_parts("probes", probes, Probe.parse),
+            controller=chosen,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON form, which `parse` reads as an equal plan."""
+        fields: dict[str, object] = {}
+        if self.captures:
+            fields["capture"] = [capture.to_dict() for capture in self.captures]
+        if self.edits:
+            fields["edits"] = [edit.to_dict() for edit in self.edits]
+        if self.probes:
+            fields["probes"] = [probe.to_dict() for probe in self.probes]
+        if self.controller is not None:
+            fields["controller"] = self.controller.to_dict()
+        return fields or {"edits": []}
+
+    def to_json(self) -> str:
+        """Return the JSON form as text."""
+        return json.dumps(self.to_dict(), allow_nan=False, separators=(",", ":"))
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the registered vectors in use, each once."""
+        if self._names is None:
+            object.__setattr__(self, "_names", _names_of(self))
+        return self._names or ()
+
+    @property
+    def switches(self) -> tuple[Switch, ...]:
+        """The switches of its probes, in their order."""
+        return tuple(probe.act for probe in self.probes if isinstance(probe.act, Switch))
+
+    def origin(self, index: int) -> int:
+        """Return the index that edit `index` had before binding."""
+        return self.origins[index] if self.origins else index
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether the selected positions depend on more of the prompt than its length."""
+        selections = [edit.positions for edit in self.edits]
+        selections += [edit.positions for switch in self.switches for edit in switch.edits]
+        sets = () if self.controller is None else self.controller.edits
+        selections += [edit.positions for edit_set in sets for edit in edit_set.edits]
+        selections += [selection for capture in self.captures for selection in capture.selections]
+        selections += [selection for probe in self.probes for selection in probe.selections]
+        return any(positions.needs_prompt for positions in selections)
+
+    def without_places(self) -> Plan:
+        """Return the plan without its captures' destinations.
+
+        Returns the plan itself if two captures differ in their destinations alone.
+        """
+        bare = tuple(capture.without_place() for capture in self.captures)
+        if bare == self.captures or len(set(bare)) < len(bare):
+            return self
+        return replace(self, captures=bare)
+
+    def bind(self, lookup: Lookup, num_layers: int | None = None) -> Plan:
+        """Return the plan with names replaced by their registered vectors.
+
+        An edit whose name has several taps or whole edits, or with one vector per layer, becomes
+        several consecutive edits.
+
+        Args:
+            lookup: returns the vectors of a name by (site, layer from 0), or a single one under
+                None; or its whole edits. Raises SpecError for an unknown name.
+            num_layers: number of layers of the model; None: negative layers match no name.
+
+        Raises:
+            SpecError: a name is unknown, or has no vector for a requested tap. The path is
+                relative to this plan.
+        """
+        own = () if self.controller is None else (self.controller,)
+        if all(part.is_bound for part in (*self.edits, *self.probes, *own)):
+            return self
+        edits, origins = self._expanded(lambda edit: bind_edit(edit, lookup, num_layers))
+        probes: list[Probe] = []
+        for index, probe in enumerate(self.probes):
+            with at(f"probes[{index}]"):
+                probes.extend(probe.bind(lookup, num_layers))
+        controller = self.controller
+        if controller is not None:
+            with at("controller"):
+                controller = controller.bind(lookup, num_layers)
+        return Plan(
+            self.captures, edits, tuple(probes), origins, self.coming_from, controller=controller
+        )
+
+    def expanded(self, expand: Callable[[Edit], tuple[Edit, ...]]) -> Plan:
+        """Return the plan with each edit replaced by those that `expand` returns for it.
+
+        Raises:
+            SpecError: `expand` raised it. The path is relative to this plan.
+        """
+        edits, origins = self._expanded(expand)
+        return replace(self, edits=edits, origins=origins)
+
+    def fill(self, open_rows: OpenRows, shape: ModelShape) -> Plan:
+        """Return the plan with rows of earlier requests by value; see `fill_edit`.
+
+        Args:
+            open_rows: returns the rows of an id.
+            shape: the model.
+
+        Raises:
+            SpecError: there are no such rows. The path is relative to this plan.
+        """
+        return self.expanded(lambda edit: fill_edit(edit, open_rows, shape))
+
+    def _expanded(
+        self, expand: Callable[[Edit], tuple[Edit, ...]]
+    ) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
+        """Return the edits that each edit becomes, and each one's index in the plan as given."""
+        edits: list[Edit] = []
+        origins: list[int] = []
+        for index, edit in enumerate(self.edits):
+            with at(f"edits[{index}]"):
+                edits.extend(expand(edit))
+            origins += [self.origin(index)] * (len(edits) - len(origins))
+        return tuple(edits), tuple(origins)
+
+
+def asks_engine(plan: Plan) -> bool:
+    """Return whether it has read-outs or tokens for which an engine has to be asked."""
+    readouts = any(not isinstance(capture, Capture) for capture in plan.captures)
+    return readouts or any(map(has_token, plan.edits))
+
+
+def has_token(edit: Edit) -> bool:
+    """Return whether an edit, or that of a gate, has a token in place of its vector."""
+    steer = edit.edit if isinstance(edit, Gate) else edit
+    return isinstance(steer, Steer) and steer.token is not None
+
+
+def _check_controller(plan: Plan, controller: Controller) -> None:
+    """Check that a controller has scores to read, and edits to change, and alone changes them."""
+    names = [probe.name for probe in plan.probes]
+    if not names:
+        raise SpecError("controller", "it reads scores: give the request `probes`")
+    check_law(plan, controller)
+    if plan.switches:
+        raise SpecError("controller", "the probes of the request switch its edits (Switch) already")
+    law = controller.law
+    if law is not None and law.probe not in names:
+        raise SpecError(
+            f"controller.{law.word}.probe",
+            f"the request has no probe {show(law.probe)}; it has {listed(names)}",
+        )
+
+
+def check_law(plan: Plan, controller: Controller) -> None:
+    """Check that a request whose controller is a `Threshold` has edits."""
+    if controller.law is not None and not plan.edits:
+        raise SpecError(
+            "controller", "a Threshold changes the strength of the request's edits: give it `edits`"
+        )
+
+
+def _names_of(plan: Plan) -> tuple[str, ...]:
+    """Return the names that a plan uses. Takes a while where there are many edits."""
+    own = () if plan.controller is None else (plan.controller,)
+    parts = (*plan.edits, *plan.probes, *plan.switches, *own)
+    return tuple(dict.fromkeys(name for part in parts for name in part.names()))
+
+
+def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[T, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        with at(name):
+            return (read(value),)
+    if not value:
+        raise SpecError(name, "the list is empty; use None, or omit the field")
+    if len(value) > MAX_PARTS:
+        raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(value)}")
+    parts = []
+    for index, part in enumerate(value):
+        with at(f"{name}[{index}]"):
+            parts.append(read(part))
+    return tuple(parts)
+
+
+def emit_server_wide(part: ServerWide) -> dict[str, object]:
+    """Return the JSON form of an edit, or of a probe among edits: with the `op` "probe"."""
+    return {"op": "probe", **part.to_dict()} if isinstance(part, Probe) else part.to_dict()
+
+
+def parse_server_wide(value: object) -> ServerWide:
+    """Read an edit, or a probe among edits, from the form of `emit_server_wide`."""
+    if isinstance(value, Mapping) and value.get("op") == "probe":
+        return Probe.parse({name: field for name, field in value.items() if name != "op"})
+    return parse_edit(value)

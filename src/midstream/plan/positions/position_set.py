@@ -1,0 +1,134 @@
+"""`Where`: the positions selected in one request, as far as its prompt determines them.
+
+Selections by a generated token's id are decided by the worker when the token is computed, and
+again by the front end when the request has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from midstream.errors import SpecError
+from midstream.plan.positions.ranges import Range, Ranges, clip, merge
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Generated tokens selected by their ids.
+
+    Attributes:
+        ranges: the candidate positions; all at or after the prompt's end.
+        ids: token ids, ascending, at least one.
+        others: whether to select the tokens whose id is *not* in `ids` instead.
+    """
+
+    ranges: Ranges
+    ids: tuple[int, ...]
+    others: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The positions selected in one request.
+
+    `ranges` and `matches` are pairwise disjoint. The final row, if selected by `last_from`, may
+    also be in one of them.
+
+    Attributes:
+        ranges: positions that are selected regardless of the generated tokens.
+        matches: generated tokens that are selected by their ids; at most two.
+        last_from: the request's final row is selected if its position is at least this. None: it
+            is not selected. Captures and probes only.
+    """
+
+    ranges: Ranges
+    matches: tuple[Match, ...] = ()
+    last_from: int | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether all positions are known before tokens are generated."""
+        fixed = bool(self.ranges) and not self.matches and self.last_from is None
+        return fixed and self.ranges[-1][1] is not None
+
+    @property
+    def num_ranges(self) -> int:
+        """Number of ranges, including those of `matches`."""
+        return len(self.ranges) + sum(len(match.ranges) for match in self.matches)
+
+    @property
+    def possible(self) -> Ranges:
+        """Every position that may be selected, depending on the generated tokens."""
+        if not self.matches and self.last_from is None:
+            return self.ranges
+        ranges = [*self.ranges, *(span for match in self.matches for span in match.ranges)]
+        if self.last_from is not None:
+            ranges.append((self.last_from, None))
+        return merge(ranges)
+
+    def first(self, most: int) -> Where:
+        """Return the first positions of the selection.
+
+        Args:
+            most: how many, at least 1.
+
+        Raises:
+            SpecError: which these are depends on what is generated.
+        """
+        ranges: list[Range] = []
+        left, end = most, 0
+        for start, stop in self.ranges:
+            if left:
+                end = start + left if stop is None else min(stop, start + left)
+                ranges.append((start, end))
+                left -= end - start
+        later = [match.ranges[0][0] for match in self.matches]
+        later += [] if self.last_from is None else [self.last_from]
+        if later and (left or min(later) < end):
+            raise SpecError(
+                "",
+                f"which {most} rows are the first depends on what is generated: select positions "
+                'without the word "last", and token ids in the prompt alone',
+            )
+        return Where(tuple(ranges))
+
+    def within(self, start: int, stop: int, token: Callable[[int], int]) -> Sequence[int]:
+        """Return the selected positions of [start, stop), ascending, without the final row.
+
+        Args:
+            token: returns the token id of a position; asked for generated tokens of `matches` only.
+        """
+        if len(self.ranges) == 1 and not self.matches:
+            ((first, end),) = self.ranges
+            return range(max(first, start), stop if end is None else min(end, stop))
+        positions: list[int] = []
+        for first, end in self.ranges:
+            positions += range(max(first, start), stop if end is None else min(end, stop))
+        for match in self.matches:
+            for first, end in match.ranges:
+                for position in range(max(first, start), stop if end is None else min(end, stop)):
+                    if (token(position) in match.ids) != match.others:
+                        positions.append(position)
+        return sorted(positions)
+
+    def final(self, length: int, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Return the selected positions of a request that has ended.
+
+        Args:
+            length: its number of rows, P + G − 1.
+            tokens: the token id of each position below `length`; only those of generated tokens
+                are read, and only for `matches`.
+        """
+        ranges: list[Range] = list(self.ranges)
+        for match in self.matches:
+            ids = frozenset(match.ids)
+            for start, stop in clip(match.ranges, length):
+                ranges.extend(
+                    (position, position + 1)
+                    for position in range(start, stop)
+                    if (tokens[position] in ids) != match.others
+                )
+        if self.last_from is not None and length - 1 >= self.last_from:
+            ranges.append((length - 1, length))
+        return clip(merge(ranges), length)

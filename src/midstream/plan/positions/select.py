@@ -1,0 +1,238 @@
+"""Selection of positions in one prompt: from `Positions` to `Where`."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from midstream.errors import NothingSelectedError, SpecError
+from midstream.plan.positions.items import Item, TokenIds
+from midstream.plan.positions.locate import MAX_RANGES, NEVER_FED, Locator
+from midstream.plan.positions.position_set import Match, Where
+from midstream.plan.positions.positions import Positions
+from midstream.plan.positions.prompt import Prompt
+from midstream.plan.positions.range_set import intersect, least, subtract
+from midstream.plan.positions.ranges import Range, Ranges, merge
+from midstream.plan.positions.work import WorkBudget
+from midstream.validation import at
+
+EVERYTHING = Positions("all")
+
+__all__ = ["MAX_RANGES", "PromptSelections", "in_listed_order", "select"]
+
+
+def select(
+    positions: Positions,
+    prompt: Prompt,
+    max_tokens: int | None,
+    budget: WorkBudget | None = None,
+) -> Where:
+    """Return the positions selected in a prompt: (include − exclude) within the phase.
+
+    Args:
+        prompt: the prompt; its length is enough unless `positions.needs_prompt`.
+        max_tokens: maximum number of generated tokens, at least 1; None: unknown.
+        budget: of all selections of one plan; None: this is the only one.
+
+    Returns:
+        The selected positions. The result does not depend on `max_tokens`, except that ranges
+        entirely past the last possible row are dropped. `matches` covers generated tokens only.
+    """
+    locator = Locator(prompt, max_tokens, positions.phase, budget or WorkBudget())
+    return _Selector(positions, locator).select()
+
+
+class PromptSelections:
+    """The selections of one plan in one prompt: equal ones are located once, and all of them have
+    one budget.
+
+    Attributes:
+        prompt, max_tokens: see `select`.
+    """
+
+    def __init__(self, prompt: Prompt, max_tokens: int | None) -> None:
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self._budget = WorkBudget()
+        self._known: dict[Positions, Where] = {}
+
+    def select(self, positions: Positions) -> Where:
+        """Return the positions selected in the prompt; see `select`."""
+        if positions == EVERYTHING:
+            return Where(((0, None),))
+        where = self._known.get(positions)
+        if where is None:
+            # Edits at many layers usually select the same tokens.
+            where = select(positions, self.prompt, self.max_tokens, self._budget)
+            self._known[positions] = where
+        return where
+
+
+def in_listed_order(
+    positions: Positions, prompt: Prompt, max_tokens: int | None, most: int
+) -> list[int]:
+    """Return the selected positions item by item, in the order of `include`; those of one item
+    ascend. A position that several items select is there once for each of them.
+
+    Args:
+        positions, prompt, max_tokens: see `select`, which must return bounded ranges alone.
+    """
+    selector = _Selector(positions, Locator(prompt, max_tokens, positions.phase))
+    return selector.in_listed_order(most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """The located items of `include` or `exclude`.
+
+    Attributes:
+        ranges: ranges of all items except TokenIds; they may exceed the phase.
+        prompt: ranges of the prompt's tokens that match TokenIds.
+    """
+
+    ranges: Ranges
+    prompt: Ranges
+    ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Selector:
+    positions: Positions
+    locator: Locator
+
+    def select(self) -> Where:
+        return self._where(self._included())
+
+    def in_listed_order(self, most: int) -> list[int]:
+        ranges = self._where(self._included()).ranges
+        starts = [start for start, _ in ranges]
+        positions: list[int] = []
+        for start, stop in self._by_item():
+            for place in range(max(0, bisect_right(starts, start) - 1), len(ranges)):
+                first, end = ranges[place]
+                assert end is not None
+                if stop is not None and first >= stop:
+                    break
+                positions += range(max(start, first), least(stop, end) or 0)[
+                    : most - len(positions)
+                ]
+                if len(positions) == most:
+                    return positions
+        return positions
+
+    def _by_item(self) -> Iterator[Range]:
+        """Yield the ranges of each item in turn; those of one ascend. All can be located."""
+        for item in self.positions.include:
+            if isinstance(item, TokenIds):
+                if self.positions.phase != "generated":
+                    yield from merge(self.locator.token_ranges(item.ids))
+            elif item != "last":
+                yield from merge(self.locator.find(item, MAX_RANGES).ranges)
+
+    def _included(self) -> _Located:
+        positions = self.positions
+        return self._locate(positions.include, positions.path, strict=True)
+
+    def _where(self, included: _Located) -> Where:
+        positions = self.positions
+        excluded = self._locate(positions.exclude, positions.exclude_path, strict=False)
+        prompt_part = self._prompt_part(included, excluded)
+        generated_part, matches = self._generated_part(included, excluded)
+        ranges = self._reachable(merge((*prompt_part, *generated_part)))
+        last_from = self._last_from(ranges)
+        if not ranges and not matches and last_from is None:
+            raise NothingSelectedError("positions", self._why_empty())
+        where = Where(ranges, matches, last_from)
+        if where.num_ranges > MAX_RANGES:
+            raise SpecError(
+                "positions",
+                f"{where.num_ranges} separate ranges of positions are selected, more than the "
+                f"limit of {MAX_RANGES} per plan",
+            )
+        return where
+
+    def _locate(self, items: Iterable[Item], path: Callable[[int], str], strict: bool) -> _Located:
+        """Locate items in the prompt.
+
+        Args:
+            items: the items of `include` or `exclude`.
+            path: returns the error path of an item by its index.
+            strict: whether an item that selects nothing is an error.
+        """
+        ranges: list[Range] = []
+        ids: set[int] = set()
+        in_prompt = self.positions.phase != "generated"
+        for index, item in enumerate(items):
+            if item == "last":
+                continue
+            with at(path(index)):
+                if isinstance(item, TokenIds):
+                    ids.update(item.ids)
+                    if in_prompt:
+                        self.locator.check_ids()
+                    continue
+                here = self.locator.find(item, MAX_RANGES - len(ranges))
+                if strict and not here.ranges and here.nothing:
+                    raise NothingSelectedError("", here.nothing)
+                ranges.extend(here.ranges)
+        by_id: Ranges = ()
+        if ids and in_prompt:
+            with at(path(0).partition("[")[0]):
+                by_id = self.locator.token_ranges(ids)
+        return _Located(merge(ranges), by_id, frozenset(ids))
+
+    def _prompt_part(self, included: _Located, excluded: _Located) -> Ranges:
+        if self.positions.phase == "generated":
+            return ()
+        wanted = merge((*included.ranges, *included.prompt))
+        unwanted = merge((*excluded.ranges, *excluded.prompt))
+        return intersect(subtract(wanted, unwanted), ((0, self.locator.prompt.length),))
+
+    def _generated_part(
+        self, included: _Located, excluded: _Located
+    ) -> tuple[Ranges, tuple[Match, ...]]:
+        """Return the generated tokens selected regardless of their ids, and those by id."""
+        if self.positions.phase == "prompt":
+            return (), ()
+        allowed = subtract(((self.locator.prompt.length, None),), excluded.ranges)
+        wanted = intersect(included.ranges, allowed)
+        matches = []
+        if excluded.ids:
+            matches.append(Match(self._reachable(wanted), tuple(sorted(excluded.ids)), others=True))
+            by_position: Ranges = ()
+        else:
+            by_position = wanted
+        ids = included.ids - excluded.ids
+        if ids:
+            rest = self._reachable(subtract(allowed, included.ranges))
+            matches.append(Match(rest, tuple(sorted(ids))))
+        return by_position, tuple(match for match in matches if match.ranges)
+
+    def _reachable(self, ranges: Ranges) -> Ranges:
+        """Return, unclipped, the ranges that max_tokens lets the request reach in part."""
+        rows = self.locator.rows
+        return ranges if rows is None else tuple(span for span in ranges if span[0] < rows)
+
+    def _last_from(self, ranges: Ranges) -> int | None:
+        if "last" not in self.positions.include:
+            return None
+        position = max(self.locator.prompt.length - 1, self.locator.phase_range[0])
+        if self.locator.rows is not None and position >= self.locator.rows:
+            return None
+        # The final row is already selected if all rows from `position` on are.
+        if ranges and ranges[-1][1] is None and ranges[-1][0] <= position:
+            return None
+        return position
+
+    def _why_empty(self) -> str:
+        problem = f"nothing is selected: {self.locator.lengths}"
+        if self.positions.phase != "all":
+            problem += f', and `phase` selects only tokens of phase "{self.positions.phase}"'
+        if self.positions.exclude:
+            problem += ", and `exclude` removes all of them"
+        elif any(isinstance(item, TokenIds) for item in self.positions.include):
+            problem += ", and none of the token ids occurs"
+        if self.locator.max_tokens == 1:
+            problem += f"; {NEVER_FED}"
+        return problem

@@ -1,0 +1,362 @@
+"""`Probe`: a score of selected tokens: of their vectors, or of their attention in one layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from midstream.errors import SpecError
+from midstream.ops.layout import Flags, Op
+from midstream.plan.act import Act, Switch, read_act
+from midstream.plan.argument_names import accept_spellings
+from midstream.plan.forms import (
+    IndicesLike,
+    LayersLike,
+    NumberLike,
+    PhaseLike,
+    PositionsLike,
+    RowsOrNames,
+    SitesLike,
+)
+from midstream.plan.instructions import Instruction
+from midstream.plan.linear_classifier import read_linear
+from midstream.plan.matrix import is_matrix
+from midstream.plan.mlp import MLP
+from midstream.plan.named_lookup import Lookup
+from midstream.plan.named_vector import Named, read_direction
+from midstream.plan.operation import Operation, by_value, read_scalar, rows_by_value
+from midstream.plan.positions.positions import Positions
+from midstream.plan.positions.row_order import check_row_order
+from midstream.plan.readouts.attention import Entropy, Mass, read_reduction
+from midstream.plan.row_per_layer import check_per_layer, is_by_layer, read_per_layer
+from midstream.plan.selection import Layers
+from midstream.plan.trained_mlp import is_network, read_module, read_network
+from midstream.plan.vector import Vector
+from midstream.validation import at, float32, kind, listed, show
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Probe(Operation):
+    """A probe of the selected tokens: one score for each, linear or of their attention.
+
+    With `direction`, score = ⟨h, direction⟩ + bias at one tap, where h includes all edits at that
+    tap. Alain and Bengio 2016 (linear probes, arXiv:1610.01644). With one direction per layer, the
+    score is the sum over layers, plus the bias once: a linear probe of the layers' joined vectors.
+
+    With `mlp`, the score is the output of a network with one hidden layer, plus the bias.
+
+    With `attention`, the score is the mean over `heads` of what the token's query attends to in one
+    layer: `Mass(positions)`, the sum of the weights of the keys at these positions, or `Entropy()`,
+    that of the weights. See `Attention` for the weights, and for what the engine must tap. Such a
+    score is known after the forward pass, so no Gate can read it.
+
+    With `act`, the completion ends, gets other edits, or has its receipt flagged, when the scores
+    meet a condition.
+
+    Attributes:
+        direction: a vector of the model's hidden size, or a name; with several layers a tuple of
+            one vector per layer; None: see `mlp` and `attention`.
+        bias: in units of the score.
+        name: key of the scores in the output; 1 to 64 of the characters A–Z a–z 0–9 _ . : -
+        attention: what is read of the attention weights; None: see `direction` and `mlp`.
+        mlp: the network; None: see `direction` and `attention`.
+        act: what is done when the scores meet a condition; None: they are returned only.
+        layers: one; with `direction` maybe several.
+        sites: one; not read with `attention`.
+    """
+
+    reads_last: ClassVar[bool] = True
+
+    direction: Vector | Named | tuple[Vector, ...] | None
+    bias: float
+    name: str
+    attention: Mass | Entropy | None
+    mlp: MLP | None
+    act: Act | None
+
+    @accept_spellings
+    def __init__(
+        self,
+        direction: RowsOrNames | None = None,
+        layer: LayersLike | None = None,
+        bias: NumberLike = 0.0,
+        site: SitesLike | None = None,
+        name: str | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+        head: IndicesLike | Literal["all"] | None = None,
+        *,
+        attention: Mass | Entropy | Mapping[str, Any] | str | None = None,
+        mlp: MLP | Mapping[str, Any] | None = None,
+        act: Act | Mapping[str, Any] | None = None,
+    ) -> None:
+        """Create a probe; each field accepts any of its forms.
+
+        Args:
+            direction: any form of Vector.parse, or a name; for several layers a matrix with one row
+                per layer, `{layer: vector}`, or a name that is registered for all of them. One of
+                this, `mlp` and `attention` is given.
+            layer: an int, or a list; may be omitted for the name of a vector registered for one
+                tap.
+            bias: a number.
+            site: a site's name or alias; default "resid_post".
+            name: None: "probe".
+            positions: any form of Positions.
+            phase: "prompt" or "generated" restricts the positions to tokens of that phase.
+            exclude: positions to exclude.
+            head: the attention head that is read, at a site whose vectors are of heads; the
+                direction then has the size of a head. With `attention` the query heads, one or
+                more; None or "all": all of the layer.
+            attention: `Mass(positions)`, `Entropy()`, or the JSON form of one.
+            mlp: `MLP(…)`, or its dict; it reads one layer.
+            act: `Stop(…)`, `Switch(…)`, `Flag(…)`, or the JSON form of one. The positions are then
+                known before the request ends: not "last".
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        forms = {"direction": direction, "mlp": mlp, "attention": attention}
+        words = [word for word, value in forms.items() if value is not None]
+        if len(words) != 1:
+            problem = "missing: give a direction, `mlp` or `attention`"
+            if words:
+                problem = f"a probe has one of {listed(forms)}; use one probe for each"
+            raise SpecError(words[-1] if words else "direction", problem)
+        if direction is not None and (is_by_layer(direction) or is_matrix(direction)):
+            rows, layer = read_per_layer("direction", direction, layer)
+            self._set(direction=rows)
+        else:
+            with at("direction"):
+                self._set(direction=None if direction is None else read_direction(direction))
+        with at("mlp"):
+            self._set(mlp=None if mlp is None else MLP.parse(mlp))
+        with at("attention"):
+            self._set(attention=None if attention is None else _read_attention(attention))
+        with at("bias"):
+            self._set(bias=read_scalar(bias))
+        with at("name"):
+            self._set(name="probe" if name is None else _read_name(name))
+        with at("act"):
+            self._set(act=None if act is None else read_act(act))
+        if self.attention is not None:
+            self._check_alone(site)
+            head = None if isinstance(head, str) and head == "all" else head
+        self._set_place(layer, site, positions, phase, exclude, head)
+        if self.attention is not None:
+            # It is read where the layer's queries are, whichever site that is.
+            self._set(left=("site",))
+        elif len(self.heads) > 1:
+            raise SpecError("head", "a probe reads one head; use one probe per head")
+        _check_layers(self)
+        check_row_order(self.positions, None)
+        if self.act is not None and "last" in self.positions.include:
+            raise SpecError(
+                self.positions.path(self.positions.include.index("last")),
+                '"last" is known only when the request has ended, so a probe there cannot act; use '
+                '"last_prompt" or "generated"',
+            )
+        if len(self.sites) > 1:
+            raise SpecError(
+                "site", f"a probe reads one site, got {len(self.sites)}; use one probe per site"
+            )
+
+    @staticmethod
+    def from_sklearn(
+        classifier: object,
+        layer: LayersLike | None = None,
+        site: SitesLike | None = None,
+        name: str | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+    ) -> Probe:
+        """Return the probe whose scores are the `decision_function` of a classifier.
+
+        Of an `MLPClassifier`, which has none, they are the log odds of its second class.
+
+        Args:
+            classifier: a fitted binary `LogisticRegression`, `LinearDiscriminantAnalysis`,
+                `RidgeClassifier` or `LinearSVC`, or the CV form of the first and third; an
+                `MLPClassifier` of one hidden layer; or a `Pipeline` of `StandardScaler` and one of
+                them. Weights are rounded to float32.
+            layer: several if it was fitted on the joined vectors of these layers, in this order.
+            site, name, positions, phase, exclude: see the constructor.
+
+        Raises:
+            SpecError: another classifier, one that is not fitted, or one of more than two classes.
+        """
+        place: dict[str, Any] = {"layer": layer, "site": site, "name": name}
+        where: dict[str, Any] = {"positions": positions, "phase": phase, "exclude": exclude}
+        with at("classifier"):
+            if is_network(classifier):
+                mlp, bias = read_network(classifier)
+                return Probe(mlp=mlp, bias=bias, **place, **where)
+            weights, bias = read_linear(classifier)
+            rows = _per_layer(weights, layer)
+        return Probe(rows, bias=bias, **place, **where)
+
+    @staticmethod
+    def from_torch(
+        module: object,
+        layer: LayersLike | None = None,
+        site: SitesLike | None = None,
+        name: str | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+    ) -> Probe:
+        """Return the probe whose scores are the output of a torch module of one output.
+
+        Args:
+            module: an `nn.Sequential` of a `Linear`, a `ReLU`, `GELU`, `Tanh` or `SiLU`, and a
+                `Linear` with one output; `Dropout` is skipped. Weights are rounded to float32.
+            layer, site, name, positions, phase, exclude: see the constructor.
+
+        Raises:
+            SpecError: another module, or one of more than one output.
+        """
+        with at("module"):
+            mlp, bias = read_module(module)
+        return Probe(None, layer, bias, site, name, positions, phase, exclude, mlp=mlp)
+
+    def _check_alone(self, site: SitesLike | None) -> None:
+        """Check that a probe of attention has nothing that only a direction has."""
+        if site is not None:
+            raise SpecError("site", "a probe of attention reads a layer, not a site; omit `site`")
+        if self.bias:
+            raise SpecError("bias", "a probe of attention has none; omit `bias`")
+
+    def own(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"direction": self.direction, "bias": self.bias}
+        if self.attention is not None:
+            arguments = {"attention": self.attention}
+        elif self.mlp is not None:
+            arguments = {"mlp": self.mlp, "bias": self.bias}
+        arguments["name"] = self.name
+        return arguments if self.act is None else {**arguments, "act": self.act}
+
+    @property
+    def selections(self) -> tuple[Positions, ...]:
+        """All positions that it names: its own, and keys of a `Mass`."""
+        keys = (self.attention.positions,) if isinstance(self.attention, Mass) else ()
+        return (self.positions, *keys)
+
+    def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Probe, ...]:
+        """Return the probe with its name replaced by the vector, at one tap.
+
+        Args:
+            lookup, num_layers: see Operation.bind.
+
+        Raises:
+            SpecError: the name is unknown, has no vector for the requested tap, or has several
+                taps and none is requested.
+        """
+        # super() without arguments fails here: `slots=True` replaces the class.
+        probes = Operation.bind(self, lookup, num_layers)
+        if len(probes) > 1:
+            probes = (_joined(self, probes),)
+        if isinstance(self.act, Switch) and not self.act.is_bound:
+            with at("act.switch"):
+                act = self.act.bind(lookup, num_layers)
+            return tuple(probe.replace(act=act) for probe in probes)
+        return probes
+
+    @property
+    def is_bound(self) -> bool:
+        is_act_bound = not isinstance(self.act, Switch) or self.act.is_bound
+        return is_act_bound and not self.names()
+
+    def instructions(self, width: int) -> tuple[Instruction, ...]:
+        assert self.attention is None, "attention is not read by instructions"
+        flags, bias = Flags.FRESH | Flags.COUNTED, float32(self.bias)
+        if self.mlp is not None:
+            with at("mlp"):
+                units = self.mlp.units(width)
+            return *units, Instruction(Op.PROBE, a=bias, flags=Flags.UNITS | Flags.COUNTED)
+        assert self.direction is not None
+        if not isinstance(self.direction, tuple):
+            with at("direction"):
+                row = by_value(self.direction, width)
+            return (Instruction(Op.PROBE, row, a=bias, flags=flags),)
+        # One for each layer, in the order that is given. The first has the bias.
+        rows = rows_by_value("direction", self.direction, width)
+        return tuple(
+            Instruction(Op.PROBE, read=row, a=0.0 if index else bias, flags=flags)
+            for index, row in enumerate(rows)
+        )
+
+
+def _check_layers(probe: Probe) -> None:
+    """Check that there is one layer, or one direction for each."""
+    if isinstance(probe.direction, tuple):
+        check_per_layer("direction", len(probe.direction), probe.layers)
+        return
+    layers = probe.layers.indices
+    several = layers == "all" or len(layers) > 1
+    if not several or "layer" in probe.left or not probe.sites.in_layers:
+        return
+    if probe.direction is None:
+        what = "a probe of attention" if probe.mlp is None else "an MLP"
+        shown = '"all"' if layers == "all" else f"{len(layers)} layers"
+        raise SpecError("layer", f"{what} reads one layer, got {shown}; use one probe for each")
+    if layers == "all":
+        raise SpecError("layer", 'expected layers, got "all"; list those that the probe reads')
+    if isinstance(probe.direction, Vector):
+        raise SpecError(
+            "direction",
+            f"expected one row per layer, [{len(layers)}, width], got one vector; the score is "
+            "the sum over layers",
+        )
+
+
+def _joined(probe: Probe, probes: tuple[Probe, ...]) -> Probe:
+    """Return the probe of several layers with the vectors of a name at these."""
+    sites = {part.sites for part in probes}
+    if "layer" in probe.left or len(sites) > 1:
+        raise SpecError(
+            "layer",
+            f"`{probe.names()[0]}` is registered for {len(probes)} taps, of which a probe reads "
+            "one, or those of one site in the layers that it lists; give `layer` and `site`",
+        )
+    rows = tuple(part.direction for part in probes)
+    layers = [part.layers.indices[0] for part in probes]
+    return probe.replace(direction=rows, layer=layers, site=probes[0].sites)
+
+
+def _per_layer(weights: NDArray[np.float64], layer: LayersLike | None) -> NDArray[np.float64]:
+    """Return [layers, width] weights of joined vectors; [width] for one layer."""
+    layers = Layers("all") if layer is None else Layers.parse(layer)
+    count = 1 if layers.indices == "all" else len(layers.indices)
+    if weights.size % count:
+        raise SpecError("", f"it has {weights.size} weights, which {count} layers cannot share")
+    return weights if count == 1 else weights.reshape(count, -1)
+
+
+def _read_attention(value: object) -> Mass | Entropy:
+    reduction = read_reduction(value)
+    if isinstance(reduction, (Mass, Entropy)):
+        return reduction
+    raise SpecError(
+        "",
+        "a probe reads one number for each head: Mass(positions) or Entropy(); for others use "
+        "Attention(…), given as `capture`",
+    )
+
+
+def _read_name(value: object) -> str:
+    if not isinstance(value, str):
+        raise SpecError("", f"expected a name, `str`, got {kind(value)}")
+    if not _NAME.fullmatch(value):
+        raise SpecError(
+            "", f"expected 1 to 64 of the characters A-Z a-z 0-9 _ . : -, got {show(value)}"
+        )
+    return str(value)  # of a subclass, such as NumPy's, which messages cannot have

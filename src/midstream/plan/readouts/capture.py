@@ -1,0 +1,325 @@
+"""`Capture`: which activations of a request to record, and where to send them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from midstream.errors import SpecError
+from midstream.plan.argument_names import accept_spellings, read_named
+from midstream.plan.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike, SitesLike
+from midstream.plan.heads import head_size, read_ordered_indices
+from midstream.plan.positions.positions import Positions
+from midstream.plan.positions.row_order import check_row_order
+from midstream.plan.readouts.base import Context, ReadOut
+from midstream.plan.readouts.reduced import check_reduced, resolve_reduced
+from midstream.plan.resolved import REDUCING, ResolvedCapture, limited
+from midstream.plan.selection import Layers, Sites
+from midstream.plan.sink_target import MEMORY, NO_METADATA, Metadata
+from midstream.plan.tap_lookup import find_taps
+from midstream.validation import INT_LIMIT, at, is_int, kind, read_int, show
+
+FIELDS = (
+    "layers",
+    "sites",
+    "positions",
+    "phase",
+    "exclude",
+    "codec",
+    "return",
+    "sink",
+    "tag",
+    "request_id",
+    "metadata",
+    "stream",
+    "layout",
+    "heads",
+    "reduce",
+    "max_rows",
+    "reuse",
+)
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Capture(ReadOut):
+    """Record the vectors of the selected tokens at every selected site of every selected layer.
+
+    Captured rows of captures with equal sink, tag and request_id are delivered together.
+    """
+
+    layers: Layers
+    sites: Sites
+    positions: Positions
+    codec: str
+    return_: str
+    sink: str
+    tag: str
+    request_id: str
+    metadata: Metadata = field(hash=False)
+    stream: bool
+    layout: str
+    heads: tuple[int, ...] | None
+    reduce: str
+    max_rows: int | None
+    reuse: bool
+
+    key = "activations"
+
+    @accept_spellings
+    def __init__(
+        self,
+        layers: LayersLike | None = None,
+        sites: SitesLike | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+        *,
+        codec: Any = None,
+        return_: Literal["sharded", "gathered"] | None = None,
+        sink: str = MEMORY,
+        tag: str = "",
+        request_id: str = "",
+        metadata: Mapping[str, Any] | None = None,
+        stream: bool = False,
+        layout: str = "",
+        heads: IndicesLike | None = None,
+        reduce: str = "",
+        max_rows: int | None = None,
+        reuse: bool = False,
+    ) -> None:
+        """Create a capture; each field accepts any of its forms.
+
+        Args:
+            layers: any form of Layers: "all", an int, or a list, tuple, range or array of ints.
+                May be omitted where the names of `sites` have layers, and must be where no site
+                has any, as `embed` and `final_norm`; among others, they are captured once.
+            sites: any form of Sites: a name or a list of names; default "resid_post". Or names
+                that have layers, such as `blocks.10.hook_resid_post`, see `midstream.sites.parse`.
+            positions: any form of Positions. Rows are in the order of their positions; a list of
+                single ones ascends, see `Positions`.
+            phase: "prompt" or "generated" restricts the positions to tokens of that phase.
+            exclude: positions to exclude.
+            codec: encoding of the captured rows, the same for all captures of a request: "raw", or
+                a compressed form, see `midstream.codecs`. None: midstream's setting `codec`.
+            return_: which ranks of a tensor-parallel group transfer the captured rows, the same
+                for all captures of a request. All ranks hold the same vectors. "gathered": the
+                first rank transfers all; "sharded": of n ranks, each transfers every n-th tap of
+                a token, 1/n of the bytes. The result is the same. None: midstream's setting
+                `return`. In a dict the field is `return`.
+            sink: where the captured rows go: "memory" (they are returned on the output), or the
+                name of a sink that the engine was started with.
+            tag: name under which the sink stores them, possibly shared with other requests; 1 to
+                128 of A-Z a-z 0-9 _ . -
+            request_id: unique name under which the sink stores them; empty: generated from the
+                request's own id and a unique suffix.
+            metadata: JSON values that the sink stores with them.
+            stream: whether intermediate outputs include the rows captured so far, or with `DELTA`
+                those that no output has had; the last output has all rows in either case. Only for
+                the sink "memory" and `AsyncLLM.generate`.
+            layout: layout of the files of sinks that have several, such as `filesystem`:
+                "per_file", "packed" or "sharded"; empty: that of the sink's settings.
+            heads: an attention head or a list of heads to return, at sites whose vectors are of
+                heads: [rows, heads, head_dim], in the given order. At k, v and rot_k, key-value
+                heads.
+                Only for the sink "memory". The vectors of all heads are transferred, and count as
+                bytes; heads are chosen as the rows are read. If several captures of a request
+                select a site of a layer, its rows have the heads of any of them. None: all heads.
+            reduce: what of the rows is returned, float32, computed on the device. "norm": the
+                length of each row, [rows, 1]. The others reduce all selected rows, which must be
+                of the prompt, to one that has the position of the last of them: "mean" and "max",
+                of each component, [1, width]; "moments": mean and population variance of each
+                component, [2, width]. Only for the sink "memory", without `stream`, `heads` and a
+                lossy codec; no other capture of the request may select the same site and layer.
+                Empty: the rows themselves.
+            max_rows: record the first `max_rows` selected positions of the request and leave the
+                others out, at every site and layer. The receipt tells how many were left out. Only
+                these rows count for the engine's memory. None: all.
+            reuse: whether rows may come from earlier requests with `reuse` that had the same tokens
+                and edits up to there, so that a hit in the prefix cache need not be computed again
+                for its rows. The receipt tells how many did. Needs midstream's setting
+                `reuse_bytes`; not with `reduce`, `stream` or a sink that gets rows while requests
+                run.
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        self._set_where(layers, sites, positions, phase, exclude)
+        self._set(codec="" if codec in (None, "") else _read_codec(codec))
+        with at("return"):
+            self._set(return_="" if return_ in (None, "") else _read_return(return_))
+        place = {"sink": sink, "tag": tag, "request_id": request_id, "metadata": metadata}
+        self._set_destination({**place, "stream": stream, "layout": layout})
+        self._set(heads=_read_heads(heads, self.sink))
+        with at("reduce"):
+            self._set(reduce=_read_reduce(reduce))
+        with at("max_rows"):
+            self._set(max_rows=_read_max_rows(max_rows))
+        with at("reuse"):
+            self._set(reuse=_read_reuse(reuse, self.stream))
+        if self.reduce:
+            self._check_reduced()
+        if self.returns_each:
+            check_row_order(self.positions, None)
+
+    @staticmethod
+    def is_form(value: Mapping[str, Any]) -> bool:
+        return True
+
+    @classmethod
+    def parse(cls, value: object) -> Capture:
+        """Read a Capture, or a dict of the constructor's arguments with `return` for `return_`.
+
+        Raises:
+            SpecError: a field is unknown, missing or malformed.
+        """
+        if isinstance(value, Capture):
+            return value
+        if isinstance(value, ReadOut):
+            problem = f"`{type(value).__name__}` is for single requests; capture activations here"
+            raise SpecError("", problem)
+        if not isinstance(value, Mapping):
+            raise bad_capture(value)
+        fields = read_named(value, (), FIELDS)
+        by_rank = fields.pop("return", None)
+        return Capture(**fields, return_=by_rank)
+
+    def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
+        shape = context.shape
+        taps = find_taps(self.layers, self.sites, shape, "layers", "sites")
+        if self.heads is not None:
+            for site, layer in taps:
+                size = shape.size((site, layer))
+                head_size(self.heads, size, "heads", f"{site} of layer {layer}")
+        where = context.select(self.positions)
+        if self.reduce:
+            length = context.selections.prompt.length
+            return resolve_reduced(self.reduce, source, taps, where, length, shape)
+        return [limited(ResolvedCapture(taps, where, source), self.max_rows)]
+
+    @classmethod
+    def check_together(cls, captures: Sequence[ResolvedCapture]) -> None:
+        if any(capture.pattern is not None for capture in captures):
+            check_reduced(captures)
+
+    @property
+    def returns_each(self) -> bool:
+        return self.reduce not in REDUCING
+
+    @property
+    def returns_vectors(self) -> bool:
+        return not self.reduce
+
+    def without_place(self) -> Capture:
+        """Return a copy without sink, tag, request_id, metadata, stream and layout."""
+        if not self._has_place:
+            return self
+        bare: dict[str, Any] = {"sink": MEMORY, "tag": "", "request_id": "", "layout": ""}
+        return replace(self, **bare, metadata=NO_METADATA, stream=False)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON form, which `parse` reads; destination fields only where set."""
+        fields: dict[str, object] = {
+            **({"layers": self.layers.emit()} if self.sites.in_layers else {}),
+            "sites": self.sites.emit(),
+            **self.positions.to_dict(),
+        }
+        if self.codec:
+            fields["codec"] = self.codec
+        if self.return_:
+            fields["return"] = self.return_
+        fields |= self._destination()
+        if self.heads:
+            fields["heads"] = list(self.heads)
+        if self.reduce:
+            fields["reduce"] = self.reduce
+        if self.max_rows is not None:
+            fields["max_rows"] = self.max_rows
+        if self.reuse:
+            fields["reuse"] = True
+        return fields
+
+    def _check_reduced(self) -> None:
+        """Check that the other fields are possible where rows are reduced."""
+        for name, is_set, right in (
+            ("codec", self.codec not in ("", "raw"), "codec raw"),
+            ("sink", self.sink != MEMORY, 'sink "memory"'),
+            ("stream", self.stream, "stream=False"),
+            ("heads", self.heads is not None, "all heads"),
+            ("max_rows", self.max_rows is not None, "every selected row"),
+            ("reuse", self.reuse, "reuse=False"),
+        ):
+            if is_set:
+                raise SpecError(name, f'with reduce="{self.reduce}" there is only {right}')
+
+
+def bad_capture(value: object) -> SpecError:
+    """Return the error for a value that is no capture."""
+    problem = f"expected a `Capture`, or its dict, got {kind(value)}"
+    # Layers or sites in place of the capture that selects them.
+    is_list = isinstance(value, (list, tuple)) and all(is_int(layer) for layer in value)
+    if isinstance(value, bool) or value == "all":
+        problem += '; for every token at every layer, write Capture(layers="all")'
+    elif is_int(value) or is_list:
+        problem += "; to capture layers, write Capture(layers=[3, 4])"
+    else:
+        problem += ", such as Capture(layers=[3, 4])"
+    return SpecError("", problem)
+
+
+def _read_heads(value: object, sink: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    heads = read_ordered_indices(value, "heads")
+    if sink != MEMORY:
+        raise SpecError(
+            "heads",
+            f'heads are chosen only for the sink "memory", got {show(sink)}, which gets whole '
+            "vectors: omit `heads`",
+        )
+    return heads
+
+
+def _read_max_rows(value: object) -> int | None:
+    if value is None:
+        return None
+    max_rows = read_int(value)
+    if not 1 <= max_rows <= INT_LIMIT:
+        raise SpecError("", f"expected at least 1, got {max_rows}")
+    return max_rows
+
+
+def _read_reuse(value: object, is_streamed: bool) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError("", f"expected `bool`, got {kind(value)}")
+    if value and is_streamed:
+        raise SpecError("", "with stream=True every row is computed: omit `reuse` or `stream`")
+    return value
+
+
+def _read_reduce(value: object) -> str:
+    if not isinstance(value, str):
+        raise SpecError("", f"expected `str`, got {kind(value)}")
+    if value and value not in REDUCTIONS:
+        raise SpecError("", f"expected one of {', '.join(REDUCTIONS)}, got {show(value)}")
+    return value
+
+
+def _read_return(value: object) -> str:
+    if not isinstance(value, str):
+        raise SpecError("", f"expected `str`, got {kind(value)}")
+    if value not in RETURNS:
+        raise SpecError("", f"expected one of {', '.join(RETURNS)}, got {show(value)}")
+    return value
+
+
+def _read_codec(value: object) -> str:
+    from midstream.codecs import parse_codec
+
+    return parse_codec(value).spec
+
+
+Return = Literal["gathered", "sharded"]
+RETURNS: tuple[Return, ...] = get_args(Return)
+GATHERED, SHARDED = RETURNS
+REDUCTIONS = ("mean", "max", "norm", "moments")

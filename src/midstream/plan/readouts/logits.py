@@ -1,0 +1,182 @@
+"""`Logits`: which logits of some positions to return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from midstream.errors import SpecError
+from midstream.plan.argument_names import accept_spellings, read_named
+from midstream.plan.forms import PhaseLike, PositionsLike
+from midstream.plan.positions.positions import Positions
+from midstream.plan.positions.row_order import check_row_order
+from midstream.plan.readouts.base import Context, ReadOut, ReadOutEngine, check_tokens
+from midstream.plan.resolved import Pattern, ResolvedCapture
+from midstream.plan.selection import Layers, Sites
+from midstream.plan.tokens import ids_of, known_ids, read_tokens
+from midstream.validation import at, read_int
+
+MAX_TOP = 1024
+MAX_TOKENS = 1024
+ALL: Literal["all"] = "all"
+# What a model lacks whose head does not read the output of its final norm.
+HEAD = "head"
+_FIELDS = ("top", "tokens", "positions", "phase", "exclude")
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Logits(ReadOut):
+    """Return logits at some positions, of prompt tokens as of generated ones.
+
+    Those of position p are the ones from which token p + 1 is sampled, as the model's head returns
+    them: with its scale and soft cap, before a `Bias` and before penalties, structured output and
+    temperature. They are computed on the worker from the output of the final norm, in float32 after
+    the head. The result is `output.logits`, see `midstream.results.logits.LogitRows`.
+
+    The engine must tap `final_norm`.
+
+    Attributes:
+        top: number of largest logits of each position; 0: those of `tokens`.
+        tokens: token ids, or texts that are one token each, in the given order; "all": the whole
+            vocabulary.
+    """
+
+    layers: Layers
+    sites: Sites
+    positions: Positions
+    top: int
+    tokens: tuple[int | str, ...] | Literal["all"]
+
+    key = "logits"
+
+    @accept_spellings
+    def __init__(
+        self,
+        top: int | None = None,
+        tokens: Sequence[int | str] | int | str | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+    ) -> None:
+        """Create it. Either `top` or `tokens` is given.
+
+        Args:
+            top: 1 to 1024: so many of the largest logits of each position, and their token ids.
+            tokens: a token id, or a text such as `" Paris"` that is one token of the model; up to
+                1024 of them; or "all": the logits of these tokens. "all" is 4 bytes for each token
+                of the vocabulary and position; the token of that text is `["all"]`.
+            positions: any form of Positions.
+            phase: "prompt" or "generated" restricts the positions to tokens of that phase.
+            exclude: positions to exclude.
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        self._set_where(None, "final_norm", positions, phase, exclude)
+        check_row_order(self.positions, None)
+        if (top is None) == (tokens is None):
+            raise SpecError("", "give either `top` or `tokens`")
+        count = 0
+        if top is not None:
+            with at("top"):
+                count = read_int(top)
+                if not 1 <= count <= MAX_TOP:
+                    raise SpecError("", f"expected 1 to {MAX_TOP}, got {count}")
+        self._set(top=count)
+        with at("tokens"):
+            self._set(tokens=() if tokens is None else _read_tokens(tokens))
+
+    @staticmethod
+    def is_form(value: Mapping[str, Any]) -> bool:
+        return "top" in value or "tokens" in value
+
+    @classmethod
+    def parse(cls, value: object) -> Logits:
+        """Read a Logits, or a dict of the constructor's arguments.
+
+        Raises:
+            SpecError: a field is unknown, missing or malformed.
+        """
+        if isinstance(value, Logits):
+            return value
+        assert isinstance(value, Mapping)
+        return Logits(**read_named(value, (), _FIELDS))
+
+    def with_ids(self, id_of: Callable[[str], int]) -> Logits:
+        """Return it with the ids of its tokens.
+
+        Args:
+            id_of: returns the id of a token's text.
+
+        Raises:
+            SpecError: a text is not one token, or two are the same.
+        """
+        if isinstance(self.tokens, str) or not any(isinstance(token, str) for token in self.tokens):
+            return self
+        return Logits(tokens=ids_of(self.tokens, id_of), positions=self.positions)
+
+    def bind(self, engine: ReadOutEngine) -> Logits:
+        return self.with_ids(engine.token_id)
+
+    def resolve(self, source: int, context: Context) -> list[ResolvedCapture]:
+        """The size of rows of the whole vocabulary is 0 until `finish`."""
+        where, shape = context.select(self.positions), context.shape
+        read = "final_norm", shape.num_layers - 1
+        why = shape.reason((HEAD, shape.num_layers - 1))
+        if why is not None:
+            raise SpecError("", f"logits cannot be read: {why}")
+        if read not in shape.taps:
+            why = shape.reason(read) or (
+                'the engine does not tap final_norm; add "final_norm" to midstream\'s setting '
+                '`sites`, as in LLM(…, midstream={"sites": ["resid_post", "final_norm"]})'
+            )
+            raise SpecError("", f"logits cannot be read: {why}")
+        pattern = Pattern("logits_all", 0, (), (), (read,), (1,))
+        if self.top:
+            pattern = replace(pattern, kind="logits_top", size=2 * self.top + 1)
+        elif not isinstance(self.tokens, str):
+            # In the given order, unlike other ranges.
+            tokens = tuple((token, token + 1) for token in known_ids(self.tokens))
+            pattern = replace(pattern, kind="logits_of", size=len(tokens) + 1, keys=tokens)
+        return [ResolvedCapture(((self.key, read[1]),), where, source, pattern)]
+
+    @classmethod
+    def check_together(cls, captures: Sequence[ResolvedCapture]) -> None:
+        sources = [capture.source for capture in captures]
+        if len(sources) > 1:
+            raise SpecError(
+                f"capture[{sources[1]}]",
+                f"capture[{sources[0]}] returns logits too; ask for one kind of logits in a "
+                "request",
+            )
+
+    def finish(self, capture: ResolvedCapture, engine: ReadOutEngine) -> ResolvedCapture:
+        pattern = capture.pattern
+        assert pattern is not None
+        check_tokens(capture, engine)
+        if self.top > engine.vocabulary:
+            raise SpecError("top", f"the model has {engine.vocabulary} tokens")
+        if pattern.kind == "logits_all":
+            pattern = replace(pattern, size=engine.vocabulary + 1)
+        return replace(capture, pattern=pattern)
+
+    def without_place(self) -> Logits:
+        """Return it as it is: its rows are on the output alone."""
+        return self
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON form, which `parse` reads."""
+        fields: dict[str, object] = {"top": self.top}
+        if not self.top:
+            fields = {"tokens": ALL if isinstance(self.tokens, str) else list(self.tokens)}
+        return fields | self.positions.to_dict()
+
+
+def _read_tokens(value: Any) -> tuple[int | str, ...] | Literal["all"]:
+    if isinstance(value, str) and value == ALL:
+        return ALL
+    tokens = read_tokens(value, MAX_TOKENS)
+    if not tokens:
+        raise SpecError("", f"expected 1 to {MAX_TOKENS} tokens, got 0")
+    return tokens

@@ -1,0 +1,488 @@
+"""`ResolvedPlan`: a request's instructions and captures, at taps and positions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+from midstream.ops.layout import Op
+from midstream.plan.instructions import Instruction
+from midstream.plan.positions.position_set import Where
+from midstream.plan.positions.ranges import Ranges, clip, merge
+from midstream.plan.shape import ModelShape
+from midstream.sites import BY_NAME, Tap
+from midstream.validation import at
+
+if TYPE_CHECKING:
+    from midstream.plan.act import Act
+
+# Reductions whose row is made of all selected rows.
+REDUCING = ("mean", "max", "moments")
+
+Final = tuple[tuple[int, int], ...]  # bounded ranges [start, stop) of positions
+T = TypeVar("T")
+# Most results that a plan remembers, and most rows of a request whose results it remembers.
+_KNOWN, _SHORT = 32, 1024
+
+
+def digest_steps(steps: tuple[Instruction, ...]) -> str:
+    """Return the sha256 of the instructions' content, in hex."""
+    content = [
+        [
+            int(step.op),
+            None if step.read is None else step.read.digest,
+            [vector.digest for vector in step.write],
+            step.a,
+            step.b,
+            step.c,
+            step.d,
+            int(step.flags),
+            step.slot,
+            step.first,
+            *([] if step.mask is None else [step.mask.digest]),
+            *([step.hold] if step.hold else []),
+        ]
+        for step in steps
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The instructions of an edit or probe; several taps may share one.
+
+    Attributes:
+        instructions: in order.
+        digest: sha256 of their content, in hex.
+    """
+
+    instructions: tuple[Instruction, ...]
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", digest_steps(self.instructions))
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedEdit:
+    """One edit at one tap.
+
+    Attributes:
+        site, layer: the tap.
+        steps: the instructions; the last counts as one edit.
+        where: the positions.
+        source: index of the plan's edit; negative: of the server-wide edits, whose last is −1.
+    """
+
+    site: str
+    layer: int
+    steps: Steps
+    where: Where
+    source: int = 0
+
+
+PatternKind = Literal[
+    "top", "mass", "entropy", "full", "scores", "logits_top", "logits_of", "logits_all", "lens",
+    "features", "norm", "mean", "max", "moments",
+]  # fmt: skip
+
+
+class LensMap(NamedTuple):
+    """An affine map of the stream in the memory that the workers have for lenses.
+
+    Attributes:
+        matrix: number of the first element of its matrix; −1: the stream is decoded as it is.
+        bias: the same of its bias; −1: it has none.
+        adds: whether the stream is added to its image.
+    """
+
+    matrix: int = -1
+    bias: int = -1
+    adds: bool = False
+
+
+class SaeEncoder(NamedTuple):
+    """The encoder of an SAE in the memory that the workers have for registered weights: float32.
+
+    Attributes:
+        matrix: number of the first element of W_enc, [width, features].
+        bias, threshold: of the first element of what is added to x W_enc, and of what an activation
+            must exceed, [features] each.
+        top_k: number of the largest activations that are kept; 0: all.
+        normalize: what is done to x before; see `SAE`.
+        centered: whether the mean of x is subtracted before that.
+    """
+
+    matrix: int
+    features: int
+    bias: int
+    threshold: int
+    top_k: int = 0
+    normalize: str = "none"
+    centered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What the rows of an `Attention` have for each query and head, those of a `Logits`, a
+    `Features` or of a layer of a `Lens`, or what a `Capture` reduces rows to: numbers of 4 bytes.
+
+    Attributes:
+        kind: the reduction, or which logits.
+        size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full` and
+            `scores`, those of so many keys; of `mass` and `entropy` 1. Of logits, all numbers:
+            those of `logits_top` are k token ids as int32, and k logits; the last is
+            ln Σ exp(logit). Those of `lens` are k token ids and k logits, the logits of the tokens
+            and their ranks as int32, and likewise the last. Those of `features` are k ids as int32
+            and k activations, those of the chosen features, and the number of active features as
+            int32. Of `norm` 1; of `mean` and `max`, those of one part of a row: the number of rows
+            as int32, and then the components; of `moments` likewise, the means and then the
+            variances.
+        keys: of `mass`, the positions of the keys; of `logits_of` and `lens`, each token by itself,
+            in the order of the request; of `features`, likewise the features.
+        heads: the query heads that are computed, ascending; empty: all.
+        reads: for each tap of the capture, the tap at which its queries are read; of logits,
+            `final_norm`; of a lens, the stream; of features, what the SAE reads; of reduced rows,
+            where these are captured.
+        counts: for each of these, the number of heads that are computed, over all ranks; of reduced
+            rows, the number of parts in which the ranks have a row.
+        maps: of a lens that was registered, the map of each of these; else empty.
+    """
+
+    kind: PatternKind
+    size: int
+    keys: Ranges
+    heads: tuple[int, ...]
+    reads: tuple[Tap, ...]
+    counts: tuple[int, ...]
+    maps: tuple[LensMap, ...] = ()
+    encoder: SaeEncoder | None = None
+
+    @property
+    def of_logits(self) -> bool:
+        """Whether the rows are those of a `Logits` or a `Lens`."""
+        return self.kind == "lens" or self.kind.startswith("logits")
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a row is made of all selected rows."""
+        return self.kind in REDUCING
+
+    def width(self, place: int) -> int:
+        """Return the numbers of a row of one tap, by its index in the capture."""
+        return self.counts[place] * self.size
+
+
+class SlottedPattern(NamedTuple):
+    """Attention whose mean over heads is a score.
+
+    Attributes:
+        slot: column of the scores, unique in the plan.
+        pattern: what is computed of each query and head, one number; it reads one tap.
+        num_heads: number of query heads of the layer.
+    """
+
+    slot: int
+    pattern: Pattern
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedProbe:
+    """One score at one tap.
+
+    Attributes:
+        name: key of the score in the output; empty: only gates read the score.
+        site, layer: the tap; of attention the site "attention", which is no tap of the engine.
+        steps: a PROBE instruction, maybe after UNITs, or for gates with memory a SCAN; none for
+            attention. Its slot is unique in the plan, but for the parts of one score, which is the
+            sum of what they read at one tap each.
+        where: the positions.
+        attention: what is read after the forward pass; None: see `steps`.
+        act: what is done when the scores meet a condition. Workers do not have it.
+        source: index of the plan's probe; negative: of the server-wide edits and probes, whose
+            last is −1. Workers do not have it.
+        part_of: name of the probe that reads the last part of the score of several layers, where
+            this is an earlier part, without a name; else empty. Workers do not have it.
+    """
+
+    name: str
+    site: str
+    layer: int
+    steps: Steps
+    where: Where
+    attention: SlottedPattern | None = None
+    act: Act | None = field(default=None, compare=False)
+    source: int = field(default=0, compare=False)
+    part_of: str = field(default="", compare=False)
+
+    @property
+    def slot(self) -> int:
+        """Column of the scores."""
+        if self.attention is not None:
+            return self.attention.slot
+        slot = self.steps.instructions[-1].slot
+        assert slot is not None
+        return slot
+
+    @property
+    def is_scan(self) -> bool:
+        """Whether the score of a token depends on the tokens before it."""
+        return any(step.op is Op.SCAN for step in self.steps.instructions)
+
+    @property
+    def tap(self) -> Tap:
+        """The engine's tap whose vectors are read."""
+        return (
+            (self.site, self.layer) if self.attention is None else self.attention.pattern.reads[0]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedCapture:
+    """One capture: its taps and positions.
+
+    Attributes:
+        taps: in the order of a forward pass. Those of an `Attention`, a `Features`, a `Lens` or
+            a `Logits` are no taps of the engine: a site that begins with "attention", "features",
+            "lens" or "logits", and the layer. Nor are those of reduced rows: `mean.resid_post` and
+            the layer.
+        where: the positions.
+        source: index of the plan's capture; negative: of the server-wide captures, whose last is
+            −1.
+        pattern: of an `Attention`, `Features`, `Lens` or `Logits`, or where rows are reduced, what
+            its rows are; else None.
+        selected: with `max_rows`, all positions that the capture selects, for the receipt. Workers
+            do not have it.
+    """
+
+    taps: tuple[Tap, ...]
+    where: Where
+    source: int = 0
+    pattern: Pattern | None = None
+    selected: Where | None = field(default=None, compare=False)
+
+    @property
+    def kind(self) -> str:
+        """What its taps are called: the first part of their site."""
+        return self.taps[0][0].partition(".")[0]
+
+    @property
+    def returned(self) -> Ranges:
+        """Every position of which a row may be returned: of rows that are reduced to one, the last
+        that is selected.
+        """
+        if self.pattern is None or not self.pattern.reduces:
+            return self.where.possible
+        stop = self.where.ranges[-1][1]
+        assert stop is not None
+        return ((stop - 1, stop),)
+
+    def of_all_heads(self, shape: ModelShape) -> ResolvedCapture:
+        """Return the capture with rows of attention of all heads."""
+        pattern = self.pattern
+        if pattern is None or not pattern.heads:
+            return self
+        counts = tuple(shape.num_heads(tap) for tap in pattern.reads)
+        return replace(self, pattern=replace(pattern, heads=(), counts=counts))
+
+
+def limited(capture: ResolvedCapture, most: int | None) -> ResolvedCapture:
+    """Return a capture of the first `most` of its positions; None: of all."""
+    if most is None:
+        return capture
+    with at("max_rows"):
+        return replace(capture, where=capture.where.first(most), selected=capture.where)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedBias:
+    """What one bias adds to logits; the nth of a plan has the nth switch of a token.
+
+    Attributes:
+        values: what is added to the logit of each.
+    """
+
+    tokens: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedFunction:
+    """One `Local` at one tap, which the plan has as an edit too: that counts the tokens.
+
+    Attributes:
+        key, path: the function, see `midstream.plan.local_functions`.
+        where: the positions; none depends on what is generated.
+        source: index of the plan's edit.
+    """
+
+    site: str
+    layer: int
+    key: str
+    path: str
+    name: str
+    where: Where
+    source: int
+
+
+class Alike(NamedTuple):
+    """Taps that are selected by the same captures.
+
+    Attributes:
+        captures: indices of the plan's captures.
+        taps: in the order of a forward pass.
+    """
+
+    captures: tuple[int, ...]
+    taps: tuple[Tap, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPlan:
+    """A plan for one model and one prompt.
+
+    In the methods, `length` is the number of rows of the request, P + G − 1 when it has ended,
+    and `tokens` the token id of each row (only those of generated tokens are read).
+
+    Attributes:
+        prompt_len: P, in tokens.
+        edits: edits of one token at one tap apply in this order.
+        captures: where captures overlap, a row is captured once.
+        probes: each reads the vector after the edits at its tap.
+        codec: encoding of the captured vectors.
+        sharded: whether all ranks of a tensor-parallel group transfer captured vectors; otherwise
+            the first rank transfers all.
+        biases: what the biases among the edits add to logits.
+        functions: Python functions that the worker calls, before the edits at the same tap.
+        taps: all captured taps, in the order of a forward pass.
+        pattern_widths: numbers of a row of each tap of an `Attention`.
+        reduced: taps whose row is made of all selected rows.
+        ops: the kinds of the edits' instructions.
+        alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
+        reads_tokens: whether some positions are selected by the ids of generated tokens.
+    """
+
+    prompt_len: int
+    edits: tuple[ResolvedEdit, ...]
+    captures: tuple[ResolvedCapture, ...]
+    probes: tuple[ResolvedProbe, ...] = ()
+    codec: str = "raw"
+    sharded: bool = False
+    biases: tuple[ResolvedBias, ...] = ()
+    functions: tuple[ResolvedFunction, ...] = ()
+    # Computed once, because many requests share a plan.
+    taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
+    pattern_widths: dict[Tap, int] = field(init=False, compare=False, repr=False)
+    reduced: frozenset[Tap] = field(init=False, compare=False, repr=False)
+    ops: frozenset[Op] = field(init=False, compare=False, repr=False)
+    alike: tuple[Alike, ...] = field(init=False, compare=False, repr=False)
+    reads_tokens: bool = field(init=False, compare=False, repr=False)
+    _known: dict[Hashable, Any] = field(init=False, compare=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        captures_of: dict[Tap, list[int]] = {}
+        for index, capture in enumerate(self.captures):
+            for tap in capture.taps:
+                captures_of.setdefault(tap, []).append(index)
+        taps = tuple(sorted(captures_of, key=_order))
+        widths = {
+            tap: capture.pattern.width(place)
+            for capture in self.captures
+            if capture.pattern is not None
+            for place, tap in enumerate(capture.taps)
+        }
+        alike: dict[tuple[int, ...], list[Tap]] = {}
+        for tap in taps:
+            alike.setdefault(tuple(captures_of[tap]), []).append(tap)
+        groups = tuple(Alike(captures, tuple(alike_taps)) for captures, alike_taps in alike.items())
+        object.__setattr__(self, "taps", taps)
+        object.__setattr__(self, "pattern_widths", widths)
+        object.__setattr__(self, "alike", groups)
+        reducing = [
+            capture
+            for capture in self.captures
+            if capture.pattern is not None and capture.pattern.reduces
+        ]
+        reduced = frozenset(tap for capture in reducing for tap in capture.taps)
+        object.__setattr__(self, "reduced", reduced)
+        ops = frozenset(step.op for edit in self.edits for step in edit.steps.instructions)
+        object.__setattr__(self, "ops", ops)
+        where = [edit.where for edit in self.edits] + [capture.where for capture in self.captures]
+        where += [probe.where for probe in self.probes]
+        object.__setattr__(self, "reads_tokens", any(selection.matches for selection in where))
+
+    @property
+    def read_taps(self) -> tuple[Tap, ...]:
+        """All taps of the engine whose vectors are copied into the staging ring, each once."""
+        taps = dict.fromkeys(tap for tap in self.taps if tap not in self.pattern_widths)
+        for capture in self.captures:
+            if capture.pattern is not None:
+                taps.update(dict.fromkeys(capture.pattern.reads))
+        taps.update(dict.fromkeys(probe.tap for probe in self.probes if probe.attention))
+        return tuple(taps)
+
+    def remember(self, what: Hashable, length: int, make: Callable[[], T]) -> T:
+        """Return what follows from the plan and the number of rows alone: requests that share the
+        plan share it. Not remembered of long requests, and if positions depend on the generated
+        tokens.
+
+        Args:
+            what: name of the result, for this plan.
+            length: number of rows.
+            make: computes the result, which nobody may change.
+        """
+        if self.reads_tokens or length > _SHORT:
+            return make()
+        key = (what, length)
+        try:
+            value: T = self._known[key]
+        except KeyError:
+            value = make()
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            self._known[key] = value
+        return value
+
+    def only(self, captures: tuple[int, ...]) -> ResolvedPlan:
+        """Return the plan with these of its captures alone, by index."""
+        return replace(self, captures=tuple(self.captures[index] for index in captures))
+
+    def ranges_of(self, captures: tuple[int, ...], length: int, tokens: Sequence[int]) -> Final:
+        """Return the positions selected by any of these captures."""
+
+        def make() -> Final:
+            finals = [self.captures[index].where.final(length, tokens) for index in captures]
+            return clip(merge([span for final in finals for span in final]), length)
+
+        return self.remember(("ranges", captures), length, make)
+
+    def expected_rows(self, length: int, tokens: Sequence[int]) -> dict[Tap, int]:
+        """Return the number of captured rows of each captured tap; of reduced ones, those that are
+        reduced.
+        """
+
+        def make() -> dict[Tap, int]:
+            counts = dict.fromkeys(self.taps, 0)
+            for captures, taps in self.alike:
+                ranges = self.ranges_of(captures, length, tokens)
+                counts.update(dict.fromkeys(taps, sum(stop - start for start, stop in ranges)))
+            return counts
+
+        return dict(self.remember("rows", length, make))
+
+    @property
+    def slots(self) -> int:
+        """Number of score columns that the plan needs per token."""
+        steps = [step for edit in self.edits for step in edit.steps.instructions]
+        slots = [step.slot for step in steps if step.slot is not None]
+        return 1 + max([*slots, *(probe.slot for probe in self.probes)], default=-1)
+
+
+def _order(tap: Tap) -> tuple[int, int, str]:
+    """Return the sort key of a tap: the order of a forward pass, attention before `z`."""
+    site = BY_NAME.get(tap[0], BY_NAME["z"])
+    return tap[1], site.order, tap[0]

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from unit.plan.position_strategies import EDIT_WORDS, items
+
+from midstream.errors import SpecError
+from midstream.plan.positions.items import Role, Span, Text, TokenIds, Window, show_item
+from midstream.plan.positions.positions import Positions
+
+
+def test_a_span_counts_omitted_bounds_as_a_slice_does():
+    assert Span() == Span(0, None, 1) == Span(None, None, None)
+    assert str(Span(1, 9)) == "1:9"
+    assert str(Span(-3, None, 2)) == "-3::2"
+    assert (Span(-3, -1).bounds(10), Span(-3, 9).bounds(2)) == ((7, 9), (0, 9))
+    assert Span(2).bounds(10) == (2, None)
+
+
+def test_a_window_counts_from_the_prompts_end_and_stops_at_its_start():
+    assert Window(-5, 0).bounds(10) == (5, 10)
+    assert Window(-5, 0).bounds(3) == (0, 3)
+    assert Window(-5, -4).bounds(3) == (0, 0)
+    assert Window(0, None).bounds(10) == (10, None)
+    assert str(Window(-5, 0)) == "Window(-5, 0)"
+    assert str(Window(0, None, 2)) == "Window(0, None, 2)"
+
+
+def test_token_ids_are_a_set_whatever_their_order_and_type():
+    assert TokenIds([3, 1]) == TokenIds((1, 3)) == TokenIds([np.int64(1), 3])
+    assert hash(TokenIds([3, 1])) == hash(TokenIds([1, 3]))
+    assert TokenIds(3) == TokenIds([3]) == TokenIds(np.int32(3))
+    assert all(type(each) is int for each in TokenIds(np.int32(3)).ids)
+    assert TokenIds(2**31 - 1).ids == (2**31 - 1,)
+    assert len(TokenIds(list(range(4096))).ids) == 4096
+
+
+@given(items(EDIT_WORDS))
+def test_items_round_trip_and_are_hashable_and_shown(item):
+    assert pickle.loads(pickle.dumps(item)) == item
+    assert hash(Positions(item).include[0]) == hash(item)
+    assert Positions(Positions(item).emit()).include == (item,)
+    assert show_item(item)
+
+
+def test_items_cannot_be_changed():
+    for item, name in [(Window(0, 1), "stop"), (TokenIds(1), "ids"), (Text("a"), "text")]:
+        with pytest.raises(AttributeError):
+            setattr(item, name, 5)
+
+
+def test_long_items_are_shown_short():
+    assert str(TokenIds(list(range(4096)))) == "TokenIds(0, 1, 2, 3, 4, 5, 6, 7, … 4096 in total)"
+    assert len(str(Text("a" * 60000, 2))) < 90
+    assert str(Role("user", "all")) == "Role('user', 'all')"
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "problem"),
+    [
+        (lambda: Window(0, 0), "", r"Window\(0, 0\) is empty"),
+        (lambda: Window(0, -3), "", "is empty: the stop must be above the start"),
+        (lambda: Window(None, 3), "start", "expected `int`, got `None`"),
+        (lambda: Window(0, True), "stop", "expected `int`, got `bool`"),
+        (lambda: Window(0, 3, None), "step", "expected `int`, got `None`"),
+        (lambda: Window(0, 3, -1), "step", "at least 1, got -1"),
+        (lambda: TokenIds([]), "", "expected 1 to 4096 token ids, got 0"),
+        (lambda: TokenIds(list(range(4097))), "", "expected 1 to 4096 token ids, got 4097"),
+        (lambda: TokenIds("5"), "", "or a list of them, got `str`"),
+        (lambda: TokenIds(True), "", "or a list of them, got `bool`"),
+        (lambda: TokenIds({5}), "", "or a list of them, got `set`"),
+        (lambda: TokenIds([1, 1]), "[1]", "token id 1 is listed twice"),
+        (lambda: TokenIds([1, -1]), "[1]", r"expected a token id, 0 to 2\*\*31 - 1, got -1"),
+        (lambda: TokenIds(2**31), "", "expected a token id.*got 2147483648"),
+        (lambda: TokenIds([1.0]), "[0]", "expected `int`, got `float`"),
+        (lambda: Text(""), "text", "expected 1 to 65536 characters, got 0"),
+        (lambda: Text("a" * 65537), "text", "expected 1 to 65536 characters, got 65537"),
+        (lambda: Text("\ud83d"), "text", "unpaired surrogate"),
+        (lambda: Text(b"a"), "text", "expected `str`, got `bytes`"),
+        (lambda: Text("a", "first"), "occurrence", "`int` or \"all\", got 'first'"),
+        (lambda: Text("a", True), "occurrence", '`int` or "all", got `bool`'),
+        (lambda: Text("a", None), "occurrence", '`int` or "all", got `None`'),
+        (lambda: Role(""), "role", "expected 1 to 256 characters, got 0"),
+        (lambda: Role(None), "role", "expected `str`, got `None`"),
+        (lambda: Role("user", 1.0), "message", '`int` or "all", got `float`'),
+    ],
+)
+def test_malformed_items_are_refused(make, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        make()
+    assert caught.value.path == path

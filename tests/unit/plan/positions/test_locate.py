@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+from unit.plan.position_strategies import prompt_of
+
+from midstream.errors import SpecError
+from midstream.plan.positions.items import Role, Text
+from midstream.plan.positions.positions import Positions
+from midstream.plan.positions.prompt import Message, Prompt
+from midstream.plan.positions.select import select
+from midstream.plan.positions.text_map import TextMap
+
+WORDS = TextMap("the concatenated cat sat, cat", (0, 3, 16, 20, 25), (3, 16, 20, 25, 29))
+CHAT = (
+    Message("system", 0, 1, 3),
+    Message("user", 1, 4, 6),
+    Message("assistant", 2, 7, 7),
+    Message("user", 3, 8, 9),
+    Message("tool", 4, problem="its content has a part of type 'image_url', which is no text"),
+)
+
+
+def _words(item):
+    return select(Positions(item), Prompt(5, text=WORDS), 4).ranges
+
+
+def _chat(item):
+    return select(Positions(item), Prompt(10, messages=CHAT), 4).ranges
+
+
+def test_occurrences_of_a_text_are_counted_from_either_end():
+    assert _words(Text("cat")) == ((2, 3), (4, 5))
+    assert _words(Text("cat", 0)) == _words(Text("cat", -2)) == ((2, 3),)
+    assert _words(Text("cat", 1)) == _words(Text("cat", -1)) == ((4, 5),)
+
+
+@pytest.mark.parametrize(
+    ("item", "problem"),
+    [
+        (Text("dog"), "the prompt does not contain 'dog'$"),
+        (Text("Cat"), "the prompt does not contain 'Cat'$"),
+        (Text("sat"), "but not at token boundaries; the tokens there: "
+                      "' cat' ' sat,' ' cat'$"),
+        (Text("cat", 2), "occurrence 2 is out of range: .* has 2 of 'cat', expected 0 to 1"),
+        (Text("cat", -3), "occurrence -3 is out of range"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_not_there_is_explained(item, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        _words([0, item])
+    assert caught.value.path == "positions[1]"
+
+
+def test_a_role_is_the_content_of_its_last_message_or_of_others():
+    assert _chat(Role("user")) == ((8, 9),)
+    assert _chat(Role("user", 0)) == _chat(Role("user", -2)) == ((4, 6),)
+    assert _chat(Role("user", "all")) == ((4, 6), (8, 9))
+    assert _chat([Role("system"), Role("user", "all")]) == ((1, 3), (4, 6), (8, 9))
+
+
+@pytest.mark.parametrize(
+    ("item", "problem"),
+    [
+        (Role("usr"), "no message of role 'usr'; its roles: 'system', 'user', 'assistant', 'tool'"),
+        (
+            Role("user", 2),
+            "message 2 is out of range: the chat has 2 of role 'user', expected 0 to 1",
+        ),
+        (Role("user", -3), "message -3 is out of range"),
+        (Role("assistant"), "the message has no content in the prompt"),
+        (Role("assistant", "all"), "the message has no content in the prompt"),
+        (Role("tool"), "the tokens of message 4 are unknown: its content has a part of type"),
+    ],
+)
+def test_a_message_that_is_not_there_is_explained(item, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        _chat(item)
+    assert caught.value.path == "positions"
+
+
+def test_what_is_costly_is_worked_out_once_and_only_when_asked_for():
+    calls = []
+
+    def text():
+        calls.append("text")
+        return WORDS
+
+    def messages():
+        calls.append("messages")
+        return CHAT[:2]
+
+    prompt = Prompt(5, text=text, messages=messages)
+    select(Positions("all"), prompt, 4)
+    assert calls == []
+    select(Positions([Text("cat"), Text("the")]), prompt, 4)
+    select(Positions(Text("cat")), prompt, 4)
+    assert calls == ["text"]
+    select(Positions("all", exclude=Role("user")), prompt, 4)
+    assert calls == ["text", "messages"]
+
+
+def test_a_prompt_that_contradicts_itself_is_refused():
+    with pytest.raises(SpecError, match="at least 1 token, got 0"):
+        Prompt(0)
+    with pytest.raises(SpecError, match="expected 3, one per token, got 2"):
+        Prompt(3, (1, 2))
+    with pytest.raises(SpecError, match="the text has 5 tokens, but the prompt has 4"):
+        select(Positions(Text("cat")), Prompt(4, text=WORDS), 4)
+
+
+def test_the_prompts_of_these_tests_spell_what_they_say():
+    assert prompt_of([0, 1, 4]).text_map.text == "a aab "

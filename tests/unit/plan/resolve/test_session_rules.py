@@ -1,0 +1,81 @@
+"""Positions in a prompt that grows: what means the same however long it gets, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from midstream.errors import SpecError
+from midstream.plan import (
+    Capture,
+    Plan,
+    Positions,
+    Probe,
+    Role,
+    Span,
+    Steer,
+    Text,
+    TokenIds,
+    Window,
+)
+from midstream.plan.resolve.session_rules import check_growing
+
+
+def plan_at(positions: object) -> Plan:
+    return Plan(captures=(Capture([0], positions=positions),))
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        "all",
+        "last",
+        0,
+        [3, 7],
+        Span(2, 9, 3),
+        Span(5, None),
+        TokenIds([4, 5]),
+        Positions(["all"], exclude=[2, TokenIds(9), Span(0, 4)]),
+    ],
+)
+def test_positions_counted_from_the_start_and_ids_are_known_whatever_comes(positions):
+    check_growing(plan_at(positions), ())
+    check_growing(None, (Steer([1.0], 0, positions=positions),) if positions != "last" else ())
+
+
+@pytest.mark.parametrize(
+    ("positions", "path"),
+    [
+        ("prompt", "positions"),
+        ("generated", "positions"),
+        ("last_prompt", "positions"),
+        (-1, "positions"),
+        ([4, -2], "positions[1]"),
+        (Span(-3, None), "positions"),
+        (Span(2, -1), "positions"),
+        (Window(0, 4), "positions"),
+        (Text("a"), "positions"),
+        (Role("user"), "positions"),
+        (Positions("all", phase="prompt"), "phase"),
+        (Positions("all", phase="generated"), "phase"),
+        (Positions("all", exclude=[1, -1]), "exclude[1]"),
+        (Positions("all", exclude="last_prompt"), "exclude"),
+    ],
+)
+def test_what_depends_on_where_the_prompt_ends_is_refused_by_its_place(positions, path):
+    with pytest.raises(SpecError, match="unsupported in a streaming-input session") as found:
+        check_growing(plan_at(positions), ())
+    assert found.value.path == f"capture[0].{path}"
+
+
+def test_every_part_of_a_plan_and_what_comes_before_it_is_looked_at():
+    fine, wrong = Steer([1.0], 0), Steer([1.0], 0, phase="generated")
+    with pytest.raises(SpecError) as found:
+        check_growing(None, (fine, wrong))
+    assert found.value.path == "steering[1].phase"
+    with pytest.raises(SpecError) as found:
+        check_growing(Plan(edits=(fine, wrong)), ())
+    assert found.value.path == "edits[1].phase"
+    probe = Probe([1.0], 0, name="p", positions=[0, -1])
+    with pytest.raises(SpecError) as found:
+        check_growing(Plan(probes=(probe,)), ())
+    assert found.value.path == "probes[0].positions[1]"

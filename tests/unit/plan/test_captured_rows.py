@@ -1,0 +1,133 @@
+"""Rows of an earlier request by reference, and what becomes of edits that have them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from midstream.errors import SpecError
+from midstream.plan import CapturedRows, Gate, ModelShape, Plan, Prompt, Replace, Scale, Vector
+from midstream.plan.operations import has_captured, parse_edit
+from midstream.plan.resolve.resolve import resolve
+
+ID = "Yt3-2Wc0mUAF3mGf1g5n0ZJjzv0kq2aB"
+TAPS = (("resid_post", 0), ("z", 1), ("resid_post", 1))
+SHAPE = ModelShape(2, 2, TAPS, widths={("z", 1): 6}, heads={("z", 1): 3})
+POSITIONS = (0, 2, 3)
+
+
+class Source:
+    """Row p of tap number n is n, p, 0, …"""
+
+    taps = TAPS
+
+    def read(self, tap, positions):
+        width, number = SHAPE.width(tap), TAPS.index(tap)
+        if not set(positions) <= set(POSITIONS):
+            raise SpecError("positions", f"there are {POSITIONS}")
+        return tuple(row(width, number, position) for position in positions or POSITIONS)
+
+
+def row(width, number, position):
+    return Vector.parse([float(number), float(position), *range(width - 2)])
+
+
+def open_rows(name):
+    if name != ID:
+        raise SpecError("captured", "there are no rows")
+    return Source()
+
+
+def fill(*edits):
+    return Plan.make(None, list(edits)).fill(open_rows, SHAPE)
+
+
+def test_a_reference_has_two_forms_and_survives_json():
+    for rows in (CapturedRows(ID), {"captured": ID}):
+        edit = Replace(rows, layer=1)
+        assert edit.rows == CapturedRows(ID)
+        assert edit.to_dict()["rows"] == {"captured": ID}
+        assert parse_edit(json.loads(json.dumps(edit.to_dict()))) == edit
+    some = Replace({"captured": ID, "positions": [3, 0]}, layer=1)
+    assert some.rows == CapturedRows(ID).at([3, 0]) == CapturedRows(ID, torch.tensor([3, 0]))
+    assert some.to_dict()["rows"] == {"captured": ID, "positions": [3, 0]}
+    assert parse_edit(some.to_dict()) == some
+    assert hash(parse_edit(some.to_dict())) == hash(some)
+    assert has_captured(Gate(some, [1.0]))
+    assert not has_captured(Replace([1.0], 0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "path", "problem"),
+    [
+        ({"captured": 3}, "rows.captured", "expected the id of cached rows, `str`, got `int`"),
+        ({"captured": "../x"}, "rows.captured", "got '../x'"),
+        ({"captured": ""}, "rows.captured", "got ''"),
+        ({"captured": "x" * 65}, "rows.captured", "expected the id"),
+        ({"captured": ID, "positions": -1}, "rows.positions", "from 0 on, got -1"),
+        ({"captured": ID, "positions": []}, "rows.positions", "1 to 4096 items, got 0"),
+        ({"captured": ID, "positions": [1, 1]}, "rows.positions", "twice"),
+        ({"captured": ID, "rows": 1}, "rows", "unknown field 'rows'"),
+    ],
+)
+def test_a_malformed_reference_is_rejected_by_its_path(rows, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        Replace(rows, layer=0)
+    assert caught.value.path == path
+
+
+def test_each_layer_gets_the_rows_that_were_captured_there():
+    plan = fill(
+        Scale(2.0, 0),
+        Replace(CapturedRows(ID, [0, 3]), layer="all", positions=[4, 7], alpha=0.5),
+        Gate(Replace(CapturedRows(ID, 2), layer=-1, site="resid_post"), [1.0, 0.0]),
+    )
+    found = [(edit.layers.indices, edit.sites.names) for edit in plan.edits]
+    assert found == [((0,), ("resid_post",)), ((0,), ("resid_post",)), ((1,), ("resid_post",)),
+                     ((1,), ("resid_post",))]  # fmt: skip
+    assert [plan.origin(index) for index in range(4)] == [0, 1, 1, 2]
+    first, second = plan.edits[1:3]
+    assert first.rows == (row(2, 0, 0), row(2, 0, 3))
+    assert second.rows == (row(2, 2, 0), row(2, 2, 3))
+    assert (second.alpha, second.positions.include) == (0.5, (4, 7))
+    assert plan.edits[3].edit.rows == (row(2, 2, 2),)
+    assert len(resolve(plan, SHAPE, Prompt(9), 2).edits) == 6
+    whole = fill(Replace(CapturedRows(ID), layer=0, positions=[1, 2, 3])).edits[0]
+    assert whole.rows == tuple(row(2, 0, position) for position in POSITIONS)
+
+
+def test_each_head_gets_its_own_part_of_the_rows():
+    (edit,) = fill(Replace(CapturedRows(ID, 3), layer=1, site="z", head=[0, 2])).edits
+    assert (edit.heads, edit.dims, edit.rows) == ((), (0, 1, 4, 5), (row(6, 1, 3),))
+    (edit,) = fill(Replace(CapturedRows(ID, 3), layer=1, site="z", head=2, dims=1)).edits
+    assert (edit.heads, edit.dims) == ((), (5,))
+
+
+@pytest.mark.parametrize(
+    ("edit", "path", "problem"),
+    [
+        (Replace(CapturedRows("x"), layer=0), "rows.captured", "there are no rows"),
+        (Replace(CapturedRows(ID, 1), layer=0), "rows.positions", "there are"),
+        (Replace(CapturedRows(ID), layer=2), "layer", "has no vector for resid_post at layer 2"),
+        (Replace(CapturedRows(ID), layer=0, site="z"), "layer", "z at layer 0"),
+        (Replace(CapturedRows(ID), layer=0, site="mlp_in"), "site", "the site mlp_in"),
+        (Replace(CapturedRows(ID), layer=1, site="z", head=3), "head", "head 3 is out of range"),
+        (Replace(CapturedRows(ID), layer=1, site="z", head=0, dims=2), "dims", "2 is out of range"),
+        (Replace(CapturedRows(ID), layer=1, head=0), "head", "not of heads"),
+        (Replace(CapturedRows(ID), layer=1, site="z", head=0, norm="keep"), "norm", "unsupported"),
+    ],
+)
+def test_what_was_not_captured_is_rejected_by_name(edit, path, problem):
+    for one, prefix in ((edit, ""), (Gate(edit, [1.0]), "edit.")):
+        with pytest.raises(SpecError, match=problem) as caught:
+            fill(Scale(1.0, 0), one)
+        assert caught.value.path == f"edits[1].{prefix}{path}"
+
+
+def test_elsewhere_than_on_the_server_a_reference_is_rejected():
+    plan = Plan.make(None, Replace(CapturedRows(ID), layer=0))
+    with pytest.raises(SpecError, match="only in a request to that server") as caught:
+        resolve(plan, SHAPE, Prompt(4), 2)
+    assert caught.value.path == "edits[0].rows.captured"

@@ -1,0 +1,111 @@
+"""`Lens` as a part of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.readings import finished_plan
+
+from midstream import Lens, Plan, SpecError
+from midstream.plan import ModelShape, Prompt, ResolvedPlan
+from midstream.plan.readouts import parse_readout
+from midstream.plan.readouts.lens import LENS
+from midstream.plan.resolve.resolve import resolve
+from midstream.plan.resolve.wire import from_bytes, to_bytes
+from midstream.plan.resolved import LensMap
+
+SHAPE = ModelShape(3, 4, [("resid_post", 0), ("resid_post", 1), ("resid_post", 2)])
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        Lens(),
+        Lens([0, -1], 3, [9, 2, " Paris"], "last_prompt"),
+        Lens(2, 0, 7, [0, 2], "prompt", "last_prompt", site="resid_mid", name="a", stream=True),
+    ],
+)
+def test_it_is_read_back_from_its_json_form(one: Lens) -> None:
+    assert parse_readout(one.to_dict()) == one == Lens.parse(one)
+    plan = Plan.make(capture=one)
+    assert Plan.parse(plan.to_json()) == plan
+
+
+def test_its_resolved_form_is_read_back_with_its_tokens_in_order() -> None:
+    given = Plan.make(capture=Lens(top=2, tokens=[9, 2, 3]))
+    plan = resolve(given, SHAPE, Prompt(6), 3)
+    assert finished_plan(given, SHAPE) == plan
+    assert from_bytes(to_bytes(plan)) == plan
+    (capture,) = plan.captures
+    assert capture.taps == (("lens.logit", 0), ("lens.logit", 1), ("lens.logit", 2))
+    assert capture.pattern is not None
+    assert [token for token, _ in capture.pattern.keys] == [9, 2, 3]
+    assert capture.pattern.size == 11
+
+
+def test_a_registered_lens_has_a_map_for_each_layer() -> None:
+    (capture,) = resolve(Plan.make(capture=Lens([0, 2], kind="mine")), SHAPE, Prompt(6), 3).captures
+    assert capture.taps == (("lens.mine", 0), ("lens.mine", 2))
+    assert capture.pattern is not None
+    maps = (LensMap(0, 16, True), LensMap(40))
+    plan = ResolvedPlan(6, (), (replace(capture, pattern=replace(capture.pattern, maps=maps)),))
+    assert from_bytes(to_bytes(plan)) == plan
+    bad = replace(capture, pattern=replace(capture.pattern, maps=maps[:1]))
+    with pytest.raises(SpecError, match="expected the maps of 2 taps"):
+        from_bytes(to_bytes(replace(plan, captures=(bad,))))
+
+
+def test_its_forms_are_alike() -> None:
+    assert Lens(tokens=7) == Lens(tokens=[7]) != Lens(tokens="7") == Lens(tokens=["7"])
+    assert Lens(0, stream=True).without_place() == Lens(0) == Lens(layer=0)
+    assert parse_readout({"layer": 3, "top": 2}) == Lens(3, 2)
+    assert parse_readout({"kind": "logit"}) == Lens()
+    ids = {" a": 5, " b": 6}
+    assert Lens(0, tokens=[" b", 1, " a"]).with_ids(ids.__getitem__) == Lens(0, tokens=[6, 1, 5])
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "problem"),
+    [
+        (lambda: Lens(top=0), "top", "at least 1 where `tokens` are not given"),
+        (lambda: Lens(top=1025), "top", "expected 0 to 1024, got 1025"),
+        (lambda: Lens(tokens=range(65)), "tokens", "at most 64 tokens, got 65"),
+        (lambda: Lens(tokens=[1, -2]), "tokens[1]", "expected token ids from 0, got -2"),
+        (lambda: Lens(tokens=[1, 1]), "tokens[1]", "token 1 is given twice"),
+        (lambda: Lens(tokens=[""]), "tokens[0]", "expected a token's text"),
+        (lambda: Lens(tokens={1: 2}), "tokens", "expected token ids"),
+        (lambda: Lens(site="mlp_out"), "site", "a lens reads the stream"),
+        (lambda: Lens(kind="a b"), "kind", "characters"),
+        (lambda: Lens(kind=SimpleNamespace(matrices={})), "kind", "register it, and give its name"),
+        (lambda: Lens(name="a b"), "name", "characters"),
+        (lambda: Lens(codec="full8"), "codec", "unknown argument of Lens"),
+        (lambda: parse_readout({"kind": "logit", "sink": "a"}), "", "unknown field 'sink'"),
+        (
+            lambda: Lens(tokens=[1, " a"]).with_ids({" a": 1}.__getitem__),
+            "tokens[1]",
+            "' a' is token 1, which 1 is already",
+        ),
+    ],
+)
+def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> None:
+    with pytest.raises(SpecError, match=problem) as caught:
+        make()
+    assert caught.value.path == path
+
+
+def test_a_model_whose_stream_cannot_be_decoded_refuses() -> None:
+    shape = ModelShape(3, 4, SHAPE.taps, {(LENS, 2): "it has no head"})
+    with pytest.raises(SpecError, match="the stream cannot be decoded: it has no head"):
+        resolve(Plan.make(capture=Lens(0)), shape, Prompt(6), 3)
+
+
+def test_tokens_that_a_model_does_not_have_are_refused() -> None:
+    with pytest.raises(SpecError, match="no token 40: the model has 40, 0 to 39") as caught:
+        finished_plan(Plan.make(capture=[Lens(0), Lens(1, 2, [1, 40], name="a")]), SHAPE)
+    assert caught.value.path == "capture[1].tokens[1]"
+    with pytest.raises(SpecError, match="the model has 40 tokens") as caught:
+        finished_plan(Plan.make(capture=Lens(0, 41)), SHAPE)
+    assert caught.value.path == "capture[0].top"

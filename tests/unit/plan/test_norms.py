@@ -1,0 +1,85 @@
+"""`Norms` as a part of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.readings import readings
+from support.stored import worker_info
+
+from midstream import Capture, Norms, Plan, SpecError
+from midstream.plan import ModelShape, Prompt
+from midstream.plan.readouts import parse_readout
+from midstream.plan.resolve.resolve import resolve
+from midstream.plan.resolve.wire import from_bytes, to_bytes
+from midstream.runtime.frontend.request.readouts import EngineReadings, finished
+
+TAPS = [(site, layer) for layer in range(3) for site in ("resid_post", "z")] + [("final_norm", 2)]
+SHAPE = ModelShape(3, 4, TAPS)
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [
+        Norms("all"),
+        Norms([0, -1], ["resid_post", "z"], "last_prompt", stream=True),
+        Norms(2, positions=[0, 2], phase="prompt", exclude="last_prompt"),
+        Norms(sites="final_norm"),
+    ],
+)
+def test_it_is_read_back_from_its_json_form(norms: Norms) -> None:
+    assert parse_readout(norms.to_dict()) == norms == Norms.parse(norms)
+    plan = Plan.make(capture=norms)
+    assert Plan.parse(plan.to_json()) == plan
+    resolved = resolve(plan, SHAPE, Prompt(6), 3)
+    assert from_bytes(to_bytes(resolved)) == resolved
+
+
+def test_it_has_one_number_of_each_tap_and_reads_the_vectors() -> None:
+    plan = Plan.make(capture=[Norms([0, 2]), Capture([0]), Capture([1], reduce="norm")])
+    resolved = resolve(plan, SHAPE, Prompt(6), 3)
+    assert resolved.captures[0].taps == (("norms.resid_post", 0), ("norms.resid_post", 2))
+    assert resolved.pattern_widths["norms.resid_post", 2] == 1
+    assert set(resolved.read_taps) == {("resid_post", layer) for layer in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "problem"),
+    [
+        (lambda: Norms(), "", "missing field `layers`"),
+        (lambda: Norms(sites="logits"), "sites", "logits are returned by Logits"),
+        (lambda: Norms(0, stream=1), "stream", "expected `bool`"),
+        (lambda: Norms(0, positions=[3, 1]), "positions[1]", "rows are in the order"),
+        (lambda: Norms(0, codec="raw"), "codec", "unknown argument of Norms"),
+        (lambda: parse_readout({"norms": False, "layers": 0}), "norms", "expected true, got False"),
+        (lambda: parse_readout({"norms": True, "layers": 0, "tag": "a"}), "", "unknown field"),
+        (
+            lambda: resolve(
+                Plan.make(capture=[Norms("all", positions=0), Norms(1)]), SHAPE, Prompt(6), 3
+            ),
+            "capture[1]",
+            "capture.0. returns norms of resid_post of layer 1 too",
+        ),
+        (
+            lambda: resolve(Plan.make(capture=Norms(1, "mlp_out")), SHAPE, Prompt(6), 3),
+            "capture[0].sites",
+            "is not tapped",
+        ),
+    ],
+)
+def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> None:
+    with pytest.raises(SpecError, match=problem) as caught:
+        make()
+    assert caught.value.path == path
+
+
+def test_vectors_that_ranks_have_in_parts_have_no_norm() -> None:
+    plan = Plan.make(capture=[Norms(0), Norms("all", "z")])
+    resolved = resolve(plan, SHAPE, Prompt(6), 3)
+    whole = readings([worker_info(taps=tuple(TAPS))])
+    assert finished(resolved, plan, whole) == (resolved, ())
+    split = EngineReadings(None, [worker_info(taps=tuple(TAPS))], {("z", 1): 2})
+    with pytest.raises(SpecError, match="z is split over the ranks") as caught:
+        finished(resolved, plan, split)
+    assert caught.value.path == "capture[1].sites"
