@@ -23,7 +23,6 @@ class ReadOutResult(Protocol):
     Attributes:
         rows_field: field of events of a stream with the rows so far; empty: there is none.
         about: what it is, for the schema of responses.
-        json_type: type of its JSON form.
         fewer: what to ask for if it is too large for a response.
     """
 

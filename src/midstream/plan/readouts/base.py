@@ -277,11 +277,7 @@ def check_tokens(capture: ResolvedCapture, engine: ReadOutEngine) -> None:
 
 
 def check_names(captures: Sequence[ResolvedCapture], what: str) -> None:
-    """Check that no two read-outs of a kind have one name.
-
-    Args:
-        what: the kind, in words.
-    """
+    """Check that no two read-outs of a kind have one name."""
     sources: dict[str, int] = {}
     for capture in captures:
         other = sources.setdefault(capture.taps[0][0], capture.source)

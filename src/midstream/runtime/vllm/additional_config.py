@@ -139,11 +139,7 @@ def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def api_process(parallel: Any) -> tuple[int, int]:
-    """Return the number of API servers, and which this process is: −1: the one that starts them.
-
-    Args:
-        parallel: vLLM's ParallelConfig.
-    """
+    """Return the number of API servers, and which this process is: −1: the one that starts them."""
     return parallel._api_process_count, parallel._api_process_rank  # noqa: SLF001
 
 

@@ -21,7 +21,6 @@ class Parted(NamedTuple):
     """Rows of a completion by their kind; None where there are none.
 
     Attributes:
-        activations: vectors.
         readouts: what read-outs returned, by the attribute of outputs.
     """
 

@@ -48,7 +48,6 @@ class EndedCompletion:
     """A completion that has ended, and what the workers answered of it.
 
     Attributes:
-        completion: vLLM's CompletionOutput.
         tokens: token id of each row, prompt first.
         probes: scores of the completion; None: the plan has no named probes.
     """

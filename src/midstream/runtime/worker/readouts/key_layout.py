@@ -194,11 +194,7 @@ def _layout(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> KeyLayout | None:
-    """Return the layout of the keys with these numbers; None if not each is there once.
-
-    Args:
-        shape: (tokens, heads, head_dim) of a block.
-    """
+    """Return the layout of the keys with these numbers; None if not each is there once."""
     size, heads, head_dim = shape
     places = torch.zeros((), dtype=torch.int64)
     for count, stride in zip(block.shape, block.stride(), strict=True):

@@ -24,7 +24,6 @@ class BufferSizes:
 
     Attributes:
         max_tokens: most rows of a forward pass, padding included.
-        hidden_size: width of the residual stream.
         ring_rows: vectors of that width for which the ring has room.
         drafts: most draft tokens of a request in a step.
     """
