@@ -229,7 +229,8 @@ def test_an_estimate_is_what_the_job_then_writes(
     assert (guess.lines, guess.failed) == (62, summary.counts.failed)
     assert (summary.counts.rows, summary.counts.nbytes) == (guess.rows, guess.nbytes)
     written = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    assert written == pytest.approx(guess.stored_bytes, rel=0.05)
+    # The index has the ids of requests, which are longer the more an engine had before.
+    assert written == pytest.approx(guess.stored_bytes, rel=0.1)
     assert guess.nbytes < written < guess.free_bytes
 
 

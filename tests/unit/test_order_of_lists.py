@@ -83,6 +83,7 @@ from midstream import (
     LogProb,
     LoReFT,
     Mass,
+    Norms,
     Plan,
     Positions,
     Probe,
@@ -149,6 +150,12 @@ RULES: dict[str, Rule] = {
         "tokens": kept(logit_tokens, [9, 3, 7]),
         "positions": ascends(lambda order: Logits(2, positions=order)),
         "exclude": means_nothing(lambda order: Logits(2, exclude=order), SOME_POSITIONS),
+    }),
+    **own_rules("Norms", {
+        "layers": means_nothing(lambda order: Norms(order), SOME_LAYERS),
+        "sites": means_nothing(lambda order: Norms(1, order), SOME_SITES),
+        "positions": ascends(lambda order: Norms(1, positions=order)),
+        "exclude": means_nothing(lambda order: Norms(1, exclude=order), SOME_POSITIONS),
     }),
     **own_rules("Features", {
         "features": kept(sae_features, [9, 3, 7]),
