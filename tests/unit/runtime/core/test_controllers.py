@@ -194,7 +194,7 @@ def test_a_step_waits_no_longer_than_the_limit_and_the_others_are_called_in_the_
 
 def test_code_that_hangs_in_many_requests_is_not_called_any_more(monkeypatch):
     go = threading.Event()
-    calls = declared(lambda _: go.wait(30), seconds=0.01)
+    calls = declared(lambda _: go.wait(30), seconds=0.2)
     monkeypatch.setattr(controller_calls, "MOST_HANGING", 2)
     for _ in range(2):
         assert decide([asking(calls)])[0].version.number == 7
