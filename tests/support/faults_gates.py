@@ -5,7 +5,6 @@ from __future__ import annotations
 from support.fault import Fault
 
 _ENGINE = "tests/engine/test_gate_memory.py::"
-_TALKS = "tests/unit/runtime/frontend/test_conversations.py::"
 _SCAN = "tests/unit/ops/test_scan.py::"
 _LOOP = _SCAN + "test_scores_are_those_of_a_loop_over_the_tokens_however_the_steps_are_cut"
 

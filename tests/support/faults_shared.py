@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from support.fault import Fault
 
-_ASSEMBLY = "runtime/frontend/results/assembly.py"
 _SCORES = "tests/unit/runtime/frontend/results/test_assembly_scores.py::"
-_PACKING = "results/serialization.py"
 _HEADERS = (
     "tests/unit/results/test_packed_headers.py"
     "::test_files_that_differ_in_one_thing_have_each_their_own_header"

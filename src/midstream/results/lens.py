@@ -78,10 +78,8 @@ class LensRows:
         top = min(top, self.ids.shape[2])
         lines = []
         for index, layer in _from_last(self.layers):
-            ids, logprobs = (
-                self.ids[row, index, :top].tolist(),
-                self.logprobs[row, index, :top].tolist(),
-            )
+            ids = self.ids[row, index, :top].tolist()
+            logprobs = self.logprobs[row, index, :top].tolist()
             ranks = self.ranks[row, index].tolist()
             lines.append(
                 [

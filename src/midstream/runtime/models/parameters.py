@@ -101,9 +101,7 @@ def _part(module: nn.Module, parameter: Tensor) -> OuterParameter:
         return OuterParameter(rows, 0, 0, True, problem)
     if isinstance(module, VocabParallelEmbedding):
         # Rows after these are padding.
-        first, stop = (
-            module.shard_indices.org_vocab_start_index,
-            module.shard_indices.org_vocab_end_index,
-        )
+        places = module.shard_indices
+        first, stop = places.org_vocab_start_index, places.org_vocab_end_index
         return OuterParameter(rows[: stop - first], first, module.org_vocab_size, False)
     return OuterParameter(rows, 0, rows.shape[0], True)

@@ -379,10 +379,8 @@ def _limited(
         return result
     taps = {tap for index in route.captures for tap in plan.captures[index].taps}
     counts = [count for count in receipt.captured if (count.site, count.layer) in taps]
-    expected, actual = (
-        sum(count.expected for count in counts),
-        sum(count.actual for count in counts),
-    )
+    expected = sum(count.expected for count in counts)
+    actual = sum(count.actual for count in counts)
     if actual == expected:
         return result
     return replace(result, status="partial", reason=f"{actual} of {expected} rows came")
