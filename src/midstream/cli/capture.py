@@ -144,8 +144,8 @@ def capture(
 
     Exit status: 0 all lines are stored; 1 some lines failed, which are listed in DIR/errors.jsonl,
     or the job failed; 2 the job was rejected and did not start; 130 or 143 it was stopped by a
-    signal. Stored rows are kept; --resume continues from there. With --estimate: 1 some lines would
-    fail, or the directory has too little space.
+    signal. Stored rows are kept; --resume continues from there. With --estimate it is 1 if some
+    lines would fail, or if the directory has too little space.
     """
     from midstream.console import WHEN_QUIET, defaults
 
