@@ -41,7 +41,7 @@ def write_rows(
     row, lost = _sum(half, rest, delta)
     same = delta == 0
     if whole is not None:
-        kept = (delta == entered) | (delta.isnan() & entered.isnan())
+        kept = delta.view(torch.int32) == entered.view(torch.int32)
         row, same = torch.where(whole, delta, row), torch.where(whole, kept, same)
         lost = None if lost is None else lost.masked_fill(whole, 0.0)
     target = hidden if residual is None else residual

@@ -5,35 +5,59 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from midstream.ops import layout
+
+_NONFINITE = tl.constexpr(layout.NONFINITE)
+NEIGHBOURS = tl.constexpr(8)  # values of a row that are in the same thread
+
 
 @triton.jit
-def made_row(delta, whole, value, other, has_residual: tl.constexpr):
-    """Return the row that a program made of the halves `value` and `other`, what rounding took off
-    it, and where it is as it was. `delta` is the row if `whole`, else what is added to the stream;
-    `whole` is None where it never is the row.
+def widened(half):
+    """Return values of the model in float32.
+
+    A bfloat16 is the upper bits of a float32. If it was converted, the compiler would select a
+    component that is as it was after the row is rounded, and could not round two at a time.
     """
-    entered = value.to(tl.float32)
-    added = entered + delta
+    if half.dtype == tl.bfloat16:
+        bits = half.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        wide = bits.to(tl.float32, bitcast=True)
+    else:
+        wide = half.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def nothing(row):
+    """Return what changes no value that it is added to, not even the sign of a zero."""
+    return tl.full(row.shape, -0.0, tl.float32)
+
+
+@triton.jit
+def summed_row(delta, value, other, has_residual: tl.constexpr):
+    """Return the sum of the halves `value` and `other` and of `delta`, what rounding took off it,
+    and where it is as it was.
+    """
+    added = widened(value) + delta
     row = added
-    lost = tl.zeros_like(added)
+    lost = nothing(added)
     if has_residual:
-        rest = other.to(tl.float32)
-        entered += rest
+        rest = widened(other)
         row = rest + added
         back = row - rest
         lost = added - back
         if other.dtype == tl.float32:
             # What is missing where `added` is the larger. Half precision is rounded by more.
             lost += rest - (row - back)
-    same = delta == 0.0
-    if whole is not None:
-        # Selections, not branches: the compiler would keep all values of a branch in registers.
-        is_whole = whole != 0
-        is_same = (delta == entered) | ((delta != delta) & (entered != entered))
-        same = tl.where(is_whole, is_same, same)
-        row = tl.where(is_whole, delta, row)
-        lost = tl.where(is_whole, 0.0, lost)
-    return row, lost, same
+    return row, lost, delta == 0.0
+
+
+@triton.jit
+def is_entered(row, value, other, has_residual: tl.constexpr):
+    """Return where a row is the sum of the halves `value` and `other`, to the last bit."""
+    entered = widened(value)
+    if has_residual:
+        entered += widened(other)
+    return row.to(tl.int32, bitcast=True) == entered.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -41,15 +65,12 @@ def store_row(row, lost, same, value, other, half, rest, inside, has_residual: t
     """Store a row as a high and a low part, or in one tensor; components that are as they were keep
     their bits. Return what `half` and `rest` have then.
     """
+    high = tl.where(same, widened(other), row).to(other.dtype)
+    low = high
     if has_residual:
-        high = row.to(other.dtype)
-        low = ((row - high.to(tl.float32)) + lost).to(value.dtype)
-        high = tl.where(same, other, high)
-        low = tl.where(same, value, low)
+        short = (row - high.to(tl.float32)) + lost
+        low = tl.where(same, widened(value), short).to(value.dtype)
         tl.store(rest, high, mask=inside)
-    else:
-        low = tl.where(same, value, row.to(value.dtype))
-        high = low
     tl.store(half, low, mask=inside)
     return low, high
 
@@ -61,14 +82,80 @@ def bounded_row(row, lost, same, value, other, limit: tl.constexpr, has_residual
     is no branch for the rare case, as it would keep all values of a row in registers.
     """
     if other.dtype == tl.float16:
-        size = tl.abs(value.to(tl.float32))
+        size = tl.abs(widened(value))
         if has_residual:
-            size = tl.abs(value.to(tl.float32) + other.to(tl.float32))
+            size = tl.abs(widened(value) + widened(other))
         bound = tl.where((size > limit) & (size <= 65504.0), size, limit)
         held = tl.minimum(tl.maximum(row, -bound), bound)
     else:
         held = tl.minimum(tl.maximum(row, -limit), limit)
     beyond = held != row
-    lost = tl.where(beyond, 0.0, lost)
-    spoiled = beyond & ((same == 0) | ((tl.abs(row) < float("inf")) == 0))
+    lost = tl.where(beyond, -0.0, lost)
+    spoiled = beyond & ((same == 0) | ((row - row) != 0.0))
     return tl.where(row == row, held, 0.0), lost, spoiled
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def any_infinite(x, block: tl.constexpr):
+    """Return 1 if a value of a row is infinite or NaN, else 0.
+
+    The larger of two magnitudes has the larger bits, and halves are compared two at a time.
+    """
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
+    half: tl.constexpr = 0x7C00 if x.dtype == tl.float16 else 0x7F80
+    infinite: tl.constexpr = 0x7F800000 if x.dtype == tl.float32 else half
+    peak = tl.reduce(tl.reshape(bits, [block // NEIGHBOURS, NEIGHBOURS]), 1, _larger)
+    return tl.max((peak >= infinite).to(tl.int32), axis=0)
+
+
+@triton.jit
+def write_row(
+    row,
+    lost,
+    same,
+    value,
+    other,
+    half,
+    rest,
+    target,
+    captured,
+    totals,
+    inside,
+    limit: tl.constexpr,
+    has_residual: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Store a row that a program made, and copy it to `target` if it is captured."""
+    made, lost, spoiled = bounded_row(row, lost, same, value, other, limit, has_residual)
+    low, high = store_row(made, lost, same, value, other, half, rest, inside, has_residual)
+    spoiled = tl.reshape(spoiled, [block // NEIGHBOURS, NEIGHBOURS])
+    spoiled = tl.reduce(spoiled, 1, _either)
+    # By every thread that has one: a reduction would let all of them wait.
+    flags = totals + _NONFINITE + tl.zeros_like(spoiled.to(tl.int32))
+    tl.store(flags, 1, mask=spoiled)
+    if captured:
+        _copy(low, high, target, totals, inside, has_residual, block)
+
+
+@triton.jit
+def _copy(low, high, target, totals, inside, has_residual: tl.constexpr, block: tl.constexpr):
+    """Copy a row, the sum of two parts, to `target`."""
+    copied = low.to(tl.float32)
+    if has_residual:
+        copied += high.to(tl.float32)
+    copied = copied.to(target.dtype.element_ty)
+    tl.store(target, copied, mask=inside)
+    tl.store(totals + _NONFINITE, 1, mask=any_infinite(copied, block) != 0)

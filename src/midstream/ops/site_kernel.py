@@ -8,7 +8,7 @@ import triton.language as tl
 from midstream.ops import layout
 from midstream.ops.activations.kernel import activated, sigmoid
 from midstream.ops.layout import Flags, Op
-from midstream.ops.row_pairs_kernel import bounded_row, made_row, store_row
+from midstream.ops.row_pairs_kernel import any_infinite, is_entered, nothing, summed_row, write_row
 
 _TOKENS = tl.constexpr(layout.TOKEN_COLUMNS)
 _TALLY = tl.constexpr(layout.TALLY_COLUMNS)
@@ -67,22 +67,11 @@ _PROBE = tl.constexpr(int(Op.PROBE))
 _UNIT = tl.constexpr(int(Op.UNIT))
 
 _IDS_BLOCK = tl.constexpr(128)
-NEIGHBOURS = tl.constexpr(8)  # values of a row that are in the same thread
 
 
 @triton.jit
 def _add_pairs(a, b, c, d):
     return a + c, b + d
-
-
-@triton.jit
-def _either(a, b):
-    return a | b
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -161,22 +150,6 @@ def _factor(op, x, param):
 def is_infinite(x):
     """Return whether x is infinite or NaN."""
     return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
-
-
-@triton.jit
-def _any_infinite(x, block: tl.constexpr):
-    """Return 1 if a value of a row is infinite or NaN, else 0.
-
-    The larger of two magnitudes has the larger bits, and halves are compared two at a time.
-    """
-    if x.dtype == tl.float32:
-        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:
-        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
-    half: tl.constexpr = 0x7C00 if x.dtype == tl.float16 else 0x7F80
-    infinite: tl.constexpr = 0x7F800000 if x.dtype == tl.float32 else half
-    peak = tl.reduce(tl.reshape(bits, [block // NEIGHBOURS, NEIGHBOURS]), 1, _larger)
-    return tl.max((peak >= infinite).to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -351,44 +324,6 @@ def _run(
 
 
 @triton.jit
-def _write(
-    delta,
-    whole,
-    value,
-    other,
-    half,
-    rest,
-    target,
-    captured,
-    totals,
-    inside,
-    limit: tl.constexpr,
-    has_residual: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Store the row that a program made, and copy it to `target` if it is captured."""
-    made, lost, same = made_row(delta, whole, value, other, has_residual)
-    made, lost, spoiled = bounded_row(made, lost, same, value, other, limit, has_residual)
-    low, high = store_row(made, lost, same, value, other, half, rest, inside, has_residual)
-    spoiled = tl.reshape(spoiled.to(tl.int32), [block // NEIGHBOURS, NEIGHBOURS])
-    spoiled = tl.reduce(spoiled, 1, _either)
-    tl.store(totals + _NONFINITE, 1, mask=tl.max(spoiled, axis=0) != 0)
-    if captured:
-        _copy(low, high, target, totals, inside, has_residual, block)
-
-
-@triton.jit
-def _copy(low, high, target, totals, inside, has_residual: tl.constexpr, block: tl.constexpr):
-    """Copy a row, the sum of two parts, to `target`."""
-    copied = low.to(tl.float32)
-    if has_residual:
-        copied += high.to(tl.float32)
-    copied = copied.to(target.dtype.element_ty)
-    tl.store(target, copied, mask=inside)
-    tl.store(totals + _NONFINITE, 1, mask=_any_infinite(copied, block) != 0)
-
-
-@triton.jit
 def site_kernel(
     hidden,
     residual,
@@ -468,9 +403,10 @@ def site_kernel(
                     delta = delta + added
                     done += counted
                 tl.store(totals + _EDITS, edits + done)
-                _write(
-                    delta, None, value, other, half, rest, target, captured, totals, inside, limit,
-                    has_residual, block,
+                made, lost, same = summed_row(delta, value, other, has_residual)
+                write_row(
+                    made, lost, same, value, other, half, rest, target, captured, totals, inside,
+                    limit, has_residual, block,
                 )  # fmt: skip
             else:
                 delta, whole, done = _run(
@@ -484,12 +420,20 @@ def site_kernel(
                 if has_residual:
                     other = tl.load(rest, mask=inside, other=0.0)
                 tl.store(totals + _EDITS, edits + done)
-                _write(
-                    delta, whole, value, other, half, rest, target, captured, totals, inside, limit,
-                    has_residual, block,
-                )  # fmt: skip
+                if whole != 0:
+                    same = is_entered(delta, value, other, has_residual)
+                    write_row(
+                        delta, nothing(delta), same, value, other, half, rest, target, captured,
+                        totals, inside, limit, has_residual, block,
+                    )  # fmt: skip
+                else:
+                    made, lost, same = summed_row(delta, value, other, has_residual)
+                    write_row(
+                        made, lost, same, value, other, half, rest, target, captured, totals,
+                        inside, limit, has_residual, block,
+                    )  # fmt: skip
         else:
             copied = _entered(half, rest, inside, has_residual).to(ring.dtype.element_ty)
             target = ring + (first + record - 1 + place - 1).to(tl.int64) * unit + columns
             tl.store(target, copied, mask=inside)
-            tl.store(totals + _NONFINITE, 1, mask=_any_infinite(copied, block) != 0)
+            tl.store(totals + _NONFINITE, 1, mask=any_infinite(copied, block) != 0)

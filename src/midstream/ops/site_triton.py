@@ -15,9 +15,10 @@ from torch import Tensor
 
 from midstream.ops import layout
 from midstream.ops.map_kernel import map_kernel
+from midstream.ops.row_pairs_kernel import NEIGHBOURS
 from midstream.ops.sae.launch import launch_saes
 from midstream.ops.sae.reference import SaeBuffers
-from midstream.ops.site_kernel import NEIGHBOURS, site_kernel
+from midstream.ops.site_kernel import site_kernel
 
 MAX_WIDTH = 32768  # a row is one block, in registers
 
