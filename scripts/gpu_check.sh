@@ -45,7 +45,7 @@ runner() { # NAME USE_V2 DTYPE
 }
 asked() { [[ $wanted == *" $1 "* ]]; }
 asked kernel && check kernel "$python" -m pytest -q tests/gpu/test_site_triton.py \
-  tests/gpu/test_attention_scores.py
+  tests/gpu/test_scan_triton.py tests/gpu/test_attention_scores.py
 asked transport && check transport-tests "$python" -m pytest -q tests/unit/transport tests/gpu/test_codecs.py
 asked transport && check transport "$python" benchmarks/transport.py --json "$out/transport.json"
 asked transport && grep -v -i warning "$out/transport.log"
