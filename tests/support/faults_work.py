@@ -29,7 +29,7 @@ WORK: tuple[Fault, ...] = (
         "TextIndex.find",
         "self._sort_by(size)",
         "",
-        INDEX + "::test_texts_of_growing_length_are_found_in_one_prompt",
+        INDEX + "::test_longer_texts_are_found_after_shorter_ones",
     ),
     Fault(
         "The occurrences of texts are listed before they are counted",

@@ -48,6 +48,15 @@ def test_texts_of_growing_length_are_found_in_one_prompt(prompt, texts):
         assert known.index.ranges(numbers, len(wanted)) == merge(expected)
 
 
+def test_longer_texts_are_found_after_shorter_ones():
+    text = "abbaababbaaabbbabaab"
+    known = TextMap(text, tuple(range(len(text))), tuple(range(1, len(text) + 1)))
+    for size in range(1, len(text)):
+        for start in range(len(text) - size):
+            wanted = text[start : start + size]
+            assert found_texts(known, wanted) == find_text(known, wanted), wanted
+
+
 def test_texts_are_found_in_a_long_prompt_of_one_letter():
     known = prompt_of([0] * 3000).text_map
     numbers = known.index.find("a" * 2990, WorkBudget())
