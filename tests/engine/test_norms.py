@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.engines import HAS_GPU, engine, greedy, tokens
@@ -63,6 +64,41 @@ def test_a_norm_that_is_asked_for_twice_is_refused(llm: Any) -> None:
     asked = [Norms("all", positions="prompt"), Norms(1, positions="generated")]
     with pytest.raises(SpecError, match="returns norms of resid_post of layer 1 too"):
         llm.generate([tokens(SHORT)], greedy(3), capture=[asked], use_tqdm=False)
+
+
+def test_a_sink_has_the_norms_that_an_output_has(tiny_llama: Path, tmp_path: Path) -> None:
+    """In each layout of files, beside captured rows; other norms stay on the output."""
+    layouts = ("per_file", "packed", "sharded")
+    asked = [
+        [
+            Norms("all", positions="generated", sink="npz", tag=layout, layout=layout),
+            Capture(1, sink="npz", tag=layout, layout=layout),
+            Norms("all", "resid_pre"),
+        ]
+        for layout in layouts
+    ]
+    asked.append([Norms("all"), Norms("all", "resid_pre")])
+    own = {"sites": ["resid_pre", "resid_post"], "sinks": {"npz": {"root": str(tmp_path)}}}
+    with engine(tiny_llama, midstream=own) as llm:
+        prompts = [tokens(SHORT)] * len(asked)
+        *outputs, seen = llm.generate(prompts, greedy(4), capture=asked, use_tqdm=False)
+    for output in outputs:
+        result = output.capture_results["npz"]
+        assert result.status == output.receipt.status == "ok"
+        assert {site for site, _ in output.norms} == {"resid_pre"}
+        assert output.activations is None
+        files = {(file["site"], file["layer"]): file for file in result.manifest["files"]}
+        assert set(files) == {("resid_post", 1), *(("norms.resid_post", n) for n in range(3))}
+        for (site, layer), file in files.items():
+            if site == "resid_post":
+                continue
+            start = file.get("prefix", "")
+            with np.load(file["path"]) as stored:
+                positions, values = stored[start + "positions"], stored[start + "values"]
+            assert positions.tolist() == [9, 10, 11]
+            assert file["rows"] == 3
+            expected = seen.norms["resid_post", layer].values[positions].numpy()
+            assert values.tobytes() == expected.tobytes()
 
 
 @pytest.mark.model

@@ -15,15 +15,15 @@ ATTENTION = (
     Fault(
         "A sink that keeps attention is given none",
         "shares_of",
-        'shown.readouts["attention"]',
-        "None",
+        "{key: made for key, made in shown.readouts.items() if made is not None}",
+        "{}",
         f"{_ENGINE}test_sinks_get_the_weights_that_outputs_have",
     ),
     Fault(
         "A sink that keeps vectors alone is given attention, which it loses",
-        "SinkSet.check",
-        "not destination.keeps_attention",
-        "not sink",
+        "SinkSet._check_kind",
+        "isinstance(capture, Capture) or kind in self._sinks[sink].keeps",
+        "isinstance(capture, Capture) or sink",
         f"{_ENGINE}test_sinks_that_keep_vectors_alone_are_rejected_by_name",
     ),
     Fault(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from support.fault import Fault
 
 _ROWS = "tests/unit/ops/test_row_pairs.py::"
+_INTERPRETED = (
+    "tests/unit/ops/test_site_triton.py::test_the_interpreted_kernels_do_what_their_references_do"
+)
 
 KERNELS: tuple[Fault, ...] = (
     Fault(
@@ -35,8 +38,7 @@ KERNELS: tuple[Fault, ...] = (
         "map_kernel",
         "mine = (start == first)[:, None]",
         "mine = has_map[:, None]",
-        "tests/unit/ops/test_site_triton.py"
-        "::test_the_interpreted_kernels_do_what_their_references_do",
+        _INTERPRETED,
     ),
     Fault(
         "Rows that were computed without work are said to be cached",
@@ -88,16 +90,28 @@ KERNELS: tuple[Fault, ...] = (
         "site_kernel:_run",
         "vector = kept * base + vector",
         "vector = vector - factor * base + base",
-        "tests/unit/ops/test_site_triton.py"
-        "::test_the_interpreted_kernels_do_what_their_references_do",
+        _INTERPRETED,
     ),
     Fault(
         "The kernel writes the high part of a row alone",
         "store_row",
-        "low = (row - high.to(tl.float32) + lost).to(value.dtype)",
+        "low = tl.where(same, widened(value), short).to(value.dtype)",
         "low = tl.zeros_like(row).to(value.dtype)",
-        "tests/unit/ops/test_site_triton.py"
-        "::test_the_interpreted_kernels_do_what_their_references_do",
+        _INTERPRETED,
+    ),
+    Fault(
+        "The kernel writes a component again that an edit of the whole row left as it was",
+        "is_entered",
+        "row.to(tl.int32, bitcast=True) == entered.to(tl.int32, bitcast=True)",
+        "row != row",
+        _INTERPRETED,
+    ),
+    Fault(
+        "The kernel does not flag a value that saturated",
+        "write_row",
+        "tl.store(flags, 1, mask=spoiled)",
+        "tl.store(flags, 1, mask=flags != flags)",
+        _INTERPRETED,
     ),
     Fault(
         "An engine uses the buffers of an engine that ran before it in the process",

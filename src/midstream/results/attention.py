@@ -124,6 +124,19 @@ class AttentionResults(Mapping[Key, AttentionRows]):
     def __iter__(self) -> Iterator[Key]:
         return iter(self._rows)
 
+    def stored(self) -> Iterator[tuple[Tap, dict[str, Any], dict[str, Any]]]:
+        """Yield what a sink stores of each layer: its tap, its `reduce`, and NumPy arrays: `values`
+        and, of `top_keys`, `keys` as in `AttentionRows`, `positions` and `heads`, int64.
+        """
+        for (name, layer), rows in self.items():
+            arrays: dict[str, Any] = {"values": rows.values.numpy()}
+            if rows.keys is not None:
+                arrays["keys"] = rows.keys.numpy()
+            arrays["positions"] = rows.positions.numpy()
+            arrays["heads"] = np.asarray(rows.heads, np.int64)
+            site = f"attention.{name}" if name else "attention"
+            yield (site, layer), {"reduce": rows.reduce}, arrays
+
     def __len__(self) -> int:
         return len(self._rows)
 

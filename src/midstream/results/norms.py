@@ -83,6 +83,14 @@ class NormResults(Mapping[Tap, NormRows]):
     def __iter__(self) -> Iterator[Tap]:
         return iter(self._rows)
 
+    def stored(self) -> Iterator[tuple[Tap, dict[str, Any], dict[str, Any]]]:
+        """Yield what a sink stores of each site and layer: its tap, nothing more that describes it,
+        and NumPy arrays: `values` float32 and `positions` int64, [rows].
+        """
+        for (site, layer), rows in self.items():
+            arrays = {"values": rows.values.numpy(), "positions": rows.positions.numpy()}
+            yield (f"norms.{site}", layer), {}, arrays
+
     def __len__(self) -> int:
         return len(self._rows)
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from midstream.plan import Plan
 from midstream.results.activations import Activations
-from midstream.results.attention import AttentionResults
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.sinks.name_claims import NameClaims
 from midstream.sites import Tap
+
+if TYPE_CHECKING:
+    from midstream.results.attention import AttentionResults
 
 Wants = Literal["rows", "requests"]
 
@@ -80,7 +82,8 @@ class Delivery:
         ranks: per tap with rows, the tensor-parallel ranks that transferred them; empty before
             the last piece.
         layout: layout that the captures name; empty: the sink's own choice.
-        attention: attention weights, for a sink with `keeps_attention`; None: none were asked for.
+        readouts: results of the read-outs that the sink keeps, by their kind: "attention" is an
+            `AttentionResults`, "norms" a `NormResults`. A kind that was not asked for is missing.
     """
 
     name: str
@@ -103,7 +106,12 @@ class Delivery:
     return_: str = "gathered"
     ranks: Mapping[Tap, tuple[int, ...]] = field(default_factory=dict)
     layout: str = ""
-    attention: AttentionResults | None = field(default=None, repr=False)
+    readouts: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def attention(self) -> AttentionResults | None:
+        """Attention weights; None: none were asked for."""
+        return self.readouts.get("attention")
 
 
 class Sink(ABC):
@@ -124,8 +132,8 @@ class Sink(ABC):
         layouts: layouts that a capture may name; empty: none.
         reserved: keys that a capture's metadata must not have, as the sink stores its own data
             under them.
-        keeps_attention: whether the sink stores `attention` of a delivery; only with "requests".
-            Otherwise an `Attention` for it is rejected.
+        keeps: kinds of read-outs that the sink stores besides captured rows, as "attention" and
+            "norms"; only with "requests". An `Attention` or a `Norms` for another is rejected.
         group_seconds: how long a write may wait to be flushed together with others, in seconds, if
             a caller waits for it.
         piece_seconds: with "rows", the interval after which rows of a running completion are
@@ -139,7 +147,7 @@ class Sink(ABC):
     wants: ClassVar[Wants] = "requests"
     layouts: ClassVar[tuple[str, ...]] = ()
     reserved: ClassVar[tuple[str, ...]] = ()
-    keeps_attention: ClassVar[bool] = False
+    keeps: ClassVar[tuple[str, ...]] = ()
     group_seconds: float = 0.0
     piece_seconds: float = 1.0
     piece_bytes: int = 16 << 20

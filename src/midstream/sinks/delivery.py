@@ -6,11 +6,10 @@ from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from midstream.plan import Plan
 from midstream.results.activations import Activations
-from midstream.results.attention import AttentionResults
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.sinks.base import Delivery
 from midstream.sinks.queue import SinkQueue
@@ -34,7 +33,7 @@ class DeliveredRows:
     """The rows of a delivery, all of a completion's or a piece; see `Delivery`."""
 
     activations: Activations
-    attention: AttentionResults | None = None
+    readouts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     piece: int = 0
     is_last: bool = True
     return_: str = "gathered"
@@ -83,7 +82,7 @@ class DeliverySource:
             plan=plan,
             receipt=receipt,
             activations=rows.activations,
-            attention=rows.attention,
+            readouts=rows.readouts,
             piece=rows.piece,
             is_last=rows.is_last,
             return_=rows.return_,

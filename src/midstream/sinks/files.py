@@ -25,13 +25,12 @@ from typing import Any
 import numpy as np
 
 from midstream.errors import ExistsError, SpecError
-from midstream.plan.readouts.attention import ATTENTION
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Origin, Sink
 from midstream.sinks.daemon_threads import in_threads
 from midstream.sinks.manifest import VERSION, manifest_of
 from midstream.sinks.name_claims import NameClaims
-from midstream.sinks.npz_arrays import Arrays, arrays_of, arrays_of_attention, described, forms
+from midstream.sinks.npz_arrays import Arrays, arrays_of, described, forms
 from midstream.sinks.safe_paths import FOLDER, folder_beneath, is_there
 
 MANIFEST = "manifest.json"
@@ -63,7 +62,7 @@ class FileSink(Sink):
 
     group_seconds = 0.01
     layouts = LAYOUTS
-    keeps_attention = True
+    keeps = ("attention", "norms")
 
     def __init__(self, root: str, layout: str = PER_FILE) -> None:
         """Args:
@@ -245,7 +244,7 @@ class FileSink(Sink):
         return files, every
 
     def _taps(self, delivery: Delivery) -> Iterator[tuple[dict[str, Any], Arrays]]:
-        """Yield the description and the arrays of each tap, and then of each layer's attention."""
+        """Yield the description and the arrays of each tap, and then of each read-out."""
         for site, layer in delivery.activations:
             origin = self._described_origin
             width = origin.width((site, layer))
@@ -253,13 +252,11 @@ class FileSink(Sink):
             rows, ranks = len(arrays["positions"]), list(delivery.ranks.get((site, layer), ()))
             description = {"site": site, "layer": layer, "rows": rows, "ranks": ranks}
             yield {**description, **described(arrays, width, origin.hidden_size)}, arrays
-        for (name, layer), weights in (delivery.attention or {}).items():
-            site = f"{ATTENTION}.{name}" if name else ATTENTION
-            arrays = arrays_of_attention(weights)
-            ranks = list(delivery.ranks.get((site, layer), ()))
-            description = {"site": site, "layer": layer, "rows": len(weights), "ranks": ranks}
-            description |= {"reduce": weights.reduce, "arrays": forms(arrays), "scales": None}
-            yield description, arrays
+        for result in delivery.readouts.values():
+            for (site, layer), form, arrays in result.stored():
+                rows, ranks = len(arrays["positions"]), list(delivery.ranks.get((site, layer), ()))
+                description = {"site": site, "layer": layer, "rows": rows, "ranks": ranks}
+                yield {**description, **form, "arrays": forms(arrays), "scales": None}, arrays
 
     @property
     def _described_origin(self) -> Origin:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from midstream.plan.readouts.attention import ATTENTION
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Sink
 
@@ -15,10 +14,10 @@ LEVELS = ("debug", "info", "warning", "error")
 class LogSink(Sink):
     """Logs each completion's request, and the number and mean norm of its rows per tap.
 
-    No rows are stored. Of attention it logs the number of rows. The logger is `midstream.captures`.
+    No rows are stored. Of read-outs it logs the number of rows. The logger is `midstream.captures`.
     """
 
-    keeps_attention = True
+    keeps = ("attention", "norms")
 
     def __init__(self, level: str = "info") -> None:
         """Args:
@@ -47,9 +46,9 @@ def line(delivery: Delivery) -> str:
         norms = rows.float().norm(dim=1)
         mean = f", mean norm {float(norms.mean()):.4g}" if len(norms) else ""
         taps.append(f"{site} {layer}: {len(rows)} rows{mean}")
-    for (name, layer), attention_rows in (delivery.attention or {}).items():
-        site = f"{ATTENTION}.{name}" if name else ATTENTION
-        taps.append(f"{site} {layer}: {len(attention_rows)} rows")
+    for result in delivery.readouts.values():
+        for (site, layer), _, arrays in result.stored():
+            taps.append(f"{site} {layer}: {len(arrays['positions'])} rows")
     counts = (
         f"{delivery.prompt_tokens} prompt and {len(delivery.generated_token_ids)} generated tokens"
     )

@@ -12,7 +12,6 @@ from torch import Tensor
 from midstream.codecs import Cast, Codec, Raw, Rp8, Topk8
 from midstream.codecs.affine import HEADER_BYTES, scales_and_zeros
 from midstream.results.activations import Activations
-from midstream.results.attention import AttentionRows
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -34,18 +33,6 @@ def arrays_of(activations: Activations, site: str, layer: int, width: int) -> Ar
         arrays = _reduced(codec, activations.encoded(site, layer), width)
     arrays["positions"] = activations.positions_of(site, layer).numpy()
     arrays["token_ids"] = activations.token_ids_of(site, layer).numpy()
-    return arrays
-
-
-def arrays_of_attention(rows: AttentionRows) -> Arrays:
-    """Return the attention of one layer: `values` and, of `top_keys`, `keys` as in `AttentionRows`,
-    `positions` int64 [queries], and `heads` int64 [heads].
-    """
-    arrays = {"values": rows.values.numpy()}
-    if rows.keys is not None:
-        arrays["keys"] = rows.keys.numpy()
-    arrays["positions"] = rows.positions.numpy()
-    arrays["heads"] = np.asarray(rows.heads, np.int64)
     return arrays
 
 

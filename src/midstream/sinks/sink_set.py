@@ -10,7 +10,6 @@ from midstream.config.sinks import QUEUE_BYTES, SinkSettings
 from midstream.errors import BusyError, SpecError
 from midstream.plan import Capture, Plan
 from midstream.plan.readouts import ReadOut
-from midstream.plan.readouts.attention import Attention
 from midstream.plan.sink_target import MEMORY
 from midstream.sinks.base import Origin, Sink
 from midstream.sinks.daemon_threads import ThreadCall
@@ -82,20 +81,25 @@ class SinkSet:
                     raise SpecError(
                         "layout", f"the sink {sink} has no layout {show(layout)}; known: {known}"
                     )
-                if isinstance(plan.captures[index], Attention) and not destination.keeps_attention:
-                    keep = [name for name, other in self._sinks.items() if other.keeps_attention]
-                    raise SpecError(
-                        "sink",
-                        f"the sink {show(sink)} does not store attention; of this engine's sinks, "
-                        f"{listed(keep) if keep else 'none'} can; or omit `sink`, for "
-                        "`output.attention`",
-                    )
+                self._check_kind(sink, plan.captures[index])
                 self.check_metadata(plan.captures[index])
                 self._check_answers(sink)
                 if type(destination).check is not Sink.check:
                     # `RequestNames` compares the id with those that the sink has.
                     own_id = "" if destination.names is not None else request_id
                     self._check_place(sink, partial(destination.check, tag, own_id))
+
+    def _check_kind(self, sink: str, capture: ReadOut) -> None:
+        """Check that a sink stores what a read-out returns, if that is no captured rows."""
+        kind = capture.key
+        if isinstance(capture, Capture) or kind in self._sinks[sink].keeps:
+            return
+        keep = [name for name, other in self._sinks.items() if kind in other.keeps]
+        raise SpecError(
+            "sink",
+            f"the sink {show(sink)} does not store {kind}; of this engine's sinks, "
+            f"{listed(keep) if keep else 'none'} can; or omit `sink`, for `output.{kind}`",
+        )
 
     def names_of(self, plan: Plan | None) -> RequestNames | None:
         """Return the names that a caller gives the rows of a request, to be taken before it is

@@ -26,6 +26,7 @@ SHAPE = ModelShape(3, 4, TAPS)
         Norms([0, -1], ["resid_post", "z"], "last_prompt", stream=True),
         Norms(2, positions=[0, 2], phase="prompt", exclude="last_prompt"),
         Norms(sites="final_norm"),
+        Norms(1, sink="files", tag="a", request_id="b", metadata={"c": 1}, layout="packed"),
     ],
 )
 def test_it_is_read_back_from_its_json_form(norms: Norms) -> None:
@@ -53,7 +54,10 @@ def test_it_has_one_number_of_each_tap_and_reads_the_vectors() -> None:
         (lambda: Norms(0, positions=[3, 1]), "positions[1]", "rows are in the order"),
         (lambda: Norms(0, codec="raw"), "codec", "unknown argument of Norms"),
         (lambda: parse_readout({"norms": False, "layers": 0}), "norms", "expected true, got False"),
-        (lambda: parse_readout({"norms": True, "layers": 0, "tag": "a"}), "", "unknown field"),
+        (lambda: parse_readout({"norms": True, "layers": 0, "codec": "raw"}), "", "unknown field"),
+        (lambda: Norms(0, sink="files", stream=True), "stream", 'requires the sink "memory"'),
+        (lambda: Norms(0, layout="packed"), "layout", "must be omitted for the sink memory"),
+        (lambda: Norms(0, tag="../a"), "tag", "expected 1 to 128 of the characters"),
         (
             lambda: resolve(
                 Plan.make(capture=[Norms("all", positions=0), Norms(1)]), SHAPE, Prompt(6), 3

@@ -31,7 +31,8 @@ def test_attention_is_counted(caplog):
     rows = AttentionRows("entropy", torch.ones(2, 4), None, torch.arange(2), (0, 1, 2, 3))
     found = AttentionResults({("", 1): rows, ("mine", 2): rows})
     with caplog.at_level(logging.INFO, NAME):
-        LogSink().write(delivery(activations=Activations({}, {}, []), attention=found))
+        made = delivery(activations=Activations({}, {}, []), readouts={"attention": found})
+        LogSink().write(made)
     (record,) = caplog.records
     assert record.getMessage().endswith("; attention 1: 2 rows; attention.mine 2: 2 rows")
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from midstream.errors import SpecError
 from midstream.plan.argument_names import accept_spellings, read_named
 from midstream.plan.forms import LayersLike, PhaseLike, PositionsLike, SitesLike
 from midstream.plan.positions.positions import Positions
+from midstream.plan.positions.row_order import check_row_order
 from midstream.plan.readouts.base import Context, ReadOut, ReadOutEngine
 from midstream.plan.resolved import Pattern, ResolvedCapture
 from midstream.plan.selection import Layers, Sites
+from midstream.plan.sink_target import MEMORY, Metadata
 from midstream.plan.tap_lookup import find_taps
 from midstream.sites import Tap
 from midstream.validation import kind
 
-_FIELDS = ("layers", "sites", "positions", "phase", "exclude", "stream")
+_FIELDS = (
+    "layers", "sites", "positions", "phase", "exclude", "stream", "sink", "tag", "request_id",
+    "metadata", "layout",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -26,13 +31,19 @@ class Norms(ReadOut):
 
     Norms are computed on the worker, of the vectors after the edits at their site, and returned as
     float32. They are in `output.norms`, by site and layer; see
-    `midstream.results.norms.NormResults`. Captures of the same vectors may be beside them.
+    `midstream.results.norms.NormResults`; with a `sink` in `readouts["norms"]` of what the sink is
+    given. Captures of the same vectors may be beside them.
     """
 
     layers: Layers
     sites: Sites
     positions: Positions
+    sink: str
+    tag: str
+    request_id: str
+    metadata: Metadata = field(hash=False)
     stream: bool
+    layout: str
 
     key = "norms"
 
@@ -46,6 +57,11 @@ class Norms(ReadOut):
         exclude: PositionsLike | None = None,
         *,
         stream: bool = False,
+        sink: str = MEMORY,
+        tag: str = "",
+        request_id: str = "",
+        metadata: Mapping[str, Any] | None = None,
+        layout: str = "",
     ) -> None:
         """Create it; each field accepts any of its forms.
 
@@ -55,12 +71,17 @@ class Norms(ReadOut):
             phase: "prompt" or "generated" restricts the positions to tokens of that phase.
             exclude: positions to exclude.
             stream: as in `Capture`.
+            sink: "memory", or the name of a sink that keeps norms, such as `filesystem`.
+            tag, request_id, metadata, layout: as in `Capture`.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
+        place: dict[str, Any] = {"sink": sink, "tag": tag, "request_id": request_id}
+        place |= {"metadata": metadata, "stream": stream, "layout": layout}
         self._set_where(layers, sites, positions, phase, exclude)
-        self._set_stream(stream)
+        self._set_destination(place)
+        check_row_order(self.positions, None)
 
     @staticmethod
     def is_form(value: Mapping[str, Any]) -> bool:
@@ -116,7 +137,7 @@ class Norms(ReadOut):
         return capture
 
     def without_place(self) -> Norms:
-        return Norms(self.layers, self.sites, self.positions) if self.stream else self
+        return Norms(self.layers, self.sites, self.positions) if self._has_place else self
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
@@ -125,5 +146,5 @@ class Norms(ReadOut):
             **({"layers": self.layers.emit()} if self.sites.in_layers else {}),
             "sites": self.sites.emit(),
             **self.positions.to_dict(),
-            **({"stream": True} if self.stream else {}),
+            **self._destination(),
         }

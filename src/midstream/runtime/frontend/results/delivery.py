@@ -254,7 +254,7 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
                 mine.receipt,
                 DeliveredRows(
                     shown.activations or Activations({}, {}, mine.tokens),
-                    shown.readouts["attention"],
+                    {key: made for key, made in shown.readouts.items() if made is not None},
                     piece=len(earlier),
                     return_=SHARDED if admitted.plan.sharded else GATHERED,
                     ranks=_ranks_of(mine.blocks),
