@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.layer_releases import SINCE, UNTIL
 from support.sources import (
     choices_in,
     class_node,
@@ -42,7 +43,7 @@ from midstream.runtime.models.registry import (
     key_of,
     lookup,
 )
-from midstream.runtime.models.vllm_layers import MODELS, SINCE, UNTIL, VENDOR
+from midstream.runtime.models.vllm_layers import MODELS, VENDOR
 
 each_release = pytest.mark.usefixtures("release")
 

@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from support.layer_calls import (
+from contract.layer_calls import (
     aliases_of,
     attention_forwards,
     calls,

@@ -13,8 +13,8 @@ import functools
 import re
 
 import pytest
-from support import inner_sources
-from support.inner_sources import Owner
+from contract import inner_sources
+from contract.inner_sources import Owner
 from support.sources import (
     class_node,
     class_texts,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.attention_served import (
+from engine.attention_served import (
     MODELS,
     TOLERANCE,
     AttentionServed,

@@ -84,6 +84,7 @@ def test_a_convention_that_reads_half_of_the_stream_is_wrong_where_it_does(
     assert "resid_post of layer 0" in report.reason
 
 
+@pytest.mark.nightly
 def test_an_edit_that_is_not_written_is_wrong_though_all_is_read_rightly(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_halves_of_a_gated_mlp_that_are_taken_for_each_other_are_wrong(
     assert wrong == {"mlp_pre", "mlp_pre_linear"}
 
 
+@pytest.mark.nightly
 def test_a_refused_class_is_refused_with_its_reason(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import engines, lm_eval_task, own_process, serving, tiny
+from engine import lm_eval_task
+from support import engines, own_process, serving, tiny
 
 import midstream
 
@@ -71,6 +72,7 @@ def scores(lm: Any, folder: Path) -> tuple[Any, Any]:
     return found["results"]["tiny"], [float(one) for sample in each for one in sample]
 
 
+@pytest.mark.nightly
 def test_the_score_is_that_of_lm_evals_own_steered_model(
     mine: Any, talking_llama: Path, steered: tuple[str, str], folder: Path
 ) -> None:

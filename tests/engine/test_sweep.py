@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.patching import Patch, PatchOracle, put
 from support.engines import engine, greedy
-from support.patching import Patch, PatchOracle, put
 from support.sae_oracle import RandomSae
 from torch import Tensor
 

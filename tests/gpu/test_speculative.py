@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.eagle_head import make_eagle_head
 from support import speculation, tiny
 from support.compared import cut_at_ties, differences
-from support.eagle_head import make_eagle_head
 from support.engines import GPU_MEMORY
 
 # vLLM's float32 attention on a GPU rounds products to TF32, and edits amplify that further down.

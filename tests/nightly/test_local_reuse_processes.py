@@ -19,7 +19,7 @@ from midstream import Capture, Client
 @pytest.fixture(scope="module")
 def found(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("local") / "found.pt"
-    python("-m", "support.local_async", tiny_llama, out, timeout=580)
+    python("-m", "nightly.local_async", tiny_llama, out, timeout=580)
     loaded: dict[str, Any] = torch.load(out)
     return loaded
 

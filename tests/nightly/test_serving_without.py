@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nightly.serving_plain import PLAIN, answered
 from support import serving
 from support.nightly import NIGHTLY
 from support.serving import Running
 from support.serving_load import load
 from support.serving_offline import Case, ask
-from support.serving_plain import PLAIN, answered
 
 from midstream import Capture, Client
 

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from support.request_path import entered, front_end_stages, worker_stages
+from repo.request_path import entered, front_end_stages, worker_stages
 
 import midstream
 from midstream.plan.readouts import KINDS

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from midstream.runtime.models.registry import CONVENTIONS, Choice, LayerConvention
-from midstream.runtime.models.vllm_layers import MODELS, SINCE, UNTIL, VENDOR
+from midstream.runtime.models.vllm_layers import MODELS, VENDOR
+from support.layer_releases import SINCE, UNTIL
 
 
 @functools.cache

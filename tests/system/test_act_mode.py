@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.act_mode import MAX_TOKENS, PROMPTS, WORKER
 from support.engines import engine, greedy, tokens
 from support.own_process import python
+from system.act_mode import MAX_TOKENS, PROMPTS, WORKER
 
 from midstream import Capture
 from midstream.codecs import Rp8
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(tiny_llama: Path, folder: Path) -> dict[str, Any]:
-    python("-m", "support.act_mode", tiny_llama, folder, timeout=580, fresh=True)
+    python("-m", "system.act_mode", tiny_llama, folder, timeout=580, fresh=True)
     loaded: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return loaded
 

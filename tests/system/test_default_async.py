@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.default_async import VECTOR
 from support.oracle import HookEdit, Oracle
 from support.own_process import python
+from system.default_async import VECTOR
 
 LAYERS = (1, 2)
 
@@ -17,7 +17,7 @@ LAYERS = (1, 2)
 @pytest.fixture(scope="module")
 def found(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("default") / "found.pt"
-    python("-m", "support.default_async", talking_llama, out, timeout=300)
+    python("-m", "system.default_async", talking_llama, out, timeout=300)
     loaded: dict[str, Any] = torch.load(out)
     return loaded
 

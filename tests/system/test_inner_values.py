@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from support.engines import HAS_GPU
-from support.inner_models import ORDER
 from support.own_process import python
+from system.inner_models import ORDER
 
 from midstream.runtime.models.inner_sites import EXPERTS, SITES
 
@@ -26,11 +26,12 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     if HAS_GPU:
         pytest.skip("the models are run on the CPU, which this build of vLLM does not")
     folder = tmp_path_factory.mktemp("inner")
-    out = python("-m", "support.inner_models", folder, timeout=300)
+    out = python("-m", "system.inner_models", folder, timeout=300)
     found: dict[str, dict[str, Any]] = json.loads(out.splitlines()[-1])
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ORDER)
 def test_the_places_hold_what_transformers_has(
     name: str, examined: dict[str, dict[str, Any]]
@@ -50,6 +51,7 @@ def test_the_places_hold_what_transformers_has(
     assert expected <= set(errors), found
 
 
+@pytest.mark.nightly
 def test_sites_are_lacking_with_a_reason(examined: dict[str, dict[str, Any]]) -> None:
     assert examined["gpt2"]["rot_q"] == "this layer has no rotary embedding; use q"
     assert examined["gpt2"]["mlp_pre_linear"] == "this MLP has no gate"

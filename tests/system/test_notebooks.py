@@ -48,6 +48,7 @@ def _text(data: dict[str, str]) -> str:
     return "\n".join([data["text/plain"], *map(html.unescape, cells)])
 
 
+@pytest.mark.nightly
 def test_the_lens_says_paris_at_the_last_layer_and_its_direction_says_berlin(shared: Any) -> None:
     *_, cards = run("logit_lens", shared)
     answers = dict(re.findall(r"^ *(plain|\+[\d.]+)  (.*)$", cards, re.M))

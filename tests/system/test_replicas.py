@@ -13,8 +13,8 @@ from support import serving
 from support.async_calls import assert_alike, assert_close
 from support.engines import ALL_SITES
 from support.own_process import python
-from support.replicas_run import COUNT, SEVERAL, STREAMED, plan, prompt
 from support.serving import NAME, Running
+from system.replicas_run import COUNT, SEVERAL, STREAMED, plan, prompt
 
 from midstream import Client
 from midstream.errors import UnsupportedError
@@ -25,7 +25,7 @@ NOBIND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 @pytest.fixture(scope="module")
 def found(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("replicas") / "found.pt"
-    python("-m", "support.replicas_run", talking_llama, out, timeout=580, **NOBIND)
+    python("-m", "system.replicas_run", talking_llama, out, timeout=580, **NOBIND)
     loaded: dict[str, Any] = torch.load(out)
     return loaded
 

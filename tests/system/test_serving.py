@@ -17,22 +17,14 @@ import pytest
 import torch
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
-from support import own_process, served_sweeps, serving
+from support import own_process, serving
 from support.nightly import rounds
 from support.own_process import python
 from support.serving import NAME, Running
 from support.serving_load import load
-from support.serving_offline import (
-    ASKED,
-    CASES,
-    TOKENS,
-    VECTOR,
-    Case,
-    ask,
-    assert_equal,
-    plain,
-)
-from support.spans import Spans, collecting
+from support.serving_offline import ASKED, CASES, TOKENS, VECTOR, Case, ask, assert_equal, plain
+from system import served_sweeps
+from system.spans import Spans, collecting
 
 from midstream import Capture, Client, Probe, Steer, Text, extra_body
 from midstream.client import ServerError

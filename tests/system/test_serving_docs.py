@@ -84,6 +84,7 @@ def test_the_example_of_a_client_steers_the_server_and_leaves_it_as_it_was(serve
     assert plain not in steered
 
 
+@pytest.mark.nightly
 def test_the_snippets_of_the_page_run_one_after_the_other(server, folder, monkeypatch):
     monkeypatch.chdir(folder)
     address = server.url.removeprefix("http://")

@@ -14,7 +14,7 @@ from support.serving import NAME
 
 SHORT = {"model": NAME, "prompt": "abcdefgh", "max_tokens": 3}
 FOREVER = 120
-SINK = {"class": "support.hanging_sink:HangingSink", "call_seconds": 1}
+SINK = {"class": "system.hanging_sink:HangingSink", "call_seconds": 1}
 
 
 def post(server, path, body, **given):

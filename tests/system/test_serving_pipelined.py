@@ -10,12 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from support import pipelined_load, serving
+from support import serving
 from support.nightly import rounds
 from support.pipelined import COMPLETIONS, KEYS, MESSAGES, Asked, Connection
-from support.pipelined_load import Load
 from support.serving import NAME, Running
 from support.serving_offline import VECTOR
+from system import pipelined_load
+from system.pipelined_load import Load
 
 from midstream import Steer, extra_body
 

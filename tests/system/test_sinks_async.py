@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support.own_process import python
-from support.sinks_async import COUNT, NAMES, prompt
+from system.sinks_async import COUNT, NAMES, prompt
 
 
 @pytest.fixture(scope="module")
 def found(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("sinks-async")
-    python("-m", "support.sinks_async", tiny_llama, folder, timeout=580)
+    python("-m", "system.sinks_async", tiny_llama, folder, timeout=580)
     loaded: dict[str, Any] = torch.load(folder / "found.pt")
     return loaded
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.list_order import (
+from unit.list_order import (
     FEATURES,
     HEAD,
     RANKS,
@@ -156,6 +156,7 @@ RULES: dict[str, Rule] = {
         "sites": means_nothing(lambda order: Norms(1, order), SOME_SITES),
         "positions": ascends(lambda order: Norms(1, positions=order)),
         "exclude": means_nothing(lambda order: Norms(1, exclude=order), SOME_POSITIONS),
+        "metadata": equal(lambda order: Norms(1, metadata=dict(order)), [("a", 1), ("b", 2)]),
     }),
     **own_rules("Features", {
         "features": kept(sae_features, [9, 3, 7]),

@@ -96,8 +96,8 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def found():
-    """What `support.enabling` saw, in a process with vLLM."""
-    return run("-m", "support.enabling")
+    """What `unit.enabling` saw, in a process with vLLM."""
+    return run("-m", "unit.enabling")
 
 
 def test_loading_the_plugins_changes_nothing_in_vllm(found):

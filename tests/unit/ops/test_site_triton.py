@@ -16,7 +16,7 @@ from support.site_cases import case
 
 pytest.importorskip("triton")
 
-SCRIPT = Path(__file__).parents[2] / "support" / "interpreted.py"
+SCRIPT = Path(__file__).parent / "interpreted.py"
 
 
 @pytest.mark.engine  # in a process of its own

@@ -20,7 +20,7 @@ from midstream.demo import prompts
 from midstream.fit import Directions
 from midstream.report.page import DATA_ID
 
-pytestmark = [pytest.mark.engine, pytest.mark.model]
+pytestmark = [pytest.mark.engine, pytest.mark.model, pytest.mark.nightly]
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 SCALES = (-1.0, 1.0)
@@ -115,7 +115,6 @@ def fitted(reference: Reference) -> Any:
     return Directions.from_rows(*last, folds=6, seed=0)
 
 
-@pytest.mark.nightly
 def test_separability_equals_a_recomputation_from_transformers(
     data: dict[str, Any], fitted: Any
 ) -> None:
@@ -129,7 +128,6 @@ def test_separability_equals_a_recomputation_from_transformers(
     assert data["gap_norm"] == pytest.approx(fitted[data["layer"]].gap, rel=1e-3)
 
 
-@pytest.mark.nightly
 def test_heatmaps_equal_a_recomputation_from_transformers(
     data: dict[str, Any], reference: Reference, fitted: Any
 ) -> None:
@@ -145,7 +143,6 @@ def test_heatmaps_equal_a_recomputation_from_transformers(
         )
 
 
-@pytest.mark.nightly
 def test_answers_equal_transformers_steered_by_hooks(
     data: dict[str, Any], reference: Reference, fitted: Any
 ) -> None:
@@ -156,7 +153,6 @@ def test_answers_equal_transformers_steered_by_hooks(
             assert answer["text"] == reference.answer(question["prompt"], vector, layer)
 
 
-@pytest.mark.nightly
 def test_readings_equal_a_recomputation_and_rise_with_strength(
     data: dict[str, Any], reference: Reference, fitted: Any
 ) -> None:
@@ -196,7 +192,6 @@ def test_every_receipt_is_ok_and_every_row_and_edit_is_there(data: dict[str, Any
             ]
 
 
-@pytest.mark.nightly
 def test_the_code_of_the_page_gives_the_answer_that_the_page_shows(
     page: str, data: dict[str, Any], tmp_path: Path
 ) -> None:

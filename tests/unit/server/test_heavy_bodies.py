@@ -57,7 +57,7 @@ def load(seconds: float, *names: str) -> tuple[dict[str, Any], float]:
     with Listening(engine=ResolvingEngine(), loop="asyncio") as listening:
         listening.site.app.add_api_route("/health", lambda: {}, methods=["GET"])
         _settle(listening.url)
-        command = [sys.executable, "-m", "support.heavy_load", listening.url, str(seconds), "8"]
+        command = [sys.executable, "-m", "unit.server.heavy_load", listening.url, str(seconds), "8"]
         with longest_turn() as longest:
             done = subprocess.run(
                 [*command, *names],

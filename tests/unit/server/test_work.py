@@ -10,20 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.long_bodies import (
-    ELSEWHERE,
-    INNER,
-    OTHERS,
-    PLAIN_OTHERS,
-    REST,
-    ROUTES,
-    VLLM,
-    declared,
-    others_body,
-    others_fields,
-    run_route,
-    run_vllm,
-)
 from support.long_lists import (
     BODIES,
     BODY,
@@ -44,6 +30,20 @@ from support.long_lists import (
 from support.resolving_engine import TEMPLATE, ResolvingEngine, front_end
 from support.serving_fake import make, serving
 from support.tokenizers import byte_level
+from unit.server.long_bodies import (
+    ELSEWHERE,
+    INNER,
+    OTHERS,
+    PLAIN_OTHERS,
+    REST,
+    ROUTES,
+    VLLM,
+    declared,
+    others_body,
+    others_fields,
+    run_route,
+    run_vllm,
+)
 
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.plan import Steer
@@ -144,14 +144,14 @@ async def test_every_field_of_every_route_has_a_list_or_takes_none():
     }
     cases = {route: set(fields) for route, fields in ROUTES.items()}
     cases |= {route: set(KNOWN[name]) for route, name in ELSEWHERE.items()}
-    assert found == cases, "write a case in tests/support/long_bodies.py"
+    assert found == cases, "write a case in tests/unit/server/long_bodies.py"
 
 
 def test_every_field_of_other_tools_has_a_list_or_takes_none():
-    assert set(others_fields()) == set(OTHERS), "write a case in tests/support/long_bodies.py"
+    assert set(others_fields()) == set(OTHERS), "write a case in tests/unit/server/long_bodies.py"
     for field, names in INNER.items():
         lost = [name for name in names if name not in OTHERS[field] and name not in PLAIN_OTHERS]
-        assert lost == [], f"write a case of {field} in tests/support/long_bodies.py"
+        assert lost == [], f"write a case of {field} in tests/unit/server/long_bodies.py"
 
 
 @pytest.mark.parametrize(

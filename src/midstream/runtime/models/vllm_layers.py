@@ -99,7 +99,7 @@ HYPER = Refusal("it has several streams mixed by hyper-connections, not one")
 CROSS = Refusal("it is an encoder-decoder layer with cross-attention")
 BRANCH = Refusal("it is a branch inside another layer, not a decoder layer")
 
-# In every release from 0.26 to 0.33, unless SINCE or UNTIL says otherwise.
+# In every release from 0.26 to 0.33, unless tests/support/layer_releases.py says otherwise.
 MODELS: dict[str, Entry] = {
     "AXK1.AXK1DecoderLayer": P_FLOAT16,
     "afmoe.AfmoeDecoderLayer": pair("pre_mlp_layernorm"),
@@ -412,72 +412,5 @@ VENDOR: dict[str, Entry] = {
             Refusal("its two halves differ in dtype (float32 residual)"),
             Choice("use_moe", replace(_P_SUMMED, mlp_in=Input("moe")), _P_SUMMED),
         ),
-    ),
-}
-
-# Classes that not all of 0.26, 0.28, 0.30, 0.32 and 0.33 have: the first release of these in
-# which one is found, and the last.
-SINCE: dict[str, tuple[str, ...]] = {
-    "0.28": (
-        "bailing_moe_v3.BailingMoeV3DecoderLayer",
-        "deepseek_v32.amd.model.DeepseekV32DecoderLayer",
-        "inkling.amd.model.InklingDecoderLayer",
-        "interns2_mobius.InternS2MobiusDecoderLayer",
-        "kimi_k3.amd.linear.KimiDecoderLayer",
-        "kimi_k3.nvidia.model.KimiDecoderLayer",
-        "muse_glimmer.MuseGlimmerDecoderLayer",
-    ),
-    "0.30": (
-        "cohere_compass.CohereCompassDecoderLayer",
-        "deepseek_v4.cpu.model.DeepseekV4DecoderLayer",
-        "deepseek_v41.amd.model.DeepseekV4DecoderLayer",
-        "deepseek_v41.nvidia.model.DeepseekV4DecoderLayer",
-        "glm5next.nvidia.model.Glm5NextDecoderLayer",
-        "hy_v4.nvidia.model.HYV4DecoderLayer",
-        "k2_horizon.K2HorizonDecoderLayer",
-        "qwen4_exp.amd.model.Qwen4ExpDecoderLayer",
-        "qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer",
-    ),
-    "0.32": (
-        "embedding_gemma2.EmbeddingGemma2DecoderLayer",
-        "glm5next.common.model.Glm5NextDecoderLayer",
-        "hy_v4.amd.model.HYV4DecoderLayer",
-    ),
-    "0.33": (
-        "alice_ai.AliceAIDecoderBlock",
-        "beam.nvidia.model.BeamDecoderLayer",
-        "domyn_edge.DomynEdgeDecoderLayer",
-        "dory.DoryDecoderLayer",
-        "flint.model.FlintDecoderLayer",
-        "muse_spark.amd.model.MuseSpark1xDecoderLayer",
-        "muse_spark.nvidia.model.MuseSpark1xDecoderLayer",
-        "nemotron_parse3_5.MBartDecoderLayer",
-        "step5.nvidia.model.Step5DecoderLayer",
-    ),
-}
-
-UNTIL: dict[str, tuple[str, ...]] = {
-    "0.26": (
-        "kimi_linear.KimiDecoderLayer",
-        "ouro.OuroDecoderLayer",
-        "plamo2.Plamo2DecoderLayer",
-    ),
-    "0.28": (
-        "arctic.ArcticDecoderLayer",
-        "chameleon.ChameleonDecoderLayer",
-        "chameleon.ChameleonSwinDecoderLayer",
-        "fireredlid.FireRedLIDDecoderLayer",
-        "flex_olmo.FlexOlmoDecoderLayer",
-        "hunyuan_v1.HunYuanDecoderLayer",
-        "mpt.MPTBlock",
-        "olmo3.Olmo3DecoderLayer",
-    ),
-    "0.30": (
-        "arcee.ArceeDecoderLayer",
-        "glm5next.nvidia.model.Glm5NextDecoderLayer",
-        "gpt_neox.GPTNeoXLayer",
-        "jais2.Jais2DecoderLayer",
-        "phi.PhiLayer",
-        "seed_oss.SeedOssDecoderLayer",
     ),
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 from support.nightly import rounds
-from support.stopping import StoppingRun
+from unit.runtime.core.stopping import StoppingRun
 
 CASES = 25  # of one test
 

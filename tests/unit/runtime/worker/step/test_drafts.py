@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.drafting import Drafted, DraftingEngine, check_scores, check_true
 from support.fake_steps import TAPS, captured, make_buffers, view_of
 from support.plans import VECTORS, plan_of, random_plan, rows
+from unit.runtime.worker.step.drafting import Drafted, DraftingEngine, check_scores, check_true
 
 from midstream.ops import layout
 from midstream.plan import Match, Where

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.branching import (
+from support.nightly import NIGHTLY
+from support.tapping import ROWS, WIDTH, arm, assert_same_out, make_buffers, read, tapped
+from torch import Tensor, nn
+from unit.runtime.worker.taps.branching import (
     KINDS,
     Attention,
     Layer,
@@ -15,9 +18,6 @@ from support.branching import (
     PostNormAlone,
     Single,
 )
-from support.nightly import NIGHTLY
-from support.tapping import ROWS, WIDTH, arm, assert_same_out, make_buffers, read, tapped
-from torch import Tensor, nn
 
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops import layout
@@ -110,7 +110,11 @@ def test_edits_at_all_sites_at_once_add_up_in_the_order_of_the_sites(kind):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", KINDS, ids=name)
+@pytest.mark.parametrize(
+    "kind",
+    [*KINDS[:3], *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS[3:])],
+    ids=name,
+)
 def test_the_compiled_layer_does_what_the_eager_one_does(kind):
     torch._dynamo.reset()
     # Inductor takes ten times as long as what comes before it: by day for one kind.

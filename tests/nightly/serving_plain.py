@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import httpx
-
 from support.serving import NAME, Running
 
 TOKENS = 6

@@ -1,6 +1,6 @@
 """An async engine whose rows go to sinks, in a separate process:
 
-    python -m support.sinks_async MODEL FOLDER
+    python -m system.sinks_async MODEL FOLDER
 
 What came of it is saved to FOLDER/found.pt, for tests to look at.
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from midstream.testing import inspect
 from support.async_calls import taken
 from support.engines import greedy, tokens
+
+from midstream.testing import inspect
 
 COUNT = 24
 NAMES = ("memory", "store", "keeping", "rows")

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from midstream.runtime.models.registry import Input, LayerConvention, Output
 from support.sources import (
     class_node,
     class_texts,
@@ -21,6 +20,8 @@ from support.sources import (
     unparse,
     walk,
 )
+
+from midstream.runtime.models.registry import Input, LayerConvention, Output
 
 # What changes no value: in evaluation, and (the last two) wherever the table has no refusal.
 NEUTRAL = ("dropout", "view", "_cast_for_residual", "sp_reduce_scatter")

@@ -1,6 +1,6 @@
 """Functions and reused rows on an async engine, whose worker is another process:
 
-python -m support.local_async MODEL OUT
+python -m nightly.local_async MODEL OUT
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from support.engines import greedy, tokens
 from support.local_functions import PARENT, fail, halve
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from support.tapping import WIDTH
 from torch import Tensor, nn
 
 from midstream.runtime.models.convention import PARALLEL, dead, pair, single
 from midstream.runtime.models.registry import Half, Input, Lack, Output, Returns
-from support.tapping import WIDTH
 
 At = Callable[[str, Tensor], Tensor]
 

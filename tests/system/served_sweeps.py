@@ -7,12 +7,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-
-from midstream import Capture, Client, Sweep
-from midstream.client import ServerError
 from support.engines import HAS_GPU
 from support.serving import NAME, Running
 from support.serving_offline import ASKED, CASES, SWEEP, ask, assert_equal, plain
+
+from midstream import Capture, Client, Sweep
+from midstream.client import ServerError
 
 # Batches of other sizes round otherwise, on a GPU by what its products of matrices choose.
 TOLERANCE = 1e-3 if HAS_GPU else 1e-5

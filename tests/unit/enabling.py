@@ -1,6 +1,6 @@
 """Changes of a vLLM process by an installed and by an enabled midstream, printed as JSON.
 
-    python -m support.enabling
+    python -m unit.enabling
 
 One import of vLLM serves all scenarios: each that may change something runs in a fork.
 """

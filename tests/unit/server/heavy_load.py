@@ -1,6 +1,6 @@
 """Eight clients that send the worst allowed bodies, and one that asks for `/health` meanwhile.
 
-A program: `python -m support.heavy_load URL SECONDS CLIENTS [NAME …]` prints what came of it.
+A program: `python -m unit.server.heavy_load URL SECONDS CLIENTS [NAME …]` prints what came of it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 import numpy as np
+from support.long_lists import edits, texts
 
 from midstream.compat.packed_arrays import MAX_NUMBERS
-from support.long_lists import edits, texts
 
 V = [1.0, 2.0, 2.0]
 PROMPT = "the cat con " * 500  # several thousand tokens

@@ -1,7 +1,7 @@
 """An async engine beside whose own features requests are captured and edited, in a process of its
 own:
 
-    python -m support.alongside_async MODEL OUT
+    python -m system.alongside_async MODEL OUT
 
 What came of it is saved to OUT, for tests to look at.
 """
@@ -14,13 +14,13 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import torch
-
-from midstream import Capture, Positions, Probe, Steer, TokenIds
-from midstream.testing import inspect
 from support.alongside import EVERYTHING, PUSH, push
 from support.async_calls import refusal
 from support.engines import ALL_SITES, greedy, tokens
 from support.output_results import results
+
+from midstream import Capture, Positions, Probe, Steer, TokenIds
+from midstream.testing import inspect
 
 LETTERS = list(range(64, 90))
 SETTINGS: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """The same requests on two replicas and on a single engine, in a separate process:
 
-    python -m support.replicas_run MODEL OUT
+    python -m system.replicas_run MODEL OUT
 
 What came of it is saved to OUT, for tests to look at.
 """
@@ -16,14 +16,14 @@ from typing import Any
 
 import psutil
 import torch
-
-from midstream.runtime.frontend.rpc.replicas import busy
-from midstream.testing import inspect
 from support.async_calls import ask, refusal, taken, vector
 from support.async_run import SETTINGS as SINGLE
 from support.async_run import listed
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 from support.output_results import results
+
+from midstream.runtime.frontend.rpc.replicas import busy
+from midstream.testing import inspect
 
 REPLICAS = 2
 COUNT = 48

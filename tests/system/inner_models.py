@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from support import engines, tiny
 from torch import Tensor, nn
 
 from midstream.runtime.models.decoder import find_layers
 from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
-from support import engines, tiny
 
 _FALCON = {
     "vocab_size": tiny.VOCAB,

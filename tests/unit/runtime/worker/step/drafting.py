@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.fake_steps import VOCABULARY, Fake, FakeEngine, captured, scored
 
 from midstream.runtime.protocol.segments import CACHED, UNSEEN
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
-from support.fake_steps import VOCABULARY, Fake, FakeEngine, captured, scored
 
 
 @dataclass

@@ -13,6 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.sources import (
+    class_node,
+    each_vllm_entry,
+    file_of,
+    forward_of,
+    is_in_this_release,
+    leaves_of,
+    unparse,
+    vllm_root,
+    walk,
+)
+
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.forward_flow import (
     Flow,
@@ -35,17 +47,6 @@ from midstream.runtime.models.inner_sites import (
     UNPROVEN,
 )
 from midstream.runtime.models.registry import CONVENTIONS
-from support.sources import (
-    class_node,
-    each_vllm_entry,
-    file_of,
-    forward_of,
-    is_in_this_release,
-    leaves_of,
-    unparse,
-    vllm_root,
-    walk,
-)
 
 MATRIX = re.compile(r"(Linear|LinearNode)$")
 # The names under which models make vLLM's attention.

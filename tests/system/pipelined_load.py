@@ -1,7 +1,7 @@
 """Many clients behind a proxy that pipelines their requests over few connections to `vllm serve`.
 Each answer is compared with that of the same request alone, on a connection of its own.
 
-    python -m support.pipelined_load MODEL [--seconds 300] [--clients 64] [--connections 4]
+    python -m system.pipelined_load MODEL [--seconds 300] [--clients 64] [--connections 4]
 
 Prints a table, and exits with 1 if an answer differs.
 """
@@ -25,14 +25,14 @@ from typing import Any
 
 import httpx
 import torch
-
-from midstream import Capture, Probe, Steer, extra_body
-from midstream.config.config import KEY
-from midstream.results.serialization import unpack
 from support import serving
 from support.pipelined import CHAT, COMPLETIONS, KEYS, MESSAGES, RESPONSES, Asked, Connection
 from support.pipelining_proxy import Proxy, read_answer
 from support.serving import NAME
+
+from midstream import Capture, Probe, Steer, extra_body
+from midstream.config.config import KEY
+from midstream.results.serialization import unpack
 
 LAYERS, WIDTH = 30, 576
 DISTINCT = 96  # number of different requests, of which the clients draw theirs

@@ -1,6 +1,6 @@
 """The way of a plan through the package: files, functions and calls of each stage, by a profiler.
 
-python -m support.request_path            prints the table
+python -m repo.request_path            prints the table
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import midstream
-from midstream import Capture, Plan, Probe, Steer
-from midstream.runtime.frontend.request.call_plan import CallPlan
 from support.fake_steps import Fake, FakeEngine
 from support.plans import VECTORS, plan_of
 from support.resolving_engine import front_end
 from support.tokenizers import byte_level
+
+import midstream
+from midstream import Capture, Plan, Probe, Steer
+from midstream.runtime.frontend.request.call_plan import CallPlan
 
 PACKAGE = str(Path(midstream.__file__).parent) + "/"
 POST = ("resid_post", 1)

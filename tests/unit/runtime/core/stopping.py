@@ -13,6 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from support.conditions import first_met
+from support.fake_steps import TAPS, WIDTH, FakeEngine, applies, covers, view_of
+from support.plans import Vector
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
@@ -36,9 +39,6 @@ from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.protocol.rpc import ChangePlans, read_request
 from midstream.runtime.protocol.segments import APPLIED_0, UNSEEN
 from midstream.runtime.vllm.attributes import EXECUTOR, STEP_SCORES
-from support.conditions import first_met
-from support.fake_steps import TAPS, WIDTH, FakeEngine, applies, covers, view_of
-from support.plans import Vector
 
 TAP = ("resid_post", 1)
 WORDS = 6  # tokens

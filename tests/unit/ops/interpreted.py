@@ -10,13 +10,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from midstream.ops import layout
-from midstream.ops.layout import Flags, Op
-from midstream.ops.scan.launch import scan_triton
-from midstream.ops.site_ref import site_ref
-from midstream.ops.site_triton import site_triton
 from support.attention_scores import check_without_a_gpu
 from support.gate_memory import check_steps
 from support.nightly import NIGHTLY, rounds
@@ -24,6 +19,12 @@ from support.sae_cases import assert_decoded, sae_case
 from support.short_rows import check, every_case, short_case
 from support.site_cases import Step, assert_same, case, in_units, random_case, same_bits
 from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
+
+from midstream.ops import layout
+from midstream.ops.layout import Flags, Op
+from midstream.ops.scan.launch import scan_triton
+from midstream.ops.site_ref import site_ref
+from midstream.ops.site_triton import site_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from midstream import Controller, Gate, Probe, Steer, Switch, Threshold
-from midstream.errors import SpecError
 from support import controlling
 from support.conditions import first_met
 from support.engines import engine, greedy
@@ -28,6 +25,9 @@ from support.updating import (
     steer,
     vector,
 )
+
+from midstream import Controller, Gate, Probe, Steer, Switch, Threshold
+from midstream.errors import SpecError
 
 
 @pytest.fixture(scope="module")

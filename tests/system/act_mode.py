@@ -1,6 +1,6 @@
 """Plain vLLM with midstream's worker class by name, in a separate process:
 
-    python -m support.act_mode MODEL FOLDER
+    python -m system.act_mode MODEL FOLDER
 
 What came of it is written to FOLDER/found.json, for tests to look at.
 """

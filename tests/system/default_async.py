@@ -1,6 +1,6 @@
 """`AsyncLLM(layers=…)` in a separate process:
 
-    python -m support.default_async MODEL OUT
+    python -m system.default_async MODEL OUT
 
 What its outputs had is saved to OUT, for tests to look at.
 """
@@ -13,7 +13,6 @@ import warnings
 from typing import Any
 
 import torch
-
 from support.async_calls import refusal
 from support.engines import ENVIRONMENT as ENVIRONMENT
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
+from support.long_lists import V, edits, numbers, rows, texts, whole
+from support.others_words import direction, lens_array, packed
 
 from midstream.compat import easysteer, translation, vllm_fork, vllm_lens
 from midstream.compat.foreign_fields import _IGNORED
@@ -27,8 +29,6 @@ from midstream.server.routes import (
     uploads,
     vectors,
 )
-from support.long_lists import V, edits, numbers, rows, texts, whole
-from support.others_words import direction, lens_array, packed
 
 Make = Callable[[int], Any]
 # Of a field that takes no list.
