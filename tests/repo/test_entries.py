@@ -77,7 +77,7 @@ def test_what_else_is_imported_by_a_string_is_of_other_packages():
             if isinstance(node.args[0], ast.Constant):
                 literal.add(str(node.args[0].value).partition(".")[0])
             elif not ast.unparse(node.args[0]).startswith("f'{_LAYERS}."):
-                made.add(name_of(path).removeprefix("lab/"))
+                made.add(name_of(path))
     assert made == FOREIGN | {"entries.py", LAZY}
     assert literal == {"tqdm", "vllm", "yaml"}
 
