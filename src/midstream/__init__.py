@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import midstream.plugin  # noqa: F401 (lists what `activate` installs)
+from midstream.entries import PUBLIC, public
 from midstream.errors import (
     BusyError,
     CodecError,
@@ -78,12 +79,13 @@ from midstream.results.receipt import Receipt
 from midstream.version import __version__
 
 if TYPE_CHECKING:
-    from midstream.api.async_llm import AsyncLLM
-    from midstream.api.llm import LLM
     from midstream.api.sampling_params import SamplingParams
-    from midstream.client import AsyncClient, Client, extra_body
+    from midstream.client import extra_body
     from midstream.config.config import Config
     from midstream.fit import Direction, Directions
+    from midstream.lab.api.async_llm import AsyncLLM
+    from midstream.lab.api.llm import LLM
+    from midstream.lab.client import AsyncClient, Client
     from midstream.lenses import JacobianLens, TunedLens
     from midstream.plan.control_laws import Threshold
     from midstream.plan.controller import Controller
@@ -183,39 +185,11 @@ __all__ = [
     "__version__",
 ]
 
-_LAZY = {
-    "LLM": "midstream.api.llm",
-    "JacobianLens": "midstream.lenses",
-    "SAE": "midstream.sae.sae",
-    "TunedLens": "midstream.lenses",
-    "Activations": "midstream.results.activations",
-    "AsyncClient": "midstream.client",
-    "AsyncLLM": "midstream.api.async_llm",
-    "Config": "midstream.config.config",
-    "Controller": "midstream.plan.controller",
-    "Threshold": "midstream.plan.control_laws",
-    "Client": "midstream.client",
-    "Direction": "midstream.fit",
-    "Directions": "midstream.fit",
-    "SamplingParams": "midstream.api.sampling_params",
-    "activate": "midstream.runtime.install",
-    "extra_body": "midstream.client",
-    "KL": "midstream.sweep",
-    "LogProb": "midstream.sweep",
-    "LogitDiff": "midstream.sweep",
-    "Recovered": "midstream.sweep",
-    "Sweep": "midstream.sweep",
-    "open_store": "midstream.store",
-    "stack": "midstream.results.stack",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        import importlib
-
+    if name in PUBLIC:
         try:
-            return getattr(importlib.import_module(_LAZY[name]), name)
+            return public(name)
         except ModuleNotFoundError as error:
             raise MissingExtraError.of(error, f"midstream.{name}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,8 +22,8 @@ _MODULES = (
     "vllm.model_executor.models.llama",
     "vllm.v1.engine.async_llm",
     "vllm.v1.worker.cpu_worker",
-    "midstream.api.async_llm",
-    "midstream.api.llm",
+    "midstream.lab.api.async_llm",
+    "midstream.lab.api.llm",
 )
 
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from midstream.api.sweep_calls import Traffic
+from midstream.api.traffic import RUN_ID, Traffic
 from midstream.errors import SpecError
 from midstream.plan.positions.prompt import Prompt
 from midstream.results.activations import Activations
 from midstream.results.receipt import Edited, Receipt
 from midstream.sweep import Sweep
-from midstream.sweep.async_run import RUN_ID, run_job
+from midstream.sweep.async_run import run_job
 from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
 from midstream.sweep.source import PromptSource
 from midstream.validation import at

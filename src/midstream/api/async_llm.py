@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from vllm import AsyncEngineArgs, SamplingParams
@@ -28,9 +28,7 @@ from midstream.api.arguments import (
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.async_registries import AsyncRegistries
 from midstream.api.default_capture import DefaultCapture
-from midstream.api.evaluations import AsyncEvaluations
 from midstream.api.outputs import GenerateOutput
-from midstream.api.sweep_calls import AsyncSweeps
 from midstream.api.updates import AsyncUpdates
 from midstream.config.config import KEY, Config, from_additional_config
 from midstream.errors import ConfigError
@@ -48,8 +46,10 @@ from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_script
 
+Engine = TypeVar("Engine", bound="AsyncLLM")
 
-class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, VllmAsyncLLM):
+
+class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):
     """vLLM's asynchronous engine, with midstream enabled.
 
     The engine core runs in a process of its own. `info`, `vectors`, `steering` and `sites()` are
@@ -127,12 +127,12 @@ class AsyncLLM(AsyncRegistries, AsyncSweeps, AsyncEvaluations, AsyncUpdates, Vll
 
     @classmethod
     def from_engine_args(
-        cls,
+        cls: type[Engine],
         engine_args: AsyncEngineArgs,
         start_engine_loop: bool = True,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: Any = None,
-    ) -> AsyncLLM:
+    ) -> Engine:
         """Start an engine from vLLM's `AsyncEngineArgs`.
 
         If their `additional_config` does not name midstream, it has its default settings.

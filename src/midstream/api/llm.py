@@ -19,11 +19,9 @@ from midstream.api.arguments import (
     check_names,
 )
 from midstream.api.default_capture import DefaultCapture
-from midstream.api.evaluations import Evaluations
 from midstream.api.offline_call import OfflineCall
 from midstream.api.outputs import GenerateOutput
 from midstream.api.registered import Lenses, Saes
-from midstream.api.sweep_calls import OfflineSweeps
 from midstream.api.updates import Updates
 from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
@@ -44,35 +42,8 @@ from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 
 
-class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
-    """vLLM's offline engine, with midstream enabled.
-
-    Has the arguments of `vllm.LLM`, and:
-
-    Args:
-        model: name or path of the model.
-        midstream: settings, a `Config` or a dict of its fields. Default: `resid_post` at every
-            layer, and the settings in the environment variable `MIDSTREAM`.
-        layers: layers to capture by default, a list or "all". Every output then has
-            `hidden_states[layer]` and `prefill_hidden_states[layer]`, [rows, hidden], taken at
-            `resid_post`.
-        include_prefill: with `layers`: fill `prefill_hidden_states` with the prompt's rows.
-        include_decode: with `layers`: fill `hidden_states` with the generated tokens' rows. The
-            last generated token is never computed on, so there is one row fewer than tokens.
-        last_prefill_token: only the prompt's last row (implies `include_prefill`).
-        last_decode_token: only the last row of the generated tokens.
-        last_token_row: with `layers`: `hidden_states` also has the row of the last generated token,
-            so there are as many rows as tokens. It takes a second request per completion, of one
-            step; see `docs/guide.md` for what it excludes.
-        enable_steering: tap all three residual sites, so that
-            `SamplingParams(steering_vectors=…)` can use any of its hook points. Settings in
-            `midstream` take precedence.
-
-    Raises:
-        ConfigError: a setting is invalid.
-        SpecError: `layers` has a layer that the model lacks, or that is not tapped.
-        UnsupportedError: this vLLM, the model or an engine setting is unsupported.
-    """
+class LLM(Updates, VllmLLM):
+    """vLLM's offline engine, with midstream enabled."""
 
     def __init__(
         self,
@@ -88,6 +59,32 @@ class LLM(OfflineSweeps, Evaluations, Updates, VllmLLM):
         enable_steering: bool = False,
         **vllm_args: Any,
     ) -> None:
+        """Start an engine. Takes the arguments of `vllm.LLM`, and:
+
+        Args:
+            model: name or path of the model.
+            midstream: settings, a `Config` or a dict of its fields. Default: `resid_post` at every
+                layer, and the settings in the environment variable `MIDSTREAM`.
+            layers: layers to capture by default, a list or "all". Every output then has
+                `hidden_states[layer]` and `prefill_hidden_states[layer]`, [rows, hidden], taken at
+                `resid_post`.
+            include_prefill: with `layers`: fill `prefill_hidden_states` with the prompt's rows.
+            include_decode: with `layers`: fill `hidden_states` with the generated tokens' rows. The
+                last generated token is never computed on, so there is one row fewer than tokens.
+            last_prefill_token: only the prompt's last row (implies `include_prefill`).
+            last_decode_token: only the last row of the generated tokens.
+            last_token_row: with `layers`: `hidden_states` also has the row of the last generated
+                token, so there are as many rows as tokens. It takes a second request per
+                completion, of one step; see `docs/guide.md` for what it excludes.
+            enable_steering: tap all three residual sites, so that
+                `SamplingParams(steering_vectors=…)` can use any of its hook points. Settings in
+                `midstream` take precedence.
+
+        Raises:
+            ConfigError: a setting is invalid.
+            SpecError: `layers` has a layer that the model lacks, or that is not tapped.
+            UnsupportedError: this vLLM, the model or an engine setting is unsupported.
+        """
         extra = with_midstream(vllm_args.pop("additional_config", None), midstream, enable_steering)
         self._default_capture: DefaultCapture | None = None
         if layers is not None:

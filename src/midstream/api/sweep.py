@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from midstream.api.arguments import CallArguments
 from midstream.api.async_call import AsyncEngineCall, only_front
 from midstream.api.offline_call import OfflineCall
+from midstream.api.traffic import RUN_ID
 from midstream.errors import SpecError
 from midstream.plan.captured_rows import OpenRows
 from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
@@ -28,7 +29,7 @@ from midstream.runtime.frontend.request.prompt.tokenized import (
     tokenize,
 )
 from midstream.sweep import Metric, Sweep, SweepRequest
-from midstream.sweep.async_run import RUN_ID, OnCell, OnStart, Turn, run_job
+from midstream.sweep.async_run import OnCell, OnStart, Turn, run_job
 from midstream.sweep.cells import MAX_CELLS
 from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
 from midstream.sweep.source import PromptSource

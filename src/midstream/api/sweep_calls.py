@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from midstream.api.traffic import RUN_ID, Traffic
 from midstream.plan.forms import IndicesLike, LayersLike, NumberLike, PositionsLike, SitesLike
 from midstream.sweep import Metric, Sweep, SweepRequest
-from midstream.sweep.async_run import RUN_ID
 from midstream.sweep.metrics import MetricFunction
 
 if TYPE_CHECKING:
@@ -114,33 +113,10 @@ class OfflineSweeps:
         return run_offline(llm, front, prepared, vllm_args)
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What an engine does besides the runs of sweeps and fits.
-
-    Attributes:
-        requests: number of unfinished requests that are no runs of sweeps or fits.
-        starting: of these, the number that have no token yet.
-        waiting: number of all requests, also of sweeps, that wait for capacity for their plans.
-        seats: number of requests that the engine computes at the same time.
-    """
-
-    requests: int
-    starting: int
-    waiting: int
-    seats: int
-
-
 class AsyncSweeps:
     """Sweeps of an `AsyncLLM`."""
 
-    @property
-    def _front(self) -> AsyncFrontEnd:
-        raise NotImplementedError
-
-    async def ready(self) -> None:
-        """Ask the workers for their descriptions, once."""
-        raise NotImplementedError
+    _front: AsyncFrontEnd
 
     def traffic(self) -> Traffic:
         """Return what the engine does besides the runs of sweeps. Raises RuntimeError before
@@ -182,7 +158,7 @@ class AsyncSweeps:
             ReceiptError: results differ from their plan.
         """
         request = SweepRequest(source, metric, **fields)
-        await self.ready()
+        await self.ready()  # type: ignore[attr-defined]
         prepared = self.prepare_sweep(prompt, request, template or {}, sampling_params)
         vllm_args = {"lora_request": lora_request, "priority": priority}
         return await self.run_sweep(prepared, vllm_args, on_cell=on_cell)

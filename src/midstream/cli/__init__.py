@@ -1,4 +1,4 @@
-"""The command `midstream`; each sub-command is a module of this folder.
+"""The command `midstream`; each sub-command is a module, here or in the lab.
 
 Sub-commands import heavy packages only when they run: `--help` stays fast, and the environment
 variables that vLLM reads at import can be set first.

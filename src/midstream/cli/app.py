@@ -1,33 +1,17 @@
 """Assembly of the sub-commands.
 
-A sub-command is a module of this folder with a function of the same name: its parameters are the
-options, its docstring is the help. It is listed only in `COMMANDS`.
+A sub-command is a module with a function of the same name: its parameters are the options, its
+docstring is the help. It is listed only in `midstream.entries`.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Annotated
 
 import typer
 
+from midstream import entries
 from midstream.version import __version__
-
-COMMANDS = (
-    "demo",
-    "report",
-    "doctor",
-    "serve",
-    "studio",
-    "capture",
-    "sweep",
-    "inspect",
-    "export",
-    "verify",
-    "merge",
-    "prune",
-    "docs",
-)
 
 
 def make() -> typer.Typer:
@@ -40,8 +24,8 @@ def make() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     command.callback()(_options)
-    for name in COMMANDS:
-        module = import_module(f"midstream.cli.{name}")
+    for name in entries.COMMANDS:
+        module = entries.command(name)
         settings = getattr(module, "CONTEXT", None)
         kind = getattr(module, "CommandClass", None)
         command.command(name, cls=kind, context_settings=settings)(getattr(module, name))

@@ -9,10 +9,8 @@ from typing import Annotated
 
 import typer
 
-import midstream
-
 # Built by scripts/site.sh, and in every released wheel.
-SITE = Path(midstream.__file__).parent / "site"
+SITE = Path(__file__).parents[1] / "site"
 
 
 def docs(

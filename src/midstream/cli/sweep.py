@@ -241,7 +241,7 @@ def _of_server(url: str, model: str, prompt: Any, request: SweepRequest, console
     import httpx
     from rich.progress import Progress
 
-    from midstream.client import Client
+    from midstream import Client
 
     arguments = _arguments_of(request) | ({"model": model} if model else {})
     try:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
 from midstream.client.connection import connected, named_failures
 from midstream.client.outputs import ServedOutput
-from midstream.client.protocol import Exchange, HttpResponse
-from midstream.client.sweep_stream import SweepStream, sweep_body
-from midstream.fit import Directions
+from midstream.client.protocol import Exchange, HttpRequest, HttpResponse
 from midstream.plan.captured_rows import CapturedRows
-from midstream.plan.forms import LayersLike, PositionsLike
 from midstream.results.plan_update import PlanUpdate
-from midstream.sweep import Sweep
-from midstream.sweep.async_run import OnCell
 
 T = TypeVar("T")
+C = TypeVar("C", bound="AsyncClient")
 
 
 class AsyncClient:
@@ -67,62 +64,11 @@ class AsyncClient:
     ) -> AsyncIterator[ServedOutput]:
         """Yield the accumulated output after each event; see `Client.stream`."""
         stream = protocol.OutputStream(options, prompt, messages)
-        request = stream.request
-        with named_failures(self._http):
-            async with self._http.stream(
-                request.method, request.path, json=request.json
-            ) as response:
-                if response.status_code >= 400:
-                    protocol.check(response.status_code, await response.aread())
-                async for data in response.aiter_bytes():
-                    for exchange in stream.feed(data):
-                        yield await self._run(exchange)
+        async with aclosing(self._bytes_of(stream.request)) as content:
+            async for data in content:
+                for exchange in stream.feed(data):
+                    yield await self._run(exchange)
         stream.end()
-
-    async def sweep(
-        self,
-        prompt: Any,
-        source: Any,
-        metric: Any,
-        *,
-        on_cell: OnCell | None = None,
-        **options: Any,
-    ) -> Sweep:
-        """Patch a prompt at each cell of a grid; see `Client.sweep`."""
-        stream = SweepStream(sweep_body(prompt, source, metric, options), on_cell)
-        request = stream.request
-        with named_failures(self._http):
-            async with self._http.stream(
-                request.method, request.path, json=request.json
-            ) as response:
-                if response.status_code >= 400:
-                    protocol.check(response.status_code, await response.aread())
-                async for data in response.aiter_bytes():
-                    stream.feed(data)
-        return stream.end()
-
-    async def fit(
-        self,
-        positive: Any,
-        negative: Any,
-        method: str = "mean",
-        layers: LayersLike = "all",
-        positions: PositionsLike = "last_prompt",
-        site: str = "resid_post",
-        *,
-        name: str | None = None,
-        reduce: str = "",
-        folds: int = 5,
-        groups: Any = None,
-        seed: int = 0,
-        model: str | None = None,
-    ) -> Directions:
-        """Fit a direction at each layer, on the server; see `Client.fit`."""
-        request = protocol.FitRequest(
-            positive, negative, method, layers, positions, site, name, reduce, folds, groups, seed,
-            model,
-        )  # fmt: skip
-        return await self._run(protocol.fit(request))
 
     async def read(self, answer: Any) -> ServedOutput:
         """Convert a response of another client to a ServedOutput; see `Client.read`."""
@@ -158,7 +104,7 @@ class AsyncClient:
         """Close all connections."""
         await self._http.aclose()
 
-    async def __aenter__(self) -> AsyncClient:
+    async def __aenter__(self: C) -> C:
         return self
 
     async def __aexit__(
@@ -168,6 +114,16 @@ class AsyncClient:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
+
+    async def _bytes_of(self, request: HttpRequest) -> AsyncGenerator[bytes, None]:
+        """Yield the response of a streamed request as it comes."""
+        stream = self._http.stream(request.method, request.path, json=request.json)
+        with named_failures(self._http):
+            async with stream as response:
+                if response.status_code >= 400:
+                    protocol.check(response.status_code, await response.aread())
+                async for data in response.aiter_bytes():
+                    yield data
 
     async def _run(self, exchange: Exchange[T]) -> T:
         """Return the result of an exchange."""

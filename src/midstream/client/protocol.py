@@ -15,8 +15,6 @@ from midstream.client.outputs import Reader, ServedOutput
 from midstream.client.request_body import extra_body
 from midstream.config.config import KEY
 from midstream.errors import ServerError, SpecError
-from midstream.fit import Directions
-from midstream.fit.prompts import naming_fields, read_capture, read_prompts
 from midstream.http.sse import DONE, Event, Events
 from midstream.plan.captured_rows import CapturedRows
 from midstream.plan.named_vector import read_name
@@ -29,7 +27,6 @@ from midstream.validation import at, listed
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
 PARAMETERS, ROWS = "/v1/midstream/parameters", "/v1/midstream/activations"
-FIT = "/v1/midstream/fit"
 SITES, STATUS = "/v1/midstream/sites", "/v1/midstream/status"
 REQUESTS = "/v1/midstream/requests"
 PLAN = ("capture", "steer", "edits", "probes", "controller")
@@ -150,57 +147,6 @@ class OutputStream:
 
     def _output(self, value: dict[str, Any]) -> Exchange[ServedOutput]:
         return self._reader.read(value, (yield from _fetch_rows(self._reader, value, self._keeps)))
-
-
-@dataclass(frozen=True)
-class FitRequest:
-    """A fit that a server is asked for; see `Client.fit`."""
-
-    positive: Any
-    negative: Any
-    method: Any
-    layers: Any
-    positions: Any
-    site: Any
-    name: str | None
-    reduce: str
-    folds: int
-    groups: Any
-    seed: int
-    model: str | None
-
-    def body(self) -> dict[str, Any]:
-        """Return the body of the request."""
-        body: dict[str, Any] = {
-            "positive": read_prompts("positive", self.positive),
-            "negative": read_prompts("negative", self.negative),
-        }
-        if not isinstance(self.method, str):
-            raise SpecError("method", 'a server fits by the name of a method, such as "mean"')
-        with naming_fields():
-            capture = read_capture(self.layers, self.site, self.positions, self.reduce).to_dict()
-        body |= {name: getattr(self, name) for name in ("method", "site", "reduce")}
-        body |= {"folds": self.folds, "seed": self.seed}
-        body |= {name: capture[name] for name in ("layers", "positions") if name in capture}
-        groups = self.groups
-        if groups is not None:
-            is_two = isinstance(groups, tuple) and len(groups) == 2
-            body["groups"] = [list(keys) for keys in groups] if is_two else list(groups)
-        if self.name is not None:
-            with at("name"):
-                body["name"] = read_name(self.name)
-        if self.model is not None:
-            body["model"] = self.model
-        return body
-
-
-def fit(request: FitRequest) -> Exchange[Directions]:
-    """Return the directions that a server fits."""
-    value = yield from call("POST", FIT, request.body())
-    try:
-        return Directions.from_json(value["directions"])
-    except (KeyError, TypeError, SpecError) as error:
-        raise ServerError(500, f"the server sent invalid directions: {error}") from None
 
 
 def delete(captured: CapturedRows) -> Exchange[None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from midstream import entries
 from midstream.config.http import HttpSettings, admin_key, divided, read_http
 from midstream.runtime.vllm.additional_config import key_of_environment, settings_of
 from midstream.server import fingerprint
@@ -17,21 +18,18 @@ from midstream.server.routes import (
     activations,
     captures,
     compat_steering,
-    fit,
     parameters,
     requests,
     status,
     steering,
     studio,
-    sweep,
     tokens,
     vectors,
 )
 from midstream.server.server import Server
 
-_ROUTERS = (
-    activations, captures, vectors, steering, parameters, status, compat_steering, sweep,
-    fit, tokens, requests,
+_ROUTES = (
+    activations, captures, vectors, steering, parameters, status, compat_steering, tokens, requests,
 )  # fmt: skip
 
 
@@ -75,8 +73,8 @@ class Endpoints:
             has_key=has_key,
             check_host=guard.check_host,
         )
-        for module in _ROUTERS:
-            app.include_router(module.router)
+        for router in (*(module.router for module in _ROUTES), *entries.routers()):
+            app.include_router(router)
         if settings.studio:
             app.include_router(studio.router)
         app.add_middleware(Middleware, server=self._server)

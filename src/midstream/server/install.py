@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from midstream import entries
 from midstream.config.config import is_enabled
 
 
@@ -18,7 +19,7 @@ def install() -> None:
     @functools.wraps(make)
     def from_vllm_config(cls: Any, vllm_config: Any, *args: Any, **named: Any) -> Any:
         if cls is engine and is_enabled(vllm_config.additional_config):
-            from midstream.api.async_llm import AsyncLLM as cls
+            cls = entries.public("AsyncLLM")
         return make(cls, vllm_config, *args, **named)
 
     engine.from_vllm_config = classmethod(from_vllm_config)

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
+from midstream.api.traffic import RUN_ID
 from midstream.errors import SpecError
 from midstream.fit import Directions
 from midstream.fit.prompts import is_chat
@@ -16,7 +17,6 @@ from midstream.runtime.frontend.request.prompt.tokenized import tokenize
 from midstream.server import audit_log
 from midstream.server.fit_body import FitBody
 from midstream.server.server import Server
-from midstream.sweep.async_run import RUN_ID
 from midstream.validation import at, is_int
 
 _ONE_ROW = ("last_prompt", "last")

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
-from midstream.api.sweep_calls import Traffic
+from midstream.api.traffic import Traffic
 from midstream.deadlines import within
 from midstream.errors import HttpError
 

@@ -11,9 +11,6 @@ from midstream.sweep.cells import SweepCell
 from midstream.sweep.job import SweepJob, SweepRun
 from midstream.sweep.result import Sweep
 
-RUN_ID = "sweep-"
-"""Beginning of the ids of requests that ordinary ones go before: those of sweeps and of fits."""
-
 # Called with each cell and its value, as soon as it is known.
 OnCell = Callable[[SweepCell, float], object]
 # Called once, with the sweep's job, when its unpatched runs are known.

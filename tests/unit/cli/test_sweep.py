@@ -18,10 +18,9 @@ from support.serving_fake import WIDTH, FakeEngine, make
 from support.sweep_fake import expected
 
 import midstream
-import midstream.client
+from midstream import Client
 from midstream.cli.app import app
 from midstream.cli.sweep import read_metric_option
-from midstream.client import Client
 from midstream.sweep import LogitDiff, LogProb, Sweep, SweepRequest
 from midstream.sweep.source import NumberSource, PromptSource, ZeroSource
 
@@ -145,7 +144,7 @@ def test_a_server_returns_the_same_sweep(run, monkeypatch, tmp_path):
         keys.append((url, api_key))
         return Client(http=TestClient(site.app, "http://localhost"))
 
-    monkeypatch.setattr(midstream.client, "Client", client)
+    monkeypatch.setattr(midstream, "Client", client)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     out = tmp_path / "sweep.json"
     done = run("abcd", "--source", "efgh", *DIFF, "--url", "http://localhost", "--out", str(out))

@@ -9,7 +9,7 @@ import httpx
 from starlette.testclient import TestClient
 from support.serving_fake import Site
 
-from midstream.client import AsyncClient, Client
+from midstream import AsyncClient, Client
 
 KINDS = ("sync", "async")
 

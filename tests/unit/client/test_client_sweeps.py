@@ -149,7 +149,8 @@ def test_infinities_and_later_kinds_of_events_are_read(kind):
 def test_a_client_and_sweeps_need_neither_torch_nor_vllm():
     code = (
         "import sys; sys.modules.update(torch=None, vllm=None)\n"
-        "from midstream.client import Client, AsyncClient\n"
+        "from midstream import Client, AsyncClient\n"
+        "assert Client.sweep and AsyncClient.fit\n"
         "from midstream.client.sweep_stream import SweepStream, sweep_body\n"
         "from midstream.sweep import LogProb\n"
         "body = sweep_body('a', 0, LogProb('x'), {'layers': [1], 'mask': [2]})\n"

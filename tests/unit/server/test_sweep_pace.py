@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 from support.serving_fake import serving
-from support.sweep_fake import RUN_ID
 from unit.server.routes import test_fit
 from unit.server.routes.test_sweep import BODY, PATH
 
-from midstream.api.sweep_calls import Traffic
+from midstream.api.traffic import RUN_ID, Traffic
 from midstream.deadlines import end_tasks, within
 from midstream.server import sweep_pace
 

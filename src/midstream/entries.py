@@ -1,0 +1,71 @@
+"""What the package imports by name, when it is used first. No other module imports by a string.
+
+So this is all that the package knows of `midstream.lab`, which stands on the public API: public
+names, sub-commands of the command, and routes of the server.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+# Public names that need vLLM or torch, and the module of each.
+PUBLIC = {
+    "Activations": "midstream.results.activations",
+    "AsyncClient": "midstream.lab.client",
+    "AsyncLLM": "midstream.lab.api.async_llm",
+    "Client": "midstream.lab.client",
+    "Config": "midstream.config.config",
+    "Controller": "midstream.plan.controller",
+    "Direction": "midstream.fit",
+    "Directions": "midstream.fit",
+    "JacobianLens": "midstream.lenses",
+    "KL": "midstream.sweep",
+    "LLM": "midstream.lab.api.llm",
+    "LogProb": "midstream.sweep",
+    "LogitDiff": "midstream.sweep",
+    "Recovered": "midstream.sweep",
+    "SAE": "midstream.sae.sae",
+    "SamplingParams": "midstream.api.sampling_params",
+    "Sweep": "midstream.sweep",
+    "Threshold": "midstream.plan.control_laws",
+    "TunedLens": "midstream.lenses",
+    "activate": "midstream.runtime.install",
+    "extra_body": "midstream.client",
+    "open_store": "midstream.store",
+    "stack": "midstream.results.stack",
+}
+# Sub-commands in the order of the help, and the module with the function of that name.
+COMMANDS = {
+    "demo": "midstream.cli.demo",
+    "report": "midstream.cli.report",
+    "doctor": "midstream.cli.doctor",
+    "serve": "midstream.cli.serve",
+    "studio": "midstream.cli.studio",
+    "capture": "midstream.cli.capture",
+    "sweep": "midstream.cli.sweep",
+    "inspect": "midstream.cli.inspect",
+    "export": "midstream.cli.export",
+    "verify": "midstream.cli.verify",
+    "merge": "midstream.cli.merge",
+    "prune": "midstream.cli.prune",
+    "docs": "midstream.cli.docs",
+}
+# Modules of routes that the server adds to its own; each has a `router`.
+ROUTES = ("midstream.server.routes.sweep", "midstream.server.routes.fit")
+
+
+def public(name: str) -> Any:
+    """Return a public name of `PUBLIC`."""
+    return getattr(import_module(PUBLIC[name]), name)
+
+
+def command(name: str) -> ModuleType:
+    """Return the module of a sub-command."""
+    return import_module(COMMANDS[name])
+
+
+def routers() -> list[Any]:
+    """Return the routers of `ROUTES`, FastAPI's."""
+    return [import_module(module).router for module in ROUTES]

@@ -1,0 +1,1 @@
+"""The engines with sweeps, scores of texts and `tune`."""

@@ -1,0 +1,15 @@
+"""`midstream.AsyncLLM`: the asynchronous engine, with sweeps, scores of texts and `tune`."""
+
+from __future__ import annotations
+
+from midstream.api import async_llm
+from midstream.api.evaluations import AsyncEvaluations
+from midstream.api.sweep_calls import AsyncSweeps
+
+
+class AsyncLLM(AsyncSweeps, AsyncEvaluations, async_llm.AsyncLLM):
+    """vLLM's asynchronous engine, with midstream enabled.
+
+    The engine core runs in a process of its own. `info`, `vectors`, `steering` and `sites()` are
+    available after `await llm.ready()`, or after the first `generate`.
+    """

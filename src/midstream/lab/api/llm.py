@@ -1,0 +1,11 @@
+"""`midstream.LLM`: the offline engine, with sweeps, scores of texts and `tune`."""
+
+from __future__ import annotations
+
+from midstream.api import llm
+from midstream.api.evaluations import Evaluations
+from midstream.api.sweep_calls import OfflineSweeps
+
+
+class LLM(OfflineSweeps, Evaluations, llm.LLM):
+    """vLLM's offline engine, with midstream enabled."""

@@ -1,0 +1,59 @@
+"""`midstream.AsyncClient`: the asyncio version of `Client`."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+from midstream.client import async_client
+from midstream.client.sweep_stream import SweepStream, sweep_body
+from midstream.fit import Directions
+from midstream.lab.client.fit_request import FitRequest, fit
+from midstream.plan.forms import LayersLike, PositionsLike
+from midstream.sweep import Sweep
+from midstream.sweep.async_run import OnCell
+
+
+class AsyncClient(async_client.AsyncClient):
+    """Asyncio client of a midstream server; see `midstream.Client`, whose methods it has as
+    coroutines.
+    """
+
+    async def sweep(
+        self,
+        prompt: Any,
+        source: Any,
+        metric: Any,
+        *,
+        on_cell: OnCell | None = None,
+        **options: Any,
+    ) -> Sweep:
+        """Patch a prompt at each cell of a grid; see `Client.sweep`."""
+        stream = SweepStream(sweep_body(prompt, source, metric, options), on_cell)
+        async with aclosing(self._bytes_of(stream.request)) as content:
+            async for data in content:
+                stream.feed(data)
+        return stream.end()
+
+    async def fit(
+        self,
+        positive: Any,
+        negative: Any,
+        method: str = "mean",
+        layers: LayersLike = "all",
+        positions: PositionsLike = "last_prompt",
+        site: str = "resid_post",
+        *,
+        name: str | None = None,
+        reduce: str = "",
+        folds: int = 5,
+        groups: Any = None,
+        seed: int = 0,
+        model: str | None = None,
+    ) -> Directions:
+        """Fit a direction at each layer, on the server; see `Client.fit`."""
+        request = FitRequest(
+            positive, negative, method, layers, positions, site, name, reduce, folds, groups, seed,
+            model,
+        )  # fmt: skip
+        return await self._run(fit(request))

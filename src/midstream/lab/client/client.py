@@ -1,0 +1,91 @@
+"""`midstream.Client`: the blocking client, with sweeps and fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midstream.client import client
+from midstream.client.sweep_stream import SweepStream, sweep_body
+from midstream.fit import Directions
+from midstream.lab.client.fit_request import FitRequest, fit
+from midstream.plan.forms import LayersLike, PositionsLike
+from midstream.sweep import Sweep
+from midstream.sweep.async_run import OnCell
+
+
+class Client(client.Client):
+    """Client of a midstream server; returns results in the form of the offline API.
+
+    Works beside the `openai` client, which can send requests to the same server with `extra_body`.
+    """
+
+    def sweep(
+        self, prompt: Any, source: Any, metric: Any, *, on_cell: OnCell | None = None, **more: Any
+    ) -> Sweep:
+        """Patch a prompt at each cell of a grid, and return a metric of each cell.
+
+        The server computes ordinary requests first.
+
+        Args:
+            prompt, source, metric: as for `midstream.LLM.sweep`. The source may also be rows that
+                the server keeps, `output.outputs[0].captured`; the metric is no function.
+            on_cell: called with each `SweepCell` and its value as soon as it is known.
+            **more: other arguments of `midstream.LLM.sweep`, except `sampling_params`,
+                `use_tqdm` and `lora_request`; `model`, the name of the model or of an adapter; of
+                the chat template `add_generation_prompt`, `continue_final_message` and
+                `chat_template_kwargs`.
+
+        Returns:
+            The sweep. Its receipts are sums.
+
+        Raises:
+            SpecError: an argument is malformed, or has no JSON form.
+            ServerError: the server rejected the request, or the sweep failed.
+            httpx.HTTPError: the server is unreachable, or the connection failed.
+        """
+        stream = SweepStream(sweep_body(prompt, source, metric, more), on_cell)
+        for data in self._bytes_of(stream.request):
+            stream.feed(data)
+        return stream.end()
+
+    def fit(
+        self,
+        positive: Any,
+        negative: Any,
+        method: str = "mean",
+        layers: LayersLike = "all",
+        positions: PositionsLike = "last_prompt",
+        site: str = "resid_post",
+        *,
+        name: str | None = None,
+        reduce: str = "",
+        folds: int = 5,
+        groups: Any = None,
+        seed: int = 0,
+        model: str | None = None,
+    ) -> Directions:
+        """Fit a direction between two classes of prompts at each layer, on the server.
+
+        The server computes ordinary requests first.
+
+        Args:
+            positive, negative, method, layers, positions, site, reduce, folds, groups, seed: as for
+                `midstream.Directions.fit`; `method` is a name. Positions that select messages, as
+                `Role`, are rejected.
+            name: name to register the vectors of all fitted layers under; needs what changes of
+                vectors need. None: they are not registered.
+            model: name of the model, or of an adapter; None: the model.
+
+        Returns:
+            The directions, with scores on held-out rows.
+
+        Raises:
+            SpecError: an argument is malformed.
+            ServerError: the server rejected the request.
+            httpx.HTTPError: the server is unreachable, or the connection failed.
+        """
+        request = FitRequest(
+            positive, negative, method, layers, positions, site, name, reduce, folds, groups, seed,
+            model,
+        )  # fmt: skip
+        return self._run(fit(request))

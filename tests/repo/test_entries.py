@@ -1,0 +1,99 @@
+"""What is imported by a name in a string: `midstream.entries`, and what other packages have."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import midstream
+from midstream import entries
+
+PACKAGE = Path(midstream.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+# They import what is not midstream's: of vLLM and its packages, and what a user names.
+FOREIGN = {
+    "compat/packed_arrays.py",
+    "config/controllers.py",
+    "plan/local_functions.py",
+    "runtime/install.py",
+    "runtime/vllm/seams.py",
+    "sinks/registry.py",
+}
+# Its names need transformers, so they are imported when they are used.
+LAZY = "attribution/__init__.py"
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def imports_for_types() -> Iterator[tuple[str, str]]:
+    """(name, module) of what the top of the package imports for type checkers alone."""
+    for node in nodes(PACKAGE / "__init__.py"):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for statement in node.body:
+                assert isinstance(statement, ast.ImportFrom)
+                yield from ((alias.name, str(statement.module)) for alias in statement.names)
+
+
+@pytest.mark.parametrize("name", entries.PUBLIC)
+def test_each_name_of_the_table_is_public(name):
+    assert name in midstream.__all__
+    assert getattr(midstream, name) is entries.public(name)
+
+
+def test_type_checkers_see_the_names_where_the_table_has_them():
+    assert dict(imports_for_types()) == entries.PUBLIC
+
+
+@pytest.mark.parametrize("name", entries.COMMANDS)
+def test_each_sub_command_is_a_function_of_its_module(name):
+    assert callable(getattr(entries.command(name), name))
+
+
+def test_each_module_of_routes_has_some():
+    assert len(entries.routers()) == len(entries.ROUTES)
+    assert all(router.routes for router in entries.routers())
+
+
+def test_what_else_is_imported_by_a_string_is_of_other_packages():
+    """A name that is made or given may be of any package: each file that imports such is known."""
+    made, literal = set(), set()
+    for path in SOURCES:
+        for node in nodes(path):
+            if not isinstance(node, ast.Call):
+                continue
+            if ast.unparse(node.func).rpartition(".")[2] not in ("import_module", "__import__"):
+                continue
+            if isinstance(node.args[0], ast.Constant):
+                literal.add(str(node.args[0].value).partition(".")[0])
+            elif not ast.unparse(node.args[0]).startswith("f'{_LAYERS}."):
+                made.add(name_of(path))
+    assert made == FOREIGN | {"entries.py", LAZY}
+    assert literal == {"tqdm", "vllm", "yaml"}
+
+
+def test_the_core_names_the_lab_in_the_table_alone():
+    """The top of the package repeats it for type checkers."""
+    users = set()
+    for path in SOURCES:
+        for node in nodes(path):
+            named: list[object] = []
+            if isinstance(node, ast.ImportFrom):
+                named = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Constant):
+                named = [node.value]
+            if any(str(name).startswith("midstream.lab") for name in named):
+                users.add(name_of(path))
+    assert {file for file in users if not file.startswith("lab/")} == {"__init__.py", "entries.py"}
