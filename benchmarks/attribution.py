@@ -47,8 +47,8 @@ def main() -> int:
     # The twin reads the engine's own tokenizer and settings, and runs in this process beside it.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from midstream import LLM
-    from midstream.attribution import Twin
-    from midstream.demo.model.smollm2 import NAME, make_smollm2
+    from midstream.lab.attribution import Twin
+    from midstream.lab.demo.model.smollm2 import NAME, make_smollm2
 
     model = args.model or make_smollm2(Path(".models") / NAME)
     run = engines.Run("attribution", args, model=model.name, pairs={})
@@ -68,7 +68,7 @@ def compare(
     import numpy as np
 
     from midstream import LogitDiff
-    from midstream.attribution import attribution_patching
+    from midstream.lab.attribution import attribution_patching
 
     metric = LogitDiff(*tokens)
     estimates = attribution_patching(twin, clean, corrupt, metric, sites=SITES).effects

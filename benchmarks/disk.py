@@ -194,9 +194,9 @@ def served(llm: Any, sink: str, prompts: int, length: int) -> int:
 def captured(llm: Any, data: Path, out: Path) -> int:
     """Run the job of `midstream capture`, and return the size of the durable rows in bytes."""
     from midstream import Capture
-    from midstream.jobs.engine import VllmEngine
-    from midstream.jobs.job import Job
-    from midstream.jobs.run import CaptureRun
+    from midstream.lab.jobs.engine import VllmEngine
+    from midstream.lab.jobs.job import Job
+    from midstream.lab.jobs.run import CaptureRun
 
     config = llm.llm_engine.model_config
     capture = Capture(layers="all", positions="prompt")

@@ -54,7 +54,7 @@ def measure(dtype: str) -> dict[str, Any]:
     from support.oracle import Oracle, relative_error
 
     from midstream import Capture
-    from midstream.demo.model.smollm2 import NAME, make_smollm2
+    from midstream.lab.demo.model.smollm2 import NAME, make_smollm2
 
     model = make_smollm2(Path(os.environ.get("MIDSTREAM_MODELS", ROOT / ".models")) / NAME)
     oracles = {

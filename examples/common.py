@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from midstream.console import ALWAYS, defaults, quiet
-from midstream.demo.model.smollm2 import NAME, make_smollm2
+from midstream.lab.demo.model.smollm2 import NAME, make_smollm2
 
 # vLLM reads environment variables and logs when it is imported. Variables that you set are kept.
 with defaults(ALWAYS), quiet(verbose=False):

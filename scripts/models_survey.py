@@ -134,7 +134,7 @@ def _import_once() -> None:
     from vllm.model_executor.models import registry
 
     import midstream.api.llm
-    import midstream.tools.doctor.examine  # noqa: F401
+    import midstream.lab.tools.doctor.examine  # noqa: F401
 
     # vLLM reads a model's class in a new process, to keep CUDA out of this one; on a CPU that is
     # only slow.
@@ -185,7 +185,7 @@ def _in_child(candidate: Candidate, writing: int) -> None:
 def _examine(candidate: Candidate) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
-    from midstream.tools.doctor.examine import Options, examine_config
+    from midstream.lab.tools.doctor.examine import Options, examine_config
 
     settings = survey_settings.SETTINGS.get(candidate.model_type, {})
     engine: dict[str, Any] = {}
@@ -267,7 +267,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    from midstream.tools.doctor.examine import versions
+    from midstream.lab.tools.doctor.examine import versions
 
     found["versions"] = dict(versions())
     found["date"] = datetime.datetime.now(datetime.timezone.utc).date().isoformat()

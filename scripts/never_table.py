@@ -31,7 +31,8 @@ def faults() -> str:
     texts: dict[str, list[str]] = defaultdict(list)
     for fault in FAULTS:
         folders = package.place(fault).path.parts[:-1]
-        part = "/".join(folders[: 2 if folders[:1] == ("runtime",) else 1]) or "midstream"
+        depth = 2 if folders[:1] in (("lab",), ("runtime",)) else 1
+        part = "/".join(folders[:depth]) or "midstream"
         texts[part].append(fault.never)
     rows = [
         [f"`{part}`", str(len(never)), "; ".join(never[: 3 if len(never) >= MANY else 1])]

@@ -30,7 +30,7 @@ def say(line: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the command line."""
-    from midstream.demo.model.smollm2 import NAME, make_smollm2
+    from midstream.lab.demo.model.smollm2 import NAME, make_smollm2
 
     named = [one for one in arguments if one != "--table"]
     unknown = set(named) - {path.stem for path in notebooks.PATHS}

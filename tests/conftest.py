@@ -41,7 +41,7 @@ gc.disable()
 
 # Before all others: they run Phi in transformers. Once vLLM has run a model by transformers' code,
 # as it does with Phi, that class is vLLM's for good in the process.
-FIRST = ("unit/tools/doctor/test_reference.py", "unit/attribution/test_gradients.py")
+FIRST = ("lab/tools/doctor/test_reference.py", "lab/attribution/test_gradients.py")
 # Files without a record of their own, by folder: those with processes of their own before the rest.
 SLOW = ("engine/", "system/", "browser/", "nightly/", "gpu/")
 
@@ -145,7 +145,7 @@ def _logger() -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, made when absent (a download of 90 MB)."""
-    from midstream.demo.model.smollm2 import NAME, make_smollm2
+    from midstream.lab.demo.model.smollm2 import NAME, make_smollm2
 
     return make_smollm2(Path(os.environ.get("MIDSTREAM_MODELS", ROOT / ".models")) / NAME)
 

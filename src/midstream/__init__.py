@@ -82,10 +82,11 @@ if TYPE_CHECKING:
     from midstream.api.sampling_params import SamplingParams
     from midstream.client import extra_body
     from midstream.config.config import Config
-    from midstream.fit import Direction, Directions
     from midstream.lab.api.async_llm import AsyncLLM
     from midstream.lab.api.llm import LLM
     from midstream.lab.client import AsyncClient, Client
+    from midstream.lab.fit import Direction, Directions
+    from midstream.lab.sweep import KL, LogitDiff, LogProb, Recovered, Sweep
     from midstream.lenses import JacobianLens, TunedLens
     from midstream.plan.control_laws import Threshold
     from midstream.plan.controller import Controller
@@ -94,7 +95,6 @@ if TYPE_CHECKING:
     from midstream.runtime.install import activate
     from midstream.sae.sae import SAE
     from midstream.store import open_store
-    from midstream.sweep import KL, LogitDiff, LogProb, Recovered, Sweep
 
 __all__ = [
     "KL",

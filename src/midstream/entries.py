@@ -18,17 +18,17 @@ PUBLIC = {
     "Client": "midstream.lab.client",
     "Config": "midstream.config.config",
     "Controller": "midstream.plan.controller",
-    "Direction": "midstream.fit",
-    "Directions": "midstream.fit",
+    "Direction": "midstream.lab.fit",
+    "Directions": "midstream.lab.fit",
     "JacobianLens": "midstream.lenses",
-    "KL": "midstream.sweep",
+    "KL": "midstream.lab.sweep",
     "LLM": "midstream.lab.api.llm",
-    "LogProb": "midstream.sweep",
-    "LogitDiff": "midstream.sweep",
-    "Recovered": "midstream.sweep",
+    "LogProb": "midstream.lab.sweep",
+    "LogitDiff": "midstream.lab.sweep",
+    "Recovered": "midstream.lab.sweep",
     "SAE": "midstream.sae.sae",
     "SamplingParams": "midstream.api.sampling_params",
-    "Sweep": "midstream.sweep",
+    "Sweep": "midstream.lab.sweep",
     "Threshold": "midstream.plan.control_laws",
     "TunedLens": "midstream.lenses",
     "activate": "midstream.runtime.install",
@@ -38,22 +38,22 @@ PUBLIC = {
 }
 # Sub-commands in the order of the help, and the module with the function of that name.
 COMMANDS = {
-    "demo": "midstream.cli.demo",
-    "report": "midstream.cli.report",
-    "doctor": "midstream.cli.doctor",
+    "demo": "midstream.lab.cli.demo",
+    "report": "midstream.lab.cli.report",
+    "doctor": "midstream.lab.cli.doctor",
     "serve": "midstream.cli.serve",
     "studio": "midstream.cli.studio",
-    "capture": "midstream.cli.capture",
-    "sweep": "midstream.cli.sweep",
-    "inspect": "midstream.cli.inspect",
-    "export": "midstream.cli.export",
+    "capture": "midstream.lab.cli.capture",
+    "sweep": "midstream.lab.cli.sweep",
+    "inspect": "midstream.lab.cli.inspect",
+    "export": "midstream.lab.cli.export",
     "verify": "midstream.cli.verify",
     "merge": "midstream.cli.merge",
     "prune": "midstream.cli.prune",
     "docs": "midstream.cli.docs",
 }
 # Modules of routes that the server adds to its own; each has a `router`.
-ROUTES = ("midstream.server.routes.sweep", "midstream.server.routes.fit")
+ROUTES = ("midstream.lab.server.routes.sweep", "midstream.lab.server.routes.fit")
 
 
 def public(name: str) -> Any:

@@ -374,7 +374,7 @@ def test_a_patching_heatmap_fills_as_cells_come(page, server):
         expect(page.locator(".grid td.known")).to_have_count(16)
         expect(page.locator(".progress")).to_contain_text("noise floor 0")
     finally:
-        from unit.server.routes.test_fit import script
+        from lab.server.routes.test_fit import script
 
         engine.pause, engine.script = before, script
         paused.set()

@@ -12,9 +12,9 @@ from support.engines import engine, greedy, tokens
 from support.oracle import relative_error
 
 from midstream import Replace, Steer
-from midstream.attribution import Twin, attribution_patching
+from midstream.lab.attribution import Twin, attribution_patching
+from midstream.lab.sweep import KL, LogitDiff
 from midstream.sites import OUTER
-from midstream.sweep import KL, LogitDiff
 
 CORRUPT = [5, 17, 33, 101, 8, 77, 12]
 CLEAN = [5, 17, 90, 14, 8, 77, 12]

@@ -10,14 +10,14 @@ import torch
 import transformers as hf
 from support.engines import prepare_vllm
 
+from midstream.lab.tools.doctor.cases import OF_PARTS, OPERATIONS
+from midstream.lab.tools.doctor.examine import Options, examine, examine_config
+from midstream.lab.tools.doctor.report import LACKING, OK, REFUSED, WRONG
 from midstream.runtime.models import inner_sites
 from midstream.runtime.models import registry as conventions
 from midstream.runtime.models.convention import Refusal, dead
 from midstream.runtime.worker.taps import taps
 from midstream.sites import IN_LAYERS, INNER
-from midstream.tools.doctor.cases import OF_PARTS, OPERATIONS
-from midstream.tools.doctor.examine import Options, examine, examine_config
-from midstream.tools.doctor.report import LACKING, OK, REFUSED, WRONG
 
 LLAMA = ("model_executor.models.llama", "LlamaDecoderLayer")
 NORM = "post_attention_layernorm"

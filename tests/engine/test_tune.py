@@ -21,10 +21,10 @@ from support.tokenizers import byte_level
 from vllm import SamplingParams
 
 from midstream import Directions, Logits, SpecError, Steer
-from midstream.fit import MaxKL, MaxPerplexity, Tuning
-from midstream.fit.batches import run_steps_async
-from midstream.fit.text_scores import score_steps
-from midstream.fit.tune import Tune, read_tune, tune_steps
+from midstream.lab.fit import MaxKL, MaxPerplexity, Tuning
+from midstream.lab.fit.batches import run_steps_async
+from midstream.lab.fit.text_scores import score_steps
+from midstream.lab.fit.tune import Tune, read_tune, tune_steps
 from midstream.plan.shape import ModelShape
 
 TOLERANCE = 5e-3 if HAS_GPU else 1e-4

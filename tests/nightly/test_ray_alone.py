@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from lab.jobs.checking import check_rows
+from lab.jobs.fakes import prompts, texts, write_lines
 from support.object_store import (
     bucket,  # noqa: F401
     object_client,  # noqa: F401
@@ -18,8 +20,6 @@ from support.object_store import (
     s3,  # noqa: F401
 )
 from support.own_process import ROOT
-from unit.jobs.checking import check_rows
-from unit.jobs.fakes import prompts, texts, write_lines
 
 pytestmark = pytest.mark.usefixtures("actors_find_the_tests")
 
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("actors_find_the_tests")
 ALONE = """
 import sys
 from pathlib import Path
-from unit.jobs.fakes import job
+from lab.jobs.fakes import job
 from support.on_ray import Slow
-from midstream.jobs.ray import Placement, RayCaptureRun
+from midstream.lab.jobs.ray import Placement, RayCaptureRun
 
 folder = Path(sys.argv[1])
 few = {"max_num_seqs": 4}

@@ -1,4 +1,4 @@
-"""`midstream.jobs.ray.capture_dataset`: a step of a pipeline, with engines that compute nothing."""
+"""`jobs.ray.capture_dataset`: a step of a pipeline, with engines that compute nothing."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from lab.jobs.fakes import HIDDEN, LAYERS, FakeEngine, job, tokens_of, vector, write_lines
 from support.on_ray import start_ray
 from support.pages import blocks
-from unit.jobs.fakes import HIDDEN, LAYERS, FakeEngine, job, tokens_of, vector, write_lines
 
-import midstream.jobs.ray
+import midstream.lab.jobs.ray
 from midstream import Capture, SpecError
-from midstream.jobs.engine import Reply
-from midstream.jobs.ray import Placement, RayCaptureRun, capture_dataset
-from midstream.jobs.ray.engine_thread import EngineThread
-from midstream.jobs.records import Failed, Record
-from midstream.jobs.request_ids import Identity
+from midstream.lab.jobs.engine import Reply
+from midstream.lab.jobs.ray import Placement, RayCaptureRun, capture_dataset
+from midstream.lab.jobs.ray.engine_thread import EngineThread
+from midstream.lab.jobs.records import Failed, Record
+from midstream.lab.jobs.request_ids import Identity
 
 CAPTURE = Capture(LAYERS, positions="last_prompt")
 
@@ -70,7 +70,7 @@ def test_what_the_page_shows_runs(cluster, tmp_path, monkeypatch, capsys):
     write_lines(tmp_path, lines)
     monkeypatch.chdir(tmp_path)
     capture = functools.partial(capture_dataset, start=FakeEngine)
-    monkeypatch.setattr(midstream.jobs.ray, "capture_dataset", capture)
+    monkeypatch.setattr(midstream.lab.jobs.ray, "capture_dataset", capture)
     work = RayCaptureRun.work
     monkeypatch.setattr(RayCaptureRun, "work", lambda self: work(self, FakeEngine))
     spreading, pipeline = (text for _, _, text in blocks("docs/dataset-capture.md", ["py"]))

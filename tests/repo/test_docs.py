@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import midstream
-from midstream.demo.model import smollm2
+from midstream.lab.demo.model import smollm2
 from midstream.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,7 @@ FOREIGN = {
     "sinks/registry.py",
 }
 # Its names need transformers, so they are imported when they are used.
-LAZY = "attribution/__init__.py"
+LAZY = "lab/attribution/__init__.py"
 
 
 def name_of(path: Path) -> str:

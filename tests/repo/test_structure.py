@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_CLASS_LINES = 500, 250
-MOST_LINES = {"core": 94_300, "lab": 300}
+MOST_LINES = {"core": 74_700, "lab": 19_900}
 MOST_MODULES = 20
 # Folders that still have more modules, and how many.
 LARGER = {
@@ -29,7 +29,7 @@ LARGER = {
     "results": 21,
     "runtime/frontend/request": 21,
     "runtime/worker": 21,
-    "server": 30,
+    "server": 26,
 }
 # English words that end in -ing and are nouns.
 NOUNS = {"string", "steering", "tracing", "testing", "listing", "sizing"}
@@ -265,7 +265,7 @@ def test_no_exception_is_defined_elsewhere():
         and any(re.search(r"(Error|Exception)$", ast.unparse(base)) for base in node.bases)
     }
     # Raised and caught within the report, or within the doctor.
-    own = ("report/", "tools/doctor/")
+    own = ("lab/report/", "lab/tools/doctor/")
     assert {name for name in defined if not name.startswith(own)} == set()
 
 

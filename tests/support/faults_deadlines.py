@@ -7,7 +7,7 @@ from support.fault import Fault
 _WAITS = "tests/unit/test_deadlines.py::"
 _STALLED = "tests/unit/sinks/test_stalled_sinks.py::"
 _HANGING = "tests/unit/test_hanging.py::"
-_TURNS = "tests/unit/server/test_sweep_pace.py::"
+_TURNS = "tests/lab/server/test_sweep_pace.py::"
 _USES = "tests/unit/runtime/frontend/test_engine_use.py::"
 
 DEADLINES: tuple[Fault, ...] = (

@@ -17,21 +17,21 @@ FIT: tuple[Fault, ...] = (
         "_Kept.training",
         "np.ones(len(folds), np.bool_) if fold is None else folds != fold",
         "np.ones(len(folds), np.bool_)",
-        "tests/unit/fit/test_references.py::test_scores_are_those_of_fits_without_each_fold",
+        "tests/lab/fit/test_references.py::test_scores_are_those_of_fits_without_each_fold",
     ),
     Fault(
         "Moments of a held-out fold are among those of the training rows",
         "_Accumulated.training",
         "[moments for index, moments in enumerate(parts) if index != fold]",
         "[moments for index, moments in enumerate(parts)]",
-        "tests/unit/fit/test_references.py::test_moments_give_what_the_rows_give",
+        "tests/lab/fit/test_references.py::test_moments_give_what_the_rows_give",
     ),
     Fault(
         "The halves of a pair are held out apart",
         "_keyed",
         "owners[1] if first == second else owners[1] + first",
         "owners[1] + first",
-        "tests/unit/fit/test_planted.py::test_class_means_project_to_one_and_minus_one_and_a_scale"
+        "tests/lab/fit/test_planted.py::test_class_means_project_to_one_and_minus_one_and_a_scale"
         "_of_one_joins_them",
     ),
     Fault(

@@ -189,7 +189,7 @@ KEPT: tuple[Fault, ...] = (
         "StoreWriter.check",
         "self.stored += 1",
         "self.stored += 1 + len(self._pending)",
-        "tests/unit/jobs/test_killed.py"
+        "tests/lab/jobs/test_killed.py"
         "::test_jobs_that_are_killed_at_random_are_resumed_without_a_lost_or_doubled_row",
     ),
     Fault(
@@ -197,21 +197,21 @@ KEPT: tuple[Fault, ...] = (
         "CaptureRun._missing",
         "if not self._done.has(record):",
         "if True:",
-        "tests/unit/jobs/test_run.py::test_a_job_that_was_stopped_goes_on_where_it_was",
+        "tests/lab/jobs/test_run.py::test_a_job_that_was_stopped_goes_on_where_it_was",
     ),
     Fault(
         "A job resumes into a store of other data",
         "CompletedLines.has",
         "if int(self._digests[place]) != self._identity.digest(record):",
         "if False:",
-        "tests/unit/jobs/test_run.py::test_other_data_is_refused_before_an_engine_is_started",
+        "tests/lab/jobs/test_run.py::test_other_data_is_refused_before_an_engine_is_started",
     ),
     Fault(
         "Rows that a killed engine had stored are captured a second time",
         "Worker._enqueue",
         "if attempt.number > 1:",
         "if False:",
-        "tests/unit/jobs/ray/test_worker.py"
+        "tests/lab/jobs/ray/test_worker.py"
         "::test_what_an_earlier_try_has_stored_is_found_and_not_captured_again",
     ),
     Fault(
@@ -219,7 +219,7 @@ KEPT: tuple[Fault, ...] = (
         "_Chunk.is_finished",
         "not self.open and max(self.put.values(), default=0) <= stored",
         "not self.open",
-        "tests/unit/jobs/ray/test_worker.py"
+        "tests/lab/jobs/ray/test_worker.py"
         "::test_chunks_that_come_together_end_each_with_all_their_lines_in_the_store",
     ),
     Fault(
@@ -227,14 +227,14 @@ KEPT: tuple[Fault, ...] = (
         "taken",
         "_wait_for_writers(folder.root)",
         "pass",
-        "tests/unit/jobs/test_directory_lock.py::test_a_job_is_refused_while_others_write_on",
+        "tests/lab/jobs/test_directory_lock.py::test_a_job_is_refused_while_others_write_on",
     ),
     Fault(
         "A line that ends every engine is retried forever",
         "ChunkCoordinator.begin",
         "chunk.given_up[chunk.alone]",
         "_",
-        "tests/unit/jobs/ray/test_chunk_coordinator.py"
+        "tests/lab/jobs/ray/test_chunk_coordinator.py"
         "::test_a_line_with_which_an_engine_ended_that_had_nothing_else_is_given_up",
     ),
     Fault(
@@ -465,7 +465,7 @@ KEPT: tuple[Fault, ...] = (
         "_Estimate._multiply",
         "gradient[self._targets]",
         "gradient[: len(self._targets)]",
-        "tests/unit/attribution/test_estimate.py"
+        "tests/lab/attribution/test_estimate.py"
         "::test_prompts_of_other_lengths_are_aligned_as_in_a_sweep",
     ),
     Fault(
@@ -473,7 +473,7 @@ KEPT: tuple[Fault, ...] = (
         "_hook_inside",
         'if site != "resid_mid":',
         "if True:",
-        "tests/unit/attribution/test_gradients.py"
+        "tests/lab/attribution/test_gradients.py"
         "::test_gradients_at_all_sites_are_those_of_plain_autograd",
     ),
     Fault(
@@ -481,7 +481,7 @@ KEPT: tuple[Fault, ...] = (
         "_one_in_float32",
         "tensor.data = data",
         "tensor.data = data.float()",
-        "tests/unit/attribution/test_load.py"
+        "tests/lab/attribution/test_load.py"
         "::test_a_twin_of_lower_precision_finds_the_same_sites_and_keeps_its_weights",
     ),
 )

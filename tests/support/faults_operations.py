@@ -6,7 +6,7 @@ from support.fault import Fault
 
 FOLDER = "tests/unit/steering/test_shared_folder.py::"
 SERVER = "tests/unit/server/test_operations.py::"
-LOGGED = "tests/unit/harness/test_logged.py::"
+LOGGED = "tests/lab/harness/test_logged.py::"
 
 OPERATIONS: tuple[Fault, ...] = (
     Fault(

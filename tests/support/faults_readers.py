@@ -12,7 +12,7 @@ READERS: tuple[Fault, ...] = (
         "_without_mark",
         "yield line.removeprefix(mark)",
         'yield line.removeprefix(b"")',
-        "tests/unit/jobs/test_sources.py::test_a_byte_order_mark_is_no_part_of_the_first_line",
+        "tests/lab/jobs/test_sources.py::test_a_byte_order_mark_is_no_part_of_the_first_line",
     ),
     Fault(
         "What a model does to the stream in front of its first layer counts as its embedding",

@@ -10,7 +10,7 @@ STUDIO: tuple[Fault, ...] = (
         "fit:fit",
         "admin(request)",
         "pass",
-        "tests/unit/server/routes/test_fit.py::test_a_name_needs_what_changes_of_vectors_need_and_a"
+        "tests/lab/server/routes/test_fit.py::test_a_name_needs_what_changes_of_vectors_need_and_a"
         "_fit_alone_does_not",
     ),
     Fault(

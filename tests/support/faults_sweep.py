@@ -54,14 +54,14 @@ SWEEPS: tuple[Fault, ...] = (
         "KL.value",
         "np.exp(p[possible]) * (p[possible] - q[possible])",
         "np.exp(q[possible]) * (q[possible] - p[possible])",
-        "tests/unit/sweep/test_metrics.py::test_kl_is_the_relative_entropy",
+        "tests/lab/sweep/test_metrics.py::test_kl_is_the_relative_entropy",
     ),
     Fault(
         "Runs of sweeps start while an ordinary request waits for its first token",
         "SweepPace._is_free",
         "not now.starting and self.running < max(1, now.seats // _SEATS)",
         "self.running < max(1, now.seats // _SEATS)",
-        "tests/unit/server/test_sweep_pace.py"
+        "tests/lab/server/test_sweep_pace.py"
         "::test_an_ordinary_request_has_its_first_token_before_any_further_run_starts",
     ),
     Fault(
@@ -69,7 +69,7 @@ SWEEPS: tuple[Fault, ...] = (
         "_SweepResponse.__call__",
         "asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)",
         "asyncio.wait((gone, work), return_when=asyncio.ALL_COMPLETED)",
-        "tests/unit/server/routes/test_sweep.py::test_a_client_that_disconnects_ends_the_remaining_"
+        "tests/lab/server/routes/test_sweep.py::test_a_client_that_disconnects_ends_the_remaining_"
         "cells",
     ),
     Fault(
@@ -77,7 +77,7 @@ SWEEPS: tuple[Fault, ...] = (
         "RowsSource.emit",
         "len(counts) > 1 or default != self.positions or counts != {self.length}",
         "len(counts) > 1",
-        "tests/unit/server/routes/test_sweep.py"
+        "tests/lab/server/routes/test_sweep.py"
         "::test_rows_by_value_keep_their_positions_and_the_prompt_that_they_are_of",
     ),
 )

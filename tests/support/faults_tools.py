@@ -17,7 +17,7 @@ TOOLS: tuple[Fault, ...] = (
         "_seams",
         "differences.append(str(error))",
         "str(error)",
-        "tests/unit/tools/doctor/test_environment.py"
+        "tests/lab/tools/doctor/test_environment.py"
         "::test_differences_of_all_checks_of_seams_are_collected",
     ),
     Fault(
@@ -26,6 +26,6 @@ TOOLS: tuple[Fault, ...] = (
         "find_problems",
         "plugins is not None",
         "plugins",
-        "tests/unit/tools/doctor/test_environment.py::test_what_is_odd_is_named_with_what_to_do",
+        "tests/lab/tools/doctor/test_environment.py::test_what_is_odd_is_named_with_what_to_do",
     ),
 )

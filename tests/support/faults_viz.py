@@ -33,7 +33,7 @@ VIZ: tuple[Fault, ...] = (
         "run",
         '_file_of(fitted.save, "directions.safetensors")',
         '_file_of(fitted.at(fitted.layers[1:]).save, "directions.safetensors")',
-        "tests/unit/report/test_run.py"
+        "tests/lab/report/test_run.py"
         "::test_the_file_to_download_has_the_direction_that_was_steered_with",
     ),
 )

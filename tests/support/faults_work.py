@@ -88,7 +88,7 @@ WORK: tuple[Fault, ...] = (
         "cells:_places",
         "if count > MAX_GROUPED:",
         "if count > 64 * MAX_GROUPED:",
-        "tests/unit/sweep/test_cells.py::test_positions_of_groups_have_a_budget",
+        "tests/lab/sweep/test_cells.py::test_positions_of_groups_have_a_budget",
     ),
     Fault(
         "A large plan is resolved on the event loop",

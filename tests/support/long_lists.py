@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from midstream.lab.server import fit_body, sweep_body
 from midstream.plan.act import Flag, Stop, Switch
 from midstream.plan.control_laws import Threshold
 from midstream.plan.controller import Controller
@@ -23,7 +24,6 @@ from midstream.plan.readouts.capture import Capture
 from midstream.plan.readouts.features import Features
 from midstream.plan.readouts.lens import Lens
 from midstream.plan.readouts.logits import Logits
-from midstream.server import fit_body, sweep_body
 from midstream.server.request_field import read_field
 
 WIDTH = 3

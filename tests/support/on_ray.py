@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import ray
-from unit.jobs.fakes import FakeEngine
+from lab.jobs.fakes import FakeEngine
 
 RAY = {
     "num_cpus": 2,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 HERE = "here"  # a test of test_seed_sentences.py
 DESIGN = "a statement about the other project's means or scope; nothing to show"
-_UNIT, _ENGINE, _SYSTEM, _GPU = "tests/unit/", "tests/engine/", "tests/system/", "tests/gpu/"
+_UNIT, _LAB, _ENGINE = "tests/unit/", "tests/lab/", "tests/engine/"
+_SYSTEM, _GPU = "tests/system/", "tests/gpu/"
 # What is not shown, by the work that it belongs to.
 OPEN = {
     "dynamic": "plans of running requests change with the work on controllers",
@@ -83,7 +84,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "S1.5": ("no token is left out", HERE),
     "S1.6": (
         "the cost depends on codec, layers and ranks",
-        _UNIT + "jobs/test_estimate.py::positions_codecs_and_dtypes_count_as_in_a_job",
+        _LAB + "jobs/test_estimate.py::positions_codecs_and_dtypes_count_as_in_a_job",
     ),
     "S1.7": ("sketches of 256 to 512 numbers", HERE),
     "S1.8": (

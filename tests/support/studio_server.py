@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import uvicorn
+from lab.server.routes.test_fit import script
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
-from unit.server.routes.test_fit import script
 
 from midstream.results.features import FeatureRows
 from midstream.results.lens import LensRows

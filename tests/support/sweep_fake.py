@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from midstream.api.traffic import RUN_ID, Traffic
 from midstream.errors import SpecError
+from midstream.lab.sweep import Sweep
+from midstream.lab.sweep.async_run import run_job
+from midstream.lab.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
+from midstream.lab.sweep.source import PromptSource
 from midstream.plan.positions.prompt import Prompt
 from midstream.results.activations import Activations
 from midstream.results.receipt import Edited, Receipt
-from midstream.sweep import Sweep
-from midstream.sweep.async_run import run_job
-from midstream.sweep.job import SweepContext, SweepJob, SweepPrompt, SweepRun
-from midstream.sweep.source import PromptSource
 from midstream.validation import at
 
 A, B = ord("x"), ord("z")

@@ -22,9 +22,9 @@ from support.forging import forged
 from support.nightly import NIGHTLY, rounds
 
 from midstream import Capture, Positions, Role, SamplingParams, Text, open_store
-from midstream.jobs import Job, Summary, capture_dataset
-from midstream.jobs.engine import VllmEngine
-from midstream.jobs.estimate import estimate_job
+from midstream.lab.jobs import Job, Summary, capture_dataset
+from midstream.lab.jobs.engine import VllmEngine
+from midstream.lab.jobs.estimate import estimate_job
 from midstream.store import verify
 
 LINES = 400

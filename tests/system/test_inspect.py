@@ -18,7 +18,7 @@ from inspect_ai.scorer import Score, accuracy, scorer
 from support import serving, tiny
 from support.serving import NAME, Running
 
-import midstream.harness.inspect_entry  # noqa: F401  (an installed package has an entry point)
+import midstream.lab.harness.inspect_entry  # noqa: F401  (an installed package has an entry point)
 from midstream import Client, Named, Probe, Steer
 from midstream.results.serialization import unpack
 

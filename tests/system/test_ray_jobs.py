@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 import ray
+from lab.jobs.checking import check_rows, lines_in
+from lab.jobs.fakes import FakeEngine, job, prompts, texts, write_lines
 from support.on_ray import Deadly, Hopeless, Refused, Slow, pids, start_ray
-from unit.jobs.checking import check_rows, lines_in
-from unit.jobs.fakes import FakeEngine, job, prompts, texts, write_lines
 
 from midstream import EngineError, SpecError, StoreError
-from midstream.jobs import capture_dataset
-from midstream.jobs.ray import Placement, RayCaptureRun
+from midstream.lab.jobs import capture_dataset
+from midstream.lab.jobs.ray import Placement, RayCaptureRun
 
-# By day `unit/jobs/ray` has the coordinator and the workers, without Ray's processes.
+# By day `lab/jobs/ray` has the coordinator and the workers, without Ray's processes.
 pytestmark = pytest.mark.nightly
 FEW = {"max_num_seqs": 4}  # so that chunks are on their way a few at a time
 

@@ -33,6 +33,8 @@ from midstream import (
     SpecError,
     Steer,
 )
+from midstream.lab.sweep.cells import plan_grid
+from midstream.lab.sweep.request import SweepRequest
 from midstream.plan import ModelShape, Prompt
 from midstream.plan.operation import Operation
 from midstream.plan.readouts import ReadOut
@@ -42,8 +44,6 @@ from midstream.results.activations import Activations
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.results.readouts import parted
 from midstream.sites import IN_LAYERS
-from midstream.sweep.cells import plan_grid
-from midstream.sweep.request import SweepRequest
 
 ROOT = Path(__file__).parents[2]
 LAYERS, WIDTH, HEADS, EXPERTS = 5, 8, 4, 8

@@ -23,11 +23,11 @@ from support.sinking import ORIGIN, Noting
 from midstream import Sweep, plugin
 from midstream.config.sinks import plain_sinks, read_sinks
 from midstream.errors import BusyError, HttpError, MidstreamError, StoreError
-from midstream.fit import Directions
-from midstream.jobs import directory_lock
+from midstream.lab.fit import Directions
+from midstream.lab.jobs import directory_lock
+from midstream.lab.report.pairs import read_pairs
 from midstream.lenses import JacobianLens, TunedLens
 from midstream.plan import Capture, Plan
-from midstream.report.pairs import read_pairs
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.engine_info import FrontEnds
 from midstream.runtime.frontend.rpc import replicas

@@ -100,12 +100,12 @@ from midstream import (
     extra_body,
     stack,
 )
-from midstream.attribution import Twin, attribution_patching
-from midstream.fit.batches import encode_prompts
-from midstream.fit.tune import _read_scales
-from midstream.sweep.alignment import align_positions, read_align
-from midstream.sweep.request import SweepRequest
-from midstream.sweep.source import read_source
+from midstream.lab.attribution import Twin, attribution_patching
+from midstream.lab.fit.batches import encode_prompts
+from midstream.lab.fit.tune import _read_scales
+from midstream.lab.sweep.alignment import align_positions, read_align
+from midstream.lab.sweep.request import SweepRequest
+from midstream.lab.sweep.source import read_source
 
 ENGINE = "tests/engine/test_row_order.py::"
 MASK = [4, 1, 6]
@@ -387,7 +387,7 @@ CALLS: dict[str, Rule] = {
     **dict.fromkeys(
         (f"{method}.{field}" for method in ("fit", "fit_async", "from_rows")
          for field in ("positive", "negative")),
-        has_test("tests/unit/fit/test_references.py::test_a_group_that_leaks_is_held_out_together"),
+        has_test("tests/lab/fit/test_references.py::test_a_group_that_leaks_is_held_out_together"),
     ),
     "tune.scales": kept(lambda order: _read_scales(order), [2.0, 0.5, 1.0]),
     "tune.prompts": kept(
@@ -427,7 +427,7 @@ def classes() -> dict[str, type]:
         name: one
         for name, one in public.items()
         if inspect.isclass(one)
-        and one.__module__.startswith(("midstream.plan", "midstream.sweep.m"))
+        and one.__module__.startswith(("midstream.plan", "midstream.lab.sweep.m"))
     }
     return {**found, "SweepRequest": SweepRequest}
 

@@ -61,7 +61,7 @@ LAYOUTS: Mapping[int, TensorLayout] = {
     0: TensorLayout("F32", 1, 4, _unpack_f32),
     1: TensorLayout("F16", 1, 2, _unpack_f16),
 }
-"""Layouts by GGML type. Quantised types, which models have, are in `midstream.demo.model`."""
+"""Layouts by GGML type. Quantised types, which models have, are in `midstream.lab.demo.model`."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from support.command import CliRunner
 
 from midstream.cli.app import app
 from midstream.entries import COMMANDS, command
-from midstream.tools.doctor import examine
-from midstream.tools.doctor.report import (
+from midstream.lab.tools.doctor import examine
+from midstream.lab.tools.doctor.report import (
     LACKING,
     OK,
     REFUSED,

@@ -7,10 +7,10 @@ import json
 
 import pytest
 import torch
+from lab.server.routes import test_fit
 from msgspec.structs import force_setattr
 from support.cancelling import every_run
 from support.serving_fake import make, scope_of
-from unit.server.routes import test_fit
 
 CAPTURE = {"layers": [1], "positions": "all"}
 STEER = {"op": "steer", "vector": [1.0, 0.0, 0.0], "layer": 1}

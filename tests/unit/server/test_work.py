@@ -46,9 +46,10 @@ from unit.server.long_bodies import (
 )
 
 from midstream.errors import HttpError, MidstreamError, SpecError
+from midstream.lab.server import fit_body
 from midstream.plan import Steer
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.server import fit_body, server
+from midstream.server import server
 from midstream.server.body_values import is_long
 from midstream.server.request_field import MidstreamField, read_field, take_field
 

@@ -196,7 +196,8 @@ def test_a_saved_name_is_registered_from_its_file(registry, tmp_path):
 def test_any_other_file_is_rejected_with_its_name(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("files") / "x.json"
     path.write_bytes(content)
-    registry = VectorRegistry(SHAPE)
+    # A vector of it has more numbers than such a file.
+    registry = VectorRegistry(ModelShape(4, 50, [("resid_post", 1)]))
     with pytest.raises(SpecError):
         registry.register("x", path)
     assert len(registry) == 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from midstream.api import async_llm
-from midstream.api.evaluations import AsyncEvaluations
-from midstream.api.sweep_calls import AsyncSweeps
+from midstream.lab.api.evaluations import AsyncEvaluations
+from midstream.lab.api.sweep_calls import AsyncSweeps
 
 
 class AsyncLLM(AsyncSweeps, AsyncEvaluations, async_llm.AsyncLLM):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from midstream.api import llm
-from midstream.api.evaluations import Evaluations
-from midstream.api.sweep_calls import OfflineSweeps
+from midstream.lab.api.evaluations import Evaluations
+from midstream.lab.api.sweep_calls import OfflineSweeps
 
 
 class LLM(OfflineSweeps, Evaluations, llm.LLM):

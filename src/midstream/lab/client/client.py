@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from midstream.client import client
-from midstream.client.sweep_stream import SweepStream, sweep_body
-from midstream.fit import Directions
 from midstream.lab.client.fit_request import FitRequest, fit
+from midstream.lab.client.sweep_stream import SweepStream, sweep_body
+from midstream.lab.fit import Directions
+from midstream.lab.sweep import Sweep
+from midstream.lab.sweep.async_run import OnCell
 from midstream.plan.forms import LayersLike, PositionsLike
-from midstream.sweep import Sweep
-from midstream.sweep.async_run import OnCell
 
 
 class Client(client.Client):

@@ -7,8 +7,8 @@ from typing import Any
 
 from midstream.client.protocol import Exchange, call
 from midstream.errors import ServerError, SpecError
-from midstream.fit import Directions
-from midstream.fit.prompts import naming_fields, read_capture, read_prompts
+from midstream.lab.fit import Directions
+from midstream.lab.fit.prompts import naming_fields, read_capture, read_prompts
 from midstream.plan.named_vector import read_name
 from midstream.validation import at
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.tokenizers import byte_level, metaspace, sentencepiece_like
 
 from midstream.errors import SpecError
-from midstream.fit.batches import encode_texts
+from midstream.lab.fit.batches import encode_texts
 from midstream.plan.positions.following_text import following_ids, one_token_id
 
 SPACED = {

@@ -1,6 +1,0 @@
-"""Export of stored rows to files of other tools: NumPy npz, Parquet, Arrow."""
-
-from midstream.export.arrow import export_arrow, export_parquet, record_batches
-from midstream.export.npz import export_npz
-
-__all__ = ["export_arrow", "export_npz", "export_parquet", "record_batches"]

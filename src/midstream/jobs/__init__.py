@@ -1,9 +1,0 @@
-"""Dataset captures, the jobs of `midstream capture`: prompts of a dataset in, a store out.
-
-From Python: `capture_dataset(Job(model=…, data=…, out=…, capture=Capture(…)))`.
-"""
-
-from midstream.jobs.job import Job
-from midstream.jobs.run import CaptureRun, Counts, Summary, Watch, capture_dataset
-
-__all__ = ["CaptureRun", "Counts", "Job", "Summary", "Watch", "capture_dataset"]

@@ -1,0 +1,1 @@
+"""The sub-commands that stand on the public API."""

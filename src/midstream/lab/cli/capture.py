@@ -1,0 +1,342 @@
+"""`midstream capture MODEL --data …`: capture a dataset's activations into a store."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from midstream.cli.output import (
+    REFUSED,
+    failures,
+    print_json,
+    read_json_option,
+    read_positions,
+    refusals,
+)
+from midstream.sites import ENDS
+
+if TYPE_CHECKING:
+    from midstream.lab.jobs import CaptureRun, Job
+
+
+class CommandClass(TyperCommand):
+    """The command, with `--ray` as an option whose value is optional."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_address(args))
+
+
+_LOGGER = logging.getLogger(__name__)
+# An address of Ray; anything else after `--ray` is a separate argument.
+_ADDRESS = re.compile(r"auto|local|\w+://.*|\[?[\w.:-]+\]?:\d+")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_REPEAT_SECONDS = 5.0
+# Defaults; variables that the user has set take precedence.
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def capture(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|NAME|-",
+            help="JSON lines, a Parquet file, a Hugging Face dataset, or - for JSON lines on "
+            "standard input.",
+        ),
+    ],
+    out: Annotated[str, typer.Option(metavar="DIR", help="The store: a directory, or s3://….")],
+    layers: Annotated[str, typer.Option(help="Layers, such as 10,20 or -1; or all.")] = "all",
+    sites: Annotated[str, typer.Option(help="Sites, such as resid_post,mlp_out.")] = "resid_post",
+    positions: Annotated[
+        str,
+        typer.Option(help="Positions: last_prompt, prompt, generated, all, 0,-1, or JSON."),
+    ] = "last_prompt",
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to generate for each prompt, greedily.")
+    ] = 1,
+    codec: Annotated[
+        str,
+        typer.Option(help="Codec: raw, cast:dtype=float16, full8, rp8:k=512,seed=0, topk8:k=64."),
+    ] = "raw",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an incomplete job in DIR.")
+    ] = False,
+    tag: Annotated[str, typer.Option(help="Tag by which these rows can be selected.")] = "",
+    prompt_field: Annotated[
+        str, typer.Option(help="Field or column of the prompt.", show_default="text; messages")
+    ] = "",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are conversations, or user messages.")
+    ] = False,
+    subset: Annotated[str, typer.Option(help="Subset of a Hugging Face dataset.")] = "",
+    split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")] = "train",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of lines to read.")
+    ] = None,
+    keep_prompts: Annotated[
+        bool, typer.Option("--keep-prompts", help="Store the texts with the rows.")
+    ] = False,
+    revision: Annotated[str, typer.Option(help="Revision of the model.")] = "",
+    dtype: Annotated[str, typer.Option(help="Dtype of the engine.")] = "auto",
+    engine_args: Annotated[
+        str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")
+    ] = "{}",
+    errors: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="File that lists the lines that could not be captured.",
+            show_default="DIR/errors.jsonl",
+        ),
+    ] = "",
+    flush_seconds: Annotated[
+        float,
+        typer.Option(help="Maximum seconds until rows are on disk: the work that a kill loses."),
+    ] = 30.0,
+    ray: Annotated[
+        str,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Run on the Ray cluster at host:port. Without an address: the cluster of "
+            "RAY_ADDRESS or of this machine. If there is none, or with local: a new cluster on "
+            "this machine.",
+        ),
+    ] = "",
+    ray_engines: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of engines.", show_default="as many as fit"),
+    ] = None,
+    ray_cpus: Annotated[
+        float, typer.Option(min=0, help="CPU cores per engine; on a CPU, its threads.")
+    ] = 1,
+    ray_gpus: Annotated[
+        float | None,
+        typer.Option(min=0, help="GPUs per engine.", show_default="one per rank"),
+    ] = None,
+    estimate: Annotated[
+        bool,
+        typer.Option("--estimate", help="Only print how many rows and bytes it will write."),
+    ] = False,
+    write_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S", help="With --estimate: rate of the store, for the least time."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only a summary as JSON.")] = False,
+    verbose: Annotated[
+        bool, typer.Option(help="Show vLLM's log and the tracebacks of errors.")
+    ] = False,
+) -> None:
+    """Capture a dataset's activations into a store.
+
+    Exit status: 0 all lines are stored; 1 some lines failed, which are listed in DIR/errors.jsonl,
+    or the job failed; 2 the job was rejected and did not start; 130 or 143 it was stopped by a
+    signal. Stored rows are kept; --resume continues from there. With --estimate it is 1 if some
+    lines would fail, or if the directory has too little space.
+    """
+    from midstream.console import WHEN_QUIET, defaults
+
+    if not ray and (ray_engines, ray_cpus, ray_gpus) != (None, 1, None):
+        raise typer.BadParameter("--ray-engines, --ray-cpus and --ray-gpus require --ray")
+    if write_rate is not None and not (estimate and 0 < write_rate < math.inf):
+        raise typer.BadParameter("--write-rate requires --estimate, and a number above 0")
+    arguments = read_json_option("--engine-args", engine_args)
+    if not isinstance(arguments, dict):
+        raise typer.BadParameter(f"--engine-args: expected a JSON object, got {engine_args}")
+    environment = {**ENVIRONMENT, **({} if verbose else WHEN_QUIET)}
+    with defaults(environment), refusals(as_json):
+        from midstream.lab.jobs import CaptureRun, Job
+        from midstream.plan import Capture
+
+        job = Job(
+            model=model,
+            data=data,
+            out=out,
+            capture=Capture(
+                _layers_of(layers, sites),
+                [name.strip() for name in sites.split(",")],
+                read_positions(positions),
+                codec=codec,
+            ),
+            max_tokens=max_tokens,
+            tag=tag,
+            prompt_field=prompt_field,
+            chat=chat,
+            subset=subset,
+            split=split,
+            limit=limit,
+            keep_prompts=keep_prompts,
+            revision=revision,
+            dtype=dtype,
+            engine_args=arguments,
+            resume=resume,
+            errors=errors,
+            flush_seconds=flush_seconds,
+        )
+        if estimate:
+            raise typer.Exit(_estimate(job, write_rate, as_json, verbose))
+        if ray:
+            from midstream.lab.jobs.ray import Placement, RayCaptureRun
+
+            capturing: CaptureRun = RayCaptureRun(
+                job,
+                Placement(
+                    address=ray, engines=ray_engines, cpus=ray_cpus, gpus=ray_gpus, log=verbose
+                ),
+            )
+        else:
+            capturing = CaptureRun(job)
+        with capturing:
+            status = _work(capturing, as_json, verbose)
+    raise typer.Exit(status)
+
+
+def _estimate(job: Job, write_rate: float | None, as_json: bool, verbose: bool) -> int:
+    """Print what a job will write, and return the exit status.
+
+    Args:
+        write_rate: rate of the store in GB/s; None: unknown.
+        verbose: whether to log the tracebacks of errors.
+    """
+    from midstream.lab.jobs.estimate import SAMPLE, estimate_job
+    from midstream.lab.jobs.rates import clock
+
+    with failures(verbose):
+        guess = estimate_job(job)
+    seconds = None if write_rate is None else guess.stored_bytes / (write_rate * 1e9)
+    is_too_large = guess.free_bytes is not None and guess.stored_bytes > guess.free_bytes
+    status = int(is_too_large or guess.failed > 0)
+    if as_json:
+        print_json({**asdict(guess), "seconds": seconds, "status": status})
+        return status
+    by = f", by the first {SAMPLE:,}" if guess.lines > SAMPLE else ""
+    space = "" if guess.free_bytes is None else f", {_size(guess.free_bytes)} are free"
+    lines = [
+        f"{guess.lines - guess.failed:,} of {guess.lines:,} lines{by}: at most {guess.rows:,} rows",
+        f"{guess.token_bytes:,} bytes per token, {_size(guess.nbytes)} in all",
+        f"{job.out}: about {_size(guess.stored_bytes)}{space}",
+    ]
+    if seconds is not None:
+        lines.append(f"at {write_rate:g} GB/s writing takes at least {clock(seconds)}")
+    if guess.failed:
+        lines.append(f"{guess.failed:,} will fail, the first one for: {guess.problem}")
+    typer.echo("\n".join(lines))
+    return status
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:,.1f} GB"
+
+
+def _work(capturing: CaptureRun, as_json: bool, verbose: bool) -> int:
+    """Run the capture, print its result, and return the exit status."""
+    from midstream.console import quiet
+    from midstream.errors import MidstreamError
+    from midstream.lab.jobs.directory_lock import errors_file
+    from midstream.lab.jobs.engine import start_vllm
+    from midstream.lab.jobs.progress import Display, conclude
+
+    job, stop = capturing.job, threading.Event()
+    problem = ""
+    with _signals(capturing, stop) as signals:
+        try:
+            with (
+                quiet(verbose=verbose, descriptor=2) as console,
+                Display(console, errors_file(job)) as display,
+            ):
+                display.say(f"starting {capturing.engines} with {job.model}")
+                capturing.work(start_vllm, display, stop)
+        except KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            problem = "stopped"
+        except MidstreamError as error:
+            problem = str(error)
+        except Exception as error:
+            if verbose:
+                _LOGGER.exception("the engine failed")
+            problem = f"{type(error).__name__}: {error}"
+    summary = capturing.summary
+    status = summary.status if capturing.has_begun else REFUSED
+    if signals:
+        status = 128 + signals[0]
+    if problem:
+        typer.echo(f"error: {problem}", err=True)
+    if as_json:
+        print_json({**summary.to_dict(), "status": status, "error": problem or None})
+    elif capturing.has_begun:
+        typer.echo(conclude(summary))
+    return status
+
+
+@contextmanager
+def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]]:
+    """Record stop signals and yield the list of them.
+
+    The first signal stops a job that has begun cleanly; a second one interrupts it.
+    """
+    received: list[int] = []
+    before: dict[int, Any] = {}
+
+    def record(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if stop.is_set() or not capturing.has_begun:
+            stop.set()
+            # Repeat the interrupt: an exception raised inside a callback is lost.
+            before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, interrupt))
+            signal.setitimer(signal.ITIMER_REAL, _REPEAT_SECONDS, _REPEAT_SECONDS)
+            interrupt(number, frame)
+        stop.set()
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        for number in _SIGNALS:
+            before[number] = signal.signal(number, record)
+        yield received
+    finally:
+        if signal.SIGALRM in before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for which, handler in before.items():
+            signal.signal(which, handler)
+
+
+def read_layers(text: str) -> Any:
+    """Parse layers: `all`, `10`, or `10,20`."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        return text
+
+
+def _layers_of(text: str, sites: str) -> Any:
+    """Return the layers of a capture; None for "all" at sites that have no layers."""
+    in_layers = any(name.strip() not in ENDS for name in sites.split(","))
+    return read_layers(text) if in_layers or text != "all" else None
+
+
+def with_address(arguments: Sequence[str]) -> list[str]:
+    """Return the command's arguments with a value for each `--ray`: `auto` if no address follows.
+
+    Arguments after `--` are not options.
+    """
+    words: list[str] = []
+    left = list(arguments)
+    while left and left[0] != "--":
+        words.append(left.pop(0))
+        if words[-1] == "--ray" and not (left and _ADDRESS.fullmatch(left[0])):
+            words.append("auto")
+    return words + left

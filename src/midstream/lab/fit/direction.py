@@ -1,0 +1,125 @@
+"""`Direction`: the direction between two classes at one layer, as edits, probes and names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.errors import SpecError
+from midstream.plan.forms import LayersLike, NumberLike
+from midstream.plan.operations.ablate import Ablate
+from midstream.plan.operations.steer import Steer
+from midstream.plan.probe import Probe
+
+if TYPE_CHECKING:
+    from midstream.lab.fit.scores import LayerScore
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """A direction between two classes at one layer.
+
+    The length of `vector` is the distance between the two class means along it, whatever the
+    method. So a scale of 1 moves a vector from the negative mean to the positive one, as measured
+    along the direction, and −1 moves it back.
+
+    Attributes:
+        vector: float32 [width]; positives lie further along it.
+        layer: the layer, from 0.
+        site: the site.
+        midpoint: float32 [width], halfway between the class means; None: it came from a file of
+            vectors alone.
+        score: scores on held-out rows; None: there are none.
+    """
+
+    vector: NDArray[np.float32]
+    layer: int
+    site: str = "resid_post"
+    midpoint: NDArray[np.float32] | None = None
+    score: LayerScore | None = None
+
+    @property
+    def gap(self) -> float:
+        """Distance between the class means along the direction: the length of the vector."""
+        return float(np.linalg.norm(self.vector.astype(np.float64)))
+
+    @property
+    def unit(self) -> NDArray[np.float32]:
+        """The direction with length 1, float32 [width]; zeros if the class means are equal."""
+        gap = self.gap
+        unit_vector: NDArray[np.float32] = (self.vector / gap if gap else self.vector).astype(
+            np.float32
+        )
+        return unit_vector
+
+    def steer(self, scale: NumberLike = 1.0, **where: Any) -> Steer:
+        """Return the edit that adds the vector: h ← h + scale · v.
+
+        Args:
+            scale: in distances between the class means.
+            **where: other arguments of `Steer`: `positions`, `phase`, `exclude`, `norm`.
+
+        Raises:
+            SpecError: an argument is malformed, or the class means are equal.
+        """
+        return Steer(self.vector, self.layer, scale, self.site, **where)
+
+    def ablate(
+        self, strength: NumberLike = 1.0, layer: LayersLike | None = None, **where: Any
+    ) -> Ablate:
+        """Return the edit that projects the direction out of h.
+
+        Args:
+            strength: 1 removes it, 2 reflects.
+            layer: other layers, such as "all", from which the same direction is removed; None: its
+                own.
+            **where: other arguments of `Ablate`.
+
+        Raises:
+            SpecError: an argument is malformed, or the class means are equal.
+        """
+        where.setdefault("site", self.site)
+        return Ablate(self.vector, self.layer if layer is None else layer, strength, **where)
+
+    def probe(self, name: str = "probe", **where: Any) -> Probe:
+        """Return the probe that reads −1 at the negative class mean and 1 at the positive one.
+
+        Args:
+            name: key of the scores in the output.
+            **where: other arguments of `Probe`: `positions`, `phase`, `exclude`, `layer`.
+
+        Raises:
+            SpecError: an argument is malformed, the class means are equal, or there is no midpoint.
+        """
+        if self.midpoint is None:
+            raise SpecError(
+                "midpoint",
+                "a file of vectors alone has no midpoint between classes, from which a probe "
+                "counts; fit the direction, or load what Directions.save wrote",
+            )
+        vector = self.vector.astype(np.float64)
+        half_gap = float(vector @ vector) / 2
+        if half_gap == 0:
+            raise SpecError("vector", "the class means are equal, so that a probe has no unit")
+        bias = -float(self.midpoint.astype(np.float64) @ vector) / half_gap
+        where.setdefault("layer", self.layer)
+        return Probe(vector / half_gap, bias=bias, site=self.site, name=name, **where)
+
+    def register(self, llm: Any, name: str) -> Any:
+        """Register the vector with an engine; requests then use it as `Steer(name)`.
+
+        Args:
+            llm: an `LLM`, or an `AsyncLLM` that is ready.
+            name: its name; what is registered under it is replaced.
+
+        Returns:
+            The description of what is registered.
+        """
+        return llm.vectors.register(name, {(self.site, self.layer): self.vector})
+
+    def __repr__(self) -> str:
+        score = f", auc={self.score.auc:.3f}" if self.score else ""
+        return f"Direction({self.site}.{self.layer}, gap={self.gap:.3g}{score})"

@@ -1,0 +1,187 @@
+"""Engine of a dataset capture: prompts in, captured rows out, in order of completion."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from midstream.config.config import KEY
+from midstream.errors import SpecError
+from midstream.lab.jobs.job import Job
+from midstream.lab.jobs.records import Failed, Record
+from midstream.results.activations import Activations, with_heads
+from midstream.results.receipt import Receipt
+from midstream.sinks.base import Origin
+from midstream.validation import show
+
+if TYPE_CHECKING:
+    from midstream.api.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Result of one prompt.
+
+    Attributes:
+        line: line number in the data, from 1.
+        prompt: text of the prompt; None if the engine does not report it.
+        text: generated text; empty unless prompts are kept.
+        generated_token_ids: generated token ids; the last one was sampled but never computed on.
+        activations: captured rows, [rows, width] at every site.
+    """
+
+    line: int
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    generated_token_ids: tuple[int, ...]
+    finish_reason: str | None
+    receipt: Receipt
+    activations: Activations = field(repr=False)
+
+
+class Engine(Protocol):
+    """An engine that serves one job.
+
+    Attributes:
+        origin: model and versions that the rows are from.
+        window: number of unfinished prompts that keeps the engine busy.
+    """
+
+    @property
+    def origin(self) -> Origin: ...
+
+    @property
+    def window(self) -> int: ...
+
+    def add(self, record: Record) -> None:
+        """Add a prompt."""
+        ...
+
+    def step(self) -> Sequence[Reply | Failed]:
+        """Run for a while and return the prompts that finished, each added prompt exactly once."""
+        ...
+
+
+def start_vllm(job: Job) -> VllmEngine:
+    """Start an engine whose taps are exactly those of the job."""
+    check_model(job)
+    from midstream import LLM, Config
+
+    capture = job.capture
+    config = Config.parse(
+        {
+            "sites": capture.sites.names,
+            "layers": capture.layers.indices,
+            # The job reports failed requests itself.
+            "on_mismatch": "warn",
+        }
+    )
+    settings: dict[str, Any] = {"disable_log_stats": True, **job.engine_args}
+    if job.revision:
+        settings["revision"] = job.revision
+    with _unknown_arguments_rejected(job):
+        llm = LLM(job.model, midstream=config, dtype=job.dtype, **settings)
+    return VllmEngine(llm, job)
+
+
+def check_model(job: Job) -> None:
+    """Raise SpecError for a model's folder that does not exist."""
+    if job.model.startswith((".", "/")) and not os.path.exists(job.model):
+        raise SpecError("model", f"there is no folder {show(job.model)}")
+
+
+@contextmanager
+def _unknown_arguments_rejected(job: Job) -> Iterator[None]:
+    """Convert vLLM's TypeError for an unknown engine argument to a SpecError of the job's field."""
+    try:
+        yield
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in job.engine_args:
+            raise
+        raise SpecError(f"engine_args.{unknown[1]}", "not an argument of `vllm.LLM`") from error
+
+
+class VllmEngine:
+    """Engine of a job on a `midstream.LLM`, which nothing else may use at the same time."""
+
+    def __init__(self, llm: LLM, job: Job) -> None:
+        """Create an engine."""
+        from midstream import SamplingParams
+
+        self._llm = llm
+        self._chat = job.chat
+        self._plan = job.plan
+        self._params: Any = SamplingParams(
+            temperature=0,
+            max_tokens=job.max_tokens,
+            detokenize=job.keep_prompts,
+            extra_args={KEY: self._plan},
+        )
+        self._lines: dict[str, int] = {}
+        self._ended: list[Any] = []
+
+    @property
+    def origin(self) -> Origin:
+        from midstream.runtime.frontend.results.sink_setup import origin_of
+
+        return origin_of(self._llm.llm_engine.vllm_config, self._llm.info)
+
+    @property
+    def window(self) -> int:
+        # Twice the batch size, so that prompts are waiting even if a whole batch ends at once.
+        return 2 * int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+
+    def add(self, record: Record) -> None:
+        from midstream.runtime.frontend.request.prompt.inputs import named_refusals
+
+        number = self._llm.request_counter.counter
+        with named_refusals():
+            if self._chat:
+                self._add_chat(record.prompt)
+            else:
+                self._llm.enqueue([{"prompt": record.prompt}], self._params, use_tqdm=False)
+        self._lines[str(number)] = record.line
+
+    def step(self) -> Sequence[Reply | Failed]:
+        engine = self._llm.llm_engine
+        if engine.has_unfinished_requests():
+            self._ended += [output for output in engine.step() if output.finished]
+        # Results arrive for many requests together, some steps after these have ended.
+        replies = [self._reply(output) for output in self._ended if output.receipt is not None]
+        self._ended = [output for output in self._ended if output.receipt is None]
+        if engine.has_unfinished_requests() or self._ended:
+            return replies
+        lost, self._lines = self._lines, {}
+        return [*replies, *(Failed(line, "vLLM gave no output") for line in lost.values())]
+
+    def _add_chat(self, messages: Any) -> None:
+        from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
+
+        params = self._params
+        if self._plan.needs_prompt:
+            template = {"chat_template": getattr(self._llm, "chat_template", None)}
+            params = with_plan(params, CallPlan(self._plan, messages, template))
+        self._llm.enqueue_chat([messages], params, use_tqdm=False)
+
+    def _reply(self, output: Any) -> Reply | Failed:
+        (completion,) = output.outputs
+        line = self._lines.pop(output.request_id)
+        receipt: Receipt = output.receipt
+        if receipt.problems:
+            return Failed(line, "; ".join(receipt.problems))
+        return Reply(
+            line=line,
+            prompt=output.prompt,
+            prompt_token_ids=tuple(output.prompt_token_ids),
+            text=completion.text,
+            generated_token_ids=tuple(completion.token_ids),
+            finish_reason=completion.finish_reason,
+            receipt=receipt,
+            activations=with_heads(output.activations, {}),  # stores have whole vectors
+        )

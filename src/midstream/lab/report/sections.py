@@ -1,0 +1,177 @@
+"""Sections of the page that show results: layers, tokens, strengths, answers."""
+
+from __future__ import annotations
+
+from midstream import viz
+from midstream.lab.report.result import Answer, Result, TokenMap, format_signed
+from midstream.viz.markup import escape, tag
+
+
+def layers_section(result: Result) -> str:
+    """How well each layer's direction tells the classes apart."""
+    positive, negative = result.classes
+    best = result.scores[result.best_layer]
+    steered = (
+        "It is the layer steered below."
+        if result.layer == result.best_layer
+        else f"Layer {result.layer} is the one steered below."
+    )
+    words = (
+        f"Does the direction tell {positive} from {negative} in texts that it was not fitted on? In"
+        f" {result.num_folds}-fold cross-validation, with both texts of a pair held out together,"
+        f" layer {result.best_layer} does best: AUC {best.auc:.3f}, accuracy {best.accuracy:.1%},"
+        f" d′ {best.d_prime:.2f}. {steered} The layer was chosen by these numbers, so they are"
+        " slightly optimistic; the curve around it is stronger evidence."
+    )
+    layers = range(len(result.scores))
+    accuracy = {
+        "AUC": [score.auc for score in result.scores],
+        "accuracy": [score.accuracy for score in result.scores],
+    }
+    pictures = [
+        viz.curve(
+            layers,
+            accuracy,
+            title="AUC and accuracy on held-out texts",
+            y_title="fraction (dashed: guessing)",
+            level=0.5,
+            fmt=".3f",
+            x_title="layer",
+            marked=result.layer,
+        ),
+        viz.curve(
+            layers,
+            {"d′": [score.d_prime for score in result.scores]},
+            title="d′: distance between the classes",
+            y_title="in deviations within a class",
+            level=0.0,
+            fmt=".2f",
+            x_title="layer",
+            marked=result.layer,
+        ),
+    ]
+    return _words(words) + tag("div", "".join(picture.body for picture in pictures), "pair")
+
+
+def maps_section(result: Result) -> str:
+    """Texts token by token, against the direction of every layer."""
+    positive, negative = result.classes
+    limit = color_limit(result.token_maps)
+    words = (
+        "Each cell is one token at one layer, with the last layer on top. Its colour is the cosine"
+        " between the activation, minus the midpoint of the two classes, and the layer’s direction:"
+        f" orange is {positive}, blue is {negative}. A cell’s projection is in other units: +1 is"
+        f" the mean of the {positive} texts, −1 that of the {negative} ones. Layer {result.layer},"
+        " which is steered, is outlined."
+    )
+    caution = (
+        "A row means something only where its layer tells the classes apart. A cell says its"
+        " layer’s AUC, and where that is near 0.5, colours show other differences between tokens."
+        " Directions and midpoints come from the last token of each text, so compare the tokens of"
+        " a row with each other rather than with zero. Where nearly a whole row has one colour, as"
+        " often at the last layer, all of these tokens differ from the last tokens in the same way,"
+        " whatever the class. The first two maps show a pair that the directions were fitted on. In"
+        " the answers, the activations are those recorded while they were generated."
+    )
+    maps = "".join(_map(token_map, result, limit).body for token_map in result.token_maps)
+    return _words(words) + tag("div", maps, "maps") + _words(caution)
+
+
+def _map(token_map: TokenMap, result: Result, limit: float) -> viz.Picture:
+    layers = range(len(result.scores) - 1, -1, -1)
+    details = [
+        [
+            f"projection {format_signed(value)}, AUC of the layer {result.scores[layer].auc:.2f}"
+            for value in token_map.projection[layer]
+        ]
+        for layer in layers
+    ]
+    return viz.heatmap(
+        [token_map.cosine[layer] for layer in layers],
+        layers,
+        token_map.tokens,
+        title=token_map.title,
+        row_title="layer",
+        column_title="token",
+        fmt="+.2f",
+        limits=(-limit, limit),
+        details=details,
+        marked=layers.index(result.layer),
+    )
+
+
+def color_limit(token_maps: list[TokenMap]) -> float:
+    """Return the limit of the colours of all maps: 98 % of the cells are below it."""
+    sizes = sorted(
+        abs(value) for token_map in token_maps for row in token_map.cosine for value in row
+    )
+    return sizes[int(0.98 * (len(sizes) - 1))] or 1.0 if sizes else 1.0
+
+
+def effect_section(result: Result) -> str:
+    """Effect and coherence of the answers by strength."""
+    positive, negative = result.classes
+    words = (
+        "The same questions at temperature 0, all strengths in one batch. Strength 1 adds the whole"
+        f" distance between the class means, a vector of length {result.gap_norm:.1f}, to"
+        f" activations of length {result.stream_norm:.0f} on average, after layer {result.layer},"
+        " at every token."
+        " Each answer was then read by the model without steering. Its reading is the mean"
+        f" projection of its tokens on the direction: higher is more {positive}, lower is more"
+        f" {negative}. Compare readings with one another only: answers are unlike the texts of the"
+        " pairs, so even a plain answer need not lie at the midpoint."
+    )
+    coherence = (
+        "Steering that is too strong breaks the text, and two measures show where. Log-probability:"
+        " how likely the model without steering finds the answer after its question, per token; a"
+        " steep fall is text that the model would not write. Repetition: the share of runs of three"
+        " tokens that the answer had before; repeated text is likely, so the first measure misses"
+        " it. A larger reading counts for little where either is bad."
+    )
+    pictures = [
+        _by_strength(result, "reading", "Reading", f"{negative} ← reading → {positive}"),
+        _by_strength(result, "logprob", "Log-probability of the answers", "nats per token"),
+        _by_strength(result, "repetition", "Repetition", "share of repeated trigrams"),
+    ]
+    charts = "".join(picture.body for picture in pictures)
+    return _words(words) + tag("div", charts + tag("p", escape(coherence)), "pair")
+
+
+def _by_strength(result: Result, name: str, title: str, y_title: str) -> viz.Picture:
+    rows = result.values_of(name)
+    return viz.curve(
+        result.scales,
+        {"mean of the questions": result.means_of(name)},
+        title=title,
+        x_title="strength",
+        y_title=y_title,
+        fmt=".2f",
+        background={f"question {n}": row for n, row in enumerate(rows, 1)},
+    )
+
+
+def answers_section(result: Result) -> str:
+    """Every answer, side by side by strength."""
+    words = (
+        "Beside each answer are its reading and its log-probability per token, in nats, under the"
+        " model without steering."
+    )
+    pictures = [
+        viz.answers(
+            {answer.scale: answer.text for answer in question.answers},
+            notes={answer.scale: _note(answer) for answer in question.answers},
+            title=f"{number}. {question.prompt}",
+        )
+        for number, question in enumerate(result.questions, 1)
+    ]
+    return _words(words) + "".join(picture.body for picture in pictures)
+
+
+def _note(answer: Answer) -> str:
+    reading, logprob = answer.reading, answer.logprob
+    read = "not read" if reading is None else f"reads {format_signed(reading)}"
+    return read if logprob is None else f"{read}, {format_signed(logprob)} nats"
+
+
+def _words(words: str) -> str:
+    return tag("p", escape(words))

@@ -1,0 +1,7 @@
+"""The fixtures of the clients' tests."""
+
+from __future__ import annotations
+
+from unit.client.conftest import anyio_backend, both, site
+
+__all__ = ["anyio_backend", "both", "site"]

@@ -1,0 +1,211 @@
+"""The command: help without vLLM, errors without tracebacks, quiet output."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from midstream.lab.demo import cli
+from midstream.lab.report import command
+
+SRC = Path(__file__).resolve().parents[3] / "src"
+
+
+def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths, "COLUMNS": "100", **environment},
+    )
+
+
+def test_help_says_all_options_and_imports_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys, midstream.lab.demo.cli as cli\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    status = end.code\n"
+        "heavy = {'vllm', 'torch', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else status)"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    for option in (
+        "--model",
+        "--layer",
+        "--scales",
+        "--max-tokens",
+        "--out",
+        "--seed",
+        "--verbose",
+    ):
+        assert option in done.stdout
+
+
+def test_help_as_a_command_is_quick() -> None:
+    start = time.perf_counter()
+    done = run_python("-m", "midstream.lab.demo", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Usage: python -m midstream.lab.demo" in done.stdout
+    assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--scales", "nan"], "finite number, got nan"),
+        (["--scales", "much"], "finite number, got much"),
+        (["--scales", "1", "--layer"], "--layer' requires an argument"),
+        (["--max-tokens", "0"], "'--max-tokens': .*2"),
+        (["--lay"], "No such option: --lay"),
+        (["model"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_options_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_a_wrong_option_ends_the_command() -> None:
+    done = run_python("-m", "midstream.lab.demo", "--scales", "nan")
+    assert done.returncode == 2
+    assert "finite number, got nan" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    done = run_python(
+        "-m", "midstream.lab.demo", "--model", str(tmp_path), "--out", str(tmp_path / "x.html")
+    )
+    assert done.returncode == 1
+    assert "expected a Hugging Face model folder, with a" in " ".join(done.stdout.split())
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (tmp_path / "x.html").exists()
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[command.ReportOptions]:
+    """The options of each call; the demo itself does not run."""
+    options: list[command.ReportOptions] = []
+
+    def record(given: command.ReportOptions) -> int:
+        options.append(given)
+        return 0
+
+    monkeypatch.setattr(command, "show", record)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scales"),
+    [
+        ([], command.DEFAULT_SCALES),
+        (["--scales", "-2", "2"], (-2.0, 2.0)),
+        (["--scales", "1"], (1.0,)),
+        (["--scales", "-.5", "1e1", "--layer", "-1"], (-0.5, 10.0)),
+        (["--scales=-2"], (-2.0,)),
+    ],
+)
+def test_both_commands_take_several_scales_after_one_option(
+    called: list[command.ReportOptions], arguments: list[str], scales: tuple[float, ...]
+) -> None:
+    from midstream.cli.app import app
+
+    for run in (cli.main, lambda given: app(["demo", *given])):
+        with pytest.raises(SystemExit) as end:
+            run([*arguments, "--seed", "3", "--compile"])
+        assert end.value.code == 0
+    for name in ("scales", "seed", "compiled", "layer", "pairs", "questions", "classes"):
+        assert getattr(called[0], name) == getattr(called[1], name)
+    assert (called[0].scales, called[0].seed, called[0].compiled) == (scales, 3, True)
+    assert called[0].layer == (-1 if "--layer" in arguments else None)
+
+
+@pytest.mark.parametrize("out", [".", "a-file/report.html"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, out: str
+) -> None:
+    (tmp_path / "a-file").write_text("")
+    done = run_python("-m", "midstream.lab.demo", "--model", "none", "--out", str(tmp_path / out))
+    assert done.returncode == 1
+    assert "error: --out" in done.stdout
+    assert "starting vLLM" not in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+NOISE = """
+import os, sys
+from midstream import console as surroundings
+with surroundings.quiet(verbose={verbose}) as console:
+    print("python noise")
+    sys.stderr.write("error noise\\n")
+    os.write(1, b"noise from C\\n")
+    os.write(2, b"more noise from C\\n")
+    console.print("what matters")
+    {ending}
+print("after")
+"""
+
+
+def test_noise_is_kept_away_and_the_console_is_not() -> None:
+    done = run_python("-c", NOISE.format(verbose=False, ending="pass"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "what matters\nafter\n"
+    assert done.stderr == ""
+
+
+def test_the_noise_is_shown_when_something_fails() -> None:
+    done = run_python("-c", NOISE.format(verbose=False, ending="raise RuntimeError('no luck')"))
+    assert done.returncode == 1
+    assert "end of the log before the failure:" in done.stdout
+    for words in ("python noise", "error noise", "noise from C", "more noise from C"):
+        assert words in done.stdout
+    assert "RuntimeError: no luck" in done.stderr
+
+
+def test_verbose_keeps_nothing_away() -> None:
+    done = run_python("-c", NOISE.format(verbose=True, ending="pass"))
+    for words in ("python noise", "noise from C", "what matters", "after"):
+        assert words in done.stdout
+    assert "error noise" in done.stderr
+
+
+def test_a_user_s_own_settings_win() -> None:
+    code = (
+        "import os; from midstream import console as surroundings;"
+        "always, quiet = surroundings.defaults(surroundings.ALWAYS), surroundings.quiet;\n"
+        "with always, quiet(verbose=False) as console:\n"
+        "    console.print(os.environ['VLLM_CPU_KVCACHE_SPACE'], os.environ['VLLM_LOGGING_LEVEL'])"
+    )
+    own = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_LOGGING_LEVEL": "INFO"}
+    assert run_python("-c", code, **own).stdout == "3 INFO\n"
+
+
+def test_what_midstream_refuses_in_a_process_of_the_engines_is_told_by_its_own_words() -> None:
+    ending = (
+        "sys.stderr.write('(Worker pid=1) ERROR midstream.errors.ConfigError: layer 99\\n')\n"
+        "    sys.stderr.write('(Worker pid=1) ERROR Exception: see above\\n')\n"
+        "    raise RuntimeError('the engine could not start')"
+    )
+    done = run_python("-c", NOISE.format(verbose=False, ending=ending))
+    assert done.stderr.splitlines()[-1] == "midstream.errors.ConfigError: layer 99"
+    assert "the engine could not start" in done.stderr
+    assert "what was logged" not in done.stdout
+
+
+def test_what_midstream_says_itself_needs_no_log() -> None:
+    ending = "raise __import__('midstream').StoreError('the disk is full')"
+    done = run_python("-c", NOISE.format(verbose=False, ending=ending))
+    assert done.stderr.splitlines()[-1] == "midstream.errors.StoreError: the disk is full"
+    assert "noise" not in done.stdout + done.stderr

@@ -1,0 +1,193 @@
+"""The report stands alone, is well-formed, escapes everything, and says what the result says."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+from lab.report.fakes import make_result
+from unit.viz.pages import Page
+
+from midstream.lab.report import page as report
+from midstream.lab.report.appendix import file_name, python_code
+from midstream.lab.report.result import TokenMap
+from midstream.lab.report.sections import color_limit
+from midstream.viz import theme
+from midstream.viz.answer_cards import strength
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=y>\"'&amp;]]>\x00\x1b\ud800\u202e"
+
+
+@pytest.mark.parametrize("hostile", ["", HOSTILE])
+def test_is_well_formed_and_loads_nothing(hostile: str) -> None:
+    page = Page(report.render(make_result(hostile)))
+    page.check_harmless()
+    (data, script) = page.all("script")
+    assert data.attributes == {"type": "application/json", "id": report.DATA_ID}
+    assert script.text == theme.SCRIPT
+    assert not re.search(r"url\(|@import|https?:", page.one("style").text)
+
+
+def test_the_browser_is_told_to_load_nothing() -> None:
+    page = Page(report.render(make_result()))
+    (policy,) = [m.attributes["content"] for m in page.all("meta") if "http-equiv" in m.attributes]
+    style = theme.source_of(page.one("style").text)
+    script = theme.source_of(page.all("script")[1].text)
+    assert policy == (
+        f"default-src 'none'; style-src {style}; script-src {script}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def test_hostile_text_comes_out_as_text() -> None:
+    text = Page(report.render(make_result(HOSTILE))).one("main").text
+    shown = re.sub("[\x00\x1b\ud800\u202e]", "\ufffd", HOSTILE)
+    for words in ("a sad answer ", "a plain answer ", "A question ", "a map ", "won ", "lost "):
+        assert words + shown in text
+
+
+def test_every_section_is_in_the_table_of_contents() -> None:
+    page = Page(report.render(make_result()))
+    links = [link.attributes["href"] for link in page.one("nav").children]
+    assert links == [f"#{section.attributes['id']}" for section in page.all("section")]
+    assert [link.text for link in page.one("nav").children] == [h.text for h in page.all("h2")]
+
+
+def test_the_direction_can_be_downloaded_and_the_code_names_its_file() -> None:
+    page = Page(report.render(make_result()))
+    files = {
+        link.attributes["download"]: base64.b64decode(link.attributes["href"].partition(",")[2])
+        for link in page.all("a", cls="download")
+    }
+    assert files == {"glad.safetensors": b"vectors", "glad.gguf": b"control vector"}
+    code, command = (each.text for each in page.all("code"))
+    assert 'Directions.load("glad.safetensors")[3]' in code
+    assert command == "midstream report --model 'x'"
+
+
+def test_a_page_without_a_control_vector_says_why() -> None:
+    page = Page(report.render(dataclasses.replace(make_result(), gguf=None)))
+    assert len(page.all("a", cls="download")) == 1
+    words = "the package gguf, which writes control vectors of llama.cpp, was not installed"
+    assert words in page.one("main").text
+
+
+def test_the_code_is_python_whatever_the_texts_are() -> None:
+    code = python_code(make_result(HOSTILE + "\n\\"))
+    strings = [n.value for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Constant)]
+    assert f"A question {HOSTILE}\n\\?" in strings
+    assert f"models/a-model{HOSTILE}\n\\" in strings
+
+
+@pytest.mark.parametrize(
+    ("scales", "wanted"),
+    [((-2.0, 0.0, 1.5), 1.5), ((-2.0, -0.5, 0.0), -2.0), ((0.0, 1.23456789), 1.23456789)],
+)
+def test_the_code_steers_with_a_strength_of_the_page(scales: Any, wanted: float) -> None:
+    result = make_result()
+    answers = [dataclasses.replace(result.questions[0].answers[0], scale=one) for one in scales]
+    questions = [dataclasses.replace(one, answers=answers) for one in result.questions]
+    code = python_code(dataclasses.replace(result, questions=questions))
+    (steer,) = [one for one in ast.walk(ast.parse(code)) if _is_call_of(one, "steer")]
+    assert ast.literal_eval(steer.args[0]) == wanted
+
+
+def _is_call_of(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") == name
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("très gai/../x", "tr-s-gai-x"), ("日本", "directions"), ("a" * 99, "a" * 40)],
+)
+def test_the_name_of_the_file_has_plain_characters(name: str, file: str) -> None:
+    result = dataclasses.replace(make_result(), classes=(name, "sad"))
+    assert file_name(result) == f"{file}.safetensors"
+
+
+def test_effect_and_coherence_are_drawn_by_strength() -> None:
+    page = Page(report.render(make_result()))
+    section = page.one("section", id="effect")
+    labels = [e.attributes["aria-label"] for e in page.all("rect", cls="c")]
+    assert "strength −2: mean of the questions −0.50, question 1 −0.50, question 2 −0.50" in labels
+    assert "strength −2: mean of the questions −1.25, question 1 −1.25, question 2 −1.25" in labels
+    assert "strength 1.5: mean of the questions 0.00, question 1 0.00, question 2 0.00" in labels
+    assert labels.count("strength 0: no value") == 3
+    assert "nats per token" in section.text
+
+
+def test_the_texts_and_questions_are_listed() -> None:
+    page = Page(report.render(make_result()))
+    rows = [[cell.text for cell in row.children] for row in page.all("tr")]
+    assert ["", "glad", "sad"] in rows
+    assert ["2", "glad", "sad"] in rows
+    assert ["1", "A question ?"] in rows
+
+
+def test_every_text_and_fact_is_in_the_page() -> None:
+    result = make_result()
+    text = Page(report.render(result)).one("main").text
+    for question in result.questions:
+        assert question.prompt in text
+        for answer in question.answers:
+            assert answer.text in text
+            assert strength(answer.scale) in text
+    for fact in ("a-model", "vLLM", "1.2.3", "CPU", "2030-01-01 00:00 UTC", "capture 1.2 s"):
+        assert fact in text
+    for words in ("AUC 0.900", "accuracy 82.0%", "d′ 2.80", "layer 4 does best", "Layer 3 is the"):
+        assert words in text
+    assert "reads −0.50, −1.25 nats" in text
+    assert "not read" in text
+
+
+def test_the_receipts_are_counted_by_kind() -> None:
+    page = Page(report.render(make_result()))
+    assert (
+        "1 requests captured or steered: 9 vectors captured, 9 edits made." in page.one("main").text
+    )
+    assert "All did what was requested." in page.one("main").text
+    rows = [[cell.text for cell in row.children] for row in page.all("tr")]
+    assert rows[-2:] == [
+        ["requests", "ok", "vectors", "edits"],
+        ["request", "1 of 1", "9 of 9", "9 of 9"],
+    ]
+
+
+def test_a_receipt_that_is_not_ok_is_not_hidden() -> None:
+    result = make_result("!")
+    result.receipts[0].content["status"] = "error"
+    page = Page(report.render(result))
+    assert "1 of them differ from the request" in page.one("main").text
+    last = [cell.text for cell in page.all("tr")[-1].children]
+    assert last == ["request one !", "error", "9 of 9", "9 of 9", "a remark !"]
+
+
+def test_the_data_block_is_the_result() -> None:
+    result = make_result(HOSTILE)
+    data = Page(report.render(result)).one("script", id=report.DATA_ID).text
+    assert json.loads(data) == json.loads(json.dumps(result.to_dict()))
+    assert "vectors" not in result.to_dict()
+
+
+def test_a_map_has_a_cell_per_layer_and_token_with_its_numbers() -> None:
+    page = Page(report.render(make_result()))
+    cells = page.all("td", role="gridcell")
+    assert len(cells) == 5 * 3
+    # The last layer is on top.
+    assert cells[1].attributes["aria-label"] == (
+        "layer 4, token two: +0.35, projection +0.35, AUC of the layer 0.90"
+    )
+    assert [row.text[0] for row in page.all("tr", cls="marked")] == ["3"]
+
+
+def test_the_limit_of_the_colours_leaves_out_outliers() -> None:
+    cells = [[0.01 * n for n in range(100)]]
+    one = TokenMap("", [], cells, cells)
+    assert color_limit([one]) == pytest.approx(0.97)
+    assert color_limit([]) == 1.0
+    assert color_limit([TokenMap("", [], [[0.0]], [[0.0]])]) == 1.0
