@@ -24,6 +24,7 @@ from midstream.plan.readouts.capture import Capture
 from midstream.plan.readouts.features import Features
 from midstream.plan.readouts.lens import Lens
 from midstream.plan.readouts.logits import Logits
+from midstream.plan.readouts.norms import Norms
 from midstream.server.request_field import read_field
 
 WIDTH = 3
@@ -37,6 +38,7 @@ FORMS: dict[type, dict[str, Any]] = {
     Features: {"sae": "a", "top": 3},
     Lens: {"layers": [1], "top": 3},
     Logits: {"top": 3},
+    Norms: {"norms": True, "layers": [1]},
     Probe: {"direction": V, "layer": 1, "name": "p"},
     KINDS_BY_OP["steer"]: {"op": "steer", "vector": V, "layer": 1},
     KINDS_BY_OP["ablate"]: {"op": "ablate", "directions": V, "layer": 1},
@@ -58,7 +60,7 @@ FORMS: dict[type, dict[str, Any]] = {
         "threshold": 0.0,
     },
 }  # fmt: skip
-CAPTURES = (Capture, Attention, Features, Lens, Logits)
+CAPTURES = (Capture, Attention, Features, Lens, Logits, Norms)
 
 
 def field_of(cls: type, value: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 from support.long_lists import (
     BODIES,
     BODY,
+    CAPTURES,
     FORMS,
     KNOWN,
     READ,
@@ -27,6 +28,7 @@ from support.long_lists import (
     texts,
     whole,
 )
+from support.nightly import rounds
 from support.resolving_engine import TEMPLATE, ResolvingEngine, front_end
 from support.serving_fake import make, serving
 from support.tokenizers import byte_level
@@ -47,7 +49,10 @@ from unit.server.long_bodies import (
 
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.lab.server import fit_body
-from midstream.plan import Steer
+from midstream.plan import Capture, Steer
+from midstream.plan.operations import KINDS_BY_OP
+from midstream.plan.probe import Probe
+from midstream.plan.readouts import KINDS
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import server
 from midstream.server.body_values import is_long
@@ -55,7 +60,8 @@ from midstream.server.request_field import MidstreamField, read_field, take_fiel
 
 pytestmark = pytest.mark.anyio
 
-SIZES = (6, 60, 360)
+SIZES = (6, 60, rounds(suite=180, nightly=360))
+TOGETHER_SIZES = (6, 60, 360)
 # Work may grow by twice as much as the list: a logarithm, and what is short in a short list.
 MOST = 2.0
 # Lines of work that ends above a budget, some 0.5 s.
@@ -88,10 +94,10 @@ def resolve_read(found: MidstreamField, prompt: list[int], messages: Any = None)
     FRONT.plans.resolve(request, CallPlan(found.plan, messages), (), ())
 
 
-def curve(make: Any) -> list[tuple[int, int, Exception | None]]:
+def curve(make: Any, sizes: tuple[int, ...]) -> list[tuple[int, int, Exception | None]]:
     """Bytes of the body, steps of the work and its refusal, for a list of each size."""
     found = []
-    for size in SIZES:
+    for size in sizes:
         given = make(size)
         count, error = steps(lambda given=given: given())
         assert error is None or isinstance(error, (MidstreamError, HttpError)), repr(error)
@@ -110,9 +116,9 @@ class Given:
         self._run()
 
 
-def check(name: str, make: Any) -> None:
+def check(name: str, make: Any, sizes: tuple[int, ...] = SIZES) -> None:
     """Check that the work grows at most as the body, and show it."""
-    points = curve(make)
+    points = curve(make, sizes)
     for size, count, error in points:
         shown = "" if error is None else f"  refused: {str(error)[:90]}"
         sys.stdout.write(f"{name:28s} {size:8d} bytes {count:9d} lines{shown}\n")
@@ -120,6 +126,11 @@ def check(name: str, make: Any) -> None:
         is_over = error is not None and any(one in str(error) for one in BUDGETS)
         allowed = MOST_REFUSED if is_over else MOST * count * max(1.0, longer / size)
         assert more <= allowed, f"{name}: {count} lines for {size} bytes, {more} for {longer}"
+
+
+def test_every_kind_of_what_a_plan_has_is_among_the_forms():
+    assert set(CAPTURES) == {Capture, *KINDS.values()}
+    assert set(FORMS) == {*CAPTURES, Probe, *KINDS_BY_OP.values()}
 
 
 def test_every_field_has_a_list_or_takes_none():
@@ -274,7 +285,8 @@ _SWITCH = {"switch": {"above": 0.5, "edits": [{"op": "scale", "factor": 2.0, "la
 TOGETHER: dict[str, Any] = {
     "captures": lambda n: ({"capture": _captures(n)}, TOKENS),
     "edits": lambda n: ({"edits": edits(n)}, TOKENS),
-    "steer": lambda n: ({"steer": [{"vector": [1, 2, 2], "layer": 1}] * n}, TOKENS),
+    # A vector of its own: what another test read is not read again.
+    "steer": lambda n: ({"steer": [{"vector": [1, 2, n], "layer": 1}] * n}, TOKENS),
     "probes": lambda n: ({"probes": _probes(n)}, TOKENS),
     "captures by sink": lambda n: (
         {"capture": {f"s{nth}": {"hooks": {"resid_post": [1]}, "positions": "all"}
@@ -319,7 +331,7 @@ def test_lists_that_grow_together_cost_at_most_as_much_more_or_are_above_a_budge
         body, prompt = TOGETHER[name](size)
         return Given(body, lambda: resolve(body, prompt), prompt)
 
-    check(name, make)
+    check(name, make, TOGETHER_SIZES)
 
 
 async def test_prompts_times_a_plan_have_a_budget():
