@@ -33,8 +33,18 @@ def maps(draw: st.DrawFn) -> TextMap:
 @given(maps(), st.lists(st.text("ab" + ANY_SPACE + "😀", min_size=1, max_size=6), max_size=6))
 @settings(max_examples=rounds(suite=400, nightly=4000))
 def test_texts_of_any_prompt_are_found_as_by_trying_each_place(known, texts):
+    # One place of the text may be at the edges of two tokens that overlap, in either order.
+    overlaps = any(start < stop for start, stop in zip(known.starts[1:], known.stops, strict=False))
     for wanted in [*texts, known.text[2:6] or "a", known.text or "a"]:
-        assert found_texts(known, wanted) == find_text(known, wanted), wanted
+        places, expected = found_texts(known, wanted), find_text(known, wanted)
+        assert (sorted(places) if overlaps else places) == (
+            sorted(expected) if overlaps else expected
+        ), wanted
+
+
+def test_a_place_at_the_edges_of_two_tokens_that_overlap_is_found_for_both():
+    known = TextMap("aa a", (0, 2), (3, 3))
+    assert sorted(found_texts(known, " a")) == sorted(find_text(known, " a")) == [(0, 2), (2, 2)]
 
 
 @given(prompts(longest=40), st.lists(st.text("ab \n", min_size=1, max_size=9), max_size=12))
