@@ -139,7 +139,7 @@ def site(
        entry if that is farther), and NaN becomes 0, so an edit never writes a value that is not
        finite.
        A component that no instruction changes (a scale of zero, a clip out of reach, a closed gate,
-       +v then −v) keeps every bit of both halves.
+       +v then −v) keeps every bit of both halves; in bfloat16 a NaN may become another NaN.
     2. If the token has a record and its group captures this site, `ring[...] = hidden[t] +
        residual[t]`: captures include the edits at the same site.
     3. Add the counts of this site to `tally[t]`. `NONFINITE` is set to 1 if a changed value
