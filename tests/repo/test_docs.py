@@ -211,6 +211,7 @@ def test_every_relative_link_leads_somewhere(page: str) -> None:
         "scripts/models_table.py",
         "scripts/limits_table.py",
         "scripts/versions_table.py",
+        "scripts/never_table.py",
         "benchmarks/table.py",
     ],
 )
@@ -218,6 +219,19 @@ def test_the_tables_are_what_their_script_writes(path: str) -> None:
     module = script(path)
     stale = module.markers.stale(module.pages())
     assert not stale, f"{', '.join(stale)} differ from the data: run scripts/docs.sh"
+
+
+def test_the_list_of_error_messages_is_that_of_the_package() -> None:
+    """A changed message is seen in a diff of this list, beside all others."""
+    module = script("scripts/messages.py")
+    assert module.FILE.read_text() == module.text(), "run scripts/docs.sh, and read what changed"
+
+
+def test_a_message_is_listed_with_its_values_in_braces() -> None:
+    source = 'raise SpecError("top", f"at most {most} of " f"{kind}s")\nraise KeyError(name)\nraise'
+    assert list(script("scripts/messages.py").messages(source)) == [
+        "SpecError: top | at most {most} of {kind}s"
+    ]
 
 
 RESULT = {
