@@ -26,7 +26,7 @@ MOST_MODULES = 20
 # Folders that still have more modules, and how many.
 LARGER = {
     "plan": 29,
-    "results": 21,
+    "results": 22,
     "runtime/frontend/request": 21,
     "runtime/worker": 21,
     "server": 26,
