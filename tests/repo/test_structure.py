@@ -27,7 +27,6 @@ MOST_MODULES = 20
 LARGER = {
     "plan": 29,
     "results": 22,
-    "runtime/frontend/request": 21,
     "runtime/worker": 21,
     "server": 26,
 }
