@@ -416,6 +416,22 @@ ATTENTION = (
         "tests/engine/test_norms.py::test_norms_are_those_of_captured_rows_and_of_transformers",
     ),
     Fault(
+        "A NumPy integer is no layer of a read-out's results",
+        "LayerRows._layer_of",
+        "as_number(layer)",
+        "layer if isinstance(layer, int) else None",
+        "tests/unit/results/test_readout_base.py"
+        "::test_a_layer_is_any_integer_and_negative_ones_count_from_the_last",
+    ),
+    Fault(
+        "A negative layer of a read-out's results is not counted from the last",
+        "LayerRows._layer_of",
+        "number + (self._num_layers or 0) if number < 0 else number",
+        "number",
+        "tests/unit/results/test_readout_base.py"
+        "::test_a_layer_is_any_integer_and_negative_ones_count_from_the_last",
+    ),
+    Fault(
         "Norms of one site and layer may be asked for twice",
         "Norms.check_together",
         "if other != capture.source:",

@@ -11,7 +11,7 @@ import numpy as np
 from midstream import viz
 from midstream.errors import SpecError
 from midstream.results.arrays import array_of, from_base64, to_base64, to_numpy
-from midstream.validation import as_number, is_int
+from midstream.results.readout_base import LayerRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +53,11 @@ class AttentionRows:
         """Return the number of queries."""
         return len(self.positions)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the JSON form's numbers, before base64."""
+        return 4 * (self.values.numel() + (0 if self.keys is None else self.keys.numel()))
+
     def __repr__(self) -> str:
         shape = " × ".join(map(str, self.values.shape))
         return f"AttentionRows({self.reduce}: {shape})"
@@ -78,7 +83,7 @@ class AttentionRows:
         return _draw(self, None, None, _SHOWN)._repr_html_()
 
 
-class AttentionResults(Mapping[Key, AttentionRows]):
+class AttentionResults(LayerRows[AttentionRows]):
     """What the `Attention`s of a request returned for one completion.
 
     `attention[5]` is that of layer 5, and `attention["name", 5]` that of the `Attention` with this
@@ -90,39 +95,14 @@ class AttentionResults(Mapping[Key, AttentionRows]):
     about: ClassVar[str] = "Attention weights, by layer."
     json_type: ClassVar[str] = "array"
     fewer: ClassVar[str] = "fewer queries, layers or heads, or a smaller reduction"
+    unknown = "there is no attention of {}; there is {}"
 
-    def __init__(self, rows: Mapping[Key, AttentionRows], num_layers: int | None = None) -> None:
-        """Create from rows.
-
-        Args:
-            rows: by (name, layer from 0).
-            num_layers: layers of the model, for negative layers; None: unknown.
-        """
-        self._rows = dict(rows)
-        self._num_layers = num_layers
-
-    def __getitem__(self, key: Any) -> AttentionRows:
-        """Return the rows of a layer, or of a (name, layer)."""
+    def _own_key(self, key: Any) -> tuple[Any, int | None]:
         name, layer = key if isinstance(key, tuple) and len(key) == 2 else ("", key)
-        layer = as_number(layer)
-        if is_int(layer):
-            number = int(layer)
-            if number < 0 and self._num_layers is not None:
-                number += self._num_layers
-            if (name, number) in self._rows:
-                return self._rows[name, number]
-        known = ", ".join(repr(pair if pair[0] else pair[1]) for pair in self._rows)
-        raise KeyError(f"there is no attention of {key!r}; there is {known}")
+        return name, self._layer_of(layer)
 
-    def __contains__(self, key: object) -> bool:
-        try:
-            self[key]
-        except KeyError:
-            return False
-        return True
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._rows)
+    def _short_key(self, key: Any) -> Any:
+        return key if key[0] else key[1]
 
     def stored(self) -> Iterator[tuple[Tap, dict[str, Any], dict[str, Any]]]:
         """Yield what a sink stores of each layer: its tap, its `reduce`, and NumPy arrays: `values`
@@ -136,9 +116,6 @@ class AttentionResults(Mapping[Key, AttentionRows]):
             arrays["heads"] = np.asarray(rows.heads, np.int64)
             site = f"attention.{name}" if name else "attention"
             yield (site, layer), {"reduce": rows.reduce}, arrays
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     @staticmethod
     def decode(
@@ -155,13 +132,6 @@ class AttentionResults(Mapping[Key, AttentionRows]):
                         rows, tap, capture.pattern, count, asked.heads
                     )
         return AttentionResults(results, rows.num_layers) if results else None
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all values and keys, before base64."""
-        sizes = [rows.values.numel() * 4 for rows in self.values()]
-        sizes += [rows.keys.numel() * 4 for rows in self.values() if rows.keys is not None]
-        return sum(sizes)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return an object for each (name, layer).

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.results.arrays import array_of, from_base64, to_base64
+from midstream.results.readout_base import KeyedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,7 +169,7 @@ class FeatureRows:
         return FeatureRows(**arrays, features=features, positions=positions, **where)
 
 
-class FeatureResults(Mapping[str, FeatureRows]):
+class FeatureResults(KeyedRows[str, FeatureRows]):
     """What the SAEs of a request returned for one completion, by the names of the `Features`:
     by default those of the SAEs.
     """
@@ -177,31 +178,7 @@ class FeatureResults(Mapping[str, FeatureRows]):
     about: ClassVar[str] = "Active features, by name."
     json_type: ClassVar[str] = "object"
     fewer: ClassVar[str] = "fewer positions, or a smaller `top`"
-
-    def __init__(self, rows: Mapping[str, FeatureRows]) -> None:
-        self._rows = dict(rows)
-
-    def __getitem__(self, name: str) -> FeatureRows:
-        """Return the rows of a `Features`."""
-        try:
-            return self._rows[name]
-        except KeyError:
-            known = ", ".join(map(repr, self._rows))
-            raise KeyError(f"there are no features {name!r}; there are {known}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __repr__(self) -> str:
-        return f"FeatureResults({', '.join(f'{name}: {rows!r}' for name, rows in self.items())})"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the JSON form's numbers, before base64."""
-        return sum(rows.nbytes for rows in self.values())
+    unknown = "there are no features {}; there are {}"
 
     @staticmethod
     def decode(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.results.arrays import array_of, from_base64, to_base64
 from midstream.results.lens_table import LensCell, LensTable, shown_by, token_cell
+from midstream.results.readout_base import KeyedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,7 +148,7 @@ class LensRows:
         return LensRows(**arrays, tokens=tokens, positions=positions, layers=tuple(value["layers"]))
 
 
-class LensResults(Mapping[str, LensRows]):
+class LensResults(KeyedRows[str, LensRows]):
     """What the lenses of a request returned for one completion, by the names of the lenses:
     `lens["logit"]` is that of a `Lens` without a name of its own.
     """
@@ -156,31 +157,7 @@ class LensResults(Mapping[str, LensRows]):
     about: ClassVar[str] = "Tokens of layers, by name of the lens."
     json_type: ClassVar[str] = "object"
     fewer: ClassVar[str] = "fewer positions, layers or tokens"
-
-    def __init__(self, rows: Mapping[str, LensRows]) -> None:
-        self._rows = dict(rows)
-
-    def __getitem__(self, name: str) -> LensRows:
-        """Return the rows of a lens."""
-        try:
-            return self._rows[name]
-        except KeyError:
-            known = ", ".join(map(repr, self._rows))
-            raise KeyError(f"there is no lens {name!r}; there is {known}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __repr__(self) -> str:
-        return f"LensResults({', '.join(f'{name}: {rows!r}' for name, rows in self.items())})"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the JSON form's numbers, before base64."""
-        return sum(rows.nbytes for rows in self.values())
+    unknown = "there is no lens {}; there is {}"
 
     @staticmethod
     def decode(

@@ -11,6 +11,7 @@ import numpy as np
 from midstream import viz
 from midstream.errors import SpecError
 from midstream.results.arrays import array_of, from_base64, to_base64, to_numpy
+from midstream.results.readout_base import LayerRows
 from midstream.sites import Tap, parse
 
 if TYPE_CHECKING:
@@ -40,8 +41,13 @@ class NormRows:
         """Return the number of positions."""
         return len(self.positions)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the JSON form's numbers, before base64."""
+        return 4 * len(self)
 
-class NormResults(Mapping[Tap, NormRows]):
+
+class NormResults(LayerRows[NormRows]):
     """What the `Norms` of a request returned for one completion: `norms["resid_post", 5]` is that
     of this site and layer. Layer −1 is the model's last one.
     """
@@ -50,38 +56,12 @@ class NormResults(Mapping[Tap, NormRows]):
     about: ClassVar[str] = "Norms of vectors, by site and layer."
     json_type: ClassVar[str] = "object"
     fewer: ClassVar[str] = "fewer positions, layers or sites"
+    unknown = "there are no norms of {}; there are {}"
 
-    def __init__(self, rows: Mapping[Tap, NormRows], num_layers: int | None = None) -> None:
-        """Create from rows.
-
-        Args:
-            rows: by (site, layer from 0).
-            num_layers: layers of the model, for negative layers; None: unknown.
-        """
-        self._rows = dict(rows)
-        self._num_layers = num_layers
-
-    def __getitem__(self, key: Any) -> NormRows:
-        """Return the norms of a (site, layer)."""
-        if isinstance(key, tuple) and len(key) == 2:
-            site, layer = key
-            name = parse(site) if isinstance(site, str) else None
-            if isinstance(layer, int) and layer < 0 and self._num_layers is not None:
-                layer += self._num_layers
-            if name is not None and (name[0], layer) in self._rows:
-                return self._rows[name[0], layer]
-        known = ", ".join(map(repr, self._rows))
-        raise KeyError(f"there are no norms of {key!r}; there are {known}")
-
-    def __contains__(self, key: object) -> bool:
-        try:
-            self[key]
-        except KeyError:
-            return False
-        return True
-
-    def __iter__(self) -> Iterator[Tap]:
-        return iter(self._rows)
+    def _own_key(self, key: Any) -> Tap | None:
+        site, layer = key if isinstance(key, tuple) and len(key) == 2 else (None, None)
+        name, number = parse(site) if isinstance(site, str) else None, self._layer_of(layer)
+        return None if name is None or number is None else (name[0], number)
 
     def stored(self) -> Iterator[tuple[Tap, dict[str, Any], dict[str, Any]]]:
         """Yield what a sink stores of each site and layer: its tap, nothing more that describes it,
@@ -90,9 +70,6 @@ class NormResults(Mapping[Tap, NormRows]):
         for (site, layer), rows in self.items():
             arrays = {"values": rows.values.numpy(), "positions": rows.positions.numpy()}
             yield (f"norms.{site}", layer), {}, arrays
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def __repr__(self) -> str:
         shown = (f"{site} {layer}: {len(rows)}" for (site, layer), rows in self.items())
@@ -160,11 +137,6 @@ class NormResults(Mapping[Tap, NormRows]):
                     values = rows[tap].as_subclass(torch.Tensor)[:, 0].clone()
                     results[read] = NormRows(values, rows.positions_of(*tap).clone())
         return NormResults(results, rows.num_layers) if results else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the JSON form's numbers, before base64."""
-        return sum(4 * len(rows) for rows in self.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return an object for each `site.layer`, with `positions` and, as little-endian bytes in

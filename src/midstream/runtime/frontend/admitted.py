@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from midstream.codecs import Rp8, parse_codec
 from midstream.plan import ModelShape, Plan, ResolvedPlan
 from midstream.results.arrays import Heads
-from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.row_reuse import ReusedRows
 from midstream.sites import Tap

@@ -13,8 +13,7 @@ from midstream.plan.controller import Controller, EditSet
 from midstream.plan.operations.strength import with_strength
 from midstream.plan.positions.work import check_overlaps, check_taps
 from midstream.plan.resolve.resolve import weighed
-from midstream.runtime.frontend.request.later_plan import LaterPlan
-from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.prepared_plan import LaterPlan, PreparedPlan
 from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
 from midstream.runtime.frontend.request.switches import joint_need
 from midstream.runtime.protocol.control import VersionChoice, control_of, control_source

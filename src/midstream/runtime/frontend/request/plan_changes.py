@@ -22,9 +22,8 @@ from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import Need
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.heavy_work import in_thread
-from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver
-from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.prepared_plan import LaterPlan, PreparedPlan
 from midstream.runtime.frontend.request.running_plans import PlanHistory, RunningPlans, ended
 from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
 from midstream.runtime.frontend.request.sent_vectors import SentVectors

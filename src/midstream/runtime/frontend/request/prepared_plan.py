@@ -1,4 +1,4 @@
-"""A plan that was checked against a model and a prompt, ready to be sent."""
+"""A plan that was checked against a model and a prompt, and the versions that it changes to."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ from dataclasses import dataclass, field
 
 from midstream.plan import ModelShape, Plan, ResolvedPlan
 from midstream.runtime.frontend.request.budget import Need, prompt_bytes, returned_captures
-from midstream.runtime.frontend.request.later_plan import LaterPlan
 from midstream.runtime.protocol.acting_probes import ActingProbe
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.control import Control
 from midstream.runtime.protocol.rank_parts import SplitScore
 from midstream.runtime.protocol.request_payload import RequestPayload
+
+
+@dataclass(frozen=True, slots=True)
+class LaterPlan:
+    """A version of a request's plan.
+
+    Attributes:
+        source: who changed it: "update", or "probe:NAME" or "controller:NAME".
+        scale: the factor on the strength of the edits given last.
+    """
+
+    plan: ResolvedPlan
+    source: str
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)

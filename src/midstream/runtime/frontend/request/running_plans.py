@@ -12,7 +12,7 @@ from midstream.plan.named_lookup import Lookup
 from midstream.plan.operations import Edit
 from midstream.plan.plan import ServerWide
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 
 # Server-wide edits and captures at one time.
 Others = tuple[tuple[ServerWide, ...], tuple[Capture, ...]]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from midstream.errors import SpecError
 from midstream.plan import Flag, Plan, ResolvedPlan, Switch
 from midstream.runtime.frontend.request.budget import Need, check_tables
-from midstream.runtime.frontend.request.later_plan import LaterPlan
-from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
+from midstream.runtime.frontend.request.prepared_plan import LaterPlan, PreparedPlan
 from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
 from midstream.runtime.protocol.acting_probes import acting_probes, switch_source
 from midstream.runtime.protocol.plan_version import PlanVersion

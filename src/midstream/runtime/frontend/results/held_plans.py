@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from midstream.plan import ResolvedPlan
-from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 from midstream.runtime.protocol.results import WorkerResult
 
 

@@ -30,7 +30,7 @@ from midstream.results.receipt import (
     Selected,
     Version,
 )
-from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 from midstream.runtime.frontend.results.actions import actions_of
 from midstream.runtime.frontend.results.held_plans import HeldPlan, held_plans
 from midstream.runtime.frontend.results.reduced import num_reduced

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from midstream.plan import ResolvedPlan
-from midstream.runtime.frontend.request.later_plan import LaterPlan
+from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 from midstream.runtime.frontend.results.held_plans import held_plans
 
 PLANS = [ResolvedPlan(3, (), (), codec=str(nth)) for nth in range(4)]
