@@ -18,9 +18,9 @@ from msgspec import Struct
 from midstream import validation as spec_fields
 from midstream.config.config import Config
 from midstream.config.http import HttpSettings
-from midstream.plan import matrix, vector
 from midstream.plan.positions import items
 from midstream.plan.positions import select as selecting
+from midstream.plan.vectors import matrix, vector
 from midstream.runtime.vllm.engine_rules import RULES
 from midstream.server.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from midstream.sites import SITES

@@ -88,8 +88,8 @@ if TYPE_CHECKING:
     from midstream.lab.fit import Direction, Directions
     from midstream.lab.sweep import KL, LogitDiff, LogProb, Recovered, Sweep
     from midstream.lenses import JacobianLens, TunedLens
-    from midstream.plan.control_laws import Threshold
-    from midstream.plan.controller import Controller
+    from midstream.plan.control.control_laws import Threshold
+    from midstream.plan.control.controller import Controller
     from midstream.results.activations import Activations
     from midstream.results.stack import stack
     from midstream.runtime.install import activate

@@ -37,7 +37,7 @@ def register() -> None:
 
 def install_server() -> None:
     """Install the hooks of the server: a process with an `AsyncLLM` may build its app."""
-    from midstream.server.install import install
+    from midstream.server.app.install import install
 
     install()
 

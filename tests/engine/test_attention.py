@@ -23,7 +23,7 @@ from support.inner_served import PROMPTS, ROOM
 from transformers import AutoTokenizer
 
 from midstream import Attention, Capture, Entropy, Mass, Probe, Scale, SpecError, TopKeys
-from midstream.results.attention import AttentionResults, AttentionRows
+from midstream.results.readouts.attention import AttentionResults, AttentionRows
 
 LONG = PROMPTS[2] * 5  # more than a step takes, and than a sliding window
 EVERYTHING = [

@@ -28,7 +28,7 @@ from midstream import (
     TokenIds,
     TopKeys,
 )
-from midstream.results.logits import LogitRows
+from midstream.results.readouts.logits import LogitRows
 from midstream.runtime.worker.readouts import logits as logits_module
 
 SITES = ["resid_post", "final_norm", "logits", "rot_q"]

@@ -36,7 +36,7 @@ from midstream import (
     Switch,
     Threshold,
 )
-from midstream.plan.control_laws import Observed
+from midstream.plan.control.control_laws import Observed
 from midstream.testing import inspect
 
 SIZE = len(PROMPT)

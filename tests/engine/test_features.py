@@ -28,7 +28,7 @@ from midstream import (
     Steer,
     TokenIds,
 )
-from midstream.results.features import FeatureResults, FeatureRows
+from midstream.results.readouts.features import FeatureResults, FeatureRows
 
 SITES = ["resid_pre", "resid_post", "mlp_in", "mlp_out"]
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]

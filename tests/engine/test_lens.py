@@ -32,7 +32,7 @@ from midstream import (
     TopKeys,
     TunedLens,
 )
-from midstream.results.lens import LensResults, LensRows
+from midstream.results.readouts.lens import LensResults, LensRows
 
 SITES = ["resid_pre", "resid_mid", "resid_post", "final_norm", "logits", "rot_q"]
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]

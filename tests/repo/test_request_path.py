@@ -38,8 +38,8 @@ def test_a_read_out_is_named_by_few_files_of_the_package(key: str, most: int):
     """
     kind, result = KINDS[key], RESULTS[key]
     files = {path for path in PACKAGE_FILES if _names_any(path, kind, result)}
-    ours = {PACKAGE / f"{path}.py" for path in (f"plan/readouts/{key}", f"results/{key}")}
-    assert ours | {PACKAGE / "results/readouts.py", PACKAGE / "__init__.py"} <= files
+    ours = {PACKAGE / f"{path}.py" for path in (f"plan/readouts/{key}", f"results/readouts/{key}")}
+    assert ours | {PACKAGE / "results/readouts/__init__.py", PACKAGE / "__init__.py"} <= files
     assert len(files) <= most, sorted(files)
 
 

@@ -420,7 +420,7 @@ ATTENTION = (
         "LayerRows._layer_of",
         "as_number(layer)",
         "layer if isinstance(layer, int) else None",
-        "tests/unit/results/test_readout_base.py"
+        "tests/unit/results/readouts/test_base.py"
         "::test_a_layer_is_any_integer_and_negative_ones_count_from_the_last",
     ),
     Fault(
@@ -428,7 +428,7 @@ ATTENTION = (
         "LayerRows._layer_of",
         "number + (self._num_layers or 0) if number < 0 else number",
         "number",
-        "tests/unit/results/test_readout_base.py"
+        "tests/unit/results/readouts/test_base.py"
         "::test_a_layer_is_any_integer_and_negative_ones_count_from_the_last",
     ),
     Fault(

@@ -418,7 +418,7 @@ CORE: tuple[Fault, ...] = (
         if file is not None:
             self._count(client, 1, nbytes)
         """,
-        "tests/unit/server/test_capture_cache.py"
+        "tests/unit/server/cached_rows/test_capture_cache.py"
         "::test_rows_that_are_not_packed_count_for_the_limits",
     ),
     Fault(

@@ -9,7 +9,7 @@ PAGES = SERVER + "test_web_pages.py::"
 BODIES = SERVER + "routes/test_request_body.py::"
 NAMES = "tests/unit/sinks/test_name_claims.py::"
 PEERS = SERVER + "test_peer_errors.py::"
-FILES = SERVER + "test_descriptors.py::"
+FILES = SERVER + "cached_rows/test_descriptors.py::"
 
 DOORS: tuple[Fault, ...] = (
     Fault(
@@ -39,7 +39,7 @@ DOORS: tuple[Fault, ...] = (
         "self._check_origin(headers)",
         "pass",
         SERVER
-        + "test_admin_auth.py"
+        + "app/test_admin_auth.py"
         + "::test_without_a_key_a_page_of_another_place_may_change_nothing",
     ),
     Fault(

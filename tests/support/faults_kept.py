@@ -384,14 +384,14 @@ KEPT: tuple[Fault, ...] = (
         "opened_rows",
         "if not owns(opened[0]):",
         "if False:",
-        "tests/unit/server/test_patched_rows.py::test_rows_of_another_client_are_not_there",
+        "tests/unit/server/cached_rows/test_patched_rows.py::test_rows_of_another_client_are_not_there",
     ),
     Fault(
         "Captured rows are used in the order of the file instead of by their positions",
         "_RowsFile.read",
         "rows = rows[[row_of[position] for position in positions]]",
         "rows = rows[list(positions)[: len(rows)]]",
-        "tests/unit/server/test_patched_rows.py"
+        "tests/unit/server/cached_rows/test_patched_rows.py"
         "::test_captured_rows_are_those_of_the_listed_positions_in_their_order",
     ),
     Fault(

@@ -85,7 +85,7 @@ ORDER: tuple[Fault, ...] = (
         "CapturedRows.__init__",
         'read_ordered_indices(positions, "positions")',
         'tuple(sorted(read_ordered_indices(positions, "positions")))',
-        "tests/unit/server/test_patched_rows.py"
+        "tests/unit/server/cached_rows/test_patched_rows.py"
         "::test_captured_rows_are_those_of_the_listed_positions_in_their_order",
     ),
     Fault(

@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any
 
 from midstream.lab.server import fit_body, sweep_body
-from midstream.plan.act import Flag, Stop, Switch
-from midstream.plan.control_laws import Threshold
-from midstream.plan.controller import Controller
+from midstream.plan.control.act import Flag, Stop, Switch
+from midstream.plan.control.control_laws import Threshold
+from midstream.plan.control.controller import Controller
 from midstream.plan.operations import KINDS_BY_OP
 from midstream.plan.positions.items import VALUES
 from midstream.plan.probe import Probe

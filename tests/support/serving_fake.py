@@ -27,8 +27,8 @@ from midstream.results.site_table import SiteTable
 from midstream.runtime.frontend.engine_info import FrontEnds
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.intake import Intake
-from midstream.server import endpoint_plugin as plugin
-from midstream.server.endpoint_plugin import Endpoints
+from midstream.server.app import endpoint_plugin as plugin
+from midstream.server.app.endpoint_plugin import Endpoints
 from midstream.server.server import Server
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.sinks.sink_set import SinkSet

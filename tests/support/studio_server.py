@@ -19,8 +19,8 @@ from lab.server.routes.test_fit import script
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 
-from midstream.results.features import FeatureRows
-from midstream.results.lens import LensRows
+from midstream.results.readouts.features import FeatureRows
+from midstream.results.readouts.lens import LensRows
 from support.serving import free_port
 from support.serving_fake import Site, make
 

@@ -12,7 +12,7 @@ from typing import Any
 from midstream.compat.foreign_fields import OWN
 from midstream.errors import SpecError
 from midstream.plan import Controller, Edit, Plan, Probe
-from midstream.plan.control_laws import Threshold
+from midstream.plan.control.control_laws import Threshold
 from midstream.plan.readouts import ReadOut
 from midstream.plan.readouts.capture import bad_capture
 from midstream.validation import closest, is_int

@@ -26,7 +26,7 @@ from midstream.api.last_token import (
 from midstream.deadlines import all_of
 from midstream.errors import MidstreamError, SpecError
 from midstream.plan import Plan
-from midstream.plan.controller import Controller
+from midstream.plan.control.controller import Controller
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 from midstream.runtime.frontend.input_session import InputSession, with_call_plan
 from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan

@@ -32,7 +32,7 @@ from midstream.api.outputs import GenerateOutput
 from midstream.api.updates import AsyncUpdates
 from midstream.config.config import KEY, Config, from_additional_config
 from midstream.errors import ConfigError
-from midstream.plan.controller import Controller
+from midstream.plan.control.controller import Controller
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend import tracing

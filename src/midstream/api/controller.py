@@ -15,7 +15,7 @@ from typing import Any
 from midstream.deadlines import within
 from midstream.errors import ControllerError, SpecError
 from midstream.plan import Plan
-from midstream.plan.controller import Answer, Controller
+from midstream.plan.control.controller import Answer, Controller
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controller_run import ControllerRun, check_beside
 from midstream.runtime.frontend.request.plan_changes import PlanChanges

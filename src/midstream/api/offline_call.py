@@ -21,7 +21,7 @@ from midstream.api.last_token import (
 )
 from midstream.errors import ReceiptError, SpecError
 from midstream.plan import Plan
-from midstream.plan.controller import Controller
+from midstream.plan.control.controller import Controller
 from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
 from midstream.runtime.frontend.request.controller_run import check_beside
 

@@ -17,9 +17,9 @@ from midstream.config.config import KEY
 from midstream.errors import ServerError, SpecError
 from midstream.http.sse import DONE, Event, Events
 from midstream.plan.captured_rows import CapturedRows
-from midstream.plan.named_vector import read_name
 from midstream.plan.plan import emit_server_wide
 from midstream.plan.probe import Probe
+from midstream.plan.vectors.named_vector import read_name
 from midstream.results.arrays import load_tensors
 from midstream.results.plan_update import PlanUpdate
 from midstream.validation import at, listed
@@ -241,7 +241,7 @@ def upload_of(vectors: Any) -> Any:
     Args:
         vectors: as for `VectorRegistry.register`, except a path.
     """
-    from midstream.plan.matrix import read_vector_or_matrix
+    from midstream.plan.vectors.matrix import read_vector_or_matrix
     from midstream.steering.edit_forms import names_edits, read_named_edits
 
     if names_edits(vectors):
@@ -256,7 +256,7 @@ def _key(key: Any) -> str:
 
 
 def _part(value: Any) -> Any:
-    from midstream.plan.matrix import read_vector_or_matrix
+    from midstream.plan.vectors.matrix import read_vector_or_matrix
 
     if isinstance(value, Mapping) and "vector" in value:
         return {**value, "vector": read_vector_or_matrix(value["vector"]).emit()}

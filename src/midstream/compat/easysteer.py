@@ -10,7 +10,7 @@ from midstream.compat.packed_arrays import read_array
 from midstream.errors import SpecError
 from midstream.plan import Ablate, Edit, Plan, Replace, Steer, TokenIds, Window
 from midstream.plan.positions.items import Item, Span
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import (
     MAX_PARTS,
     at,

@@ -25,7 +25,7 @@ from midstream.plan import (
     Replace,
     Steer,
 )
-from midstream.plan.control_laws import Threshold
+from midstream.plan.control.control_laws import Threshold
 from midstream.plan.operations.plain import PLAIN
 from midstream.sites import BY_NAME
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.plan.vector import read_base64
+from midstream.plan.vectors.vector import read_base64
 from midstream.validation import at, is_int, kind, read_word, show
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from midstream.plan.consumers import names_consumers
 from midstream.plan.forms import PhaseLike
 from midstream.plan.readouts import ReadOut
 from midstream.plan.selection import read_site
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.steering.edit_forms import read_hooks, read_reference
 from midstream.steering.parse import path_of
 from midstream.validation import MAX_PARTS, at, is_int, kind, read_fields, read_float32, read_int

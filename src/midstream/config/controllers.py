@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import ConfigError, SpecError
-from midstream.plan.control_laws import MOST_SCALES
-from midstream.plan.controller import NAME, POLICIES, read_seconds
+from midstream.plan.control.control_laws import MOST_SCALES
+from midstream.plan.control.controller import NAME, POLICIES, read_seconds
 from midstream.validation import (
     at,
     read_fields,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.plan.controller import read_seconds
+from midstream.plan.control.controller import read_seconds
 from midstream.plan.readouts.capture import Capture
 from midstream.plan.sink_target import MEMORY, read_name
 from midstream.validation import at, read_count, read_mapping, setting, show

@@ -12,9 +12,9 @@ import os
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.plan.named_vector import Named, read_name
 from midstream.plan.operations import Edit
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.named_vector import Named, read_name
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import at, read_fields, read_mapping, setting, show
 
 TIER_NAMES = ("base", "prompt", "generated")

@@ -5,12 +5,11 @@ Pure Python: importable without torch and without vLLM.
 
 from __future__ import annotations
 
-from midstream.plan.act import Flag, Stop, Switch
 from midstream.plan.captured_rows import CapturedRows
-from midstream.plan.controller import Controller
+from midstream.plan.classifiers.mlp import MLP
+from midstream.plan.control.act import Flag, Stop, Switch
+from midstream.plan.control.controller import Controller
 from midstream.plan.instructions import Instruction
-from midstream.plan.mlp import MLP
-from midstream.plan.named_vector import Named
 from midstream.plan.operations import (
     Ablate,
     Affine,
@@ -48,7 +47,8 @@ from midstream.plan.resolved import (
 )
 from midstream.plan.selection import Layers, Sites
 from midstream.plan.shape import ModelShape
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.named_vector import Named
+from midstream.plan.vectors.vector import Vector
 
 __all__ = [
     "Ablate",

@@ -10,7 +10,7 @@ from typing import Protocol, TypeGuard
 from midstream.errors import SpecError
 from midstream.plan.forms import IndicesLike
 from midstream.plan.heads import read_ordered_indices
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.sites import Tap
 from midstream.validation import at, kind, read_fields, show
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, SupportsFloat, SupportsIndex
 
-from midstream.plan.named_vector import Named
 from midstream.plan.positions.items import Role, Span, Text, TokenIds, Window
 from midstream.plan.positions.positions import Positions
 from midstream.plan.selection import Layers, Sites
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.named_vector import Named
+from midstream.plan.vectors.vector import Vector
 from midstream.sites import SiteName
 
 

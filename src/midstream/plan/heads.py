@@ -9,7 +9,7 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.plan.instructions import Instruction
 from midstream.plan.shape import VectorSize
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import MAX_ITEMS, as_list, at, is_int, kind, read_int
 
 # Operations that read or write h by itself, not only by their vectors.

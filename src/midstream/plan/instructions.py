@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from midstream.ops.layout import Flags, Op
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 
 # Plain integers: operations on flags take several times as long.
 _COUNTED, _KEEP, _ROW_BY_POSITION = map(int, (Flags.COUNTED, Flags.KEEP, Flags.ROW_BY_POSITION))

@@ -14,14 +14,14 @@ from midstream.ops.layout import Flags
 from midstream.plan.argument_names import read_named
 from midstream.plan.heads import head_size, in_heads, read_indices
 from midstream.plan.instructions import Instruction
-from midstream.plan.matrix import emit_rows
-from midstream.plan.named_lookup import Lookup, find_taps, from_start, pick, vectors_of
-from midstream.plan.named_vector import Named
 from midstream.plan.positions.positions import Positions
 from midstream.plan.selection import LOGITS, Layers, Sites, read_taps
 from midstream.plan.shape import VectorSize
 from midstream.plan.short_repr import short_repr
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.matrix import emit_rows
+from midstream.plan.vectors.named_lookup import Lookup, find_taps, from_start, pick, vectors_of
+from midstream.plan.vectors.named_vector import Named
+from midstream.plan.vectors.vector import Vector
 from midstream.sites import ENDS
 from midstream.validation import at, kind, read_float32, read_word
 

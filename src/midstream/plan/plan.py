@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from midstream.errors import SpecError
-from midstream.plan.act import Switch
 from midstream.plan.captured_rows import OpenRows
 from midstream.plan.consumers import names_consumers, read_consumers
-from midstream.plan.controller import Controller
-from midstream.plan.named_lookup import Lookup
+from midstream.plan.control.act import Switch
+from midstream.plan.control.controller import Controller
 from midstream.plan.operations import Edit, Gate, Steer, bind_edit, fill_edit, parse_edit
 from midstream.plan.probe import Probe
 from midstream.plan.readouts import Capture, ReadOut, parse_readout
 from midstream.plan.shape import ModelShape
+from midstream.plan.vectors.named_lookup import Lookup
 from midstream.validation import MAX_PARTS, at, kind, listed, read_fields, read_json, show
 
 T = TypeVar("T")

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.plan.act import Act, Switch, read_act
 from midstream.plan.argument_names import accept_spellings
+from midstream.plan.classifiers.linear_classifier import read_linear
+from midstream.plan.classifiers.mlp import MLP
+from midstream.plan.classifiers.trained_mlp import is_network, read_module, read_network
+from midstream.plan.control.act import Act, Switch, read_act
 from midstream.plan.forms import (
     IndicesLike,
     LayersLike,
@@ -21,19 +24,16 @@ from midstream.plan.forms import (
     SitesLike,
 )
 from midstream.plan.instructions import Instruction
-from midstream.plan.linear_classifier import read_linear
-from midstream.plan.matrix import is_matrix
-from midstream.plan.mlp import MLP
-from midstream.plan.named_lookup import Lookup
-from midstream.plan.named_vector import Named, read_direction
 from midstream.plan.operation import Operation, by_value, read_scalar, rows_by_value
 from midstream.plan.positions.positions import Positions
 from midstream.plan.positions.row_order import check_row_order
 from midstream.plan.readouts.attention import Entropy, Mass, read_reduction
-from midstream.plan.row_per_layer import check_per_layer, is_by_layer, read_per_layer
 from midstream.plan.selection import Layers
-from midstream.plan.trained_mlp import is_network, read_module, read_network
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.matrix import is_matrix
+from midstream.plan.vectors.named_lookup import Lookup
+from midstream.plan.vectors.named_vector import Named, read_direction
+from midstream.plan.vectors.row_per_layer import check_per_layer, is_by_layer, read_per_layer
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import at, float32, kind, listed, show
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from midstream.sites import BY_NAME, Tap
 from midstream.validation import at
 
 if TYPE_CHECKING:
-    from midstream.plan.act import Act
+    from midstream.plan.control.act import Act
 
 # Reductions whose row is made of all selected rows.
 REDUCING = ("mean", "max", "moments")

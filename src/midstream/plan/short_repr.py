@@ -8,7 +8,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 
 # As `to_dict` and `own` have them, beside those of the constructor.
 _DEFAULTS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from midstream.errors import BusyError, HttpError, MidstreamError, ReceiptError,
 from midstream.results.readouts import RESULTS
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import audit_log
-from midstream.server.capture_cache import CaptureCache, Reservation
+from midstream.server.cached_rows.capture_cache import CaptureCache, Reservation
 from midstream.server.request_field import MidstreamField
 from midstream.sites import Tap
 

@@ -18,7 +18,7 @@ from midstream.results.probe_scores import Probes
 from midstream.results.readouts import RESULTS, ReadOutResult
 from midstream.results.serialization import PackedRows, pack
 from midstream.server.base64_text import Base64Text, dump
-from midstream.server.capture_cache import CachedCapture, CaptureCache
+from midstream.server.cached_rows.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.sites import ENDS, Tap
 

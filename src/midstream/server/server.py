@@ -29,10 +29,10 @@ from midstream.runtime.frontend.request.call_plan import plan_of, with_plan, wit
 from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
 from midstream.server.body_values import completions_of
-from midstream.server.capture_cache import CachedCapture, CaptureCache, expire_in_time
+from midstream.server.cached_rows.capture_cache import CachedCapture, CaptureCache, expire_in_time
+from midstream.server.cached_rows.patched_rows import opened_rows
 from midstream.server.http_request import RequestContext
 from midstream.server.open_requests import OpenRequests
-from midstream.server.patched_rows import opened_rows
 from midstream.server.peers import Peers
 from midstream.server.request_field import MidstreamField
 from midstream.server.results_json import ResultEncoder

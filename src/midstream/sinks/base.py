@@ -18,7 +18,7 @@ from midstream.sinks.name_claims import NameClaims
 from midstream.sites import Tap
 
 if TYPE_CHECKING:
-    from midstream.results.attention import AttentionResults
+    from midstream.results.readouts.attention import AttentionResults
 
 Wants = Literal["rows", "requests"]
 

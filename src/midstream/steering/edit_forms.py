@@ -10,10 +10,8 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeGuard
 
 from midstream.errors import SpecError
-from midstream.plan.act import Switch
+from midstream.plan.control.act import Switch
 from midstream.plan.forms import PhaseLike
-from midstream.plan.named_lookup import Lookup
-from midstream.plan.named_vector import Named
 from midstream.plan.operations import Edit, Gate, Local, Steer, bind_edit, parse_edit
 from midstream.plan.plan import Plan, ServerWide, parse_server_wide
 from midstream.plan.positions.prompt import Prompt
@@ -21,6 +19,8 @@ from midstream.plan.probe import Probe
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.shape import ModelShape
 from midstream.plan.tap_lookup import find_taps
+from midstream.plan.vectors.named_lookup import Lookup
+from midstream.plan.vectors.named_vector import Named
 from midstream.steering.parse import read_placed
 from midstream.validation import MAX_PARTS, at, kind, read_fields
 

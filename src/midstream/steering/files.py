@@ -24,8 +24,8 @@ from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.plan.matrix import check_square, matrix_of
-from midstream.plan.vector import MAX_SIZE, Vector
+from midstream.plan.vectors.matrix import check_square, matrix_of
+from midstream.plan.vectors.vector import MAX_SIZE, Vector
 from midstream.steering.parse import Placed, check_distinct, read_key
 from midstream.validation import MAX_ITEMS, check_regular, kind, read_json, show
 

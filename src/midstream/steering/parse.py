@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.plan.matrix import read_vector_or_matrix
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.matrix import read_vector_or_matrix
+from midstream.plan.vectors.vector import Vector
 from midstream.sites import BY_NAME, ENDS, NAMES, canonical, parse
 from midstream.validation import (
     MAX_ITEMS,
@@ -67,7 +67,8 @@ def read_placed(value: object) -> tuple[Placed, ...]:
         value: `{layer: vector}` at `resid_post`; `{site: {layer: vector}}`;
             `{(site, layer): vector}`; or `{"resid_post.15": vector}`, the keys of a file. A layer
             is an int or, as in JSON, a string of digits. A vector is a value of Vector.parse, or
-            `{"vector": …, "scale": number}`; or a matrix, see `midstream.plan.matrix.matrix_of`.
+            `{"vector": …, "scale": number}`; or a matrix, see
+            `midstream.plan.vectors.matrix.matrix_of`.
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected {_FORMS}, got {kind(value)}")

@@ -12,14 +12,20 @@ from types import MappingProxyType
 from typing import Any, overload
 
 from midstream.errors import NoRoomError, SpecError
-from midstream.plan.matrix import Matrix, matrix_by_value, read_vector_or_matrix
-from midstream.plan.named_lookup import FeatureSource, Lookup, NamedEdits, Registered, SaeName
-from midstream.plan.named_vector import read_name
 from midstream.plan.operation import by_value
 from midstream.plan.operations import Edit, Gate
 from midstream.plan.shape import ModelShape
 from midstream.plan.tap_lookup import check_tapped, find_layer, find_taps
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.matrix import Matrix, matrix_by_value, read_vector_or_matrix
+from midstream.plan.vectors.named_lookup import (
+    FeatureSource,
+    Lookup,
+    NamedEdits,
+    Registered,
+    SaeName,
+)
+from midstream.plan.vectors.named_vector import read_name
+from midstream.plan.vectors.vector import Vector
 from midstream.sites import Tap, order
 from midstream.steering.changes import Changes, OwnProcess
 from midstream.steering.edit_forms import bind_part, names_edits, read_named_edits
@@ -82,7 +88,7 @@ class VectorRegistry:
         """Register vectors or whole edits under a name, replacing what it stood for.
 
         Args:
-            name: a valid name, see `midstream.plan.named_vector.read_name`.
+            name: a valid name, see `midstream.plan.vectors.named_vector.read_name`.
             vectors: a dict in a form of `read_placed`: {layer: vector}, {site: {layer: vector}} or
                 {(site, layer): vector}; one vector (a value of Vector.parse) without a tap, whose
                 layer is given where it is used; or the path of a `.safetensors`, `.npz` or `.gguf`

@@ -12,7 +12,7 @@ from midstream.lab.sweep import SweepRequest
 from midstream.lab.sweep.job import SweepContext, SweepJob, SweepPrompt
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.shape import ModelShape
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.sites import Tap
 
 SHAPE = ModelShape(3, 4, [("resid_pre", layer) for layer in range(3)])

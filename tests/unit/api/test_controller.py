@@ -21,7 +21,7 @@ from midstream import (
     Threshold,
 )
 from midstream.api.controller import ControlledRequest, check_controlled
-from midstream.plan.control_laws import Observed
+from midstream.plan.control.control_laws import Observed
 
 CALL_PLAN = object()
 

@@ -13,7 +13,7 @@ import torch
 from midstream.api.sampling_params import OWN, SamplingParams
 from midstream.errors import SpecError
 from midstream.plan import Capture, Plan, Steer, Vector
-from midstream.plan.named_vector import Named
+from midstream.plan.vectors.named_vector import Named
 
 vllm = pytest.importorskip("vllm")
 

@@ -18,7 +18,7 @@ from midstream import Capture, Probe, Replace, Steer
 from midstream.client import AsyncClient, Client, ServerError, extra_body
 from midstream.client.outputs import Reader
 from midstream.errors import ConfigError, SpecError
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.results.activations import with_heads
 from midstream.results.arrays import Heads
 from midstream.results.plan_update import PlanUpdate

@@ -14,7 +14,7 @@ from support.serving_fake import serving
 from midstream.compat import packed_arrays, vllm_fork, vllm_lens
 from midstream.compat.packed_arrays import MAX_NUMBERS
 from midstream.errors import SpecError
-from midstream.plan.vector import MAX_SIZE, Vector
+from midstream.plan.vectors.vector import MAX_SIZE, Vector
 from midstream.server.body_values import MAX_VALUES, is_long
 from midstream.server.request_field import take_field
 from midstream.server.routes.uploads import read_file

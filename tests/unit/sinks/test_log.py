@@ -7,7 +7,7 @@ import torch
 from support.sinking import activations, delivery
 
 from midstream.results.activations import Activations
-from midstream.results.attention import AttentionResults, AttentionRows
+from midstream.results.readouts.attention import AttentionResults, AttentionRows
 from midstream.sinks.log import NAME, LogSink
 
 

@@ -12,7 +12,7 @@ from support.sinking import ORIGIN, WIDE, WIDE_ORIGIN, WIDTH, activations, deliv
 from midstream.codecs import parse_codec
 from midstream.errors import StoreError
 from midstream.plan import Capture, Plan, Probe, Steer
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.results.receipt import Captured, Receipt, Selected

@@ -19,7 +19,7 @@ from support.gguf_file import gguf_bytes, text
 
 from midstream.errors import SpecError
 from midstream.plan import Vector
-from midstream.plan.matrix import matrix_of
+from midstream.plan.vectors.matrix import matrix_of
 from midstream.steering import files
 from midstream.steering.files import read_file, read_json_file
 from midstream.steering.parse import read_placed

@@ -23,8 +23,8 @@ from midstream.plan import (
     Scale,
     Steer,
 )
-from midstream.plan.named_lookup import NamedEdits
 from midstream.plan.operations import bind_edit
+from midstream.plan.vectors.named_lookup import NamedEdits
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 

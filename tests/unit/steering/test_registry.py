@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from midstream.client.protocol import upload_of
 from midstream.errors import NoRoomError, SpecError
 from midstream.plan import Affine, ModelShape, Plan, Steer, Vector
-from midstream.plan.matrix import matrix_of
-from midstream.plan.named_vector import Named
+from midstream.plan.vectors.matrix import matrix_of
+from midstream.plan.vectors.named_vector import Named
 from midstream.steering import VectorRegistry
 from midstream.steering import registry as module
 

@@ -6,9 +6,9 @@ import pytest
 
 from midstream.errors import SpecError
 from midstream.plan import Reading, Steer
-from midstream.plan.named_vector import Named
 from midstream.plan.operations import Ablate, Gate
 from midstream.plan.shape import ModelShape
+from midstream.plan.vectors.named_vector import Named
 from midstream.steering.edit_forms import (
     Part,
     bind_part,

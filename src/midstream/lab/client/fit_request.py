@@ -9,7 +9,7 @@ from midstream.client.protocol import Exchange, call
 from midstream.errors import ServerError, SpecError
 from midstream.lab.fit import Directions
 from midstream.lab.fit.prompts import naming_fields, read_capture, read_prompts
-from midstream.plan.named_vector import read_name
+from midstream.plan.vectors.named_vector import read_name
 from midstream.validation import at
 
 FIT = "/v1/midstream/fit"

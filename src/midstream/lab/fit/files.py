@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError, SpecError
 from midstream.lab.fit.scores import LayerScore
-from midstream.plan.matrix import Matrix
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.matrix import Matrix
+from midstream.plan.vectors.vector import Vector
 from midstream.steering.files import read_file
 from midstream.steering.gguf import read_gguf
 from midstream.steering.parse import DEFAULT_SITE, Placed

@@ -11,7 +11,7 @@ from midstream.errors import SpecError
 from midstream.lab.fit.files import Loaded
 from midstream.lab.fit.scores import LayerScore
 from midstream.plan.selection import read_site
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import at, is_int, kind, read_fields, read_float32, read_int
 
 if TYPE_CHECKING:

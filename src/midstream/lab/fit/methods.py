@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from midstream.errors import MissingExtraError, SpecError
 from midstream.lab.fit.moments import Floats, Moments
-from midstream.plan.linear_classifier import read_linear
+from midstream.plan.classifiers.linear_classifier import read_linear
 from midstream.validation import kind, read_word
 
 METHODS = ("mean", "pca", "lat", "logistic", "lda")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.lab.fit.folds import Indices, number
-from midstream.plan.vector import check_unmasked
+from midstream.plan.vectors.vector import check_unmasked
 from midstream.results.arrays import to_numpy
 from midstream.validation import at, kind, read_int
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.lab.fit.prompts import naming_fields, read_capture, read_prompts
-from midstream.plan.named_vector import read_name
 from midstream.plan.positions.work import check_called
 from midstream.plan.readouts.capture import Capture
 from midstream.plan.selection import read_site
+from midstream.plan.vectors.named_vector import read_name
 from midstream.server.body_values import check_fields
 from midstream.validation import at, is_int, kind
 

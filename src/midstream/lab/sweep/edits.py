@@ -16,7 +16,7 @@ from midstream.lab.sweep.request import SweepRequest
 from midstream.lab.sweep.source import NumberSource
 from midstream.plan import Edit, Replace, Scale
 from midstream.plan.shape import ModelShape
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.sites import Tap, show_tap
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.plan import Feature
-from midstream.plan.named_lookup import FeatureSource
 from midstream.plan.shape import ModelShape
+from midstream.plan.vectors.named_lookup import FeatureSource
 from midstream.sites import Tap, show_tap
 
 

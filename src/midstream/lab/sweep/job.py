@@ -31,10 +31,10 @@ from midstream.lab.sweep.source import (
 )
 from midstream.plan import Capture, CapturedRows, Logits, Plan
 from midstream.plan.captured_rows import OpenRows
-from midstream.plan.named_lookup import Lookup, SaeName, pick, vectors_of
 from midstream.plan.positions.prompt import Prompt
 from midstream.plan.readouts import ReadOut
 from midstream.plan.shape import ModelShape
+from midstream.plan.vectors.named_lookup import Lookup, SaeName, pick, vectors_of
 from midstream.results.arrays import to_numpy
 from midstream.results.receipt import Receipt
 from midstream.sites import Tap, show_tap

@@ -21,7 +21,7 @@ from midstream.plan.operations.feature import read_sae
 from midstream.plan.positions.positions import Positions
 from midstream.plan.selection import Layers, read_taps
 from midstream.plan.shape import ModelShape
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.sites import ENDS, Tap
 from midstream.validation import MAX_ITEMS, as_list, at, is_int, kind, read_int, show
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError
 from midstream.plan.captured_rows import CapturedRows, is_captured
 from midstream.plan.heads import read_indices
-from midstream.plan.matrix import emit_rows, read_rows
-from midstream.plan.named_vector import Named
 from midstream.plan.operation import read_scalar
+from midstream.plan.vectors.matrix import emit_rows, read_rows
+from midstream.plan.vectors.named_vector import Named
 from midstream.results.arrays import to_numpy
 from midstream.sites import Tap, parse
 from midstream.validation import MAX_ITEMS, at, is_int, kind, read_fields, read_int

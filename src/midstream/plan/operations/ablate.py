@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.plan.algebra import orthonormal
 from midstream.plan.argument_names import accept_spellings
 from midstream.plan.forms import (
     IndicesLike,
@@ -20,8 +19,6 @@ from midstream.plan.forms import (
     SitesLike,
 )
 from midstream.plan.instructions import Instruction
-from midstream.plan.matrix import read_directions
-from midstream.plan.named_vector import Named
 from midstream.plan.operation import (
     Operation,
     one_edit,
@@ -30,8 +27,11 @@ from midstream.plan.operation import (
     rows_by_value,
     with_norm,
 )
-from midstream.plan.row_per_layer import check_per_layer, is_by_layer, read_by_layer
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.algebra import orthonormal
+from midstream.plan.vectors.matrix import read_directions
+from midstream.plan.vectors.named_vector import Named
+from midstream.plan.vectors.row_per_layer import check_per_layer, is_by_layer, read_by_layer
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import at, float32, kind
 
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.plan.algebra import gram_error, wide
 from midstream.plan.argument_names import accept_spellings
 from midstream.plan.forms import (
     IndicesLike,
@@ -23,8 +22,6 @@ from midstream.plan.forms import (
     VectorOrName,
 )
 from midstream.plan.instructions import Instruction
-from midstream.plan.matrix import Matrix, matrix_by_value, read_matrix, read_rows
-from midstream.plan.named_vector import Named, read_row
 from midstream.plan.operation import (
     Operation,
     by_value,
@@ -34,7 +31,10 @@ from midstream.plan.operation import (
     rows_by_value,
     with_norm,
 )
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.algebra import gram_error, wide
+from midstream.plan.vectors.matrix import Matrix, matrix_by_value, read_matrix, read_rows
+from midstream.plan.vectors.named_vector import Named, read_row
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import at, float32
 
 # Tolerance for orthonormal rows: about the error of rounding wide rows to bfloat16.

@@ -12,7 +12,7 @@ from midstream.plan.argument_names import accept_spellings
 from midstream.plan.forms import NumberLike, PhaseLike, PositionsLike
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, one_edit, read_scalar
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import INT_LIMIT, at, is_int, kind, show
 
 MAX_TOKENS = 1024

@@ -8,12 +8,12 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.plan.captured_rows import CapturedRows, OpenRows
 from midstream.plan.heads import head_size
-from midstream.plan.named_lookup import find_taps, from_start
 from midstream.plan.operations.gate import Gate
 from midstream.plan.operations.local import Local
 from midstream.plan.operations.plain import PlainEdit
 from midstream.plan.operations.replace import Replace
 from midstream.plan.shape import ModelShape, VectorSize
+from midstream.plan.vectors.named_lookup import find_taps, from_start
 from midstream.validation import at
 
 

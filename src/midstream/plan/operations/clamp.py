@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.plan.algebra import check_nonzero, unit
 from midstream.plan.argument_names import accept_spellings
 from midstream.plan.forms import (
     IndicesLike,
@@ -19,7 +18,6 @@ from midstream.plan.forms import (
     VectorOrName,
 )
 from midstream.plan.instructions import Instruction
-from midstream.plan.named_vector import Named, read_direction
 from midstream.plan.operation import (
     Operation,
     by_value,
@@ -28,7 +26,9 @@ from midstream.plan.operation import (
     read_scalar,
     with_norm,
 )
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.algebra import check_nonzero, unit
+from midstream.plan.vectors.named_vector import Named, read_direction
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import FLOAT32_MAX, at, float32
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, SupportsIndex
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.plan.algebra import wide
 from midstream.plan.argument_names import accept_spellings
 from midstream.plan.forms import (
     IndicesLike,
@@ -22,8 +21,6 @@ from midstream.plan.forms import (
     VectorLike,
 )
 from midstream.plan.instructions import Instruction
-from midstream.plan.matrix import MAX_RANK, read_rows
-from midstream.plan.named_lookup import Lookup, SaeName
 from midstream.plan.operation import (
     Operation,
     one_edit,
@@ -33,7 +30,10 @@ from midstream.plan.operation import (
     with_norm,
 )
 from midstream.plan.sink_target import read_name
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.algebra import wide
+from midstream.plan.vectors.matrix import MAX_RANK, read_rows
+from midstream.plan.vectors.named_lookup import Lookup, SaeName
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import (
     INT_LIMIT,
     as_list,

@@ -11,7 +11,15 @@ from midstream.ops.layout import Flags, Op
 from midstream.plan.argument_names import accept_spellings
 from midstream.plan.forms import NumberLike, VectorOrName
 from midstream.plan.instructions import Instruction
-from midstream.plan.named_lookup import (
+from midstream.plan.operation import Operation, read_scalar
+from midstream.plan.operations.gate_memory import Hold, Memory
+from midstream.plan.operations.gate_probe import Reading
+from midstream.plan.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
+from midstream.plan.operations.route import Route
+from midstream.plan.positions.positions import Positions
+from midstream.plan.selection import Layers, Sites
+from midstream.plan.shape import VectorSize
+from midstream.plan.vectors.named_lookup import (
     Lookup,
     Registered,
     from_start,
@@ -21,15 +29,7 @@ from midstream.plan.named_lookup import (
     taps_of,
     vectors_of,
 )
-from midstream.plan.named_vector import Named
-from midstream.plan.operation import Operation, read_scalar
-from midstream.plan.operations.gate_memory import Hold, Memory
-from midstream.plan.operations.gate_probe import Reading
-from midstream.plan.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
-from midstream.plan.operations.route import Route
-from midstream.plan.positions.positions import Positions
-from midstream.plan.selection import Layers, Sites
-from midstream.plan.shape import VectorSize
+from midstream.plan.vectors.named_vector import Named
 from midstream.validation import at, float32, read_fields, read_word
 
 

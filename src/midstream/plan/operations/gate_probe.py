@@ -10,15 +10,15 @@ from midstream.errors import SpecError
 from midstream.plan.argument_names import accept_spellings, read_named
 from midstream.plan.forms import LayersLike, NumberLike, RowsOrNames, SitesLike
 from midstream.plan.heads import head_size, padded, read_indices
-from midstream.plan.matrix import emit_rows, is_matrix
-from midstream.plan.named_lookup import Registered, pick
-from midstream.plan.named_vector import Named, read_direction
 from midstream.plan.operation import SITE, Operation, by_value, read_scalar
 from midstream.plan.positions.positions import Positions
-from midstream.plan.row_per_layer import check_per_layer, is_by_layer, read_per_layer
 from midstream.plan.selection import LOGITS, Layers, read_taps
 from midstream.plan.shape import VectorSize
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.matrix import emit_rows, is_matrix
+from midstream.plan.vectors.named_lookup import Registered, pick
+from midstream.plan.vectors.named_vector import Named, read_direction
+from midstream.plan.vectors.row_per_layer import check_per_layer, is_by_layer, read_per_layer
+from midstream.plan.vectors.vector import Vector
 from midstream.sites import ENDS, Tap
 from midstream.validation import at
 

@@ -6,13 +6,13 @@ import dataclasses
 from typing import TypeVar
 
 from midstream.errors import SpecError
-from midstream.plan.named_lookup import Lookup, NamedEdits
-from midstream.plan.named_vector import Named
 from midstream.plan.operations.gate import Gate
 from midstream.plan.operations.local import Local
 from midstream.plan.operations.plain import PlainEdit
 from midstream.plan.operations.steer import Steer
 from midstream.plan.positions.positions import Positions
+from midstream.plan.vectors.named_lookup import Lookup, NamedEdits
+from midstream.plan.vectors.named_vector import Named
 
 E = TypeVar("E", bound=PlainEdit | Gate | Local)
 

@@ -18,7 +18,6 @@ from midstream.plan.forms import (
     VectorLike,
 )
 from midstream.plan.instructions import Instruction
-from midstream.plan.named_lookup import Lookup, SaeCode, SaeName
 from midstream.plan.operation import Operation, one_edit, read_norm, with_norm
 from midstream.plan.operations.feature import (
     FeaturesLike,
@@ -27,7 +26,8 @@ from midstream.plan.operations.feature import (
     short,
 )
 from midstream.plan.selection import WIDE
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.named_lookup import Lookup, SaeCode, SaeName
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import at, kind, listed
 
 # Where a transcoder reads, and where it writes.

@@ -20,8 +20,6 @@ from midstream.plan.forms import (
 )
 from midstream.plan.heads import read_indices, with_dims
 from midstream.plan.instructions import Instruction
-from midstream.plan.matrix import read_rows_or_names
-from midstream.plan.named_vector import Named
 from midstream.plan.operation import (
     Operation,
     one_edit,
@@ -30,7 +28,9 @@ from midstream.plan.operation import (
     rows_by_value,
     with_norm,
 )
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.matrix import read_rows_or_names
+from midstream.plan.vectors.named_vector import Named
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import MAX_ITEMS, at, float32
 
 

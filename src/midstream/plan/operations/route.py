@@ -21,7 +21,7 @@ from midstream.plan.heads import mask_of, read_indices
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, one_edit, read_scalar
 from midstream.plan.shape import VectorSize
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import MAX_ITEMS, at, float32, kind, read_int, show
 
 ROUTER = "router"

@@ -20,7 +20,7 @@ from midstream.plan.forms import (
 from midstream.plan.heads import read_indices, with_dims
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import Operation, by_value, one_edit, read_scalar
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import at, float32
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, SupportsIndex
 
 from midstream.errors import ScaleWarning, SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.plan.algebra import check_nonzero, unit
 from midstream.plan.argument_names import accept_spellings
 from midstream.plan.forms import (
     IndicesLike,
@@ -22,12 +21,13 @@ from midstream.plan.forms import (
     SitesLike,
 )
 from midstream.plan.instructions import Instruction
-from midstream.plan.matrix import read_rows
-from midstream.plan.named_vector import Named
 from midstream.plan.operation import Operation, by_value, one_edit, read_scalar, rows_by_value
-from midstream.plan.row_per_layer import check_per_layer, read_per_layer
 from midstream.plan.tokens import LOGIT, STREAM, read_kind, read_token
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.algebra import check_nonzero, unit
+from midstream.plan.vectors.matrix import read_rows
+from midstream.plan.vectors.named_vector import Named
+from midstream.plan.vectors.row_per_layer import check_per_layer, read_per_layer
+from midstream.plan.vectors.vector import Vector
 from midstream.validation import MAX_ITEMS, at, float32, listed, read_word
 
 NORMS = ("match", "keep")

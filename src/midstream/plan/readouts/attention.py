@@ -107,8 +107,8 @@ class Attention(ReadOut):
 
     The weights are those of the softmax over all keys that the query sees: the keys at its own
     position and before it, within the layer's sliding window. The rows of an `Attention` are in
-    `output.attention`, see `midstream.results.attention.AttentionResults`. With a `sink` they are
-    in the attribute `attention` of what the sink is given.
+    `output.attention`, see `midstream.results.readouts.attention.AttentionResults`. With a `sink`
+    they are in the attribute `attention` of what the sink is given.
 
     The engine must tap the queries: `rot_q` in the setting `sites`, or `q` for models without
     rotary embedding.

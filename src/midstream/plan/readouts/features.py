@@ -30,7 +30,7 @@ class Features(ReadOut):
 
     The vectors at the SAE's site and layer are encoded on the worker, after the step, and only the
     most active features leave it. They are in `output.features`, by name; see
-    `midstream.results.features.FeatureRows`.
+    `midstream.results.readouts.features.FeatureRows`.
 
     The engine must tap the site.
 

@@ -35,7 +35,7 @@ class Lens(ReadOut):
     The stream at a site of a layer goes through the model's own final norm and its own head, scale
     and soft cap included: the logit lens. Of the logits the largest are returned, and those of
     chosen tokens with their ranks. The rows of a `Lens` are in `output.lens`, by name; see
-    `midstream.results.lens.LensRows`.
+    `midstream.results.readouts.lens.LensRows`.
 
     The engine must tap the site.
 

@@ -32,7 +32,7 @@ class Logits(ReadOut):
     Those of position p are the ones from which token p + 1 is sampled, as the model's head returns
     them: with its scale and soft cap, before a `Bias` and before penalties, structured output and
     temperature. They are computed on the worker from the output of the final norm, in float32 after
-    the head. The result is `output.logits`, see `midstream.results.logits.LogitRows`.
+    the head. The result is `output.logits`, see `midstream.results.readouts.logits.LogitRows`.
 
     The engine must tap `final_norm`.
 

@@ -31,8 +31,8 @@ class Norms(ReadOut):
 
     Norms are computed on the worker, of the vectors after the edits at their site, and returned as
     float32. They are in `output.norms`, by site and layer; see
-    `midstream.results.norms.NormResults`; with a `sink` in `readouts["norms"]` of what the sink is
-    given. Captures of the same vectors may be beside them.
+    `midstream.results.readouts.norms.NormResults`; with a `sink` in `readouts["norms"]` of what
+    the sink is given. Captures of the same vectors may be beside them.
     """
 
     layers: Layers

@@ -9,7 +9,7 @@ from typing import Any
 
 from midstream.errors import NothingSelectedError, SpecError
 from midstream.ops.layout import Flags, Op, limit_of
-from midstream.plan.act import Switch
+from midstream.plan.control.act import Switch
 from midstream.plan.instructions import Instruction
 from midstream.plan.operation import refreshed
 from midstream.plan.operations import Bias, Edit, Gate, Local, Reconstruct, Route, Steer

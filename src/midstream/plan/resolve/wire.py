@@ -33,7 +33,7 @@ from midstream.plan.resolved import (
     SlottedPattern,
     Steps,
 )
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.sites import NAMES
 from midstream.validation import FLOAT32_MAX, INT_LIMIT, at, kind, read_message, read_word
 

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from midstream.config.controllers import DeclaredController, load
-from midstream.plan.control_laws import Observed
+from midstream.plan.control.control_laws import Observed
 
 # Threads of a controller that have not returned. With so many, its calls fail at once.
 MOST_HANGING = 8

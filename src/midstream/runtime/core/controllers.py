@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from midstream.plan.control_laws import Observed, Threshold
-from midstream.plan.controller import read_answer
+from midstream.plan.control.control_laws import Observed, Threshold
+from midstream.plan.control.controller import read_answer
 from midstream.runtime.core.controller_calls import (
     ControllerCall,
     DeclaredCalls,

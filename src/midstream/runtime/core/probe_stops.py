@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from midstream.plan.act import Progress, follow
+from midstream.plan.control.act import Progress, follow
 from midstream.runtime.core.controllers import NOTHING, RunningController, controlled, decide
 from midstream.runtime.core.ended_requests import add_end
 from midstream.runtime.core.plan_versions import change_plans

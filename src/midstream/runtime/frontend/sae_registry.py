@@ -14,9 +14,9 @@ from midstream.config.config import KEY
 from midstream.errors import ConfigError, SpecError
 from midstream.ops.sae import layout
 from midstream.plan import ModelShape
-from midstream.plan.named_lookup import SaeCode
 from midstream.plan.resolved import SaeEncoder
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.named_lookup import SaeCode
+from midstream.plan.vectors.vector import Vector
 from midstream.runtime.frontend.weight_memory import NamedWeights, WeightMemory, WeightPart
 from midstream.sae.sae import SAE, folded, writes_mlp_out
 from midstream.sites import Tap

@@ -12,7 +12,7 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.plan import ResolvedPlan
-from midstream.plan.controller import Answer
+from midstream.plan.control.controller import Answer
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controller_run import ControllerRun
 from midstream.runtime.frontend.request.plan_changes import PlanChanges

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from midstream.errors import SpecError
 from midstream.plan import ResolvedPlan, Stop, Switch
-from midstream.plan.act import Condition
+from midstream.plan.control.act import Condition
 from midstream.plan.positions.position_set import Where
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 from midstream.runtime.protocol.control import control_source

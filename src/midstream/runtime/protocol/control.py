@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from midstream.plan import ResolvedPlan
-from midstream.plan.controller import Controller
+from midstream.plan.control.controller import Controller
 from midstream.plan.positions.position_set import Where
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 from midstream.runtime.protocol.plan_version import PlanVersion

@@ -16,7 +16,7 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.plan import ResolvedPlan, ResolvedProbe
 from midstream.plan.instructions import Instruction
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.results.encoded_rows import Scattered
 from midstream.runtime.protocol.results import ResultBlock, WorkerResult
 from midstream.runtime.protocol.runs import Floats, Ints

@@ -56,11 +56,11 @@ from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
 from midstream.runtime.worker.parameter_answers import parameter_rows, token_directions
 from midstream.runtime.worker.rank_agreement import RankLinks, all_ranks, sum_over_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
-from midstream.runtime.worker.rank_weights import RankWeights
 from midstream.runtime.worker.readouts.head_adapters import HeadAdapters
 from midstream.runtime.worker.readouts.layers import RankAttention
 from midstream.runtime.worker.readouts.lens import RankLens
 from midstream.runtime.worker.readouts.logits import PART_BYTES, Head, LogitReader
+from midstream.runtime.worker.readouts.rank_weights import RankWeights
 from midstream.runtime.worker.readouts.reader import WORKSPACE_BYTES, PatternReader
 from midstream.runtime.worker.readouts.sae import SaeReader
 from midstream.runtime.worker.reductions import Reductions

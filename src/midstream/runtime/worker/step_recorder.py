@@ -14,7 +14,6 @@ from midstream.runtime.protocol.step_scores import StepScores
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.readouts.logits import StepLogits
 from midstream.runtime.worker.readouts.step_patterns import StepPatterns
-from midstream.runtime.worker.reported_scores import reported_scores
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
 from midstream.runtime.worker.split_scores import SplitScores
@@ -26,6 +25,7 @@ from midstream.runtime.worker.step.in_flight import (
     bounds,
     positions_of,
 )
+from midstream.runtime.worker.step.reported_scores import reported_scores
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan

@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
 from midstream.errors import HttpError
-from midstream.server.capture_cache import CachedCapture, CaptureCache
+from midstream.server.cached_rows.capture_cache import CachedCapture, CaptureCache
 from midstream.server.peers import add_kept
 from midstream.server.results_json import handle_of
 from midstream.server.routes.common import (

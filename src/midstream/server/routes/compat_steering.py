@@ -17,7 +17,7 @@ from midstream.errors import HttpError, SpecError
 from midstream.plan.forms import PhaseLike
 from midstream.plan.operations import Edit, Steer
 from midstream.plan.tap_lookup import find_taps
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.server.routes.common import (
     AdminDep,
     MidstreamRoute,

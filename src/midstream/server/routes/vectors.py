@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from midstream.errors import HttpError, NoRoomError, SpecError
-from midstream.plan.named_lookup import NamedEdits
+from midstream.plan.vectors.named_lookup import NamedEdits
 from midstream.server import audit_log
 from midstream.server.routes.common import (
     AdminDep,

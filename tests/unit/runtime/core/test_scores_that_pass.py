@@ -12,7 +12,7 @@ import pytest
 from support.nightly import rounds
 
 from midstream.plan import Match, Where
-from midstream.plan.act import Condition
+from midstream.plan.control.act import Condition
 from midstream.runtime.core import probe_stops
 from midstream.runtime.core.probe_stops import Watched, update_from_output
 from midstream.runtime.protocol.acting_probes import ActingProbe

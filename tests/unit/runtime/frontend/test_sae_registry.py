@@ -13,7 +13,7 @@ from midstream.plan import ModelShape
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.sae_registry import SaeRegistry
 from midstream.runtime.frontend.weight_memory import WeightMemory
-from midstream.runtime.worker.rank_weights import RankWeights
+from midstream.runtime.worker.readouts.rank_weights import RankWeights
 from midstream.runtime.worker.readouts.sae import SaeReader
 
 WIDTH, FEATURES = 6, 40

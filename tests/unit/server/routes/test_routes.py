@@ -19,7 +19,7 @@ from support.serving_fake import SHAPE, refused, rows, scope_of, serving
 from support.sinking import delivery, put_now
 
 from midstream.errors import HttpError, SpecError
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.results.serialization import pack, unpack
 from midstream.server.routes import uploads
 from midstream.server.routes.uploads import read_file

@@ -12,7 +12,7 @@ from midstream.compat.translation import rename_path, translate, without_transla
 from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.plan import Plan
-from midstream.plan.controller import Controller
+from midstream.plan.control.controller import Controller
 from midstream.plan.positions.prompt import Message
 from midstream.runtime.frontend.request.prompt.message_spans import (
     chat_params,

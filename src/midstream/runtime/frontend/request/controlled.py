@@ -8,8 +8,8 @@ from dataclasses import replace
 from midstream.config.controllers import DeclaredController
 from midstream.errors import SpecError
 from midstream.plan import Plan
-from midstream.plan.control_laws import MOST_SCALES
-from midstream.plan.controller import Controller, EditSet
+from midstream.plan.control.control_laws import MOST_SCALES
+from midstream.plan.control.controller import Controller, EditSet
 from midstream.plan.operations.strength import with_strength
 from midstream.plan.positions.work import check_overlaps, check_taps
 from midstream.plan.resolve.resolve import weighed

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from midstream.errors import BusyError, SpecError
 from midstream.plan import Plan
-from midstream.plan.control_laws import Observed
-from midstream.plan.controller import Answer, Controller, read_answer
+from midstream.plan.control.control_laws import Observed
+from midstream.plan.control.controller import Answer, Controller, read_answer
 from midstream.plan.plan import check_law
 from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.control import control_source

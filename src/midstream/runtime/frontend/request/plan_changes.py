@@ -12,11 +12,11 @@ import msgspec
 
 from midstream.errors import BusyError, SpecError
 from midstream.plan import Plan
-from midstream.plan.named_lookup import Lookup
 from midstream.plan.operation import read_scalar
 from midstream.plan.operations import Edit
 from midstream.plan.operations.strength import with_strength
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.named_lookup import Lookup
+from midstream.plan.vectors.vector import Vector
 from midstream.results.plan_update import PlanUpdate
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import Need

@@ -18,7 +18,6 @@ from midstream.plan import (
     Prompt,
     ResolvedPlan,
 )
-from midstream.plan.named_lookup import Lookup
 from midstream.plan.plan import ServerWide, asks_engine
 from midstream.plan.positions.decoded_text import text_map
 from midstream.plan.readouts import ReadOut
@@ -27,6 +26,7 @@ from midstream.plan.readouts.reduced import check_codec, num_sums, with_split_ro
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.resolve.session_rules import check_growing
 from midstream.plan.resolve.wire import to_bytes
+from midstream.plan.vectors.named_lookup import Lookup
 from midstream.runtime.frontend.request.biases import check_biases
 from midstream.runtime.frontend.request.budget import (
     ROWS,

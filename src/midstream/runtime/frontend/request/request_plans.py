@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from midstream.plan import Capture, Plan
-from midstream.plan.control_laws import MOST_SCALES
-from midstream.plan.named_lookup import Lookup
+from midstream.plan.control.control_laws import MOST_SCALES
 from midstream.plan.plan import ServerWide
 from midstream.plan.tap_lookup import size_of
+from midstream.plan.vectors.named_lookup import Lookup
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, read_prompts

@@ -8,9 +8,9 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.plan import Capture, Plan, ResolvedPlan
-from midstream.plan.named_lookup import Lookup
 from midstream.plan.operations import Edit
 from midstream.plan.plan import ServerWide
+from midstream.plan.vectors.named_lookup import Lookup
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 

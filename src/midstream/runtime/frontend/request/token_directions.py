@@ -15,7 +15,7 @@ from midstream.plan.readouts.lens import AFTER, LENS
 from midstream.plan.resolved import LensMap
 from midstream.plan.tap_lookup import find_layer, find_taps
 from midstream.plan.tokens import LOGIT, STREAM, read_kind, read_token
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.runtime.frontend.lens_registry import LensRegistry
 from midstream.runtime.frontend.request.prompt.tokenized import token_id
 from midstream.runtime.frontend.rpc.fetch import Exchange

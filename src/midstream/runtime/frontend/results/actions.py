@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from midstream.plan import ResolvedPlan, ResolvedProbe, Stop, Switch
-from midstream.plan.act import Progress, follow
-from midstream.plan.controller import Controller
+from midstream.plan.control.act import Progress, follow
+from midstream.plan.control.controller import Controller
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Action
 from midstream.runtime.frontend.results.held_plans import HeldPlan

@@ -14,7 +14,7 @@ from torch import Tensor
 from midstream.errors import UnsupportedError
 from midstream.plan.resolved import LensMap
 from midstream.runtime.models.final_norm import find_final_norm, gain_of, why_no_head
-from midstream.runtime.worker.rank_weights import RankWeights
+from midstream.runtime.worker.readouts.rank_weights import RankWeights
 
 # Of a map that is in float64 at a time.
 _ROWS = 256

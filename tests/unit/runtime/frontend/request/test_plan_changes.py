@@ -10,7 +10,7 @@ import pytest
 
 from midstream.errors import BusyError, SpecError
 from midstream.plan import Plan, ResolvedPlan
-from midstream.plan.vector import Vector
+from midstream.plan.vectors.vector import Vector
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import CapacityBudget, Need
 from midstream.runtime.frontend.request.call_plan import CallPlan

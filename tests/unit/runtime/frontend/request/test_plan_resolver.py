@@ -85,7 +85,7 @@ VECTORS = {"v": [1.0] * HIDDEN}
 
 
 def lookup(name: str) -> Any:
-    from midstream.plan.vector import Vector
+    from midstream.plan.vectors.vector import Vector
 
     return {None: Vector.parse(VECTORS[name])}
 

@@ -1,0 +1,1 @@
+"""Classifiers that probes are: of scikit-learn and torch, linear or with one hidden layer."""

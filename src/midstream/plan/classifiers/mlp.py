@@ -1,0 +1,113 @@
+"""`MLP`: a small network with one hidden layer, whose output is the score of a probe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.ops.layout import ACTIVATIONS, Flags, Op
+from midstream.plan.forms import RowsLike, VectorLike
+from midstream.plan.instructions import Instruction
+from midstream.plan.operation import rows_by_value
+from midstream.plan.vectors.matrix import emit_rows, read_rows
+from midstream.plan.vectors.vector import Vector
+from midstream.validation import at, kind, read_fields, read_word
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class MLP:
+    """A network with one hidden layer: ⟨output, act(hidden · h + hidden_bias)⟩.
+
+    The bias of its output is that of the probe. Each hidden unit is one instruction of the probe's
+    program, and one vector on the device; see the settings `edits_per_site` and `bank_rows`.
+
+    Attributes:
+        hidden: weights of the hidden layer, [H, width], 1 to 256 rows.
+        hidden_bias: its bias, [H].
+        output: weights of the output, [H].
+        activation: "relu", "gelu" (with the error function), "tanh" or "silu".
+    """
+
+    hidden: tuple[Vector, ...]
+    hidden_bias: Vector
+    output: Vector
+    activation: str
+
+    def __init__(
+        self,
+        hidden: RowsLike,
+        hidden_bias: VectorLike,
+        output: VectorLike,
+        activation: str = "relu",
+    ) -> None:
+        """Create it; each field accepts any of its forms.
+
+        Args:
+            hidden: a matrix [H, width].
+            hidden_bias, output: any form of Vector.parse, [H].
+            activation: "relu", "gelu", "tanh" or "silu".
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        with at("hidden"):
+            object.__setattr__(self, "hidden", read_rows(hidden))
+        for name, value in (("hidden_bias", hidden_bias), ("output", output)):
+            with at(name):
+                vector = Vector.parse(value)
+                if vector.size != len(self.hidden):
+                    raise SpecError(
+                        "",
+                        f"expected {len(self.hidden)} numbers, one for each row of `hidden`, got "
+                        f"{vector.size}",
+                    )
+                object.__setattr__(self, name, vector)
+        with at("activation"):
+            object.__setattr__(self, "activation", read_word(activation, ACTIVATIONS))
+
+    @staticmethod
+    def parse(value: object) -> MLP:
+        """Read an MLP, or a dict of its arguments.
+
+        Raises:
+            SpecError: another form, or a field is unknown, missing or malformed.
+        """
+        if isinstance(value, MLP):
+            return value
+        if not isinstance(value, Mapping):
+            raise SpecError("", f"expected MLP(…), or its dict, got {kind(value)}")
+        required = ("hidden", "hidden_bias", "output")
+        arguments: dict[str, Any] = read_fields(value, required, ("activation",))
+        return MLP(**arguments)
+
+    def emit(self) -> dict[str, object]:
+        """Return the JSON form, which `parse` reads."""
+        return {
+            "hidden": emit_rows(self.hidden),
+            "hidden_bias": self.hidden_bias.emit(),
+            "output": self.output.emit(),
+            "activation": self.activation,
+        }
+
+    def units(self, width: int) -> tuple[Instruction, ...]:
+        """Return the instructions of the hidden units, for vectors of one size.
+
+        Raises:
+            SpecError: `hidden` has another width.
+        """
+        rows = rows_by_value("hidden", self.hidden, width)
+        biases, weights = self.hidden_bias.numpy().tolist(), self.output.numpy().tolist()
+        number = float(ACTIVATIONS.index(self.activation))
+        return tuple(
+            Instruction(
+                Op.UNIT, read=row, a=bias, b=weight, c=number,
+                flags=Flags.NONE if index else Flags.FRESH,
+            )
+            for index, (row, bias, weight) in enumerate(zip(rows, biases, weights, strict=True))
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        count, width = len(self.hidden), self.hidden[0].size
+        return f"MLP({width} → {count} → 1, activation={self.activation!r})"

@@ -1,0 +1,82 @@
+"""Weights of small networks that scikit-learn or torch trained, read without importing either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.plan.classifiers.linear_classifier import name_of, steps_of, unscaled
+from midstream.plan.classifiers.mlp import MLP
+from midstream.validation import kind
+
+_NETWORK = "MLPClassifier"
+_OF_TORCH = {"ReLU": "relu", "GELU": "gelu", "Tanh": "tanh", "SiLU": "silu"}
+
+
+def is_network(classifier: object) -> bool:
+    """Return whether a classifier, or the last step of a `Pipeline`, is an `MLPClassifier`."""
+    return name_of(steps_of(classifier)[-1]) == _NETWORK
+
+
+def read_network(classifier: object) -> tuple[MLP, float]:
+    """Return the network of a fitted binary `MLPClassifier`, and the bias of its output.
+
+    Args:
+        classifier: it, or a `Pipeline` of `StandardScaler` and it, in which case the scaler is
+            folded into the weights.
+
+    Returns:
+        The network and the bias: together they compute log(p / (1 − p)) of the second class.
+    """
+    import numpy as np
+
+    *scalers, last = steps_of(classifier)
+    model: Any = last
+    if not hasattr(model, "coefs_"):
+        raise SpecError("", f"`{_NETWORK}` is not fitted; call fit first")
+    if len(model.coefs_) != 2:
+        raise SpecError("", f"expected one hidden layer, got {len(model.coefs_) - 1}")
+    if len(model.classes_) != 2 or model.coefs_[1].shape[1] != 1:
+        raise SpecError("", f"expected two classes, got {len(model.classes_)}")
+    if model.activation not in ("relu", "tanh"):
+        raise SpecError("", f'expected activation "relu" or "tanh", got {model.activation!r}')
+    (weights, output), (biases, last_bias) = model.coefs_, model.intercepts_
+    rows, biases = unscaled(
+        scalers, np.asarray(weights, np.float64).T, np.asarray(biases, np.float64)
+    )
+    mlp = MLP(rows, biases, np.asarray(output, np.float64)[:, 0], model.activation)
+    return mlp, float(last_bias[0])
+
+
+def read_module(module: object) -> tuple[MLP, float]:
+    """Return the network of a torch module, and the bias of its output.
+
+    Args:
+        module: an `nn.Sequential` of a `Linear`, an activation and a `Linear` with one output.
+    """
+    parts = [layer for layer in _parts(module) if _class_of(layer) != "Dropout"]
+    names = [_class_of(layer) for layer in parts]
+    if len(parts) != 3 or names[0] != "Linear" or names[2] != "Linear" or names[1] not in _OF_TORCH:
+        raise SpecError(
+            "",
+            "expected an `nn.Sequential` of Linear, one of ReLU, GELU, Tanh and SiLU, and Linear, "
+            f"got {kind(module)}{f' of {names}' if names else ''}",
+        )
+    first, activation, last = parts
+    if names[1] == "GELU" and activation.approximate != "none":
+        raise SpecError("", "expected GELU with the error function, got its approximation by tanh")
+    if last.out_features != 1:
+        raise SpecError("", f"expected one output, got {last.out_features}")
+    hidden_bias = [0.0] * first.out_features if first.bias is None else first.bias
+    mlp = MLP(first.weight, hidden_bias, last.weight.reshape(-1), _OF_TORCH[names[1]])
+    return mlp, 0.0 if last.bias is None else float(last.bias.detach())
+
+
+def _parts(module: Any) -> list[Any]:
+    return list(module) if _class_of(module) == "Sequential" else []
+
+
+def _class_of(value: object) -> str:
+    """Return the name of torch's class of modules; "" of any other, subclasses included."""
+    value_class = type(value)
+    return value_class.__name__ if value_class.__module__.startswith("torch.nn.") else ""

@@ -1,0 +1,1 @@
+"""What the scores of probes do while a request runs: acts of probes, and controllers."""

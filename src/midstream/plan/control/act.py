@@ -1,0 +1,341 @@
+"""What a probe does when its scores meet a condition: `Stop`, `Switch` and `Flag`, and the rule."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from midstream.errors import SpecError
+from midstream.plan.argument_names import read_named
+from midstream.plan.operations import (
+    Edit,
+    Gate,
+    Local,
+    Steer,
+    bind_edit,
+    has_captured,
+    parse_edit,
+)
+from midstream.plan.vectors.named_lookup import Lookup
+from midstream.validation import MAX_PARTS, at, kind, listed, read_float32, read_int, show
+
+MOST_TOKENS = 4096  # of `for_`, and of the window of a mean
+_POOL = re.compile(r"none|max|mean:([1-9][0-9]{0,3})|ema:(0?\.[0-9]{1,9})")
+_POOLS = '"none", "max", "mean:8" (of the last 8 scores) or "ema:0.9"'
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Condition:
+    """A condition on the scores of a probe, in the order of the tokens that it selects.
+
+    It is met at a token if the pooled score there, and at the `for_` − 1 selected tokens before it,
+    is above or below the threshold. The pooled score of a token is, by `pool`:
+
+    - "none": its score;
+    - "max": the largest score so far;
+    - "mean:n": the mean of the last n scores, or of all while there are fewer;
+    - "ema:d": m ← d · m + (1 − d) · score, where m is the first score at first.
+
+    A score that is not finite meets no condition.
+
+    Attributes:
+        above: the pooled score must be greater; None: see `below`.
+        below: the pooled score must be less; None: see `above`.
+        for_: how many tokens in a row, 1 to 4096.
+        pool: how scores are pooled.
+    """
+
+    above: float | None
+    below: float | None
+    for_: int
+    pool: str
+    word: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        *,
+        above: float | None = None,
+        below: float | None = None,
+        for_: int = 1,
+        pool: str = "none",
+    ) -> None:
+        """Create it; either `above` or `below` is given.
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        if (above is None) == (below is None):
+            raise SpecError(
+                "above" if above is None else "below",
+                "missing: give `above` or `below`" if above is None else "give `above` or `below`",
+            )
+        for name, value in (("above", above), ("below", below)):
+            with at(name):
+                bound = None if value is None else read_float32(value) + 0.0
+            object.__setattr__(self, name, bound)
+        with at("for"):
+            count = read_int(for_)
+            if not 1 <= count <= MOST_TOKENS:
+                raise SpecError("", f"expected 1 to {MOST_TOKENS} tokens, got {count}")
+        object.__setattr__(self, "for_", count)
+        with at("pool"):
+            _read_pool(pool)
+        object.__setattr__(self, "pool", str(pool))
+
+    def emit(self) -> dict[str, Any]:
+        """Return the JSON form, such as `{"stop": {"above": 2.0, "for": 3}}`."""
+        fields: dict[str, Any] = {}
+        if self.above is not None:
+            fields["above"] = self.above
+        if self.below is not None:
+            fields["below"] = self.below
+        if self.for_ != 1:
+            fields["for"] = self.for_
+        if self.pool != "none":
+            fields["pool"] = self.pool
+        return {self.word: fields}
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Stop(Condition):
+    """End the completion at the token whose score meets the condition: that is its last token.
+
+    The finish reason is "stop", the stop reason "probe:" and the probe's name. See `Condition` for
+    the arguments. A token's score is known when the next one is sampled; that one is dropped, and
+    no output shows it. A stop in the prompt leaves no generated token. `min_tokens` does not
+    prevent it; a stop token, stop string or `max_tokens` at the same token comes first.
+    """
+
+    word: ClassVar[str] = "stop"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Flag(Condition):
+    """State in the receipt at which token the scores met the condition first. See `Condition`."""
+
+    word: ClassVar[str] = "flag"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Switch(Condition):
+    """Give the completion other edits once the scores meet the condition, until it ends.
+
+    The edits replace those of the request from the next position on that no step was scheduled
+    with. `Switch([])` turns the request's own edits off. Each probe switches once. See `Condition`
+    for the other arguments, and `Version` for where the edits held.
+
+    Attributes:
+        edits: the request's own edits from then on; their positions are those of the whole request.
+        origins: after `bind`, each edit's index before binding; empty: unchanged.
+    """
+
+    edits: tuple[Edit, ...]
+    origins: tuple[int, ...]
+    word: ClassVar[str] = "switch"
+
+    def __init__(
+        self,
+        edits: object,
+        *,
+        above: float | None = None,
+        below: float | None = None,
+        for_: int = 1,
+        pool: str = "none",
+    ) -> None:
+        """Create it; either `above` or `below` is given.
+
+        Args:
+            edits: an edit or its dict, or a list or tuple of these, which may be empty.
+            above, below, for_, pool: see `Condition`.
+
+        Raises:
+            SpecError: a field is malformed, or an edit cannot be switched on.
+        """
+        Condition.__init__(self, above=above, below=below, for_=for_, pool=pool)
+        object.__setattr__(self, "edits", read_later_edits(edits))
+        object.__setattr__(self, "origins", ())
+
+    def emit(self) -> dict[str, Any]:
+        """Return the JSON form, such as `{"switch": {"edits": [{…}], "above": 2.0}}`."""
+        fields = Condition.emit(self)[self.word]
+        return {self.word: {"edits": [edit.to_dict() for edit in self.edits], **fields}}
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the registered vectors in use, each once."""
+        return tuple(dict.fromkeys(name for edit in self.edits for name in edit.names()))
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether `bind` would return edits that are the same."""
+        return all(edit.is_bound for edit in self.edits)
+
+    def bind(self, lookup: Lookup, num_layers: int | None = None) -> Switch:
+        """Return a copy with names replaced by their registered vectors; see `Plan.bind`.
+
+        Raises:
+            SpecError: a name is unknown, or has no vector for a requested tap.
+        """
+        edits, origins = bind_later_edits(self.edits, self.origins, lookup, num_layers)
+        clone = copy.copy(self)
+        object.__setattr__(clone, "edits", edits)
+        object.__setattr__(clone, "origins", origins)
+        return clone
+
+
+def read_later_edits(value: object) -> tuple[Edit, ...]:
+    """Read the edits that a running request is given: one or its dict, or a list or tuple of these,
+    which may be empty.
+    """
+    forms = value if isinstance(value, (list, tuple)) else (value,)
+    if len(forms) > MAX_PARTS:
+        raise SpecError("edits", f"expected at most {MAX_PARTS}, got {len(forms)}")
+    edits = []
+    for index, form in enumerate(forms):
+        with at(f"edits[{index}]" if forms is value else "edits"):
+            edit = parse_edit(form)
+            _check_switched(edit)
+            edits.append(edit)
+    return tuple(edits)
+
+
+def bind_later_edits(
+    later_edits: Sequence[Edit], known: Sequence[int], lookup: Lookup, num_layers: int | None
+) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
+    """Return edits with names replaced by their registered vectors, and each one's index before.
+
+    Args:
+        known: their indices before an earlier binding; empty: there was none.
+        lookup, num_layers: see `Plan.bind`.
+    """
+    edits: list[Edit] = []
+    origins: list[int] = []
+    for index, edit in enumerate(later_edits):
+        with at(f"edits[{index}]"):
+            edits += bind_edit(edit, lookup, num_layers)
+        origins += [known[index] if known else index] * (len(edits) - len(origins))
+    return tuple(edits), tuple(origins)
+
+
+def _check_switched(edit: Edit) -> None:
+    """Check that an edit needs nothing that is found or computed when a request begins."""
+    if isinstance(edit, Local):
+        raise SpecError("", "a Python function (Local) cannot be switched on; give another edit")
+    if has_captured(edit):
+        raise SpecError("rows", "captured rows cannot be switched on; give the rows by value")
+    inner = edit.edit if isinstance(edit, Gate) else edit
+    if isinstance(inner, Steer) and inner.token is not None:
+        raise SpecError("token", "a token cannot be switched on; register its direction as a name")
+
+
+Act = Stop | Flag | Switch
+_ACTS: dict[str, type[Act]] = {act.word: act for act in (Stop, Flag, Switch)}
+_FIELDS = ("above", "below", "for", "pool")
+
+
+def read_act(value: object) -> Act:
+    """Read an act or its JSON form."""
+    if isinstance(value, Act):
+        return value
+    if not isinstance(value, Mapping) or len(value) != 1:
+        forms = 'Stop(…), Flag(…), Switch(…) or {"stop": {…}}'
+        raise SpecError("", f"expected {forms}, got {kind(value)}")
+    ((word, fields),) = value.items()
+    if word not in _ACTS:
+        raise SpecError("", f"unknown act {show(str(word))}; known: {listed(_ACTS)}")
+    with at(word):
+        own = ("edits",) if word == Switch.word else ()
+        if not isinstance(fields, Mapping):
+            known = listed((*own, *_FIELDS))
+            raise SpecError("", f"expected a dict of {known}, got {kind(fields)}")
+        arguments = read_named(fields, own, _FIELDS)
+        if "for" in arguments:
+            arguments["for_"] = arguments.pop("for")
+        return _ACTS[word](**arguments)
+
+
+class Progress(NamedTuple):
+    """How far a condition is after some scores.
+
+    Attributes:
+        run: number of tokens in a row, up to the last, whose pooled score is beyond the threshold.
+        pooled: of "max" and "ema" the last pooled score; None: there is none.
+    """
+
+    run: int = 0
+    pooled: float | None = None
+    window: tuple[float, ...] = ()
+
+
+class Met(NamedTuple):
+    """Where a condition is met.
+
+    Attributes:
+        nth: index of the score.
+    """
+
+    nth: int
+    pooled: float
+
+
+def follow(
+    condition: Condition, progress: Progress, scores: Iterable[float]
+) -> tuple[Progress, Met | None]:
+    """Evaluate a condition on the next scores of a probe.
+
+    Args:
+        scores: the scores, in the order of the tokens.
+
+    Returns:
+        (how far it is after the scores, or after the one that met it; where it is met first, None:
+        nowhere).
+    """
+    size, decay = _known_pool(condition.pool)
+    run, pooled, window = progress
+    for index, score in enumerate(scores):
+        if size:
+            window = (*window, score)[-size:]
+            value = math.fsum(window) / len(window) if all(map(math.isfinite, window)) else math.nan
+        elif condition.pool == "max":
+            value = score if pooled is None or score > pooled else pooled
+        elif decay and pooled is not None:
+            value = decay * pooled + (1 - decay) * score
+        else:
+            value = score
+        if condition.pool == "max" or decay:
+            # One that is not finite would hold for ever.
+            pooled = value if math.isfinite(value) else pooled
+        run = run + 1 if _beyond(condition, value) else 0
+        if run == condition.for_:
+            return Progress(run, pooled, window), Met(index, value)
+    if run == progress.run and pooled is progress.pooled and window is progress.window:
+        return progress, None
+    return Progress(run, pooled, window), None
+
+
+def _beyond(condition: Condition, value: float) -> bool:
+    if not math.isfinite(value):
+        return False
+    if condition.above is not None:
+        return value > condition.above
+    assert condition.below is not None
+    return value < condition.below
+
+
+def _read_pool(pool: object) -> tuple[int, float]:
+    """Return (size of the window of a mean or 0, decay of an average or 0)."""
+    match = _POOL.fullmatch(pool) if isinstance(pool, str) else None
+    if match is None:
+        shown = show(pool) if isinstance(pool, str) else kind(pool)
+        raise SpecError("", f"expected {_POOLS}, got {shown}")
+    size, decay = match.groups()
+    if size and int(size) > MOST_TOKENS:
+        raise SpecError("", f"expected a mean of at most {MOST_TOKENS} scores, got {size}")
+    return int(size or 0), float(decay or 0.0)
+
+
+_known_pool = functools.lru_cache(maxsize=64)(_read_pool)

@@ -1,0 +1,227 @@
+"""Features of sparse autoencoders that were active in one completion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from midstream.results.arrays import array_of, from_base64, to_base64
+from midstream.results.readouts.base import KeyedRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from midstream.plan.readouts.features import Features
+    from midstream.plan.resolved import ResolvedCapture
+    from midstream.results.activations import Activations
+    from midstream.viz import Picture
+
+# Arrays of the JSON form, with the dtypes in it and here.
+_ARRAYS = {
+    "values": ("<f4", "float32"),
+    "feature_values": ("<f4", "float32"),
+    "ids": ("<i4", "int64"),
+    "l0": ("<i4", "int64"),
+}
+# Features of a row that a picture shows.
+_SHOWN = 8
+# Rows that a notebook shows.
+_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureRows:
+    """What a `Features` returned.
+
+    Attributes:
+        ids: int64 [rows, top], the most active features, the most active first; −1 where fewer are
+            active.
+        values: float32 [rows, top], their activations; 0 where fewer are active.
+        features: the ids of the chosen features, in the given order.
+        feature_values: float32 [rows, features], their activations.
+        l0: int64 [rows], the number of active features.
+        positions: int64 [rows], ascending.
+        site, layer: where the vectors were read.
+    """
+
+    ids: Tensor
+    values: Tensor
+    features: tuple[int, ...]
+    feature_values: Tensor
+    l0: Tensor
+    positions: Tensor
+    site: str
+    layer: int
+
+    def __len__(self) -> int:
+        """Return the number of positions."""
+        return len(self.positions)
+
+    def __repr__(self) -> str:
+        chosen = f" and {len(self.features)} features" if self.features else ""
+        top = self.values.shape[1]
+        return (
+            f"FeatureRows({len(self)} positions at {self.site} of layer {self.layer}: "
+            f"top {top}{chosen})"
+        )
+
+    def table(self, tokens: Any = None, top: int = _SHOWN) -> str:
+        """Return a table as plain text: a line for each position, with its most active features and
+        their activations.
+
+        Args:
+            tokens: texts of the tokens by position, of the prompt and the generated ones; None:
+                positions alone are shown.
+            top: number of features of each position.
+        """
+        lines = []
+        for row, cells in self._cells(top):
+            position = int(self.positions[row])
+            word = [] if tokens is None else [repr(tokens[position])]
+            lines.append(
+                [str(position), *word, *(f"{feature} {value:.3g}" for feature, value in cells)]
+            )
+        columns = max(map(len, lines), default=0)
+        widths = [
+            max(len(line[column]) for line in lines if column < len(line))
+            for column in range(columns)
+        ]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+    def picture(self, tokens: Any = None, top: int = _SHOWN, rows: slice = slice(None)) -> Picture:
+        """Return the table as a picture: features coloured by their activations.
+
+        Args:
+            tokens: as for `table`.
+            top: number of features of each position.
+            rows: the rows to show.
+
+        Raises:
+            SpecError: there are more than 20,000 cells.
+        """
+        from midstream import viz
+
+        every = list(self._cells(top))
+        cells = every[rows]
+        width = max((len(pairs) for _, pairs in cells), default=0)
+        names = []
+        for row, _ in cells:
+            place = int(self.positions[row])
+            names.append(str(place) if tokens is None else f"{place} {tokens[place]}")
+        values = [value for _, pairs in cells for _, value in pairs]
+        left_out = f": {len(cells)} of {len(every)} positions" if len(cells) < len(every) else ""
+        return viz.heatmap(
+            [[value for _, value in _padded(pairs, width)] for _, pairs in cells],
+            names,
+            range(1, width + 1),
+            title=f"features at {self.site} of layer {self.layer}{left_out}",
+            row_title="position",
+            column_title="most active",
+            center=None,
+            limits=(0, max(values)) if values else None,
+            fmt=".3g",
+            texts=[
+                ["" if feature < 0 else str(feature) for feature, _ in _padded(pairs, width)]
+                for _, pairs in cells
+            ],
+        )
+
+    def _repr_html_(self) -> str:
+        return self.picture(rows=slice(_ROWS))._repr_html_()
+
+    def _cells(self, top: int = _SHOWN) -> Iterator[tuple[int, list[tuple[int, float]]]]:
+        """Yield the number of each row, and its active features with their activations."""
+        for row in range(len(self)):
+            pairs = zip(self.ids[row, :top].tolist(), self.values[row, :top].tolist(), strict=True)
+            yield row, [pair for pair in pairs if pair[0] >= 0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the JSON form's numbers, before base64."""
+        rows, top = self.values.shape
+        return 4 * rows * (2 * top + len(self.features) + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object with `positions`, `site`, `layer`, `features`, `shape` of `values`, and
+        as little-endian bytes in base64 `values` and `feature_values`, float32, and `ids` and
+        `l0`, int32.
+        """
+        return {
+            "positions": self.positions.tolist(),
+            "site": self.site,
+            "layer": self.layer,
+            "features": list(self.features),
+            "shape": list(self.values.shape),
+            **{name: to_base64(getattr(self, name), sent) for name, (sent, _) in _ARRAYS.items()},
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> FeatureRows:
+        """Read what `to_json` returned."""
+        shape, features = tuple(value["shape"]), tuple(value["features"])
+        shapes = {"l0": shape[:1], "feature_values": (*shape[:1], len(features))}
+        arrays: dict[str, Any] = {}
+        for name, (sent, kept) in _ARRAYS.items():
+            arrays[name] = from_base64(value[name], shapes.get(name, shape), sent, kept)
+        positions = array_of(value["positions"], "int64")
+        where = {"site": value["site"], "layer": value["layer"]}
+        return FeatureRows(**arrays, features=features, positions=positions, **where)
+
+
+class FeatureResults(KeyedRows[str, FeatureRows]):
+    """What the SAEs of a request returned for one completion, by the names of the `Features`:
+    by default those of the SAEs.
+    """
+
+    rows_field: ClassVar[str] = "feature_rows"
+    about: ClassVar[str] = "Active features, by name."
+    json_type: ClassVar[str] = "object"
+    fewer: ClassVar[str] = "fewer positions, or a smaller `top`"
+    unknown = "there are no features {}; there are {}"
+
+    @staticmethod
+    def decode(
+        rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Features]]
+    ) -> FeatureResults | None:
+        """Return what read-outs have among the rows of a completion; None: they have none."""
+        results = {
+            asked.name: _features_of(rows, capture, asked.top)
+            for capture, asked in readouts
+            if capture.taps[0] in rows.counts()
+        }
+        return FeatureResults(results) if results else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return `FeatureRows.to_json` of each, by name."""
+        return {name: rows.to_json() for name, rows in self.items()}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> FeatureResults:
+        """Read what `to_json` returned."""
+        return FeatureResults({name: FeatureRows.from_json(rows) for name, rows in value.items()})
+
+
+def _padded(pairs: list[tuple[int, float]], width: int) -> list[tuple[int, float]]:
+    return pairs + [(-1, float("nan"))] * (width - len(pairs))
+
+
+def _features_of(rows: Activations, capture: ResolvedCapture, top: int) -> FeatureRows:
+    """Return the rows of an SAE, in memory of their own."""
+    import torch
+
+    pattern = capture.pattern
+    assert pattern is not None
+    (tap,) = capture.taps
+    features = tuple(feature for feature, _ in pattern.keys)
+    every = rows[tap].as_subclass(torch.Tensor)
+    ids, values, chosen, number = every.split([top, top, len(features), 1], -1)
+    return FeatureRows(
+        ids.contiguous().view(torch.int32).long(),
+        values.clone(),
+        features,
+        chosen.clone(),
+        number.contiguous().view(torch.int32).long()[:, 0],
+        rows.positions_of(*tap).clone(),
+        *pattern.reads[0],
+    )

@@ -1,0 +1,223 @@
+"""Tokens that lenses gave for the stream of one completion, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from midstream.results.arrays import array_of, from_base64, to_base64
+from midstream.results.readouts.base import KeyedRows
+from midstream.results.readouts.lens_table import LensCell, LensTable, shown_by, token_cell
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from midstream.plan.readouts.lens import Lens
+    from midstream.plan.resolved import ResolvedCapture
+    from midstream.plan.selection import Layers
+    from midstream.results.activations import Activations
+
+# Arrays of the JSON form, with the dtypes in it and here.
+_FLOATS = "values", "token_values", "logsumexp"
+_INTS = "ids", "ranks"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LensRows:
+    """What a `Lens` returned.
+
+    Attributes:
+        values: float32 [rows, layers, top], the largest logits, descending.
+        ids: int64 [rows, layers, top], the token of each.
+        tokens: the ids of the chosen tokens, in the given order.
+        token_values: float32 [rows, layers, tokens], their logits.
+        ranks: int64 [rows, layers, tokens], 1 + the number of tokens with a larger logit.
+        logsumexp: float32 [rows, layers], ln Σ exp(logit) over the whole vocabulary.
+        positions: int64 [rows], ascending. Row p has what would be token p + 1.
+        layers: the layers, as they were listed.
+    """
+
+    values: Tensor
+    ids: Tensor
+    tokens: tuple[int, ...]
+    token_values: Tensor
+    ranks: Tensor
+    logsumexp: Tensor
+    positions: Tensor
+    layers: tuple[int, ...]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Natural logarithms of the probabilities of `ids`, float32 [rows, layers, top]."""
+        return self.values - self.logsumexp[..., None]
+
+    @property
+    def token_logprobs(self) -> Tensor:
+        """Natural logarithms of the probabilities of `tokens`, float32 [rows, layers, tokens]."""
+        return self.token_values - self.logsumexp[..., None]
+
+    def __len__(self) -> int:
+        """Return the number of positions."""
+        return len(self.positions)
+
+    def __repr__(self) -> str:
+        rows, layers, top = self.values.shape
+        chosen = f" and {len(self.tokens)} tokens" if self.tokens else ""
+        return f"LensRows({rows} positions × {layers} layers: top {top}{chosen})"
+
+    def table(self, tokenizer: Any = None, row: int = -1, top: int = 5) -> LensTable:
+        """Return one position as a table: a line for each layer, the last one first, with its most
+        likely tokens and their probabilities, and the ranks of the chosen tokens.
+
+        Args:
+            tokenizer: what decodes ids, such as `llm.get_tokenizer()`; None: ids are shown.
+            row: index of the position among `positions`.
+            top: number of tokens of each layer, where as many were asked for.
+        """
+        show = shown_by(tokenizer)
+        top = min(top, self.ids.shape[2])
+        lines = []
+        for index, layer in _from_last(self.layers):
+            ids = self.ids[row, index, :top].tolist()
+            logprobs = self.logprobs[row, index, :top].tolist()
+            ranks = self.ranks[row, index].tolist()
+            lines.append(
+                [
+                    LensCell(str(layer)),
+                    *(token_cell(show, *pair) for pair in zip(ids, logprobs, strict=True)),
+                    *(LensCell(f"#{rank}") for rank in ranks),
+                ]
+            )
+        position = f"position {int(self.positions[row])}"
+        return LensTable([position, *[""] * top, *map(show, self.tokens)], lines)
+
+    def grid(self, tokenizer: Any = None) -> LensTable:
+        """Return the most likely token of each layer, the last one first, at each position.
+
+        Args:
+            tokenizer: as for `table`.
+        """
+        show = shown_by(tokenizer)
+        ids, logprobs = self.ids[..., :1], self.logprobs[..., :1]
+        lines = []
+        for index, layer in _from_last(self.layers):
+            pairs = zip(
+                ids[:, index].reshape(-1).tolist(),
+                logprobs[:, index].reshape(-1).tolist(),
+                strict=True,
+            )
+            lines.append([LensCell(str(layer)), *(token_cell(show, *pair) for pair in pairs)])
+        top = self.positions.tolist() if self.ids.shape[2] else []
+        return LensTable(["layer", *map(str, top)], lines, "position")
+
+    def _repr_html_(self) -> str:
+        return self.grid()._repr_html_()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the JSON form's numbers, before base64."""
+        rows, layers, top = self.values.shape
+        return 4 * rows * layers * (2 * top + 2 * len(self.tokens) + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object with `positions`, `layers`, `tokens`, `shape` of `values`, and as
+        little-endian bytes in base64 `values`, `token_values` and `logsumexp`, float32, and `ids`
+        and `ranks`, int32.
+        """
+        return {
+            "positions": self.positions.tolist(),
+            "layers": list(self.layers),
+            "tokens": list(self.tokens),
+            "shape": list(self.values.shape),
+            **{name: to_base64(getattr(self, name), "<f4") for name in _FLOATS},
+            **{name: to_base64(getattr(self, name), "<i4") for name in _INTS},
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> LensRows:
+        """Read what `to_json` returned."""
+        shape, tokens = tuple(value["shape"]), tuple(value["tokens"])
+        shapes = {"values": shape, "ids": shape, "logsumexp": shape[:2]}
+        arrays: dict[str, Any] = {}
+        for name in (*_FLOATS, *_INTS):
+            sent, kept = ("<f4", "float32") if name in _FLOATS else ("<i4", "int64")
+            size = shapes.get(name, (*shape[:2], len(tokens)))
+            arrays[name] = from_base64(value[name], size, sent, kept)
+        positions = array_of(value["positions"], "int64")
+        return LensRows(**arrays, tokens=tokens, positions=positions, layers=tuple(value["layers"]))
+
+
+class LensResults(KeyedRows[str, LensRows]):
+    """What the lenses of a request returned for one completion, by the names of the lenses:
+    `lens["logit"]` is that of a `Lens` without a name of its own.
+    """
+
+    rows_field: ClassVar[str] = "lens_rows"
+    about: ClassVar[str] = "Tokens of layers, by name of the lens."
+    json_type: ClassVar[str] = "object"
+    fewer: ClassVar[str] = "fewer positions, layers or tokens"
+    unknown = "there is no lens {}; there is {}"
+
+    @staticmethod
+    def decode(
+        rows: Activations, readouts: Sequence[tuple[ResolvedCapture, Lens]]
+    ) -> LensResults | None:
+        """Return what read-outs have among the rows of a completion; None: they have none."""
+        results = {
+            asked.name: _lens_of(rows, capture, asked)
+            for capture, asked in readouts
+            if capture.taps[0] in rows.counts()
+        }
+        return LensResults(results) if results else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return `LensRows.to_json` of each, by name."""
+        return {name: rows.to_json() for name, rows in self.items()}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> LensResults:
+        """Read what `to_json` returned."""
+        return LensResults({name: LensRows.from_json(rows) for name, rows in value.items()})
+
+
+def _from_last(layers: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (index, layer) of layers, the last layer first."""
+    return sorted(enumerate(layers), key=lambda pair: -pair[1])
+
+
+def _lens_of(rows: Activations, capture: ResolvedCapture, asked: Lens) -> LensRows:
+    """Return the rows of a lens, in memory of their own, with the layers as they are listed."""
+    import torch
+
+    assert capture.pattern is not None
+    tokens, top = tuple(token for token, _ in capture.pattern.keys), asked.top
+    taps = {tap[1]: tap for tap in capture.taps}
+    layers = _as_listed(sorted(taps), asked.layers)
+    every = torch.stack([rows[taps[layer]].as_subclass(torch.Tensor) for layer in layers], 1)
+    ids, values, chosen, ranks, total = every.split([top, top, len(tokens), len(tokens), 1], -1)
+    return LensRows(
+        values.clone(),
+        ids.contiguous().view(torch.int32).long(),
+        tokens,
+        chosen.clone(),
+        ranks.contiguous().view(torch.int32).long(),
+        total[..., 0].clone(),
+        rows.positions_of(*capture.taps[0]).clone(),
+        layers,
+    )
+
+
+def _as_listed(layers: list[int], asked: Layers) -> tuple[int, ...]:
+    """Return layers in the order in which a request lists them.
+
+    Args:
+        layers: the layers, from 0, ascending.
+        asked: the same as listed; a negative layer is counted from the last.
+    """
+    if asked.indices == "all":
+        return tuple(layers)
+    from_end = sorted(layer for layer in asked.indices if layer < 0)
+    rest = [layer for layer in layers if layer not in asked.indices]
+    named = dict(zip(from_end, rest, strict=True))
+    return tuple(named.get(layer, layer) for layer in asked.indices)

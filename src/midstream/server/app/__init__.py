@@ -1,0 +1,1 @@
+"""What midstream adds to vLLM's app: endpoints, authorization, schema and fingerprint."""

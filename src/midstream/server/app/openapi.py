@@ -1,0 +1,151 @@
+"""OpenAPI schema of the field `midstream`, which vLLM's own endpoints accept and return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from midstream.config.config import KEY
+from midstream.plan.control.control_laws import Threshold
+from midstream.plan.control.controller import POLICIES
+from midstream.plan.operations import OPS
+from midstream.results.readouts import RESULTS
+from midstream.server.request_field import RETURNS
+from midstream.server.server import PATHS
+
+_REQUEST, _RESPONSE = "MidstreamRequest", "MidstreamAnswer"
+_COMPONENTS = "#/components/schemas/"
+
+
+def add_fields(app: FastAPI) -> None:
+    """Add the field `midstream` to the app's schema."""
+    original = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = original()  # the same one each time
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        if _REQUEST not in schemas:
+            schemas.update({_REQUEST: _request_schema(), _RESPONSE: _response_schema()})
+            for path in PATHS:
+                operation = schema["paths"].get(path, {}).get("post")
+                if operation is not None:
+                    _extend(operation, schemas)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _extend(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json")
+    if body is not None:
+        _add(body, schemas, _REQUEST)
+    answer = operation["responses"].get("200", {}).get("content", {}).get("application/json")
+    if answer is not None:
+        _add(answer, schemas, _RESPONSE)
+
+
+def _add(content: dict[str, Any], schemas: dict[str, Any], name: str) -> None:
+    schema = content.setdefault("schema", {})
+    named = schema.get("$ref", "").removeprefix(_COMPONENTS)
+    target = schemas[named] if named else schema
+    if not target:
+        target["type"] = "object"
+    target.setdefault("properties", {})[KEY] = {"$ref": _COMPONENTS + name}
+
+
+def _request_schema() -> dict[str, Any]:
+    def one_or_more(what: str, **properties: Any) -> dict[str, Any]:
+        schema = {"type": "object", "properties": properties}
+        return {"description": what, "anyOf": [schema, {"type": "array", "items": schema}]}
+
+    layers = {
+        "anyOf": [
+            {"const": "all"},
+            {"type": "integer"},
+            {"type": "array", "items": {"type": "integer"}},
+        ]
+    }
+    controller: dict[str, Any] = {
+        Threshold.word: {"type": "object"},
+        "declared": {"type": "string"},
+        "name": {"type": "string"},
+        "on_error": {"enum": list(POLICIES)},
+        "edits": {"type": "object"},
+    }
+    edits = one_or_more("Edits, applied in order.", op={"enum": list(OPS)}, layer={}, positions={})
+    return {
+        "title": _REQUEST,
+        "description": "What to capture, edit and probe, and how to return captured rows.",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "capture": one_or_more(
+                "Captures. Alternatively an object of capture requests by name of the sink.",
+                layers=layers,
+                sites={},
+                positions={},
+                codec={"type": "string"},
+                sink={"type": "string"},
+                tag={"type": "string"},
+                stream={"type": "boolean"},
+                heads={},
+                queries={},
+                reduce={},
+                max_rows={"type": "integer"},
+                reuse={"type": "boolean"},
+                top={"type": "integer"},
+                tokens={},
+                kind={"type": "string"},
+            ),
+            "edits": edits,
+            "steer": {**edits, "description": "Edits; `op` defaults to `steer`."},
+            "probes": one_or_more(
+                "Probes: one score per token.",
+                direction={},
+                mlp={},
+                attention={},
+                layer={},
+                head={},
+                name={"type": "string"},
+                act={},
+            ),
+            "controller": {
+                "description": "Changes the edits by the scores: a declared name, or an object.",
+                "anyOf": [{"type": "string"}, {"type": "object", "properties": controller}],
+            },
+            "activations": {
+                "description": "How to return captured rows that go to no sink.",
+                "enum": list(RETURNS),
+                "default": RETURNS[0],
+            },
+        },
+        "examples": [
+            {
+                "capture": {"layers": [10, 20], "positions": "last_prompt"},
+                "edits": [{"op": "scale", "factor": 1.5, "layer": 3}],
+                "activations": "inline",
+            }
+        ],
+    }
+
+
+def _response_schema() -> dict[str, Any]:
+    return {
+        "title": _RESPONSE,
+        "description": "Results. With several choices, each choice has its own field.",
+        "type": "object",
+        "properties": {
+            "receipt": {"type": "object", "description": "What was requested and what was done."},
+            "probes": {"type": "object", "description": "Scores, positions and tokens, by name."},
+            "activations": {
+                "type": "object",
+                "description": "Captured rows as safetensors: in base64, or the URL to fetch.",
+            },
+            **{
+                name: {"type": kind.json_type, "description": kind.about}
+                for name, kind in sorted(RESULTS.items())
+            },
+            "captures": {"type": "object", "description": "Result of storing the rows, by sink."},
+        },
+    }

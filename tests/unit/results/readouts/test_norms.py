@@ -1,0 +1,60 @@
+"""Norms as a result: by site and layer, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from midstream import SpecError
+from midstream.results.readouts.norms import NormResults, NormRows
+
+
+def made() -> NormResults:
+    rows = {
+        ("resid_post", layer): NormRows(
+            torch.tensor([1.5 + layer, 0.0, 2e4]), torch.tensor([0, 3, 4])
+        )
+        for layer in range(2)
+    }
+    rows["z", 1] = NormRows(torch.tensor([3.0]), torch.tensor([4]))
+    return NormResults(rows, 2)
+
+
+def test_they_are_found_by_site_and_layer() -> None:
+    norms = made()
+    assert norms["z", 1].values.tolist() == [3.0]
+    assert norms["resid_post", -1] is norms["resid_post", 1]
+    assert ("resid_post", 2) not in norms
+    assert list(norms) == [("resid_post", 0), ("resid_post", 1), ("z", 1)]
+    with pytest.raises(KeyError, match=r"no norms of \('z', 0\); there are \('resid_post', 0\)"):
+        norms["z", 0]
+
+
+def test_they_are_read_back_from_their_json_form() -> None:
+    norms = made()
+    assert norms.nbytes == 4 * 7
+    again = NormResults.from_json(json.loads(json.dumps(norms.to_json())))
+    assert list(again) == list(norms)
+    for tap, rows in norms.items():
+        assert torch.equal(again[tap].values, rows.values)
+        assert torch.equal(again[tap].positions, rows.positions)
+        assert (again[tap].values.dtype, len(again[tap])) == (torch.float32, len(rows))
+
+
+def test_a_picture_has_a_cell_for_each_position_and_layer() -> None:
+    norms = made()
+    html = norms.picture("resid_post", dict(enumerate("abcde")))._repr_html_()
+    assert "norms at resid_post" in html
+    assert "4 e" in html
+    assert "norm 2e+04" in html
+    assert "4.30" in html  # log₁₀ 20,000
+    assert "norms at resid_post" in norms._repr_html_()
+    with pytest.raises(SpecError, match="expected one of resid_post, z, got None"):
+        norms.picture()
+    with pytest.raises(SpecError, match="expected one of resid_post, z, got 'mlp_out'"):
+        norms.picture("mlp_out")
+    norms = NormResults({**norms, ("z", 0): NormRows(torch.ones(1), torch.tensor([1]))})
+    with pytest.raises(SpecError, match="the layers of z have norms at different positions"):
+        norms.picture("z")
