@@ -42,6 +42,7 @@ UNLIMITED = {
     "lab/server/routes/sweep.py: _SweepResponse.__call__": "",
     "lab/server/served_sweep.py: ServedSweep.events": "",
     "lab/server/served_sweep.py: ServedSweep._start": "",
+    "sinks/daemon_threads.py: _make_calls": "a thread that waits for work",
     "sinks/daemon_threads.py: in_threads": "a sink's write or flush",
     "sinks/queue.py: SinkQueue.put": "a sink's write or flush",
     "sinks/sink_set.py: SinkSet._check_place": "",

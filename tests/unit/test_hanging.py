@@ -7,11 +7,14 @@ after `FOREVER` seconds has failed.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,11 +33,13 @@ from midstream.lenses import JacobianLens, TunedLens
 from midstream.plan import Capture, Plan
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.engine_info import FrontEnds
+from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.rpc import replicas
 from midstream.runtime.protocol.rpc import ReadUsage
 from midstream.sae.sae import SAE
 from midstream.server import peers
-from midstream.sinks import sink_set
+from midstream.sinks import name_claims, sink_set
 from midstream.sinks.daemon_threads import ThreadCall
 from midstream.steering.files import read_file, read_json_file
 from midstream.store import open_store
@@ -113,16 +118,79 @@ def test_a_sink_whose_check_hangs_refuses_requests_and_names_itself(monkeypatch)
     sink.go.clear()
     for _ in range(2):  # the second one does not wait
         with pytest.raises(BusyError, match="the sink 'disk' stores nothing now: check has not"):
-            ended(lambda: sinks.check(plan))
-    assert ended(lambda: sinks.check(Plan((Capture([1]),)))) is None
+            ended(lambda: sinks.check_places(plan))
+    assert ended(lambda: sinks.check_places(Plan((Capture([1]),)))) is None
     sink.go.set()
     while True:
         try:
-            sinks.check(plan)
+            sinks.check_places(plan)
             break
         except BusyError:
             pass
     sinks.close()
+
+
+def test_the_event_loop_turns_while_a_sink_checks_a_request():
+    sink = Deaf()
+    sinks = sink_set.SinkSet(read_sinks(plain_sinks({"disk": sink})), ORIGIN)
+    plan = Plan((Capture([1], sink="disk", request_id="r"),))
+    sink.go.clear()
+
+    async def ask():
+        asked = asyncio.ensure_future(GenerateCall(CallPlan(plan)).take_names(sinks))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not asked.done()
+        sinks.check(plan)  # what is left for the event loop does not wait for the sink
+        sink.go.set()
+        await asked
+
+    bounded(ask())
+    sinks.close()
+
+
+class DeafLocks:
+    """The module `fcntl`, whose locks wait for `go`."""
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def fcntl(self, *args):
+        assert self.go.wait(FOREVER)
+        return fcntl.fcntl(*args)
+
+    def __getattr__(self, name):
+        return getattr(fcntl, name)
+
+
+def test_a_folder_whose_lock_hangs_refuses_ids_and_holds_nobody_who_gives_one_back(
+    tmp_path, monkeypatch
+):
+    locks = DeafLocks()
+    monkeypatch.setattr(name_claims, "fcntl", locks)
+    monkeypatch.setattr(name_claims, "TAKE_SECONDS", 0.05)
+    names = name_claims.NameClaims(str(tmp_path / "names"))
+    locks.go.set()
+    assert names.take("first")
+    locks.go.clear()
+    for _ in range(2):  # the second one does not wait
+        with pytest.raises(BusyError, match="names does not answer"):
+            ended(lambda: names.take("second"))
+    assert ended(lambda: names.take("first")) is False
+    assert ended(lambda: names.give("first")) is None
+    locks.go.set()
+    # What hung is undone once it answers: neither name is locked.
+    other = name_claims.NameClaims(str(tmp_path / "names"))
+    monkeypatch.setattr(name_claims, "TAKE_SECONDS", FOREVER)
+    for name in ("first", "second"):
+        assert any(other.take(name) or time.sleep(0.05) for _ in range(100)), name
+    other.close()
+    locks.go.clear()
+    monkeypatch.setattr(name_claims, "TAKE_SECONDS", 0.05)
+    with pytest.raises(BusyError):
+        names.take("third")
+    assert ended(names.close) is None
+    locks.go.set()
 
 
 def test_a_sink_that_is_stalled_refuses_requests_before_they_are_computed():

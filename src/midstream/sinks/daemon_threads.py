@@ -1,12 +1,14 @@
-"""Work on several threads that do not keep a process alive if they hang."""
+"""Work on threads that do not keep a process alive if they hang."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from itertools import count
-from typing import Generic, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,6 +41,42 @@ class ThreadCall(Generic[R]):
             self._result.set_result(self._call())
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             self._result.set_exception(error)
+
+
+class OrderedCalls:
+    """Calls that are made in one thread, in the order in which they were put."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Any] = SimpleQueue()  # (call, result); None: the end
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def put(self, call: Callable[[], object]) -> Future[object]:
+        """Return the result of a call that is made after all earlier ones."""
+        result: Future[object] = Future()
+        with self._lock:
+            if self._thread is None:
+                run = partial(_make_calls, self._calls)
+                self._thread = threading.Thread(target=run, name="midstream calls", daemon=True)
+                self._thread.start()
+            self._calls.put((call, result))
+        return result
+
+    def close(self) -> None:
+        """End the thread after the calls that were put; a later one starts another."""
+        with self._lock:
+            if self._thread is not None:
+                self._calls.put(None)
+            self._thread, self._calls = None, SimpleQueue()
+
+
+def _make_calls(calls: SimpleQueue[Any]) -> None:
+    while (entry := calls.get()) is not None:
+        call, result = entry
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            result.set_exception(error)
 
 
 def in_threads(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:

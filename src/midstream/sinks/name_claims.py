@@ -11,12 +11,19 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from midstream.errors import ExistsError
+from midstream.errors import BusyError, ExistsError
+from midstream.sinks.daemon_threads import OrderedCalls
 from midstream.validation import at, show
+
+TAKE_SECONDS = 5.0  # longest time in which a file system answers
+# For which an event loop waits, so that others may take a name as soon as it was given back.
+_GIVE_SECONDS = 0.01
+_RETRY_SECONDS = 10
 
 _LOGGER = logging.getLogger(__name__)
 _RECORD = struct.Struct("hhqqi4x")  # `struct flock`: type, whence, start, length, process
@@ -29,7 +36,8 @@ class NameClaims:
     """The taken names of one sink. Thread-safe.
 
     Other processes that write to the same place see them as well: a name is a locked byte of one
-    file, and the kernel unlocks it when the process ends, however it does.
+    file, and the kernel unlocks it when the process ends, however it does. A thread of its own
+    locks and unlocks, as the file system may not answer.
     """
 
     def __init__(self, path: str) -> None:
@@ -41,14 +49,41 @@ class NameClaims:
         self._has_locks = True
         self._users: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._calls = OrderedCalls()
+        self._hanging: Future[object] | None = None
 
     def take(self, name: str) -> bool:
-        """Take a name; return False if another request has it."""
+        """Take a name; return False if another request has it.
+
+        Raises:
+            BusyError: the file system does not answer.
+            OSError: it cannot be locked.
+        """
         with self._lock:
-            if name in self._users or not self._set(fcntl.F_WRLCK, name):
+            if name in self._users:
                 return False
+            self._check_answers()
             self._users[name] = 1
-            return True
+        locked = self._calls.put(partial(self._set, fcntl.F_WRLCK, name))
+        is_taken = False
+        try:
+            if not wait((locked,), TAKE_SECONDS).done:
+                self._hanging = locked
+                self._check_answers()
+            is_taken = bool(locked.result(0))
+        finally:
+            if not is_taken:
+                with self._lock:
+                    del self._users[name]
+                    if not locked.done():
+                        # It may be locked later, and is unlocked then.
+                        self._calls.put(partial(self._set, fcntl.F_UNLCK, name))
+        return is_taken
+
+    def _check_answers(self) -> None:
+        """Check that no call of the thread hangs."""
+        if self._hanging is not None and not self._hanging.done():
+            raise BusyError(f"{self._path} does not answer: nothing is stored", _RETRY_SECONDS)
 
     def keep_until(self, done: Future[Any], name: str) -> None:
         """Keep a taken name at least until a future is done. Does nothing if it is not taken."""
@@ -62,16 +97,22 @@ class NameClaims:
         """Give a name back: others may take it once nothing else keeps it."""
         with self._lock:
             self._users[name] -= 1
-            if not self._users[name]:
-                del self._users[name]
-                self._set(fcntl.F_UNLCK, name)
+            if self._users[name]:
+                return
+            del self._users[name]
+            unlocked = self._calls.put(partial(self._set, fcntl.F_UNLCK, name))
+        wait((unlocked,), _GIVE_SECONDS)
 
     def close(self) -> None:
         """Give all names back."""
-        with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-            self._file, self._has_locks = None, False
+        closed = self._calls.put(self._close)
+        self._calls.close()
+        wait((closed,), TAKE_SECONDS)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file, self._has_locks = None, False
 
     def _set(self, kind: int, name: str) -> bool:
         """Lock or unlock the byte of a name; return False if another process has it locked."""

@@ -208,7 +208,9 @@ class ServerCaptures:
                 captures.append(self._read_one(name, part, sink))
         stored = tuple(capture for capture in captures if capture.sink != KEPT)
         if stored:
-            self._sinks.check(Plan(captures=stored))
+            plan = Plan(captures=stored)
+            self._sinks.check(plan)
+            self._sinks.check_places(plan)
         Plan(captures=tuple(captures))  # checks that they differ
         return tuple(captures)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,8 +63,10 @@ class SinkSet:
         return (MEMORY, *self._sinks)
 
     def check(self, plan: Plan) -> None:
-        """Check whether the sinks can store the rows of a plan's captures."""
-        for index, (sink, tag, request_id) in enumerate(capture.place for capture in plan.captures):
+        """Check whether the sinks can store the rows of a plan's captures, as far as is known
+        without their file systems; see `check_places`.
+        """
+        for index, sink in enumerate(capture.sink for capture in plan.captures):
             if sink == MEMORY:
                 continue
             with at(f"capture[{index}]"):
@@ -84,10 +86,28 @@ class SinkSet:
                 self._check_kind(sink, plan.captures[index])
                 self.check_metadata(plan.captures[index])
                 self._check_answers(sink)
-                if type(destination).check is not Sink.check:
-                    # `RequestNames` compares the id with those that the sink has.
-                    own_id = "" if destination.names is not None else request_id
-                    self._check_place(sink, partial(destination.check, tag, own_id))
+
+    def has_places(self, plan: Plan) -> bool:
+        """Return whether `check_places` has anything to do."""
+        return any(True for _ in self._placed(plan))
+
+    def check_places(self, plan: Plan) -> None:
+        """Check whether a plan's rows can be stored where it says. It waits for the file systems of
+        the sinks, for a few seconds at most, so not on an event loop.
+        """
+        for index, sink, check in self._placed(plan):
+            with at(f"capture[{index}]"):
+                self._check_answers(sink)
+                self._check_place(sink, check)
+
+    def _placed(self, plan: Plan) -> Iterator[tuple[int, str, Callable[[], None]]]:
+        """Yield index, sink and check of each capture for a sink that checks places."""
+        for index, (sink, tag, request_id) in enumerate(capture.place for capture in plan.captures):
+            destination = self._sinks.get(sink)
+            if destination is not None and type(destination).check is not Sink.check:
+                # `RequestNames` compares the id with those that the sink has.
+                own_id = "" if destination.names is not None else request_id
+                yield index, sink, partial(destination.check, tag, own_id)
 
     def _check_kind(self, sink: str, capture: ReadOut) -> None:
         """Check that a sink stores what a read-out returns, if that is no captured rows."""

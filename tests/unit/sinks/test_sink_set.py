@@ -106,7 +106,7 @@ def test_a_plan_is_refused_by_the_capture_that_is_wrong():
     assert caught.value.path == "capture[1].sink"
     assert "did you mean `one`" in str(caught.value)
     with pytest.raises(SpecError, match="no room there") as caught:
-        sinks.check(Plan((Capture(0, sink="one", tag="full"),)))
+        sinks.check_places(Plan((Capture(0, sink="one", tag="full"),)))
     assert caught.value.path == "capture[0].tag"
     sinks.close()
 

@@ -126,6 +126,9 @@ class FrontEnd(BaseFrontEnd):
         name = request.request_id
         if name in self._running or name in self._outputs.external_req_ids:
             raise _taken(name)
+        own = plan.plan if isinstance(plan, CallPlan) else plan
+        if own is not None:
+            self.sinks.check_places(own)
         with self.names.taken(plan) as keep:
             admitted = keep(super().admit(request, plan))
         if admitted is not None:

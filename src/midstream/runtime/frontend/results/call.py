@@ -57,8 +57,12 @@ class GenerateCall:
     names: RequestNames | None = None
 
     async def take_names(self, sinks: SinkSet) -> None:
-        """Take the names that its captures give their rows; see `RequestNames.take`."""
+        """Check where its captures are stored, and take the names that they give their rows; see
+        `SinkSet.check_places` and `RequestNames.take`.
+        """
         self.names = sinks.names_of(self.plan)
+        if self.plan is not None and sinks.has_places(self.plan):
+            await asyncio.to_thread(sinks.check_places, self.plan)
         if self.names is not None:
             await asyncio.to_thread(self.names.take)
 
