@@ -211,6 +211,7 @@ def test_every_relative_link_leads_somewhere(page: str) -> None:
         "scripts/models_table.py",
         "scripts/limits_table.py",
         "scripts/versions_table.py",
+        "scripts/never_table.py",
         "benchmarks/table.py",
     ],
 )
