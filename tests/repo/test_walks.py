@@ -17,6 +17,7 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 WALKS = ["An offline request", "An HTTP request", "One captured row into a store"]
 CHANGES = [
     "Add an operation",
+    "Add a read-out",
     "Add a codec",
     "Add a layer convention",
     "Add an HTTP route",

@@ -17,7 +17,8 @@ class Codec(Protocol):
     """An encoding of vectors as rows of bytes of equal length, little-endian.
 
     Codecs are values: compared and hashed by their parameters. A row with a non-finite value never
-    decodes to finite values: `raw` keeps its bits, all others mark the row, which decodes to NaN.
+    decodes to finite values only: `raw` keeps its bits, `cast` rounds each value by itself, all
+    others mark the row, which decodes to NaN.
     """
 
     @property

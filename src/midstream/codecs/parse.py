@@ -18,7 +18,8 @@ from midstream.codecs.topk8 import Topk8
 from midstream.errors import SpecError, UnsupportedError
 from midstream.validation import at, hint, kind, listed, show
 
-_CLASSES: dict[str, type[Raw] | type[Cast] | type[Full8] | type[Rp8] | type[Topk8]] = {
+_Known = Raw | Cast | Full8 | Rp8 | Topk8
+_CLASSES: dict[str, type[_Known]] = {
     "raw": Raw,
     "cast": Cast,
     "full8": Full8,
@@ -46,7 +47,7 @@ def parse_codec(text: object) -> Codec:
         raise UnsupportedError("codec: codecs require a little-endian machine")
     if isinstance(text, str):
         return _parse(text)
-    if isinstance(text, Raw | Cast | Full8 | Rp8 | Topk8):
+    if isinstance(text, _Known):
         return text
     raise SpecError("codec", f"expected one of {_FORMS}, got {kind(text)}")
 

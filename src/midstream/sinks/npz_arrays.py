@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midstream.codecs import Cast, Codec, Raw, Rp8, Topk8
+from midstream.codecs import Cast, Codec, Full8, Raw, Rp8, Topk8
 from midstream.codecs.affine import HEADER_BYTES, scales_and_zeros
 from midstream.results.activations import Activations
 
@@ -37,6 +37,8 @@ def arrays_of(activations: Activations, site: str, layer: int, width: int) -> Ar
 
 
 def _reduced(codec: Codec, data: Tensor, width: int) -> Arrays:
+    if not isinstance(codec, Full8 | Rp8 | Topk8):
+        raise TypeError(f"codec {codec.spec}: this module does not say which arrays its rows have")
     kept = codec.k if isinstance(codec, Rp8 | Topk8) else width
     scale, zero = scales_and_zeros(data)
     arrays = {

@@ -188,6 +188,7 @@ def test_bytes_of_another_width_or_dtype_are_refused(spec):
 @pytest.mark.parametrize("spec", CODECS)
 def test_codecs_are_values(spec):
     found = codec(spec)
+    assert parse_codec(found) is found
     assert found == parse_codec(found.spec) == pickle.loads(pickle.dumps(found))
     assert hash(found) == hash(parse_codec(found.spec))
     assert len({codec(other) for other in (*CODECS, *CODECS)}) == len(CODECS)

@@ -18,10 +18,7 @@ CAPTURE = {"layers": [0, 1]}
 STEER = {"op": "steer", "vector": [1.0, 2.0], "layer": 1}
 PROBE = {"direction": [1.0, 2.0], "layer": 1}
 NOTHING = r"the plan is empty: give `capture`, `edits` or `probes`, or `edits=\[\]` to update"
-OPS = (
-    "`steer`, `ablate`, `clamp`, `feature`, `reconstruct`, `affine`, `loreft`, `replace`, `scale`, "
-    "`route`, `bias`, `gate`"
-)
+OPS = ", ".join(f"`{op}`" for op in KINDS_BY_OP)
 
 
 @given(plans)
