@@ -58,6 +58,19 @@ EXECUTORS = {
     "transport/arena.py",
 }
 # A wait of one of these names has no limit if it is called without arguments.
+ON_LOOP_THREADS = {
+    "lab/fit/directions.py: Directions.fit_async",
+    "lab/server/routes/fit.py: fit",
+    "runtime/frontend/request/heavy_work.py: in_thread",
+    "runtime/frontend/results/async_completion.py: AsyncCompletion._finish",
+    "runtime/frontend/results/call.py: GenerateCall.take_names",
+    "server/cached_rows/capture_cache.py: expire_in_time",
+    "server/results_json.py: ResultEncoder._inline",
+    "server/results_json.py: ResultEncoder._whole",
+    "server/routes/activations.py: _open",
+    "server/routes/parameters.py: parameter",
+    "server/server.py: Server.fill",
+}
 WITHOUT_ARGUMENTS = {"wait", "join", "acquire", "result", "get"}
 LOCKS = {"flock", "lockf"}
 PROCESSES = {"subprocess.run", "urllib.request.urlopen"}
@@ -167,6 +180,16 @@ def test_what_ends_a_wait_without_a_limit_is_in_the_table(row):
 def test_only_what_computes_runs_on_threads_that_the_exit_waits_for():
     pools = {call.file for call in calls() if call.name.endswith("PoolExecutor")}
     assert pools == EXECUTORS
+
+
+def test_what_the_end_of_a_server_waits_for_on_threads_of_its_event_loop_is_known():
+    """`asyncio.run` joins these threads: each of them works, or waits with a limit."""
+    users = {
+        f"{call.file}: {'.'.join(call.functions)}"
+        for call in calls()
+        if call.name.rpartition(".")[2] in ("to_thread", "run_in_executor")
+    }
+    assert users == ON_LOOP_THREADS
 
 
 def test_every_thread_is_a_daemon():
