@@ -15,8 +15,8 @@ NEIGHBOURS = tl.constexpr(8)  # values of a row that are in the same thread
 def widened(half):
     """Return values of the model in float32.
 
-    A bfloat16 is the upper bits of a float32. If it was converted, the compiler would select a
-    component that is as it was after the row is rounded, and could not round two at a time.
+    A bfloat16 is the upper half of a float32's bits. Taken as such, and not by a conversion, it
+    lets the compiler round the values of a row two at a time.
     """
     if half.dtype == tl.bfloat16:
         bits = half.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -28,7 +28,7 @@ def widened(half):
 
 @triton.jit
 def nothing(row):
-    """Return what changes no value that it is added to, not even the sign of a zero."""
+    """Return −0 everywhere: added to a value it changes nothing, not even the sign of a zero."""
     return tl.full(row.shape, -0.0, tl.float32)
 
 
@@ -143,7 +143,7 @@ def write_row(
     low, high = store_row(made, lost, same, value, other, half, rest, inside, has_residual)
     spoiled = tl.reshape(spoiled, [block // NEIGHBOURS, NEIGHBOURS])
     spoiled = tl.reduce(spoiled, 1, _either)
-    # By every thread that has one: a reduction would let all of them wait.
+    # Each thread flags its own values: a reduction would make all threads wait.
     flags = totals + _NONFINITE + tl.zeros_like(spoiled.to(tl.int32))
     tl.store(flags, 1, mask=spoiled)
     if captured:
