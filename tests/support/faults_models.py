@@ -49,4 +49,36 @@ MODELS: tuple[Fault, ...] = (
         "if columns.copies and columns.by_head is None:",
         "tests/engine/test_inner_sites.py::test_compiled_too",
     ),
+    Fault(
+        "A layer that multiplies its skip connection is captured as if it did not",
+        "sum_check:check_model",
+        "if not error <= tolerance:",
+        "if error > 1.0:",
+        "tests/unit/runtime/worker/taps/test_sum_check.py"
+        "::test_a_sum_that_does_not_hold_is_refused_by_layer_and_site",
+    ),
+    Fault(
+        "The sums of the stream are compared on what memory had in a trial run",
+        "_trial",
+        "tap[0] in _SITES and tap not in totals",
+        "False",
+        "tests/unit/runtime/worker/taps/test_sum_check.py"
+        "::test_what_branches_return_in_a_trial_does_not_matter",
+    ),
+    Fault(
+        "A check of the sums leaves a program for the first token",
+        "_trial",
+        "tensor.copy_(before)",
+        "pass",
+        "tests/unit/runtime/worker/taps/test_sum_check.py"
+        "::test_a_check_leaves_the_buffers_as_they_were",
+    ),
+    Fault(
+        "A layer whose forward was replaced is captured as if it were not",
+        "find_decoder",
+        "replaced is not None",
+        "False",
+        "tests/engine/test_changed_layers.py"
+        "::test_a_layer_class_whose_forward_was_replaced_is_refused_whatever_is_tapped",
+    ),
 )

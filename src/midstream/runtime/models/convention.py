@@ -109,6 +109,8 @@ class LayerConvention:
             ranks under tensor parallelism.
         float16_scaled: whether both halves are scaled down by a constant in float16, so that
             they are not the stream.
+        unsummed: sites whose stream is not that of the site before it plus the branch between
+            them: resid_mid, resid_post, or resid_pre, which means that of the next layer.
     """
 
     returns: Returns
@@ -123,6 +125,7 @@ class LayerConvention:
     mlp_out: Half | Output | Lack = UNKNOWN
     tp_partial: bool = False
     float16_scaled: bool = False
+    unsummed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert (self.mid is None) == bool(self.no_mid), "one of mid and no_mid, not both"

@@ -9,7 +9,13 @@ from torch import nn
 
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
-from midstream.runtime.models.registry import LAYER_LISTS, LayerConvention, Refusal, lookup
+from midstream.runtime.models.registry import (
+    LAYER_LISTS,
+    LayerConvention,
+    Refusal,
+    lookup,
+    replaced_forward,
+)
 from midstream.runtime.models.trunk_ends import NoEnd, find_end
 from midstream.sites import ENDS, INNER, NAMES, OUTER, Tap
 
@@ -81,6 +87,9 @@ def find_decoder(
         name = f"layer {index} of {type(model).__name__}, a {type(module).__qualname__},"
         if isinstance(convention, Refusal):
             raise UnsupportedError(f"{name} cannot be tapped: {convention.reason}")
+        replaced = replaced_forward(module)
+        if replaced is not None:
+            raise UnsupportedError(f"{name} cannot be tapped: {replaced}")
         if convention.tp_partial and tensor_parallel_size > 1:
             raise UnsupportedError(
                 f"{name} returns a partial sum under tensor parallelism, which midstream cannot "

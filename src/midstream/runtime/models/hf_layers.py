@@ -52,6 +52,8 @@ S = single(NORM)
 S_SCALED = single(NORM, attn=SCALED, mlp_out=SCALED)
 # What attention and the MLP return is normed too.
 S_SANDWICH = single(PRE_FF, attn=NORM, mlp_out=POST_FF)
+# The sum is scaled last, after what the token adds to each layer.
+S_GEMMA4 = replace(S_SANDWICH, unsummed=("resid_post",))
 S_GLM = single(NORM, attn="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")
 S_POST_NORM = single("mlp", attn=NORM, mlp=SHARED, mlp_out=POST_FF)
 S_PARALLEL = single(no_mid=PARALLEL, mlp=SHARED)
@@ -106,8 +108,8 @@ HF_MODELS: dict[str, Entry] = {
     "gemma3n.Gemma3nTextDecoderLayer": Refusal("it has four streams (AltUp), not one"),
     "gemma4.Gemma4TextDecoderLayer": Choice(
         "enable_moe_block",
-        replace(S_SANDWICH, mlp_in=Lack("its experts read the stream through another norm")),
-        S_SANDWICH,
+        replace(S_GEMMA4, mlp_in=Lack("its experts read the stream through another norm")),
+        S_GEMMA4,
     ),
     "glm.GlmDecoderLayer": S,
     "glm4.Glm4DecoderLayer": S_GLM,
@@ -204,7 +206,12 @@ HF_MODELS: dict[str, Entry] = {
     "opt.OPTDecoderLayer": Choice(
         "do_layer_norm_before",
         single("final_layer_norm", mlp="fc1", mlp_out="fc2"),
-        single("fc1", mlp=Input("fc1", shared=True), mlp_out="fc2"),
+        single(
+            "fc1",
+            mlp=Input("fc1", shared=True),
+            mlp_out="fc2",
+            unsummed=("resid_mid", "resid_post"),
+        ),
     ),
     "paddleocr_vl.PaddleOCRDecoderLayer": S,
     "persimmon.PersimmonDecoderLayer": S,

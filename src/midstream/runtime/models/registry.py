@@ -39,6 +39,7 @@ __all__ = [
     "Returns",
     "key_of",
     "lookup",
+    "replaced_forward",
 ]
 
 
@@ -119,3 +120,20 @@ def lookup(cls: type, layer: object | None = None) -> Entry:
         module, name = key or (cls.__module__, cls.__qualname__)
         return Refusal(f"midstream does not know what {module}.{name} takes and returns")
     return convention if layer is None else convention.resolve(layer)
+
+
+def replaced_forward(layer: object) -> str | None:
+    """Return why a layer's forward is not the one of its class's body; None if it is."""
+    own = vars(layer).get("forward")
+    # vLLM's offloaders set one that calls the class's.
+    if own is not None and not _place_of(own)[0].startswith("vllm.model_executor.offloader"):
+        return f"its `forward` was replaced on the layer, by {'.'.join(_place_of(own))}"
+    owner = next(base for base in type(layer).__mro__ if "forward" in vars(base))
+    place = _place_of(vars(owner)["forward"])
+    if place == (owner.__module__, f"{owner.__qualname__}.forward"):
+        return None
+    return f"`forward` of its class was replaced, by {'.'.join(place)}"
+
+
+def _place_of(function: object) -> tuple[str, str]:
+    return getattr(function, "__module__", ""), getattr(function, "__qualname__", "")

@@ -82,7 +82,16 @@ NORM_OUT = Output(NORM)
 # Cohere's are reduced over the ranks after they were summed.
 BOTH_READ = Input("self_attn", shared=True, parameter="hidden_states")
 C_ATTN, C_MLP = Output("self_attn", partial=True), Output("mlp", partial=True)
-GEMMA4 = replace(single(PRE_FF, attn=NORM, mlp_out=POST_FF), returns=Returns.PAIR_NONE)
+# The sum is scaled last, after what the token adds to each layer.
+GEMMA4 = replace(
+    single(PRE_FF, attn=NORM, mlp_out=POST_FF),
+    returns=Returns.PAIR_NONE,
+    unsummed=("resid_post",),
+)
+# Both norms' outputs may be what the skip connections have, in place of the stream.
+BOTH = ("resid_mid", "resid_post")
+SKIPS_STREAM = single(NORM, attention="self_attention", mlp=SHARED)
+SKIPS_NORMED = replace(SKIPS_STREAM, unsummed=BOTH)
 # Only its true attention, MLA, has a rank for the keys and values.
 KIMI = Choice("self_attn.kv_lora_rank?", P, without_attention(P, LINEAR))
 TWICE = Lack("it has two attentions and three MLPs")
@@ -123,12 +132,16 @@ MODELS: dict[str, Entry] = {
     "bailing_moe_v3.BailingMoeV3DecoderLayer": hybrid("is_kda_layer", P, LINEAR),
     # With apply_residual_connection_post_layernorm the skip connection has the norm's output. An
     # edit before the norm still reaches it, and attention and MLP get copies.
-    "bloom.BloomBlock": single(NORM, attention="self_attention", mlp=SHARED),
+    "bloom.BloomBlock": Choice(
+        "apply_residual_connection_post_layernorm", SKIPS_NORMED, SKIPS_STREAM
+    ),
     "chameleon.ChameleonDecoderLayer": P,
     "chameleon.ChameleonSwinDecoderLayer": Refusal(
         "its model adds the last residual twice, so the last layer's output is not the stream"
     ),
-    "chatglm.GLMBlock": single(NORM, attention="self_attention", mlp=SHARED),
+    "chatglm.GLMBlock": Choice(
+        "apply_residual_connection_post_layernorm", SKIPS_NORMED, SKIPS_STREAM
+    ),
     # From 0.33 on the fused norm is used where the model has RMSNorm; before, never.
     "cohere2_moe.Cohere2MoeDecoderLayer": Choice(
         "uses_rms_norm?",
@@ -155,7 +168,7 @@ MODELS: dict[str, Entry] = {
     ),
     "dory.DoryDecoderLayer": LOOPED,
     "embedding_gemma2.EmbeddingGemma2DecoderLayer": single(
-        PRE_FF, hidden="h", attn=NORM, mlp_out=POST_FF
+        PRE_FF, hidden="h", attn=NORM, mlp_out=POST_FF, unsummed=("resid_post",)
     ),
     "ernie45_moe.Ernie4_5_MoeDecoderLayer": P,
     "ernie45_vl_moe.Ernie4_5_VLMoeDecoderLayer": P,
@@ -293,7 +306,7 @@ MODELS: dict[str, Entry] = {
     "opt.OPTDecoderLayer": Choice(
         "do_layer_norm_before",
         single("final_layer_norm", mlp="fc1", mlp_out="fc2"),
-        single("fc1", mlp=Input("fc1", shared=True), mlp_out="fc2"),
+        single("fc1", mlp=Input("fc1", shared=True), mlp_out="fc2", unsummed=BOTH),
     ),
     "orion.OrionDecoderLayer": S,
     "ouro.OuroDecoderLayer": LOOPED,
@@ -312,7 +325,8 @@ MODELS: dict[str, Entry] = {
     "rnj1.Rnj1DecoderLayer": P_PRE_FF,
     "sarvam.SarvamMLABlock": P,
     "seed_oss.SeedOssDecoderLayer": P,
-    "solar.SolarDecoderLayer": P,
+    # Its model mixes in the streams of earlier layers before some layers.
+    "solar.SolarDecoderLayer": replace(P, unsummed=("resid_pre",)),
     "stablelm.StablelmDecoderLayer": D,
     "step1.StepDecoderLayer": P,
     "step3_text.Step3TextDecoderLayer": pair(NORM, mlp=NORM_OUT),

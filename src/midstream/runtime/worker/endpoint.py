@@ -71,7 +71,7 @@ from midstream.runtime.worker.row_index import Scores
 from midstream.runtime.worker.session import StepRules, WorkerSession
 from midstream.runtime.worker.step_recorder import RankMemory
 from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes
-from midstream.runtime.worker.taps.tap_check import check_taps
+from midstream.runtime.worker.taps.sum_check import check_model
 from midstream.runtime.worker.taps.tapped_model import add_taps
 from midstream.runtime.worker.taps.taps import check_drafter
 from midstream.sites import ENDS, Tap
@@ -187,7 +187,7 @@ class WorkerEndpoint:
             replacements,
             config.tapped_model == "lazy",
             is_v2,
-            lambda run: check_taps(self._buffers, self._taps, run),
+            lambda run: check_model(self._buffers, self._decoder.layers, self._taps, run),
         )
         switch.attach()
         adapter.attach(runner, Hooks(self._session, switch, _ahead(vllm_config)))

@@ -25,12 +25,13 @@ KNOWN = single("norm")
 
 def layer_class(name="Layer", *bases, **namespace):
     """A layer class as vLLM's `model_executor/models/tests_own.py` would define it."""
-    namespace = {
-        "__module__": "vllm.model_executor.models.tests_own",
-        "__qualname__": name,
-        "forward": lambda self, hidden_states: hidden_states,
-        **namespace,
-    }
+
+    def forward(self, hidden_states):
+        return hidden_states
+
+    module = "vllm.model_executor.models.tests_own"
+    forward.__module__, forward.__qualname__ = module, f"{name}.forward"
+    namespace = {"__module__": module, "__qualname__": name, "forward": forward, **namespace}
     return type(name, bases or (nn.Module,), namespace)
 
 

@@ -1,0 +1,258 @@
+"""Sums of the stream in a trial run: those that layers claim hold, or the engine does not start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.tapping import WIDTH
+from torch import Tensor, nn
+
+from midstream.errors import TapError, UnsupportedError
+from midstream.runtime.models.convention import (
+    LONE_MIXER,
+    PARALLEL,
+    Lack,
+    LayerConvention,
+    pair,
+    single,
+)
+from midstream.runtime.models.decoder import DecoderLayer
+from midstream.runtime.protocol.segments import Room
+from midstream.runtime.worker.tables.device_buffers import Buffers, BufferSizes
+from midstream.runtime.worker.taps.sum_check import check_model
+from midstream.runtime.worker.taps.taps import tap_layer
+from midstream.sites import Tap
+
+SITES = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+LAYERS = 3
+
+
+class Norm(nn.Module):
+    """vLLM's fused add and norm."""
+
+    skip = 1.0
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual = hidden + residual * self.skip
+        return torch.nn.functional.rms_norm(residual, (WIDTH,)), residual
+
+
+class Attention(nn.Linear):
+    """Attention of a token to itself."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states)
+
+
+class PairLayer(nn.Module):
+    """A layer that takes and returns both halves of the stream."""
+
+    convention = pair("norm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.norm = Norm(), Norm()
+        self.self_attn, self.mlp = Attention(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            residual = torch.zeros_like(hidden_states)
+        hidden_states, residual = self.entry(hidden_states, residual)
+        hidden_states, residual = self.norm(self.self_attn(hidden_states), residual)
+        return self.mlp(hidden_states), residual
+
+
+class SingleLayer(nn.Module):
+    """A layer that takes and returns the stream; `scale` is what it multiplies its sum with."""
+
+    convention = single("norm")
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+        self.self_attn, self.mlp = Attention(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        middle = hidden_states + self.self_attn(hidden_states=hidden_states)
+        return (middle + self.mlp(self.norm(middle))) * self.scale
+
+
+class ParallelLayer(SingleLayer):
+    """A layer whose attention and MLP read the same."""
+
+    convention = single(no_mid=PARALLEL)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        attended = self.self_attn(hidden_states=hidden_states)
+        return (hidden_states + attended + self.mlp(hidden_states)) * self.scale
+
+
+class MixerLayer(SingleLayer):
+    """A layer with an MLP alone."""
+
+    convention = single(no_mid=LONE_MIXER, attention=Lack("it has no attention"))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return (hidden_states + self.mlp(hidden_states)) * self.scale
+
+
+KINDS = (PairLayer, SingleLayer, ParallelLayer, MixerLayer)
+
+
+class Trunk:
+    """Three tapped layers, their buffers, and a trial run that begins with a zero stream."""
+
+    def __init__(
+        self,
+        kind: Callable[[], Any],
+        convention: LayerConvention | None = None,
+        dtype: torch.dtype = torch.float32,
+        ring_rows: int = 64,
+        bank_rows: int = 16,
+        max_edits: int = 16,
+        change: Callable[[list[Any]], None] = lambda layers: None,
+    ) -> None:
+        torch.manual_seed(5)
+        modules = [kind().to(dtype) for _ in range(LAYERS)]
+        change(modules)
+        self.layers = [
+            DecoderLayer(number, module, convention or module.convention)
+            for number, module in enumerate(modules)
+        ]
+        sites = [site for site in SITES if self.layers[0].convention.lack(site) is None]
+        found = [(site, number) for number in range(LAYERS) for site in sites]
+        self.taps: dict[Tap, int] = {tap: index for index, tap in enumerate(found)}
+        self.buffers = Buffers.allocate(
+            dict.fromkeys(self.taps, WIDTH),
+            BufferSizes(
+                max_tokens=16, hidden_size=WIDTH, ring_rows=ring_rows,
+                room=Room(
+                    bank_rows=bank_rows, programs=16, max_edits=max_edits, token_ids=1, probes=1
+                ),
+            ),
+            dtype=dtype, device=torch.device("cpu"),
+        )  # fmt: skip
+        self.runs = 0
+        self.between: Callable[[Tensor], Tensor] = lambda hidden: hidden
+        for layer in self.layers:
+            tap_layer(layer, self.taps, self.buffers)
+
+    def run(self) -> None:
+        self.runs += 1
+        hidden = torch.zeros(1, WIDTH, dtype=self.buffers.ring.dtype)
+        residual = None
+        with torch.no_grad():
+            for layer in self.layers:
+                if layer.convention.residual is None:
+                    hidden = self.between(layer.module(hidden))
+                else:
+                    hidden, residual = layer.module(hidden, residual)
+                    hidden = self.between(hidden)
+
+    def check(self) -> None:
+        check_model(self.buffers, self.layers, self.taps, self.run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_whose_sums_hold_starts(kind: type, dtype: torch.dtype) -> None:
+    Trunk(kind, dtype=dtype).check()
+
+
+def _scales_skip(layers: list[Any]) -> None:
+    layers[1].norm.skip = 1.1
+
+
+def _scales_sum(layers: list[Any]) -> None:
+    layers[1].scale = 1.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        (PairLayer, _scales_skip, "resid_mid of layer 1 [+] mlp_out .* not resid_post of layer 1"),
+        (SingleLayer, _scales_sum, "resid_mid of layer 1 [+] mlp_out .* not resid_post of layer 1"),
+        (ParallelLayer, _scales_sum, "resid_pre .* attn_out .* mlp_out .* resid_post of layer 1"),
+        (MixerLayer, _scales_sum, "resid_pre of layer 1 [+] mlp_out .* resid_post of layer 1"),
+    ],
+)
+def test_a_sum_that_does_not_hold_is_refused_by_layer_and_site(
+    kind: type, change: Callable[[list[Any]], None], message: str, dtype: torch.dtype
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        Trunk(kind, dtype=dtype, change=change).check()
+
+
+@pytest.mark.parametrize("kind", [PairLayer, SingleLayer])
+def test_a_stream_that_changes_between_layers_is_refused(kind: type) -> None:
+    trunk = Trunk(kind)
+    trunk.between = lambda hidden: hidden + 0.5
+    with pytest.raises(UnsupportedError, match="resid_post of layer 0 is not resid_pre of layer 1"):
+        trunk.check()
+
+
+def test_sums_that_a_convention_does_not_claim_are_not_compared() -> None:
+    convention = replace(SingleLayer.convention, unsummed=("resid_post", "resid_pre"))
+    trunk = Trunk(SingleLayer, convention, change=_scales_sum)
+    trunk.between = lambda hidden: hidden + 0.5
+    trunk.check()
+
+
+@pytest.mark.parametrize("ring_rows", [3, 5, 7, 64])
+def test_rows_that_do_not_fit_in_the_ring_together_take_several_runs(ring_rows: int) -> None:
+    trunk = Trunk(PairLayer, ring_rows=ring_rows)
+    trunk.check()
+    assert (trunk.runs == 2) == (ring_rows == 64)
+    with pytest.raises(UnsupportedError, match="resid_post of layer 1"):
+        Trunk(PairLayer, ring_rows=ring_rows, change=_scales_skip).check()
+
+
+def test_a_check_leaves_the_buffers_as_they_were() -> None:
+    trunk = Trunk(PairLayer)
+    for tensor in (trunk.buffers.table, trunk.buffers.instructions, trunk.buffers.params):
+        tensor.random_(0, 2)
+    trunk.buffers.table[:, :, 1] = 0
+    trunk.buffers.table[:, 0, 3] = torch.arange(1, len(trunk.taps) + 1)
+    trunk.buffers.bank.normal_()
+    names = ("table", "instructions", "params", "bank", "tokens")
+    before = {name: getattr(trunk.buffers, name).clone() for name in names}
+    with pytest.raises(TapError):  # its codes are others
+        trunk.check()
+    trunk.buffers.table[:, 0, 3] = Trunk(PairLayer).buffers.table[:, 0, 3]
+    before["table"] = trunk.buffers.table.clone()
+    trunk.check()
+    for name in names:
+        assert torch.equal(getattr(trunk.buffers, name), before[name]), name
+
+
+def test_a_sum_that_is_not_finite_is_refused() -> None:
+    def change(layers: list[Any]) -> None:
+        layers[2].scale = torch.nan
+
+    with pytest.raises(UnsupportedError, match="is not resid_post of layer 2"):
+        Trunk(SingleLayer, change=change).check()
+
+
+@pytest.mark.parametrize("kind", [PairLayer, SingleLayer])
+def test_what_branches_return_in_a_trial_does_not_matter(kind: type) -> None:
+    """Attention does not run in vLLM's trial runs: what it returns is whatever memory had."""
+
+    def change(layers: list[Any]) -> None:
+        for layer in layers:
+            layer.self_attn.bias.data.fill_(torch.nan)
+            layer.mlp.bias.data.fill_(3e38)
+
+    Trunk(kind, change=change).check()
+
+
+@pytest.mark.parametrize(("bank_rows", "max_edits"), [(1, 16), (16, 1), (3, 16), (16, 7)])
+def test_a_small_bank_is_enough_for_a_check(bank_rows: int, max_edits: int) -> None:
+    Trunk(PairLayer, bank_rows=bank_rows, max_edits=max_edits).check()
+    with pytest.raises(UnsupportedError, match="resid_post of layer 1"):
+        Trunk(PairLayer, bank_rows=bank_rows, max_edits=max_edits, change=_scales_skip).check()
