@@ -23,12 +23,7 @@ MOST_HANGING = 8
 
 @dataclass(slots=True, eq=False)
 class ControllerCall:
-    """One call of a controller.
-
-    Attributes:
-        error: why it failed; None: it has not.
-        is_done: whether it returned or raised.
-    """
+    """One call of a controller. `error` says why it failed; `is_done`: it returned or raised."""
 
     decide: Callable[[Observed], Any]
     observed: Observed
@@ -38,7 +33,6 @@ class ControllerCall:
     is_done: bool = False
 
     def make(self) -> None:
-        """Call it."""
         self.began = True
         try:
             self.answer = self.decide(self.observed)
@@ -67,7 +61,6 @@ class _CallThread:
         self.thread.start()
 
     def put(self, batch: _Batch | None) -> None:
-        """Let it make the calls of a batch; None: let it end."""
         self._batches.put(batch)
 
     def _run(self) -> None:
@@ -138,13 +131,12 @@ class DeclaredCalls:
 
 
 def load_all(declared: Mapping[str, DeclaredController]) -> dict[str, DeclaredCalls]:
-    """Import the code of declared controllers."""
     return {name: DeclaredCalls(name, controller) for name, controller in declared.items()}
 
 
 def make_calls(calls: Sequence[tuple[DeclaredCalls, list[ControllerCall]]]) -> list[ControllerCall]:
-    """Make calls of several controllers at the same time; return those that were made. A caller
-    waits for at most the longest of their limits.
+    """Make calls of several controllers at the same time, for at most the longest of their limits;
+    return those that were made.
     """
     begun = time.monotonic()
     batches = [(controller, controller.begin(mine)) for controller, mine in calls]

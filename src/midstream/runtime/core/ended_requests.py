@@ -11,11 +11,7 @@ from midstream.runtime.vllm.attributes import STOPS
 
 
 def stop_later(scheduler: Any, asked: StopRequests) -> None:
-    """Let running requests end with the tokens of the step that is taken next.
-
-    Args:
-        asked: the requests. Those that have ended are ignored.
-    """
+    """Let running requests end with the tokens of the step that is taken next."""
     stops = STOPS.get(scheduler) or {}
     for name in asked.request_ids:
         request = scheduler.requests.get(name)
@@ -43,12 +39,8 @@ def update_from_output(
 
 
 def add_end(outputs: Any, request: Any, stop_reason: str, prompt_logprobs: Any = None) -> None:
-    """Add an output without tokens to the outputs of a step, which ends a request.
-
-    Args:
-        outputs: what `Scheduler.update_from_output` returned: EngineCoreOutputs by client.
-        request: vLLM's Request, which the scheduler has finished.
-        prompt_logprobs: vLLM's LogprobsTensors of its prompt, if the step computed the last.
+    """Add an output without tokens to the outputs of a step, by client, for a request that the
+    scheduler has finished. `prompt_logprobs`: of its prompt, if the step computed the last.
     """
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 

@@ -16,8 +16,8 @@ _CAUSAL = "audio"
 
 
 def end_of_images(request: Any, stop: int) -> int:
-    """Return the end of the tokens on which the KV of the tokens before `stop` depends: `stop`, or
-    the end of the image that goes on there.
+    """Return the end of the tokens on which the KV of those before `stop` depends: `stop`, or the
+    end of the image that goes on there.
     """
     for start, end in image_ranges(request):
         if start < stop:
@@ -26,8 +26,8 @@ def end_of_images(request: Any, stop: int) -> int:
 
 
 def start_of_images(request: Any, position: int) -> int:
-    """Return the first token whose KV depends on the token at `position`: itself, or the first one
-    of its image.
+    """Return the first token whose KV depends on that at `position`: itself, or the first of its
+    image.
     """
     for start, end in reversed(image_ranges(request)):
         if position < end:
@@ -37,10 +37,8 @@ def start_of_images(request: Any, position: int) -> int:
 
 def image_ranges(request: Any) -> list[tuple[int, int]]:
     """Return the ranges (first position, last position + 1) of a vLLM `Request`, ascending; none if
-    its model is causal throughout, or it has no payload.
-
-    A range is all that stands for one image or video in the prompt, which may include tokens that
-    attend to earlier ones only, such as those that enclose an image.
+    its model is causal throughout, or it has no payload. A range may include tokens that attend to
+    earlier ones only, such as those that enclose an image.
     """
     payload = payload_of(request.sampling_params)
     if payload is None or not payload.mm_prefix:

@@ -30,8 +30,8 @@ def keys_of(request: Any) -> CacheKeys | ChangedKeys | None:
 def extra_keys(
     original: Callable[..., Any], request: Any, start: int, stop: int, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Add the key of edits to the extra keys that vLLM hashes with a block of positions
-    [start, stop): of the edits of its tokens, and of an image's tokens to which they attend ahead.
+    """Add the key of edits to the extra keys that vLLM hashes with a block of positions [start,
+    stop): of the edits of its tokens, and of an image's tokens to which they attend ahead.
     """
     extra, mm_index = original(request, start, stop, *rest, **kwargs)
     keys = keys_of(request)

@@ -26,23 +26,16 @@ from midstream.runtime.vllm.attributes import WATCHED
 
 @dataclass(slots=True, eq=False)
 class Watched:
-    """A request whose scores are evaluated.
+    """A request whose scores are evaluated."""
 
-    Attributes:
-        params: its sampling parameters; those of a session change with its inputs.
-        ranges: where they read, if `passes` can evaluate them; None: it cannot.
-        controller: its controller; None: it has none.
-        reached: number of positions whose probes were evaluated. A position is evaluated once, also
-            if it is computed again after a preemption.
-        each: how far the condition of each probe is; None: it has switched the edits, which it does
-            once.
-    """
-
-    params: Any
+    params: Any  # its sampling parameters; those of a session change with its inputs
     acts: tuple[ActingProbe, ...]
-    ranges: tuple[ReadRange, ...] | None
+    ranges: tuple[ReadRange, ...] | None  # where they read, if `passes` can evaluate them
     controller: RunningController | None
+    # number of positions whose probes were evaluated: each once, also if it is computed again after
+    # a preemption
     reached: int
+    # how far the condition of each probe is; None: it has switched the edits, once
     each: tuple[Progress | None, ...]
 
     def passes(self, scores: ScoresOfStep, index: int, request: Any) -> bool:
@@ -51,9 +44,6 @@ class Watched:
 
         This holds for nearly every request in nearly every step. `advance` and the controller would
         find the same, but take several times as long.
-
-        Args:
-            index: index of the request in it.
         """
         position = scores.first[index]
         if self.ranges is None or scores.length[index] != 1 or position >= request.num_tokens:
@@ -88,51 +78,36 @@ class ProbeProgress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """A condition that was met, or a controller's answer.
+    """A condition that was met, or a controller's answer."""
 
-    Attributes:
-        name: name of the probe or the controller.
-        position: position of the token whose score met it, or that has the last score.
-        version: see `ActingProbe`.
-        reason: the stop reason, if it ends the request; None: that of the probe.
-        is_error: whether the request ends with an error.
-    """
-
-    name: str
-    position: int
+    name: str  # of the probe or the controller
+    position: int  # of the token whose score met it, or that has the last score
     version: PlanVersion | None = None
-    reason: str | None = None
-    is_error: bool = False
+    reason: str | None = None  # the stop reason, if it ends the request; None: that of the probe
+    is_error: bool = False  # the request ends with an error
 
 
 @dataclass(slots=True, eq=False)
 class _Evaluated:
     """A request of which something is to be done after its scores were evaluated, which is before
     vLLM takes the step's tokens.
-
-    Attributes:
-        known: number of its tokens before the step.
-        stop: position up to which its scores were evaluated.
-        progress: how far its probes are then, if vLLM takes the tokens; None: it is known already.
-        firing: the condition that was met and ends it; None: none was.
-        switched: those that were met and switch its edits, in the order of positions.
-        chosen: the version that its controller chose; None: what held before.
     """
 
     request: Any
-    known: int
-    stop: int
+    known: int  # tokens before the step
+    stop: int  # position up to which its scores were evaluated
+    # of its probes, if vLLM takes the tokens; None: it is set already
     progress: ProbeProgress | None = None
-    firing: Firing | None = None
-    switched: tuple[Firing, ...] = ()
-    chosen: PlanVersion | None = None
+    firing: Firing | None = None  # the condition that was met and ends it
+    switched: tuple[Firing, ...] = ()  # conditions that switch its edits, by position
+    chosen: PlanVersion | None = None  # by its controller
 
 
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any
 ) -> Any:
-    """Cut the tokens of requests whose probes stop them, call vLLM's
-    `Scheduler.update_from_output`, end these requests, and switch the edits of others.
+    """Cut the tokens of requests whose probes stop them, call vLLM's method, end these requests,
+    and switch the edits of others.
     """
     scores = scores_of(output)
     if scores is None:
@@ -269,9 +244,7 @@ def _token(request: Any, known: int, new: Sequence[int], position: int) -> int:
 
 
 def is_overtaken(request: Any) -> bool:
-    """Return whether a preemption may have overtaken a step of a request: it is to be computed
-    anew.
-    """
+    """Return whether a preemption may have overtaken a step of a request, to be computed anew."""
     from vllm.v1.request import RequestStatus
 
     is_stale = getattr(request, "num_stale_output_tokens", 0) > 0
@@ -294,17 +267,12 @@ def advance(
     stop: int,
     token: Callable[[int], int],
 ) -> tuple[ProbeProgress, Firing | None, tuple[Firing, ...]]:
-    """Evaluate the conditions of a request's probes on the scores of a step.
+    """Evaluate the conditions of a request's probes on its scores of a step, of tokens before
+    `stop`.
 
-    Args:
-        before: how far they were before the step.
-        index: index of the request in it.
-        stop: position up to which the tokens of the rows are those of the request.
-
-    Returns:
-        (how far they are then; the condition of a probe that stops which is met at the earliest
-        position, by the first of these probes, None: none is met; those of probes that switch, in
-        the order of positions, and at one position of the probes).
+    Return how far they are then; the condition of a probe that stops, met at the earliest position
+    by the first of these probes; those of probes that switch, by position and in the order of the
+    probes.
     """
     probe_progress = list(before.each)
     reached, first = before.reached, scores.first[index]
@@ -328,9 +296,7 @@ def advance(
 
 
 def _cut(output: Any, evaluation: _Evaluated, firing: Firing) -> bool:
-    """Drop what was sampled for a request after the token of a position; return whether anything is
-    left.
-    """
+    """Drop what was sampled for a request after a position's token; return whether any is left."""
     kept = max(firing.position + 1 - evaluation.known, 0)
     if not kept:
         return False

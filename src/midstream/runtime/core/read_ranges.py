@@ -12,11 +12,8 @@ from midstream.runtime.protocol.acting_probes import ActingProbe
 
 
 class ReadRange(NamedTuple):
-    """The last range of positions that a probe reads, whatever the tokens there are.
-
-    Attributes:
-        low, high: the least and the largest score that is not beyond its threshold. What is not a
-            number is not within them.
+    """The last range of positions that a probe reads, whatever the tokens there are. Scores from
+    `low` to `high` are not beyond its threshold; what is not a number is not within them.
     """
 
     slot: int

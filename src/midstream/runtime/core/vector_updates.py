@@ -19,7 +19,6 @@ from midstream.runtime.vllm.attributes import VECTOR_UPDATES
 
 
 def prepare(engine: Any) -> None:
-    """Prepare an engine core, before it takes requests."""
     VECTOR_UPDATES.set(engine, deque())
 
 
@@ -29,10 +28,8 @@ def is_prepared(engine: Any) -> bool:
 
 
 def take_update(engine: Any, sampling_params: Any, payload: RequestPayload) -> None:
-    """Take the changes out of a request that arrives. May be called from any thread.
-
-    What comes with a request that the engine core then rejects counts too: the front end sends it
-    once.
+    """Take the changes out of a request that arrives, in any thread, also if the engine core then
+    rejects it: the front end sends them once.
     """
     updates = VECTOR_UPDATES.get(engine)
     if payload.vectors is not None and updates is not None:
@@ -42,8 +39,8 @@ def take_update(engine: Any, sampling_params: Any, payload: RequestPayload) -> N
 
 
 def send_updates(engine: Any) -> None:
-    """Send the changes that were taken to the workers. Call on the thread of the engine's steps,
-    before a request that arrived with or after them can be scheduled.
+    """Send the changes to the workers, on the thread of the engine's steps, before a request that
+    arrived with or after them can be scheduled.
     """
     waiting = VECTOR_UPDATES.get(engine)
     if not waiting:

@@ -15,30 +15,23 @@ from midstream.sites import Tap
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A running request that has a plan.
+    """A running request that has a plan."""
 
-    Attributes:
-        uid: midstream's id of the request. vLLM may give the request several ids of its own.
-        own: its own plan, as given; None: only edits and captures of every request apply.
-        reused: rows that it may have from earlier requests; None: every row is computed.
-        later: versions of its plan since, by number.
-    """
-
-    uid: str
+    uid: str  # midstream's id of the request. vLLM may give the request several ids of its own.
     plan: ResolvedPlan
+    # its own plan, as given; None: only edits and captures of every request apply
     own: Plan | None = None
     routes: tuple[SinkRoute, ...] = ()
+    # rows that it may have from earlier requests; None: every row is computed
     reused: ReusedRows | None = None
+    # versions of its plan since, by number
     later: dict[int, LaterPlan] = field(default_factory=dict)
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
-        """Return the attention heads that outputs show of the taps of some captures.
+        """Return the attention heads that outputs show of the taps of some captures, by index.
 
         Taps whose rows are not of heads are left out, and so are sketches of the codec `rp8`. A tap
         of several captures has the heads of any of them, in the order in which they are listed.
-
-        Args:
-            captures: indices of the plan's captures.
         """
         if not shape.heads or isinstance(parse_codec(self.plan.codec), Rp8):
             return {}

@@ -43,16 +43,12 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     @classmethod
     async def start(cls, engine: Any, client: Any) -> AsyncFrontEnd:
-        """Create the front end, after asking the workers for their descriptions; see `__init__`."""
+        """Create the front end, after asking the workers for their descriptions."""
         return cls(await call_all(client, DescribeWorker()), engine, client)
 
     def __init__(self, answers: list[list[WorkerInfo]], engine: Any, client: Any) -> None:
-        """Create the front end.
-
-        Args:
-            engine: gives the settings, tokenizer and renderer, and aborts requests. A proxy: the
-                client's tasks, which keep this front end alive, must not keep it alive.
-            client: the engine's client of its engine core, or of several.
+        """Create the front end of `engine`, a proxy: the tasks of the client, which keep this front
+        end alive, must not keep the engine alive.
         """
         info = describe(answers, FrontEnds.of(engine.vllm_config))
         super().__init__(info, engine, deltas=True, busy=lambda: busy(client))
@@ -72,11 +68,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         )  # fmt: skip
 
     def begin(self, plan: CallPlan, session: InputSession | None) -> GenerateCall:
-        """Begin a call, whose request is to be admitted with this very plan; pair with `leave`.
-
-        Args:
-            session: its session of streaming input; None: it has an ordinary prompt.
-        """
+        """Begin a call, whose request is to be admitted with this very plan; pair with `leave`."""
         call = self._calls[plan] = GenerateCall(plan, session)
         return call
 
@@ -122,7 +114,6 @@ class AsyncFrontEnd(BaseFrontEnd):
     def _register(
         self, request: Any, call: GenerateCall, admitted: AdmittedRequest | None
     ) -> AdmittedRequest | None:
-        """Record the admitted request of a call."""
         call.admitted = admitted
         if admitted is not None:
             call.is_delta = request.sampling_params.output_kind.name == "DELTA"
@@ -140,13 +131,9 @@ class AsyncFrontEnd(BaseFrontEnd):
         return admitted
 
     async def send(self, request: Any, deliver: Deliver) -> None:
-        """Send a request to the engine, now or when there is capacity for it.
+        """Send a request to the engine by `deliver`, now or when there is capacity for it.
 
         Does not wait for capacity: a request that waits can be aborted like any other.
-
-        Args:
-            request: vLLM's EngineCoreRequest, as the engine's client gets it.
-            deliver: the client's own function that sends it.
         """
         uid = uid_of(request.sampling_params)
         if uid is None and request.request_id not in self._sessions:
@@ -191,13 +178,11 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._tasks.start(self._engine.abort(call.ids, internal=True))
 
     def _set_replica(self, call: GenerateCall, request: Any) -> None:
-        """Set the replica of a request to the one that has capacity for its call."""
         call.replica = self._replicas[self._admission.replica_of(call.uid)]
         if len(self._replicas) > 1:
             request.data_parallel_rank = call.replica.number
 
     async def _send_late(self, call: GenerateCall, deliver: Deliver, request: Any) -> None:
-        """Send a request that waited for capacity."""
         [failure] = await asyncio.gather(deliver(request), return_exceptions=True)
         if failure is not None:
             call.failure = failure  # raised by `complete` for the reader of the call's outputs
@@ -218,7 +203,6 @@ class AsyncFrontEnd(BaseFrontEnd):
             self._tasks.start(self._streamer.end(call))
 
     async def _clear_away(self, call: GenerateCall, uid: str) -> None:
-        """Abort a call's requests, and release what they hold."""
         if not self._admission.is_waiting(uid):
             if call.sends:
                 await asyncio.wait(call.sends)
@@ -262,7 +246,6 @@ class AsyncFrontEnd(BaseFrontEnd):
         }
 
     async def parameter(self, name: str) -> Tensor:
-        """Return a parameter of the model; see `fetch_parameter`."""
         return await fetch_parameter(self._engine, self._replicas[0].batcher, name)
 
     async def check_integrity(self) -> None:
@@ -289,9 +272,7 @@ class AsyncFrontEnd(BaseFrontEnd):
 
 
 def _within(context: Callable[[Any], AbstractContextManager[None]], deliver: Deliver) -> Deliver:
-    """Return the function that delivers a request within a context of it. `deliver` queues the
-    request before it waits for anything, so no other request is queued in between.
-    """
+    """Deliver in a context of the request, which `deliver` queues first, ahead of all others."""
 
     async def run(request: Any) -> None:
         with context(request):

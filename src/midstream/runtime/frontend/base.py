@@ -66,12 +66,7 @@ class BaseFrontEnd:
         deltas: bool,
         busy: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Create the front end, and open the engine's sinks.
-
-        Args:
-            engine: vLLM's engine, for its settings, tokenizer and renderer.
-            busy: returns the number of requests on each replica; see `Admission`.
-        """
+        """Create the front end, and open the engine's sinks; `busy`: see `Admission`."""
         config = from_additional_config(engine.vllm_config.additional_config)
         assert config is not None
         self._config = config
@@ -115,16 +110,14 @@ class BaseFrontEnd:
         return self._admission.waiting
 
     def concerns(self, params: Any) -> bool:
-        """Return whether server-wide edits or captures apply to a request with these parameters.
-
-        They apply to every request that generates.
+        """Return whether server-wide edits or captures apply: they do to every request that
+        generates.
         """
         is_for_all = bool(self.steering.plan_edits()) or bool(self.captures)
         # Pooling requests have an output_kind as well, but no tokens to generate.
         return is_for_all and hasattr(params, "max_tokens")
 
     def _forget_weights(self) -> None:
-        """Forget what was made of registered weights: a name has changed its meaning."""
         self._resolver.forget()
         self.directions.forget()
 
@@ -138,14 +131,8 @@ class BaseFrontEnd:
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
         """Validate a request's plan, and replace it in the parameters by the request payload.
 
-        Server-wide edits come before the request's own, server-wide captures after them.
-
-        Args:
-            request: vLLM's EngineCoreRequest. Its sampling parameters are its own copy.
-            plan: the request's own plan; None: only what applies to every request.
-
-        Returns:
-            The admitted request; None if nothing applies to it.
+        Server-wide edits come before the request's own, server-wide captures after them. Returns
+        None if nothing applies to the request. Its sampling parameters are its own copy.
         """
         call_plan = plan if isinstance(plan, CallPlan) else CallPlan(plan)
         own = call_plan.plan
@@ -222,13 +209,9 @@ class BaseFrontEnd:
 
     @contextmanager
     def _with_vectors(self, request: Any) -> Iterator[None]:
-        """Attach which of a request's rows need not be computed; and, while the request is sent,
-        what its workers lack of its vectors.
-
-        Requests must leave in the order in which these contexts are entered.
-
-        Args:
-            request: vLLM's EngineCoreRequest, for which there is capacity.
+        """Attach which rows of a request need not be computed; and, while it is sent, what its
+        workers lack of its vectors. Requests must leave in the order in which these contexts are
+        entered.
         """
         payload = payload_of(request.sampling_params)
         if payload is None:
@@ -297,9 +280,7 @@ def _workers_of(info: EngineInfo) -> list[list[RemoteWorker]]:
 def set_payload(request: Any, payload: RequestPayload | None) -> None:
     """Put a request payload into a request's `extra_args`; None: remove what is there.
 
-    Args:
-        request: vLLM's EngineCoreRequest. Its parameters are vLLM's copy; the `extra_args` in them
-            may be those of several requests, and are replaced, not changed.
+    The `extra_args` may be those of several requests, and are replaced, not changed.
     """
     params = request.sampling_params
     rest = other_args(params)

@@ -17,19 +17,13 @@ from midstream.runtime.vllm.additional_config import api_process
 
 @dataclass(frozen=True, slots=True)
 class FrontEnds:
-    """The front ends of one engine: the API server processes of a server, or one.
+    """The front ends of one engine: the API server processes of a server, or one."""
 
-    Attributes:
-        count: how many there are. Each has an equal share of the capacity.
-        number: number of this one.
-    """
-
-    count: int = 1
-    number: int = 0
+    count: int = 1  # each has an equal share of the capacity
+    number: int = 0  # of this one
 
     @classmethod
     def of(cls, vllm_config: Any) -> FrontEnds:
-        """Return those of an engine's settings."""
         count, number = api_process(vllm_config.parallel_config)
         return cls(count, max(0, number))
 
@@ -49,22 +43,13 @@ class FrontEnds:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Description of one engine.
-
-    Attributes:
-        shape: shape of the model, for resolving plans.
-        dtype: name of the model's dtype.
-        codec: codec of captures that do not name one.
-        return_: ranks through which rows are transferred if captures do not say.
-        room: capacity of a worker for running requests of this front end.
-        workers: description of each worker, with the number of its replica.
-    """
+    """Description of one engine."""
 
     shape: ModelShape
     dtype: str
-    codec: str
-    return_: str
-    room: Room
+    codec: str  # of captures that do not name one
+    return_: str  # ranks through which rows are transferred if captures do not say
+    room: Room  # of a worker for running requests of this front end
     workers: tuple[WorkerInfo, ...]
     front_ends: FrontEnds = FrontEnds()
 
@@ -72,11 +57,7 @@ class EngineInfo:
 def describe(
     answers: Sequence[Sequence[WorkerInfo]], front_ends: FrontEnds = FrontEnds()
 ) -> EngineInfo:
-    """Return the description of an engine.
-
-    Args:
-        answers: per replica, the descriptions of its workers.
-    """
+    """Return the description of an engine from those of the workers of each replica."""
     workers = tuple(
         msgspec.structs.replace(answer, replica=number)
         for number, replica in enumerate(answers)

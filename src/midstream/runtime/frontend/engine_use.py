@@ -19,11 +19,6 @@ class EngineUse:
     """
 
     def __init__(self, has_unfinished: Callable[[], bool]) -> None:
-        """Create it.
-
-        Args:
-            has_unfinished: returns whether the engine has requests that have not ended.
-        """
         self._has_unfinished = has_unfinished
         self._lock = threading.Lock()  # never held while anything is waited for
         self._owner: threading.Thread | None = None

@@ -14,29 +14,18 @@ from midstream.sites import Tap
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Totals over requests with a plan, counted when they end.
+    """Totals over requests with a plan, counted when they end."""
 
-    Attributes:
-        completions: number of completions, by the status of their receipts.
-        aborted: number of calls that ended without receipts.
-        rows: number of captured vectors.
-        row_bytes: their size in bytes, as encoded on the device.
-        dropped: number of captured vectors that the arena had no space for.
-        edits: number of edits that were applied.
-        cached_edits: number of edits that the prefix cache served.
-        scores: number of probe scores.
-        sink_failures: number of (completion, sink) pairs whose rows are not all kept.
-    """
-
+    # number of completions, by the status of their receipts
     completions: Counter[str] = field(default_factory=Counter)
-    aborted: int = 0
-    rows: int = 0
-    row_bytes: int = 0
-    dropped: int = 0
-    edits: int = 0
-    cached_edits: int = 0
-    scores: int = 0
-    sink_failures: int = 0
+    aborted: int = 0  # number of calls that ended without receipts
+    rows: int = 0  # number of captured vectors
+    row_bytes: int = 0  # their size in bytes, as encoded on the device
+    dropped: int = 0  # number of captured vectors that the arena had no space for
+    edits: int = 0  # number of edits that were applied
+    cached_edits: int = 0  # number of edits that the prefix cache served
+    scores: int = 0  # number of probe scores
+    sink_failures: int = 0  # number of (completion, sink) pairs whose rows are not all kept
     _last: tuple[tuple[Any, ...], tuple[int, int]] | None = field(
         default=None, repr=False, compare=False
     )
@@ -47,12 +36,7 @@ class RequestTotals:
         sizes: Mapping[Tap, int],
         reduced: Container[Tap] = (),
     ) -> None:
-        """Add a call that has ended.
-
-        Args:
-            sizes: bytes of an encoded row of each captured tap.
-            reduced: taps whose rows are reduced to one.
-        """
+        """Add an ended call. `sizes`: bytes of an encoded row; `reduced`: taps with one row."""
         for receipt in receipts:
             self.completions[receipt.status] += 1
             rows, nbytes = self._captured(receipt, sizes, reduced)

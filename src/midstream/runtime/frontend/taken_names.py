@@ -23,11 +23,9 @@ class TakenNames:
 
     @contextmanager
     def taken(self, plan: Plan | CallPlan | None) -> Iterator[Keep]:
-        """Take the names in a plan while its request is admitted.
-
-        Yields:
-            A function that keeps them for the admitted request, and returns it. Without a call of
-            it they are given back.
+        """Take the names in a plan while its request is admitted. Without a call of the function
+        that this yields, which keeps them for the admitted request and returns it, they are given
+        back.
         """
         names = self._sinks.names_of(plan.plan if isinstance(plan, CallPlan) else plan)
         if names is None:
@@ -49,9 +47,7 @@ class TakenNames:
                 names.release()
 
     def release(self, uids: Sequence[str]) -> None:
-        """Give back the names of requests whose rows are in the queues of the sinks, or never will
-        be.
-        """
+        """Give back the names of requests whose rows are in the sinks' queues, or never will be."""
         for uid in uids:
             if (names := self._by_uid.pop(uid, None)) is not None:
                 names.release()

@@ -15,12 +15,7 @@ from midstream.runtime.protocol.plan_version import PlanVersion
 
 
 class ActingProbe(ProtocolMessage, frozen=True, array_like=True):
-    """One probe.
-
-    Attributes:
-        version: the version of the request's plan that holds once it is met; None: it ends the
-            request.
-    """
+    """One probe. `version` holds once it is met; None: it ends the request."""
 
     name: str
     slot: Natural
@@ -32,10 +27,8 @@ class ActingProbe(ProtocolMessage, frozen=True, array_like=True):
 def acting_probes(
     plan: ResolvedPlan, versions: Mapping[str, PlanVersion] = MappingProxyType({})
 ) -> tuple[ActingProbe, ...]:
-    """Return the probes of a plan that end their request or switch its edits.
-
-    Args:
-        versions: by name of a probe that switches, the version of the plan that holds then.
+    """Return the probes of a plan that end their request or switch its edits, to `versions` by
+    name.
     """
     probes = []
     for probe in plan.probes:
@@ -62,11 +55,7 @@ def switch_source(name: str) -> str:
 def check_stop_strings(
     acts: Sequence[ActingProbe], controller: str | None, strings: str | Sequence[str] | None
 ) -> None:
-    """Check that no stop string reads like the stop reason of a probe or of a controller.
-
-    Args:
-        controller: name of the controller; None: there is none.
-    """
+    """Check that no stop string reads like the stop reason of a probe or of a controller."""
     known = {strings} if isinstance(strings, str) else set(strings or ())
     for probe in acts:
         if probe.version is None and stop_reason(probe.name) in known:

@@ -9,17 +9,12 @@ from midstream.runtime.vllm.attributes import FAILURES
 
 
 class Failure(ProtocolMessage, frozen=True):
-    """What went wrong with a request.
+    """What went wrong with a request."""
 
-    Attributes:
-        position: first position that was, or may have been, computed without its edits, or with
-            values that are not finite.
-        ends: whether the request ends. If not, its KV is shared with no other request.
-    """
-
+    # first that was, or may have been, computed without its edits, or is not finite
     position: Natural
     reason: str
-    ends: bool = True
+    ends: bool = True  # the request. If not, its KV is shared with no other
 
 
 def failures_of(output: Any) -> dict[str, Failure]:

@@ -12,14 +12,7 @@ Floats = NDArray[np.float32]
 
 
 def within_runs(lengths: Ints) -> Ints:
-    """Return the index of each row within its run, for runs of these lengths laid end to end.
-
-    Args:
-        lengths: int64 [runs].
-
-    Returns:
-        int64 [sum of lengths].
-    """
+    """Return the index of each row within its run, for runs of these lengths laid end to end."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 

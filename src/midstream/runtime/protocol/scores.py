@@ -17,11 +17,7 @@ _ITEM = 4  # bytes of a float32
 
 
 class RequestScores(ProtocolMessage, frozen=True, array_like=True):
-    """Scores of one running request.
-
-    Attributes:
-        slots: number of scores per position.
-    """
+    """Scores of one running request, `slots` for each position."""
 
     uid: str
     slots: Natural
@@ -30,27 +26,17 @@ class RequestScores(ProtocolMessage, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class ScoreBlock:
-    """Scores of a request from one worker.
-
-    Attributes:
-        positions: int64 [n], ascending.
-        values: float32 [n, slots].
-    """
+    """Scores of a request from one worker."""
 
     worker: WorkerInfo
-    positions: Ints
-    values: Floats
+    positions: Ints  # ascending
+    values: Floats  # [positions, slots]
 
 
 def score_blocks(
     worker: WorkerInfo, requests: Sequence[RequestScores], data: bytes
 ) -> Iterable[tuple[str, ScoreBlock]]:
-    """Yield each request's uid and scores.
-
-    Args:
-        requests: the requests, in the order of the data.
-        data: float32 [positions, slots] of each.
-    """
+    """Yield each request's uid and scores, from float32 [positions, slots] of one after the other."""
     described = (
         sum(
             count_of(described_request.runs) * described_request.slots

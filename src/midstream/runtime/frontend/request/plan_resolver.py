@@ -64,11 +64,8 @@ _CACHED_PLANS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Recent:
-    """A plan that was prepared, and what it was prepared with; it depends on no prompt's tokens.
-
-    Attributes:
-        own: the request's own plan, which this keeps alive, so that its id stays its own.
-        before, also: as for `PlanResolver.resolve`.
+    """A plan that was prepared, and what it was prepared with; it depends on no prompt's tokens. It
+    keeps the request's own plan alive, so that its id stays its own.
     """
 
     own: Plan | None
@@ -79,7 +76,6 @@ class _Recent:
     def is_for(
         self, own: Plan | None, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
     ) -> bool:
-        """Return whether the result holds for a request with this plan."""
         return self.own is own and self.before == before and self.also == also
 
 
@@ -87,11 +83,6 @@ class PlanResolver:
     """Resolves plans for one engine."""
 
     def __init__(self, info: EngineInfo, engine: Any) -> None:
-        """Create the resolver.
-
-        Args:
-            engine: vLLM's engine, for its tokenizer and renderer.
-        """
         self._info = info
         self._engine = engine
         self._max_length: int = engine.vllm_config.model_config.max_model_len
@@ -118,12 +109,7 @@ class PlanResolver:
         lookup: Lookup,
         request: Any,
     ) -> PreparedPlan:
-        """Prepare the plan of a request.
-
-        Args:
-            also: captures of every request, which come after its own.
-            lookup: returns what is registered under a name.
-        """
+        """Prepare the plan of a request. `also`, captures of every request, come after its own."""
         own = call_plan.plan
         max_tokens = request.sampling_params.max_tokens
         known = self.known(own, before, also, request)
@@ -144,9 +130,7 @@ class PlanResolver:
         return prepared
 
     def known(self, own: Plan | None, *args: Any) -> PreparedPlan | None:
-        """Return what `resolve` knows already of a plan, with `before`, `also` and `request`; None:
-        nothing.
-        """
+        """Return what `resolve` has prepared of a plan with `before`, `also` and `request`."""
         *others, request = args
         recent = self._recent.get(_key_of(own, request))
         return recent.prepared if recent is not None and recent.is_for(own, *others) else None
@@ -164,13 +148,10 @@ class PlanResolver:
         lookup: Lookup,
         first: int,
     ) -> PreparedPlan:
-        """Prepare the plan of a session of streaming input.
+        """Prepare the plan of a session of streaming input, by the id of its first token.
 
-        Args:
-            also: captures of every request, which come after its own.
-            lookup: returns what is registered under a name.
-            first: id of the first token. All others count as generated: a session allows only
-                positions that do not depend on the length of the prompt.
+        All others count as generated: a session allows only positions that do not depend on the
+        length of the prompt.
         """
         check_growing(plan, before, also)
         own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
@@ -293,12 +274,10 @@ class PlanResolver:
         )
 
     def _codec(self, captures: tuple[Capture, ...]) -> str:
-        """Return the codec that all of these captures have."""
         default = self._info.codec
         return _common("codec", [capture.codec or default for capture in captures], default)
 
     def _return(self, captures: tuple[Capture, ...]) -> str:
-        """Return through which ranks the rows of all of these captures are transferred."""
         default = self._info.return_
         return _common("return", [capture.return_ or default for capture in captures], default)
 

@@ -27,12 +27,7 @@ _LONG = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A plan that was resolved before its request exists.
-
-    Attributes:
-        max_tokens: maximum number of generated tokens.
-        others: server-wide edits and captures at that time.
-    """
+    """A plan that was resolved before its request exists, with the server-wide `others` of then."""
 
     tokens: list[int]
     max_tokens: int | None
@@ -50,12 +45,6 @@ class RequestPlans:
         num_layers: int,
         max_length: int,
     ) -> None:
-        """Create it.
-
-        Args:
-            lookup: returns what is registered under a name.
-            num_layers: number of layers of the model.
-        """
         self._resolver = resolver
         self._lookup = lookup
         self._num_layers = num_layers
@@ -63,11 +52,7 @@ class RequestPlans:
         self._ahead: dict[CallPlan, _Ahead] = {}
 
     def resolve(self, request: Any, call_plan: CallPlan, *others: Any) -> PreparedPlan:
-        """Return a request's plan.
-
-        Args:
-            request: vLLM's EngineCoreRequest, or as much of it as `PlanResolver.resolve` reads.
-        """
+        """Return the plan of a request, which has what `PlanResolver.resolve` reads."""
         ahead = self._ahead.pop(call_plan, None)
         most = request.sampling_params.max_tokens
         key = (request.prompt_token_ids, most, others)
@@ -79,10 +64,7 @@ class RequestPlans:
         self, call_plan: CallPlan, prompt: Any, params: Any, *others: Any
     ) -> None:
         """Resolve the plan of a call in a thread, if that may take long, for `resolve` to find.
-
-        Args:
-            call_plan: the plan. Pair with `forget`.
-            prompt: the prompt, as vLLM's `generate` gets it.
+        Pair with `forget`. The prompt is as vLLM's `generate` gets it.
         """
         request = _request_of(prompt, params, self._max_length)
         if request is None or not self._is_long(request, call_plan, *others):
@@ -111,7 +93,6 @@ class RequestPlans:
         before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
     ) -> bool:
-        """Return whether resolving may take more than some 20 ms."""
         if self._resolver.known(call_plan.plan, before, also, request) is not None:
             return False
         plan = Plan() if call_plan.plan is None else call_plan.plan
@@ -123,9 +104,9 @@ class RequestPlans:
 
 
 def _request_of(prompt: Any, params: Any, max_length: int) -> Any:
-    """Return what resolving reads of the request that vLLM will make of a rendered prompt; None:
-    the prompt is not rendered, or not of tokens, or fills the model's context. vLLM makes requests
-    of prompts that are not rendered in a thread.
+    """Return what resolving reads of the request that vLLM will make of a rendered prompt; None: it
+    is not of tokens, or fills the context, or not rendered: vLLM makes requests of those in a
+    thread.
     """
     if not isinstance(prompt, Mapping) or prompt.get("type", "embeds") == "embeds":
         return None

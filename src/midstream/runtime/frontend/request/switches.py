@@ -27,12 +27,10 @@ def with_switches(
     room: Room,
 ) -> PreparedPlan:
     """Return a prepared plan with its acting probes, and with the versions that these switch to.
+    `plan` is the request's own, bound.
 
     The capacity and the vectors are those of all versions together: none has to be waited for when
     a condition is met.
-
-    Args:
-        plan: the request's own plan, bound; None: it has none.
     """
     later: dict[int, LaterPlan] = {}
     versions: dict[str, PlanVersion] = {}
@@ -59,11 +57,7 @@ def with_switches(
 
 
 def joint_need(needs: Sequence[Need], room: Room) -> Need:
-    """Return the capacity that all versions of a request's plan take together.
-
-    Args:
-        needs: that of each version, the first one's with rows.
-    """
+    """Return the capacity that all versions of a plan take together; rows: the first's."""
     kinds: dict[str, dict[Hashable, int]] = {}
     for need in needs:
         for kind, things in need.kinds.items():
@@ -79,11 +73,8 @@ def joint_need(needs: Sequence[Need], room: Room) -> Need:
 
 
 def check_acts(plan: ResolvedPlan, is_controlled: bool, workers: Sequence[WorkerInfo]) -> None:
-    """Check that a score is read on one pipeline stage, and that the scores that the engine core
-    needs are on the worker whose output it reads: the first rank of the last stage.
-
-    Args:
-        is_controlled: whether the request has a controller in the engine core.
+    """Check that a score is read on one pipeline stage, and that those that the engine core needs
+    are on the worker whose output it reads: the first rank of the last stage.
     """
     stages = {tap: worker.stage for worker in workers for tap in worker.taps}
     stage_of = {probe.name: stages[probe.tap] for probe in plan.probes if probe.name}

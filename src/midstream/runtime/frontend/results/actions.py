@@ -34,7 +34,6 @@ def probe_that_stopped(plan: ResolvedPlan, completion: Any) -> ResolvedProbe | N
 
 
 def _has_stopped(controller: Controller, completion: Any) -> bool:
-    """Return whether the request's controller ended a completion."""
     reason = control_source(controller.name)
     return (completion.finish_reason, completion.stop_reason) == ("stop", reason)
 
@@ -51,9 +50,6 @@ def tokens_of_rows(
 
     The last sampled token is never computed on, unless a probe or a controller ended the completion
     there: its score was read. After a stop in the prompt there are rows up to that position.
-
-    Args:
-        controller: the request's controller in the engine core; None: it has none.
     """
     tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
     probe = probe_that_stopped(plan, completion)
@@ -88,11 +84,7 @@ def actions_of(
     probes: Probes | None,
     held: Sequence[HeldPlan],
 ) -> tuple[Action, ...]:
-    """Return what the probes of a completion did, in the order of the plan.
-
-    Args:
-        num_rows: number of its rows.
-    """
+    """Return what the probes of a completion did, in the order of the plan."""
     stopped = probe_that_stopped(plan, completion)
     starts = {version.later.source: version.start for version in held if version.later is not None}
     actions = []

@@ -41,19 +41,14 @@ Select = Callable[[tuple[int, ...]], Ints]
 
 @dataclass(frozen=True, slots=True)
 class CompletionResults:
-    """Results of one completion.
+    """Results of one completion."""
 
-    Attributes:
-        activations: all captured rows, or those that arrived at the end if earlier rows were
-            delivered and are not kept; None: the plan has no captures.
-        probes: scores of the named probes; None: there are none.
-        blocks: captured rows that arrived at the end.
-    """
-
+    # all captured rows, or those that arrived at the end if earlier ones were delivered and are not
+    # kept; None: the plan has no captures
     activations: Activations | None
     probes: Probes | None
     receipt: Receipt
-    blocks: Sequence[ResultBlock]
+    blocks: Sequence[ResultBlock]  # captured rows that arrived at the end
     tokens: list[int]
 
 
@@ -64,13 +59,8 @@ def assemble(
     shape: ModelShape,
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
 ) -> dict[int, CompletionResults]:
-    """Assemble the workers' results of a finished request.
-
-    Args:
-        before: per completion, rows that arrived while it ran; without their data if not kept.
-
-    Returns:
-        The results of each completion, by its index.
+    """Return the results of each completion of a finished request, by index. `before`: per
+    completion, rows that arrived while it ran; without their data if not kept.
     """
     plan, own = admitted.plan, admitted.own
     reused, later = admitted.reused, admitted.later
@@ -118,38 +108,26 @@ def assemble(
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the rows of taps that were captured at the same positions are.
-
-    Attributes:
-        positions: int64 [rows], ascending.
-        blocks: indices of the blocks that have these rows.
-        chosen, nothing: see `RowGroup`.
-    """
+    """Where the rows of taps that were captured at the same positions are; see `RowGroup`."""
 
     taps: tuple[Tap, ...]
-    positions: Ints
-    blocks: tuple[int, ...]
+    positions: Ints  # ascending
+    blocks: tuple[int, ...]  # indices of those that have the rows
     chosen: Tensor | None
     nothing: Rows
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedResults:
-    """What is equal in the results of completions of one plan of which the workers say the same.
-
-    Attributes:
-        numbers: index of each tap's place; see `GatheredRows`.
-        forms: of each block, the index of its worker's results and its form; None: see
-            `WorkerResult.forms`.
-    """
+    """What is equal in the results of completions of one plan of which the workers say the same."""
 
     receipt: Receipt
     places: tuple[_Places, ...]
-    numbers: Mapping[Tap, int]
+    numbers: Mapping[Tap, int]  # index of each tap's place
+    # of each block, the index of its worker's results and its form; None: see `WorkerResult.forms`
     forms: tuple[tuple[int, BlockForm], ...] | None
 
     def blocks(self, plan: ResolvedPlan, parts: Sequence[WorkerResult]) -> list[ResultBlock]:
-        """Return the captured rows of one of these completions."""
         if self.forms is None:
             return joined_blocks(parts) if plan.captures else []
         return [parts[index].block(form) for index, form in self.forms]
@@ -157,7 +135,6 @@ class _SharedResults:
     def activations(
         self, plan: ResolvedPlan, blocks: Sequence[ResultBlock], tokens: list[int]
     ) -> Activations | None:
-        """Return the rows of one of these completions; None: the plan has no captures."""
         if not plan.captures:
             return None
         return _gathered(plan, self.places, blocks, tokens, self.numbers)
@@ -192,7 +169,6 @@ def _forms(parts: Sequence[WorkerResult]) -> tuple[tuple[int, BlockForm], ...] |
 
 
 def _ending(completion: Any) -> tuple[Hashable, ...]:
-    """Return what a receipt has of vLLM's CompletionOutput."""
     return len(completion.token_ids), completion.finish_reason, completion.stop_reason
 
 
@@ -205,14 +181,11 @@ def _count_by_tap(blocks: Sequence[ResultBlock]) -> dict[Tap, int]:
 
 
 def _no_rows_once(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
-    """Return `no_rows`, which requests with this plan share."""
     return plan.remember(("no rows", shape.dtype), 0, lambda: no_rows(plan, shape))
 
 
 def no_rows(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
-    """Return encoded rows of each captured tap, without any. Taps whose rows have the same form
-    have the same object.
-    """
+    """Return encoded rows of each captured tap, without any; one object for each form of rows."""
     codec, dtype = parse_codec(plan.codec), getattr(torch, shape.dtype)
     if not shape.widths and not plan.pattern_widths:
         return dict.fromkeys(plan.taps, Rows(codec, shape.hidden_size, dtype, (), ()))
@@ -231,7 +204,6 @@ def no_rows(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
 
 
 def _of_one_form(taps: Sequence[Tap], nothing: Mapping[Tap, Rows]) -> list[list[Tap]]:
-    """Group taps by the form of their rows."""
     groups: dict[int, list[Tap]] = {}
     for tap in taps:
         groups.setdefault(id(nothing[tap]), []).append(tap)
@@ -250,11 +222,7 @@ def _activations(
 
 
 def select_final(plan: ResolvedPlan, tokens: Sequence[int]) -> Select:
-    """Return the function that gives the positions selected by captures of an ended completion.
-
-    Args:
-        tokens: token ids of all rows, prompt first.
-    """
+    """Return the function that gives the positions selected by captures of an ended completion."""
     length = len(tokens)
 
     def select(captures: tuple[int, ...]) -> Ints:
@@ -280,13 +248,8 @@ def activations_of(
     tokens: Tensor | Sequence[int],
     nothing: Mapping[Tap, Rows],
 ) -> Activations:
-    """Return the captured rows of some blocks.
-
-    Args:
-        blocks: the rows; at most one per position and tap.
-        select: returns the positions, ascending, that captures select, by their indices.
-        tokens: token ids from position 0 on.
-        nothing: see `no_rows`.
+    """Return the captured rows of some blocks, which have at most one per position and tap.
+    `select` returns ascending positions; `nothing`: see `no_rows`.
     """
     places = _places(plan, blocks, select, nothing)
     return _gathered(plan, places, blocks, tokens)
@@ -298,7 +261,6 @@ def _places(
     select: Select,
     nothing: Mapping[Tap, Rows],
 ) -> list[_Places]:
-    """Return where the captured rows are; see `activations_of`."""
     places = []
     for captures, taps in plan.alike:
         selected = select(captures)
@@ -316,7 +278,6 @@ def _gathered(
     tokens: Tensor | Sequence[int],
     numbers: Mapping[Tap, int] | None = None,
 ) -> Activations:
-    """Return the rows of some blocks, given where they are; `numbers` as for `GatheredRows`."""
     groups = [
         RowGroup(
             place.taps,
@@ -352,7 +313,6 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
 
 
 def _selected_by(plan: ResolvedPlan, probe: ResolvedProbe, tokens: Sequence[int]) -> Ints:
-    """Return the positions that a probe selects."""
     length = len(tokens)
     key = ("probe", probe.name)
     return plan.remember(key, length, lambda: _expanded(probe.where.final(length, tokens)))
@@ -375,15 +335,8 @@ def _found_together(
 def _choose(
     block_positions: list[NDArray[np.int64]], wanted: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], Tensor | None]:
-    """Select rows by position.
-
-    Args:
-        block_positions: int64, positions of each block's rows.
-        wanted: int64, the positions to select, ascending.
-
-    Returns:
-        (selected positions, ascending; indices of their rows among all rows, or None for all rows
-        in their order).
+    """Select rows by position: return the selected positions, ascending, and the indices of their
+    rows among all rows, None for all in their order.
     """
     if not block_positions:
         return np.zeros(0, np.int64), None

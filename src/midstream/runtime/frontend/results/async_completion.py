@@ -32,17 +32,11 @@ _THREAD_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """What the end of a call does to its requests.
-
-    Attributes:
-        abort: aborts requests by vLLM's ids.
-        ended: is called when the requests have ended, before their results are fetched.
-        collected: is called when the results were fetched.
-    """
+    """What the end of a call does to its requests."""
 
     abort: Callable[[list[str]], Awaitable[None]]
-    ended: Callable[[GenerateCall], None]
-    collected: Callable[[GenerateCall], None]
+    ended: Callable[[GenerateCall], None]  # called before results are fetched
+    collected: Callable[[GenerateCall], None]  # called when results were fetched
 
 
 class AsyncCompletion:
@@ -95,11 +89,7 @@ class AsyncCompletion:
             raise call.failure
 
     async def close_session(self, call: GenerateCall) -> Any:
-        """Return the last output of a session that vLLM ended without one, with its results.
-
-        Returns:
-            vLLM's RequestOutput; None if there is nothing to add.
-        """
+        """Return a last output with results for a session that vLLM ended without one; or None."""
         if call.session is None or call.admitted is None:
             return None
         output = closing(call.session, call.is_delta)

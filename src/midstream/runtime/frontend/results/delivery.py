@@ -62,11 +62,7 @@ _MANIFEST_SINK = "npz"
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request whose results were fetched.
-
-    Attributes:
-        partial_rows: rows that were delivered before the end; None: none were.
-    """
+    """A request whose results were fetched. `partial_rows`: those delivered before the end."""
 
     admitted: AdmittedRequest
     output: Any
@@ -82,7 +78,6 @@ class FinishedRequest:
         answers: WorkerAnswers,
         partial_rows: PartialRows | None,
     ) -> FinishedRequest:
-        """Return a request with the results that the workers answered."""
         before = {} if partial_rows is None else partial_rows.received()
         results = assemble(output, admitted, answers, shape, before)
         return FinishedRequest(admitted, output, shape, results, partial_rows)
@@ -90,18 +85,12 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SinkShare:
-    """The rows of one completion for one sink.
+    """The rows of one completion for one sink."""
 
-    Attributes:
-        completion: index of the completion.
-        put: their delivery; None: the rows are for `memory`.
-        rows: rows for `memory`; None: for another sink.
-    """
-
-    completion: int
+    completion: int  # index
     route: SinkRoute
-    put: SinkPut | None
-    rows: Activations | None = None
+    put: SinkPut | None  # their delivery; None: the rows are for `memory`
+    rows: Activations | None = None  # for `memory`
     earlier: tuple[Future[CaptureResult], ...] = ()
 
 
@@ -113,30 +102,19 @@ class PendingDelivery:
         finished: FinishedRequest,
         shares: Sequence[tuple[SinkShare, Sequence[Future[CaptureResult]]]],
     ) -> None:
-        """Create it.
-
-        Args:
-            shares: each share, with the results of its pieces.
-        """
         self._finished = finished
         self._shares = shares
 
     @property
     def futures(self) -> list[Future[CaptureResult]]:
-        """The results of all pieces."""
         return [future for _, futures in self._shares for future in futures]
 
     @property
     def is_done(self) -> bool:
-        """Whether all results are known."""
         return all(future.done() for future in self.futures)
 
     def set_results(self, output: Any) -> None:
-        """Set all results on an output. Blocks until they are known.
-
-        Args:
-            output: vLLM's RequestOutput, possibly without tokens that earlier outputs had.
-        """
+        """Set all results on an output, which may have its last tokens alone. Blocks until known."""
         results = [
             (share, _joined([future.result() for future in futures]))
             for share, futures in self._shares
@@ -161,10 +139,7 @@ def deliver(sinks: Queues, finished: FinishedRequest) -> PendingDelivery:
 
 
 async def deliver_soon(sinks: Queues, finished: FinishedRequest) -> PendingDelivery:
-    """Put a request's rows into the queues of their sinks, and wait for the results.
-
-    A sink whose queue is full does not delay others.
-    """
+    """As `deliver`, and wait for the results. A sink whose queue is full does not delay others."""
 
     async def put(share: SinkShare) -> Sequence[Future[CaptureResult]]:
         futures = await run_puts_soon(_puts(finished, share), sinks)
@@ -182,9 +157,6 @@ async def deliver_soon(sinks: Queues, finished: FinishedRequest) -> PendingDeliv
 def set_on_output(output: Any, finished: FinishedRequest) -> bool:
     """Set the results on an output if there is nothing else to do: it has one completion, whose
     vectors all are for the output, and arrived.
-
-    Args:
-        output: vLLM's RequestOutput; see `PendingDelivery.set_results`.
     """
     admitted, routes = finished.admitted, finished.admitted.routes
     if len(output.outputs) > 1 or admitted.plan.pattern_widths:
@@ -367,7 +339,6 @@ def _source(output: Any, completion: Any) -> DeliverySource:
 
 
 def _joined(results: Sequence[CaptureResult]) -> CaptureResult:
-    """Return the result of a share, from the results of its pieces."""
     return results[0] if len(results) == 1 else CaptureResult.of_pieces(results)
 
 

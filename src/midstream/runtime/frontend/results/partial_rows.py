@@ -29,35 +29,25 @@ from midstream.sites import Tap
 
 @dataclass(slots=True)
 class _Completion:
-    """Rows of one completion.
+    """Rows of one completion."""
 
-    Attributes:
-        received: all blocks that arrived; without their rows if nothing needs these at the end.
-        unshown: blocks that no output has shown entirely.
-        shown: position below which outputs have shown rows.
-        undelivered: blocks that no sink was given yet.
-        progress: the completion when rows were last requested.
-        counts: per route, the number of rows of each tap that its sink was given.
-        results: per route, the result of each piece.
-    """
-
+    # all blocks that arrived; without their rows if nothing needs these at the end
     received: list[ResultBlock] = field(default_factory=list)
+    # blocks that no output has shown entirely
     unshown: list[ResultBlock] = field(default_factory=list)
-    shown: int = 0
+    shown: int = 0  # position below which outputs have shown rows
+    # blocks that no sink was given yet
     undelivered: list[ResultBlock] = field(default_factory=list)
     requested: int = 0
-    progress: RequestProgress | None = None
+    progress: RequestProgress | None = None  # when rows were last requested
+    # per route, the number of rows of each tap that its sink was given
     counts: dict[SinkRoute, Counter[Tap]] = field(default_factory=dict)
+    # per route, the result of each piece
     results: dict[SinkRoute, list[Future[CaptureResult]]] = field(default_factory=dict)
 
 
 class PartialRows:
-    """Rows of one request that are delivered before it ends.
-
-    Attributes:
-        is_over: whether no more rows are to be requested before the end.
-        lock: an asynchronous engine holds it while it fetches and delivers rows.
-    """
+    """Rows of one request that are delivered before it ends."""
 
     @staticmethod
     def of(
@@ -67,7 +57,7 @@ class PartialRows:
         sinks: SinkSet,
         shape: ModelShape,
     ) -> PartialRows | None:
-        """Create it for a request; None if nothing needs rows before its end. See `__init__`."""
+        """Create it for a request; None if nothing needs rows before its end."""
         paces = (sinks.pace(route.sink) for route in admitted.routes)
         if not _streamed(admitted) and all(pace is None for pace in paces):
             return None
@@ -81,14 +71,9 @@ class PartialRows:
         sinks: SinkSet,
         shape: ModelShape,
     ) -> None:
-        """Create it for a request.
-
-        Args:
-            request_id: the request id that its caller gave.
-            num_completions: number of completions.
-        """
         self.ids: list[str] = []
-        self.is_over = False
+        self.is_over = False  # no more rows are to be requested before the end
+        # held by an asynchronous engine while it fetches and delivers rows
         self.lock = asyncio.Lock()
         self._admitted = admitted
         self._request_id = request_id
@@ -119,11 +104,7 @@ class PartialRows:
         return self._selection.stop(length)
 
     def is_due(self, lengths: Mapping[str, int]) -> bool:
-        """Return whether a sink should get rows now.
-
-        Args:
-            lengths: per id of a running completion, its number of generated tokens.
-        """
+        """Return whether a sink should get rows now, given the generated tokens by id."""
         prompt, is_any_new, nbytes = self._admitted.plan.prompt_len, False, 0
         for request_id, generated in lengths.items():
             new = self.stop(prompt + generated) - self._completion(request_id).requested
@@ -136,11 +117,7 @@ class PartialRows:
         )
 
     def request(self, progress: Mapping[str, RequestProgress]) -> dict[str, int]:
-        """Return, by vLLM's id, the position below which rows of each completion are to be fetched.
-
-        Args:
-            progress: the running completions, by vLLM's id.
-        """
+        """Return, by vLLM's id, the position below which to fetch each completion's rows."""
         self._last_request = time.monotonic()
         stops = {}
         for request_id, request_progress in progress.items():
@@ -158,11 +135,7 @@ class PartialRows:
     # -- received rows ----------------------------------------------------------------------
 
     def receive(self, answers: WorkerAnswers) -> int:
-        """Record rows that were fetched.
-
-        Returns:
-            Their size in bytes; where ranks share rows, that of the first rank's.
-        """
+        """Record rows that were fetched; return their bytes, where ranks share them the first's."""
         nbytes = 0
         for index, results in split(answers, self._count).items():
             mine = self._completions[index]
@@ -181,11 +154,8 @@ class PartialRows:
         return {index: mine.received for index, mine in self._completions.items()}
 
     def shown(self, tokens: Ints, is_delta: bool) -> Activations:
-        """Return the rows for an output before the last, of a request with one completion.
-
-        Args:
-            tokens: ids of all known tokens, prompt first.
-            is_delta: whether to return only rows that no output has shown; otherwise all.
+        """Return the rows for an output before the last, of a request with one completion: with
+        `is_delta` those that no output has shown.
         """
         (mine,) = self._completions.values()
         start, stop = mine.shown if is_delta else 0, self.stop(len(tokens))
@@ -224,12 +194,7 @@ class PartialRows:
     def last_rows(
         self, route: SinkRoute, index: int, blocks: Sequence[ResultBlock], tokens: list[int]
     ) -> tuple[Activations, int]:
-        """Return the rows of a completion's last piece, and their size in bytes.
-
-        Args:
-            index: index of the completion.
-            tokens: token ids of all rows, prompt first.
-        """
+        """Return the rows of a completion's last piece, and their size in bytes."""
         every = [*self._completions[index].undelivered, *blocks]
         rows = self._selection.final(route.captures, every, tokens)
         return rows, self._selection.size_of(rows)
@@ -239,10 +204,7 @@ class PartialRows:
         self._completions[index].results.pop(route, None)
 
     def endings(self) -> list[tuple[SinkRoute, Delivery]]:
-        """Return last pieces for sinks that were given pieces and not the last one.
-
-        The request was aborted, or its caller has left. The pieces have no rows.
-        """
+        """Return last pieces, without rows, for sinks that lack theirs, as the request was aborted."""
         endings = []
         for index, mine in self._completions.items():
             for route in mine.results:

@@ -7,24 +7,15 @@ from typing import Any, NamedTuple
 
 
 class RequestProgress(NamedTuple):
-    """A running completion.
+    """A running completion."""
 
-    Attributes:
-        prompt: text of the prompt; None: not given as text.
-        prompt_token_ids: token ids of the prompt; None: given as embeddings.
-    """
-
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...] | None
+    prompt: str | None  # None: not given as text
+    prompt_token_ids: tuple[int, ...] | None  # None: given as embeddings
     generated: tuple[int, ...]
 
 
 def lengths_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, int]:
-    """Return the number of generated tokens of each completion that is still running.
-
-    Args:
-        states: vLLM's states of running requests, by its ids.
-    """
+    """Return the number of generated tokens of each running completion, of vLLM's states by id."""
     return {
         request_id: len(states[request_id].detokenizer.output_token_ids)
         for request_id in ids
@@ -33,11 +24,7 @@ def lengths_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, int]:
 
 
 def running_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, RequestProgress]:
-    """Return a copy of the state of each completion that is still running.
-
-    Args:
-        states: vLLM's states of running requests, by its ids.
-    """
+    """Return a copy of the state of each running completion, of vLLM's states by id."""
     progress = {}
     for request_id in ids:
         state = states.get(request_id)

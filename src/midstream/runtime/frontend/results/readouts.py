@@ -18,11 +18,7 @@ _NONE: Mapping[str, Any] = dict.fromkeys(RESULTS)
 
 
 class Parted(NamedTuple):
-    """Rows of a completion by their kind; None where there are none.
-
-    Attributes:
-        readouts: what read-outs returned, by the attribute of outputs.
-    """
+    """Rows of a completion by their kind; `readouts` by the attribute of outputs."""
 
     activations: Activations | None
     readouts: Mapping[str, Any] = _NONE

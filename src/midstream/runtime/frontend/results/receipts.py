@@ -45,17 +45,12 @@ Final = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class EndedCompletion:
-    """A completion that has ended, and what the workers answered of it.
-
-    Attributes:
-        tokens: token id of each row, prompt first.
-        probes: scores of the completion; None: the plan has no named probes.
-    """
+    """A completion that has ended, and what the workers answered of it."""
 
     completion: Any
     parts: list[WorkerResult]
-    tokens: list[int]
-    probes: Probes | None
+    tokens: list[int]  # of each row, prompt first
+    probes: Probes | None  # None: the plan has no named probes
 
 
 def make_receipt(
@@ -66,13 +61,7 @@ def make_receipt(
     coming_from: tuple[tuple[str, str], ...] = (),
     later: Mapping[int, LaterPlan] = MappingProxyType({}),
 ) -> Receipt:
-    """Return the receipt of one completion.
-
-    Args:
-        activations: captured rows of the completion; None: the plan has no captures.
-        coming_from: fields of other tools that the plan was made of, see Plan.
-        later: later versions of the plan, by number.
-    """
+    """Return the receipt of one completion. `activations`: None: the plan has no captures."""
     completion, parts, tokens, probes = ended.completion, ended.parts, ended.tokens, ended.probes
     length = len(tokens)
     problems: list[str] = []
@@ -314,7 +303,6 @@ def _missing(parts: list[WorkerResult]) -> list[str]:
 
 
 def _add_up(finals: Iterable[Final], length: int) -> Ints:
-    """Return, for each position, the number of selections that it is in."""
     steps = np.zeros(length + 1, np.int64)
     for ranges in finals:
         for start, stop in ranges:
@@ -355,9 +343,7 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
 def _selected_by_version(
     held: Sequence[HeldPlan], every: Sequence[Selected], length: int, tokens: Sequence[int]
 ) -> Iterator[Selected]:
-    """Yield the selections of captures and probes, and those of the edits of each version where it
-    held.
-    """
+    """Yield the selections of captures and probes, and of each version's edits where it held."""
     yield from (
         selected for selected in every if not selected.what.startswith(("edits[", "steering["))
     )
@@ -404,11 +390,7 @@ class ReceiptReporter:
         ]
 
     def report(self, outputs: Sequence[Any] = ()) -> None:
-        """Report the problems, once.
-
-        Args:
-            outputs: outputs of the call, for the error.
-        """
+        """Report the problems, once; an error has the call's outputs."""
         receipts, self._receipts = self._receipts, []
         if not receipts:
             return

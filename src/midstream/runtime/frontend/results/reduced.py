@@ -31,11 +31,7 @@ def num_reduced(rows: Activations, plan: ResolvedPlan) -> dict[Tap, int]:
 def with_reduced(
     whole: Activations | None, rows: Activations, plan: ResolvedPlan
 ) -> Activations | None:
-    """Return captured vectors together with reduced rows, by the sites and layers of the engine.
-
-    Args:
-        whole: captured vectors of a completion; None: there are none.
-    """
+    """Return captured vectors, if any, with reduced rows, by sites and layers of the engine."""
     captures = [capture for capture in plan.captures if is_reduced(capture)]
     if not captures:
         return whole

@@ -18,19 +18,13 @@ from midstream.runtime.protocol.runs import Ints
 
 
 class RowSelection:
-    """Selects rows of one plan. Has no state.
-
-    Attributes:
-        row_bytes: bytes of an encoded row of each captured tap.
-        position_bytes: bytes of all rows of one position, at most.
-    """
+    """Selects rows of one plan. Has no state."""
 
     def __init__(self, plan: ResolvedPlan, shape: ModelShape) -> None:
-        """Create it for a plan."""
         self._plan = plan
         self._no_rows = no_rows(plan, shape)
         self.row_bytes = row_sizes(plan, shape)
-        self.position_bytes = sum(self.row_bytes.values())
+        self.position_bytes = sum(self.row_bytes.values())  # of all rows of one position, at most
         # A row may be the last one until the next token is known.
         self._is_last_open = any(capture.where.last_from is not None for capture in plan.captures)
         self._selections = [
@@ -38,16 +32,12 @@ class RowSelection:
         ]
 
     def stop(self, length: int) -> int:
-        """Return the position below which it is decided what captures select.
-
-        Args:
-            length: number of known tokens, including the prompt. The last of them may not have been
-                computed on.
+        """Return the position below which it is decided what captures select, while so many tokens
+        are known. The last of them may not have been computed on.
         """
         return max(0, length - 1 - self._is_last_open)
 
     def size_of(self, rows: Activations) -> int:
-        """Return the number of bytes of some rows."""
         return sum(self.row_bytes[tap] * count for tap, count in rows.counts().items())
 
     def decided(
@@ -57,13 +47,7 @@ class RowSelection:
         tokens: Ints,
         start: int = 0,
     ) -> Activations:
-        """Return the rows that captures select whatever tokens follow.
-
-        Args:
-            captures: indices of the plan's captures.
-            blocks: the rows; at most one per position and tap.
-            tokens: token ids from position 0 on.
-        """
+        """Return the rows that captures, by index, select whatever tokens follow."""
         plan = self._plan.only(captures)
         start = max(start, min((int(block.positions[0]) for block in blocks), default=0))
         stop = max((int(block.positions[-1]) + 1 for block in blocks), default=0)
@@ -80,12 +64,6 @@ class RowSelection:
     def final(
         self, captures: tuple[int, ...], blocks: Sequence[ResultBlock], tokens: list[int]
     ) -> Activations:
-        """Return the rows that captures select in a completion that has ended.
-
-        Args:
-            captures: indices of the plan's captures.
-            blocks: the rows; at most one per position and tap.
-            tokens: token ids of all rows, prompt first.
-        """
+        """Return the rows that captures, by index, select in a completion that has ended."""
         plan = self._plan.only(captures)
         return activations_of(plan, blocks, select_final(plan, tokens), tokens, self._no_rows)

@@ -38,13 +38,6 @@ class _Queue:
         run: Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]],
         limit: int | None = None,
     ) -> None:
-        """Create it for an operation.
-
-        Args:
-            run: carries out the operation, given an argument for each uid; returns a result for
-                each.
-            limit: largest number of requests in one batch; None: unlimited.
-        """
         self._run = run
         self._limit = limit
         self._waiting: dict[str, tuple[Any, asyncio.Future[Any]]] = {}
@@ -106,7 +99,6 @@ class RpcBatcher:
     """
 
     def __init__(self, call: AsyncCall, workers: Sequence[RemoteWorker]) -> None:
-        """Create it for one engine."""
         self._call = call
         self._workers = workers
         self._scores = _Queue(self._read_scores)
@@ -123,10 +115,8 @@ class RpcBatcher:
         return blocks
 
     async def collect_partial(self, uid: str, stops: Mapping[str, int]) -> WorkerAnswers:
-        """Return rows of a running request; the workers forget these rows.
-
-        Args:
-            stops: by vLLM's id, the position below which rows are fetched.
+        """Return rows of a running request, below a position per vLLM's id; the workers forget
+        them.
         """
         answers: WorkerAnswers = await self._request(self._partial, uid, stops)
         return answers

@@ -22,7 +22,6 @@ class KnownPrompts:
         self._num_tokens = 0
 
     def get(self, key: Key, make: Callable[[], Prompt]) -> Prompt:
-        """Return the prompt of a key, made by `make` if it is not known."""
         with self._lock:
             prompt = self._prompts.pop(key, None)
             if prompt is None:

@@ -21,12 +21,8 @@ _FORMS = 'text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or the me
 
 
 def tokenize(engine: Any, prompt: Any, template: Mapping[str, Any]) -> Prompt:
-    """Return the tokens of a prompt, as vLLM's `generate` or `chat` makes them.
-
-    Args:
-        engine: vLLM's engine, for its tokenizer and renderer.
-        prompt: text, token ids, a dict of either, or messages.
-        template: arguments of the chat template, for messages.
+    """Return the tokens of a prompt, as vLLM's `generate` or `chat` makes them: of a text, token
+    ids, a dict of either, or messages.
     """
     if isinstance(prompt, Mapping) and "role" not in prompt:
         prompt = _of_dict(prompt)
@@ -74,7 +70,6 @@ def texts_of(engine: Any, ids: Sequence[int]) -> list[str]:
 
 
 def token_id(engine: Any, text: str) -> int:
-    """Return the id of a text that is one token; see `one_token_id`."""
     return one_token_id(_tokenizer(engine, "a token's text"), text)
 
 
