@@ -82,21 +82,15 @@ SiteName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One hook point of a layer.
-
-    Attributes:
-        order: rank in the order in which a layer reaches its sites.
-        inner: whether it is inside attention or the MLP. The vectors of all others are as wide as
-            the residual stream.
-        layer: of a site that has no layer, the one whose number it has inside: 0 or −1; None: each
-            layer has the site.
-    """
+    """One hook point of a layer."""
 
     name: str
     aliases: tuple[str, ...]
-    order: int
+    order: int  # rank in the order in which a layer reaches its sites
     meaning: str
+    # inside attention or the MLP. The vectors of all others are as wide as the stream
     inner: bool = False
+    # of a site that has no layer, the one whose number it has inside: 0 or −1
     layer: int | None = None
 
 
@@ -213,11 +207,9 @@ def parse(name: str) -> tuple[str, int | None] | None:
 
     These are the name or alias of a site; TransformerLens's `blocks.10.hook_resid_post`, or
     `hook_resid_post`; a module path of transformers or nnsight, `model.layers.10.output`;
-    interp-engine's `resid_post.10`. The layer is None where the name has none.
-
-    The path of a layer alone means its output. `attn_out` and `mlp_out` are what is added to the
-    stream: in a model with a norm after attention or the MLP, the output of that norm rather than
-    of the module.
+    interp-engine's `resid_post.10`. The layer is None where the name has none. The path of a layer
+    alone means its output. `attn_out` and `mlp_out` are what is added to the stream: in a model
+    with a norm after attention or the MLP, its output.
     """
     if name in BY_NAME:
         return BY_NAME[name].name, None

@@ -31,11 +31,7 @@ class Registered(Generic[Weights]):
         return self._registry.names
 
     def register(self, name: str, weights: Weights) -> None:
-        """Send weights to the workers, into the memory of the setting `readout_bytes`.
-
-        Args:
-            name: their name; what is registered under it is replaced.
-        """
+        """Send weights to the workers, in place of others of that name; see `readout_bytes`."""
         with self._registry.adding(name, weights) as messages:
             for message in messages:
                 self._registry.write(message)
@@ -68,9 +64,7 @@ class AsyncRegistered(Generic[Weights]):
 
 
 class Lenses(Registered[LinearLens]):
-    """Registered lenses, `TunedLens` or `JacobianLens`, stored in the model's dtype. Requests use
-    them as `Lens(kind=name)`.
-    """
+    """Registered lenses, stored in the model's dtype, for `Lens(kind=name)`."""
 
     def __init__(self, registry: NamedWeights[LinearLens, Any], directions: DirectionCache) -> None:
         super().__init__(registry)
@@ -112,9 +106,7 @@ class AsyncLenses(AsyncRegistered[LinearLens]):
 
 
 class Saes(Registered[SAE]):
-    """Registered SAEs, whose encoders are stored in float32. Requests use them as
-    `Features(sae=name)`.
-    """
+    """Registered SAEs, whose encoders are stored in float32, for `Features(sae=name)`."""
 
 
 class AsyncSaes(AsyncRegistered[SAE]):

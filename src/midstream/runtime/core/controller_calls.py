@@ -110,8 +110,8 @@ class DeclaredCalls:
         return batch
 
     def finish(self, batch: _Batch, deadline: float) -> list[ControllerCall]:
-        """Wait for calls, up to a time of `time.monotonic()`; return those that have begun, each
-        done or failed. The others were not made.
+        """Wait for calls until a time of `time.monotonic()`; return those that began, done or
+        failed.
         """
         if not batch.finished.wait(max(0.0, deadline - time.monotonic())):
             batch.is_given_up = True
@@ -135,9 +135,7 @@ def load_all(declared: Mapping[str, DeclaredController]) -> dict[str, DeclaredCa
 
 
 def make_calls(calls: Sequence[tuple[DeclaredCalls, list[ControllerCall]]]) -> list[ControllerCall]:
-    """Make calls of several controllers at the same time, for at most the longest of their limits;
-    return those that were made.
-    """
+    """Make calls of several controllers at once, within the longest limit; return those made."""
     begun = time.monotonic()
     batches = [(controller, controller.begin(mine)) for controller, mine in calls]
     return [

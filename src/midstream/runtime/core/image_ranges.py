@@ -16,9 +16,7 @@ _CAUSAL = "audio"
 
 
 def end_of_images(request: Any, stop: int) -> int:
-    """Return the end of the tokens on which the KV of those before `stop` depends: `stop`, or the
-    end of the image that goes on there.
-    """
+    """Return `stop`, or the end of the image there: the KV before it depends on what is below."""
     for start, end in image_ranges(request):
         if start < stop:
             stop = max(stop, end)
@@ -26,9 +24,7 @@ def end_of_images(request: Any, stop: int) -> int:
 
 
 def start_of_images(request: Any, position: int) -> int:
-    """Return the first token whose KV depends on that at `position`: itself, or the first of its
-    image.
-    """
+    """Return the first token whose KV depends on `position`: itself, or the first of its image."""
     for start, end in reversed(image_ranges(request)):
         if position < end:
             position = min(position, start)

@@ -38,9 +38,7 @@ def prepare(engine: Any) -> None:
 
 
 def answer_rpc(engine: Any, method: object, args: Sequence[object]) -> list[Any] | None:
-    """Answer a call of the workers by `collective_rpc` that is for the engine core itself; None: it
-    is for the workers.
-    """
+    """Answer a `collective_rpc` that is for the engine core itself; None: it is for the workers."""
     if method != RPC or len(args) != 1 or not isinstance(args[0], dict):
         return None
     if args[0].get("op") not in (UpdatePlan.__name__, StopRequests.__name__):

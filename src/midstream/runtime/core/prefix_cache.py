@@ -82,9 +82,7 @@ def computed_blocks(
 
 
 def reset(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reset the prefix cache of an engine core. If the front end keeps rows, count it, and tell the
-    workers, whose answers tell the front end.
-    """
+    """Reset the prefix cache; count it if the front end keeps rows, which learns it by workers."""
     done = original(engine, *args, **kwargs)
     settings = from_additional_config(engine.vllm_config.additional_config)
     if settings is not None and settings.reuse_bytes:

@@ -89,9 +89,7 @@ class Firing:
 
 @dataclass(slots=True, eq=False)
 class _Evaluated:
-    """A request of which something is to be done after its scores were evaluated, which is before
-    vLLM takes the step's tokens.
-    """
+    """A request of which something is to be done, before and after vLLM takes a step's tokens."""
 
     request: Any
     known: int  # tokens before the step
@@ -106,8 +104,8 @@ class _Evaluated:
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any
 ) -> Any:
-    """Cut the tokens of requests whose probes stop them, call vLLM's method, end these requests,
-    and switch the edits of others.
+    """Cut the tokens of requests that stop, call vLLM's method, end these, switch edits of
+    others.
     """
     scores = scores_of(output)
     if scores is None:

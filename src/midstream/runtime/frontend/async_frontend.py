@@ -37,9 +37,7 @@ Deliver = Callable[[Any], Awaitable[None]]
 
 
 class AsyncFrontEnd(BaseFrontEnd):
-    """The front end of an `AsyncLLM`. Not thread-safe, except for `admit` and `close`: call on the
-    engine's event loop.
-    """
+    """The front end of an `AsyncLLM`. Call on its event loop, but for `admit` and `close`."""
 
     @classmethod
     async def start(cls, engine: Any, client: Any) -> AsyncFrontEnd:
@@ -47,8 +45,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         return cls(await call_all(client, DescribeWorker()), engine, client)
 
     def __init__(self, answers: list[list[WorkerInfo]], engine: Any, client: Any) -> None:
-        """Create the front end of `engine`, a proxy: the tasks of the client, which keep this front
-        end alive, must not keep the engine alive.
+        """Create it. `engine` is a proxy: the client's tasks keep this, and must not keep the
+        engine.
         """
         info = describe(answers, FrontEnds.of(engine.vllm_config))
         super().__init__(info, engine, deltas=True, busy=lambda: busy(client))

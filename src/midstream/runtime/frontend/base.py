@@ -110,9 +110,7 @@ class BaseFrontEnd:
         return self._admission.waiting
 
     def concerns(self, params: Any) -> bool:
-        """Return whether server-wide edits or captures apply: they do to every request that
-        generates.
-        """
+        """Return whether server-wide edits or captures apply: they do to all that generates."""
         is_for_all = bool(self.steering.plan_edits()) or bool(self.captures)
         # Pooling requests have an output_kind as well, but no tokens to generate.
         return is_for_all and hasattr(params, "max_tokens")
@@ -209,9 +207,8 @@ class BaseFrontEnd:
 
     @contextmanager
     def _with_vectors(self, request: Any) -> Iterator[None]:
-        """Attach which rows of a request need not be computed; and, while it is sent, what its
-        workers lack of its vectors. Requests must leave in the order in which these contexts are
-        entered.
+        """Attach which rows of a request need not be computed, and while it is sent what workers
+        lack of its vectors. Requests leave in the order of these contexts.
         """
         payload = payload_of(request.sampling_params)
         if payload is None:

@@ -217,9 +217,7 @@ class RowReuse:
     def __init__(
         self, max_bytes: int, has_prefix_cache: bool, pace: Callable[[str], object]
     ) -> None:
-        """Create it for the setting `reuse_bytes`. `pace` returns, by the name of a sink, how often
-        it gets rows while a request runs; None: at the end.
-        """
+        """Create it; `pace` returns how often a sink gets rows of running requests, if it does."""
         self._store = RowStore(max_bytes)
         self._max_bytes = max_bytes
         self._has_prefix_cache = has_prefix_cache

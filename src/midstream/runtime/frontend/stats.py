@@ -54,8 +54,8 @@ class RequestTotals:
     def _captured(
         self, receipt: Receipt, sizes: Mapping[Tap, int], reduced: Container[Tap]
     ) -> tuple[int, int]:
-        """Return the number of captured vectors of a completion, and their size. Completions of one
-        plan mostly share these objects, and are counted once.
+        """Return the number of captured vectors and their size, once for completions of one
+        plan.
         """
         key: tuple[Any, ...] = receipt.captured, sizes, reduced
         if self._last is not None:

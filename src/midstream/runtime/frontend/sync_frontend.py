@@ -177,8 +177,8 @@ class FrontEnd(BaseFrontEnd):
 
     @contextmanager
     def report_at_end(self) -> Iterator[list[Any]]:
-        """Report results that differ from their plan at the end of this context, not in a step: for
-        the outputs that are added to the list that it yields.
+        """Report results that differ from their plan at the end of this context, which yields the
+        list for the call's outputs.
         """
         outputs: list[Any] = []
         self._reports = False
@@ -199,8 +199,8 @@ class FrontEnd(BaseFrontEnd):
             self._end_idle()
 
     def drop(self, request_ids: Container[str]) -> None:
-        """Release the requests of a call that failed, and do not report their results. Rows that a
-        sink was given stay there.
+        """Release the requests of a call that failed, unreported. Rows that a sink has stay
+        there.
         """
         self._receive()
         kept = []

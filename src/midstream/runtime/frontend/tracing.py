@@ -52,9 +52,7 @@ def delay_spans(processor: Any, spans_of: Callable[[str], list[DelayedSpan] | No
 
 
 def do_tracing(original: Callable[..., Any], processor: Any, output: Any, *rest: Any) -> Any:
-    """Replace the method by which vLLM's output processor makes the span of a request: `rest`
-    begins with the request's state.
-    """
+    """Replace the method that makes the span of a request; `rest` begins with its state."""
     spans_of = SPANS_OF_REQUEST.get(processor)
     state = rest[0]
     spans = None if spans_of is None else spans_of(state.request_id)

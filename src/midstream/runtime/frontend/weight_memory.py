@@ -29,9 +29,7 @@ def _no_workers(message: WriteWeights) -> None:
 
 @dataclass(eq=False)
 class WeightMemory:
-    """One tensor of the setting `readout_bytes` on each worker; here is decided what is where in
-    it.
-    """
+    """One tensor of the setting `readout_bytes` on each worker: here is decided what is where."""
 
     nbytes: int
     in_use: Callable[[tuple[str, str]], bool]  # whether a running request reads (kind, name)
@@ -109,8 +107,8 @@ class NamedWeights(Generic[Weights, T]):
 
     @contextmanager
     def adding(self, name: str, weights: Weights) -> Iterator[Iterator[WriteWeights]]:
-        """Register weights, in place of others of the name. In the `with` block, all messages that
-        it yields are to be sent.
+        """Register weights under a name. In the block, all messages that it yields are to be
+        sent.
         """
         with at("name"):
             read_name(name, may_be_empty=False)

@@ -27,9 +27,7 @@ class ActingProbe(ProtocolMessage, frozen=True, array_like=True):
 def acting_probes(
     plan: ResolvedPlan, versions: Mapping[str, PlanVersion] = MappingProxyType({})
 ) -> tuple[ActingProbe, ...]:
-    """Return the probes of a plan that end their request or switch its edits, to `versions` by
-    name.
-    """
+    """Return the probes of a plan that end their request, or switch to one of `versions`."""
     probes = []
     for probe in plan.probes:
         act = probe.act

@@ -88,7 +88,7 @@ class ChangedKeys(_Segments):
         self.first_read = keys.first_read
 
     def change(self, position: int, later: CacheKeys) -> None:
-        """Let the keys be `later` from a position on, of a plan with the same captures and probes."""
+        """Let the keys be `later` from a position on, of a plan with the same reads."""
         starts, marks = self.starts, self.marks
         while starts and starts[-1] >= position:
             starts.pop()

@@ -26,9 +26,7 @@ def pack(message: msgspec.Struct) -> Any:
 
 
 def unpack(kind: Any, value: object, name: str) -> Any:
-    """Read a message of a class, or of a union of tagged ones, from what `pack` returned, where
-    lists may have become tuples.
-    """
+    """Read a message of a class, or a union of tagged ones, from the values of `pack`."""
     try:
         # Without `builtin_types` a str would be taken for base64.
         return read_message(lambda raw: msgspec.convert(raw, kind, builtin_types=(bytes,)), value)

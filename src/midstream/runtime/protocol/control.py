@@ -64,8 +64,8 @@ def control_of(
 
 
 def control_source(name: str, edits: str = "", has_failed: bool = False) -> str:
-    """Return the source of a version that a controller chose, of the set `edits` (empty: the
-    request's own), or that holds since it failed.
+    """Return the source of a version that a controller chose, of a set of edits, if it has a
+    name.
     """
     chosen = f"controller:{name}/{edits}" if edits else f"controller:{name}"
     return f"{chosen} failed" if has_failed else chosen

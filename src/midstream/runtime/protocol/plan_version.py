@@ -11,7 +11,7 @@ from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 
 
 class PlanVersion(ProtocolMessage, frozen=True, array_like=True):
-    """A plan that replaces the one of a running request from some position on: only edits differ."""
+    """A plan that replaces that of a running request from some position on: only edits differ."""
 
     number: Natural  # at least 1, and unique in the request
     plan: bytes  # the resolved plan; see `plan.resolve.wire`

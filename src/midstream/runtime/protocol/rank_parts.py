@@ -122,8 +122,8 @@ def part_of_steps(steps: tuple[Instruction, ...], part: int, parts: int) -> tupl
 
 
 def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
-    """Return the captured rows of several workers, with the parts of each row joined. A position of
-    which a rank dropped its part has no row.
+    """Return the captured rows of several workers, with the parts of each joined, if all are
+    there.
     """
     whole: list[ResultBlock] = []
     split: dict[Tap, dict[int, list[ResultBlock]]] = {}

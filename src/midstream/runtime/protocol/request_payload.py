@@ -51,9 +51,7 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
         return bool(self.acts) or self.control is not None
 
     def first_read(self, resets: int) -> int | None:
-        """Return the first position whose row must be computed, after some resets of the prefix
-        cache.
-        """
+        """Return the first position whose row must be computed, given the prefix cache's resets."""
         kept = self.kept
         return self.keys.first_read if kept is None or kept.resets != resets else kept.first_read
 

@@ -220,9 +220,7 @@ class WorkerResult:
         return self.worker, self._leased is None, self._states.tobytes(), known
 
     def forms(self) -> list[BlockForm] | None:
-        """Return the forms of the blocks; None: their rows are in the arena, large, or lie between
-        others.
-        """
+        """Return the forms of the blocks; None: rows are in the arena, large, or between others."""
         if self._leased is not None:
             return None
         forms = []
@@ -300,8 +298,8 @@ class WorkerResult:
         return count
 
     def _records(self, header: RowsHeader, data: memoryview, record: int) -> list[Chunk]:
-        """Return the records of a header as chunks [records, 1, bytes of a record], of data that
-        are the records, or their places in the arena.
+        """Return the records of a header, or those of its places in the arena: [records, 1,
+        bytes].
         """
         if self._leased is None:
             count = self._check_size(header, record)

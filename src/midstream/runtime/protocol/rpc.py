@@ -30,9 +30,7 @@ class Acknowledged(ProtocolMessage, frozen=True):
 
 
 class UpdatedPlan(ProtocolMessage, frozen=True):
-    """The engine core changed the plan of running requests, each from a position on, by vLLM's id;
-    without those that have ended.
-    """
+    """The engine core changed the plan of running requests, from positions by vLLM's id on."""
 
     positions: dict[str, Natural]
 
@@ -122,8 +120,8 @@ class UpdateVectors(RpcRequest[Acknowledged], frozen=True):
 
 
 class CountResets(RpcRequest[Acknowledged], frozen=True):
-    """Report, with all later results, how often the prefix cache was reset. Sent by the engine
-    core, between the steps before and after a reset.
+    """Report how often the prefix cache was reset. Sent by the engine core, before the next
+    step.
     """
 
     resets: Natural
@@ -214,9 +212,7 @@ class ReleaseRequests(RpcRequest[Acknowledged], frozen=True):
 
 
 class ReadParameter(RpcRequest[ParameterRows], frozen=True):
-    """Return rows of a parameter outside the decoder layers, each of one worker of each pipeline
-    stage.
-    """
+    """Return rows of a parameter outside the decoder layers, each from one worker of a stage."""
 
     name: str
     first: Natural

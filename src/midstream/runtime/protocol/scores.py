@@ -36,7 +36,7 @@ class ScoreBlock:
 def score_blocks(
     worker: WorkerInfo, requests: Sequence[RequestScores], data: bytes
 ) -> Iterable[tuple[str, ScoreBlock]]:
-    """Yield each request's uid and scores, from float32 [positions, slots] of one after the other."""
+    """Yield each request's uid and scores, of float32 [positions, slots] one after the other."""
     described = (
         sum(
             count_of(described_request.runs) * described_request.slots

@@ -94,9 +94,7 @@ class RankShare(NamedTuple):
     parts: tuple[int, ...] = ()
 
     def of(self, taps: tuple[T, ...], sharded: bool) -> tuple[T, ...]:
-        """Return the taps, of those captured together, whose rows this rank transfers, if each rank
-        has all of their vectors.
-        """
+        """Return the taps whose rows this rank transfers, of those that every rank has whole."""
         if sharded:
             # Depends on these taps alone, so requests that capture the same taps agree.
             return taps[self.rank :: self.ranks]
@@ -119,9 +117,7 @@ class RankShare(NamedTuple):
         return self.parts[tap] if self.parts else 1
 
     def returns(self, tap: int) -> bool:
-        """Return whether this rank returns rows of attention of its queries, or logits of its
-        vectors, at a tap.
-        """
+        """Return whether this rank returns its rows of attention, or its logits, at a tap."""
         return self.rank % self.copies(tap) == 0 if self.parts_of(tap) > 1 else self.rank == 0
 
 
@@ -129,9 +125,7 @@ WHOLE = RankShare(0, 1)
 
 
 class PatternRead(NamedTuple):
-    """A row of attention that is made of the queries at a tap, logits of the vector there, or a
-    score that is made of attention.
-    """
+    """A row made of queries, of logits, or of reduced vectors at a tap, or a score of attention."""
 
     tap: int  # index, on this rank
     capture: int  # index in the plan, and `place` of the row's tap in it; of a score −1

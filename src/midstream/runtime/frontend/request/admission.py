@@ -41,9 +41,7 @@ class Admission:
     def __init__(
         self, budgets: Sequence[CapacityBudget], busy: Callable[[], Sequence[int]] | None = None
     ) -> None:
-        """Create it. `busy` returns the number of requests on each engine, also of those without a
-        plan; None: not known, or there is one engine.
-        """
+        """Create it. `busy` returns the requests on each engine; None: not known, or one engine."""
         self._budgets = budgets
         self._busy = busy
         self._every = frozenset(range(len(budgets)))
@@ -76,8 +74,8 @@ class Admission:
         return admitted.replica
 
     def extend(self, needs: Mapping[str, Need]) -> None:
-        """Take more capacity for later versions of running requests' plans, until these end; rows
-        apart. It does not wait for that.
+        """Take more capacity for later plans of running requests, without rows; do not wait for
+        it.
         """
         taken: list[tuple[CapacityBudget, Need]] = []
         for uid, need in needs.items():
@@ -173,8 +171,8 @@ class Admission:
         return replicas
 
     def _next(self) -> tuple[str, int] | None:
-        """Return the first waiting request that fits an engine that no earlier one waits for, and
-        it.
+        """Return the first waiting request that fits, and its engine, which no earlier one waits
+        for.
         """
         waited_for: frozenset[int] = frozenset()
         for uid, waiting in self._waiting.items():

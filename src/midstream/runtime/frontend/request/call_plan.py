@@ -100,9 +100,7 @@ def merged_plan(plan: Plan | None, params: Any) -> Plan | CallPlan | None:
 
 
 def with_plan(params: Any, plan: Plan | CallPlan | None) -> Any:
-    """Return a shallow copy of sampling parameters with a plan in place of any in its `extra_args`;
-    None: with the `extra_args` that it has.
-    """
+    """Return a shallow copy of sampling parameters with this plan, or with their own if None."""
     own = copy.copy(params)
     if plan is not None:
         own.extra_args = {**other_args(params), KEY: plan} if params.extra_args else {KEY: plan}

@@ -64,8 +64,8 @@ class ControllerRun:
 
     @contextmanager
     def changing(self, asked: Mapping[str, Any]) -> Iterator[None]:
-        """Record what an answer asked for, once the block has done it. That the engine has no room
-        now, or that the request has ended meanwhile, is no error.
+        """Record what an answer asked for, once the block has done it; that it could not is no
+        error.
         """
         try:
             yield

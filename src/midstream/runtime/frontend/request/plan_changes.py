@@ -113,9 +113,7 @@ class PlanChanges(RunningPlans):
     async def update_all_later(
         self, names: Sequence[CallPlan], edits: object, scale: object
     ) -> list[PlanUpdate | None]:
-        """Change the edits of several running requests of an asynchronous engine: of all, or of
-        none if one is refused; see `AsyncLLM.update_all`.
-        """
+        """Change the edits of several running requests, all or none; see `AsyncLLM.update_all`."""
         await self._fetch([name for name in names if not self._has_ended(name)], edits)
         running = [name for name in names if not self._has_ended(name)]
         changes = await self._begin_later(running, edits, scale, "update")

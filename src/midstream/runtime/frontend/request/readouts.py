@@ -70,9 +70,7 @@ class EngineReadings:
 
 
 def bound(plan: Plan, engine: EngineReadings) -> Plan:
-    """Return a plan whose read-outs have ids of tokens, layers and sites, and whose edits have
-    vectors in place of tokens.
-    """
+    """Return a plan with ids of tokens, layers and sites in read-outs, and vectors in edits."""
     captures = []
     for index, readout in enumerate(plan.captures):
         with at(f"capture[{index}]"):

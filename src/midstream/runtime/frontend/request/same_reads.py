@@ -27,8 +27,8 @@ def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
 
 
 def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version captures and probes what the first one did, and that neither calls a
-    function, as those of a request are found when it begins.
+    """Check that a version captures and probes what the first does, and that neither has
+    functions.
     """
     if first.functions or later.functions:
         raise SpecError("edits", "a request with a Python function (Local) cannot be changed")

@@ -335,9 +335,7 @@ def _found_together(
 def _choose(
     block_positions: list[NDArray[np.int64]], wanted: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], Tensor | None]:
-    """Select rows by position: return the selected positions, ascending, and the indices of their
-    rows among all rows, None for all in their order.
-    """
+    """Return the selected positions, ascending, and their rows' indices, None: all in order."""
     if not block_positions:
         return np.zeros(0, np.int64), None
     if (

@@ -114,7 +114,7 @@ class PendingDelivery:
         return all(future.done() for future in self.futures)
 
     def set_results(self, output: Any) -> None:
-        """Set all results on an output, which may have its last tokens alone. Blocks until known."""
+        """Set all results on an output, which may have its last tokens alone. Blocks until then."""
         results = [
             (share, _joined([future.result() for future in futures]))
             for share, futures in self._shares
@@ -155,8 +155,8 @@ async def deliver_soon(sinks: Queues, finished: FinishedRequest) -> PendingDeliv
 
 
 def set_on_output(output: Any, finished: FinishedRequest) -> bool:
-    """Set the results on an output if there is nothing else to do: it has one completion, whose
-    vectors all are for the output, and arrived.
+    """Set the results on an output, if it has one completion and gets all vectors; or do
+    nothing.
     """
     admitted, routes = finished.admitted, finished.admitted.routes
     if len(output.outputs) > 1 or admitted.plan.pattern_widths:

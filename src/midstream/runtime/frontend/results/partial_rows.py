@@ -154,9 +154,7 @@ class PartialRows:
         return {index: mine.received for index, mine in self._completions.items()}
 
     def shown(self, tokens: Ints, is_delta: bool) -> Activations:
-        """Return the rows for an output before the last, of a request with one completion: with
-        `is_delta` those that no output has shown.
-        """
+        """Return the rows for an output before the last; with `is_delta` those not shown yet."""
         (mine,) = self._completions.values()
         start, stop = mine.shown if is_delta else 0, self.stop(len(tokens))
         every = mine.unshown if is_delta else mine.received
@@ -204,7 +202,7 @@ class PartialRows:
         self._completions[index].results.pop(route, None)
 
     def endings(self) -> list[tuple[SinkRoute, Delivery]]:
-        """Return last pieces, without rows, for sinks that lack theirs, as the request was aborted."""
+        """Return last pieces, without rows, for sinks that lack theirs: the request was aborted."""
         endings = []
         for index, mine in self._completions.items():
             for route in mine.results:

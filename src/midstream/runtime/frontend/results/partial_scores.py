@@ -48,7 +48,7 @@ class StreamState:
         self._tokens.extend(np.array(completion.token_ids[known:], np.int64))
 
     def next_span(self) -> Span | None:
-        """Return [start, stop) of what was computed since the last call; None: no probe reads it."""
+        """Return [start, stop) of what was computed since the last call, if a probe is there."""
         # The last sampled token was not computed on.
         start, stop = self._requested, len(self._tokens.values) - 1
         if not self._scores or stop <= start:
@@ -79,7 +79,7 @@ class StreamState:
 
 
 class _Scores:
-    """Scores of one probe, ascending by position. That of a last row is not known before the end."""
+    """Scores of one probe by position; that of a last row is not known before the end."""
 
     def __init__(self, probe: ResolvedProbe) -> None:
         self.name = probe.name

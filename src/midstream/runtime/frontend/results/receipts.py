@@ -155,9 +155,7 @@ def _captured(expected: Mapping[Tap, int], actual: Mapping[Tap, int]) -> tuple[C
 def _edited(
     held: Sequence[HeldPlan], parts: list[WorkerResult], length: int, tokens: Sequence[int]
 ) -> tuple[Edited, tuple[Version, ...], list[str]]:
-    """Count edits per position, over all pipeline stages; return the counts, those of each version
-    of the plan if there are several, and the problems.
-    """
+    """Count edits per position over all stages; return counts, those by version, and problems."""
     edits, reads = _expected_of_versions(held, length, tokens)
     expected = edits + reads
     done = np.zeros(length, np.int64)

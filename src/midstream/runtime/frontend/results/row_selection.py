@@ -32,9 +32,7 @@ class RowSelection:
         ]
 
     def stop(self, length: int) -> int:
-        """Return the position below which it is decided what captures select, while so many tokens
-        are known. The last of them may not have been computed on.
-        """
+        """Return the position below which captures are decided, while so many tokens are known."""
         return max(0, length - 1 - self._is_last_open)
 
     def size_of(self, rows: Activations) -> int:

@@ -28,9 +28,7 @@ class StepRowStreamer:
     def __init__(
         self, sinks: SinkSet, received: Callable[[str, int], None], fetch: FetchRows
     ) -> None:
-        """Create it. `received` is called with the uid and bytes of rows, which `fetch` fetches
-        below positions by uid and vLLM's id.
-        """
+        """Create it; `received` is called with the uid and the bytes of rows that were fetched."""
         self._sinks = sinks
         self._received = received
         self._fetch = fetch
@@ -48,7 +46,7 @@ class StepRowStreamer:
         return None if uid is None else self._partial_rows.get(uid)
 
     def deliver_due(self, states: Mapping[str, Any]) -> None:
-        """Fetch rows, and put them into sinks that should get them now. Blocks while one is full."""
+        """Fetch rows, and put them into sinks that should get them now. Blocks if one is full."""
         if not self._partial_rows or time.monotonic() < self._next_check:
             return
         due = {
@@ -83,9 +81,7 @@ class StepRowStreamer:
 
 
 class RowStreamer:
-    """Delivers rows of an asynchronous engine's calls. Not thread-safe: call on its event loop. All
-    methods but `run` are for calls that have `partial_rows`.
-    """
+    """Delivers rows of an asynchronous engine's calls with `partial_rows`, on its event loop."""
 
     def __init__(
         self, sinks: SinkSet, received: Callable[[str, int], None], tasks: BackgroundTasks
@@ -139,9 +135,7 @@ class RowStreamer:
             await run_puts_soon(partial.pieces(), self._sinks)
 
     async def show(self, call: GenerateCall, is_aborted: bool) -> Activations:
-        """Return rows for an output that is no regular last one; of an aborted call none is
-        fetched.
-        """
+        """Return the rows for an output; of an aborted call none is fetched any more."""
         assert call.partial_rows is not None
         assert call.stream is not None
         tokens = call.stream.tokens

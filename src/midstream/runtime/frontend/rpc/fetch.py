@@ -57,9 +57,7 @@ def collect(workers: Sequence[RemoteWorker], uids: list[str]) -> Exchange[dict[s
 def collect_partial(
     workers: Sequence[RemoteWorker], stops: Mapping[str, Mapping[str, int]]
 ) -> Exchange[dict[str, WorkerAnswers]]:
-    """Fetch rows of running requests, below a position per uid and vLLM's id; the workers forget
-    them.
-    """
+    """Fetch rows of running requests, below positions by uid and vLLM's id, from the workers."""
     request = CollectPartialRows(
         {uid: dict(positions) for uid, positions in stops.items()}, *_reader(workers)
     )

@@ -16,9 +16,7 @@ from midstream.validation import show
 
 
 async def fetch_parameter(engine: Any, batcher: RpcBatcher, name: str) -> Tensor:
-    """Return a parameter of an asynchronous engine; see `read_parameter`. All replicas have the
-    same.
-    """
+    """Return a parameter of an asynchronous engine, of any replica; see `read_parameter`."""
     check_awake(await engine.is_sleeping())
     return await batcher.carry_out(read_parameter(name))
 

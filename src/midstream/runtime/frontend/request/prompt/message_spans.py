@@ -104,8 +104,8 @@ def chat_renderer(renderer: Any, params: ChatParams) -> Render:
 def template_arguments(
     chat: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a chat call that its template gets, by name; `args`: those after
-    `messages` and the sampling parameters.
+    """Return the arguments of a chat call that its template gets; `args`: those after
+    parameters.
     """
     bound = inspect.signature(chat).bind_partial(None, None, None, *args, **named)
     return {name: bound.arguments[name] for name in TEMPLATE_ARGUMENTS if name in bound.arguments}
@@ -203,8 +203,8 @@ class _Finder:
         return regions
 
     def _stop(self, start: int, parts: list[str], gap: str) -> int | None:
-        """Return where a content ends that begins at `start` and has `gap` after it; None: there
-        are several such places, or none.
+        """Return where a content at `start` with `gap` after it ends; None: at no or several
+        places.
         """
         text, whole = self._text, "".join(parts)
         stops = {

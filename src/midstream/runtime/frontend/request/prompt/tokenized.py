@@ -21,9 +21,7 @@ _FORMS = 'text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or the me
 
 
 def tokenize(engine: Any, prompt: Any, template: Mapping[str, Any]) -> Prompt:
-    """Return the tokens of a prompt, as vLLM's `generate` or `chat` makes them: of a text, token
-    ids, a dict of either, or messages.
-    """
+    """Return the tokens of a text, token ids, a dict or messages, as vLLM makes them."""
     if isinstance(prompt, Mapping) and "role" not in prompt:
         prompt = _of_dict(prompt)
     if is_chat(prompt):
