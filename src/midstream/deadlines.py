@@ -71,7 +71,7 @@ async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]], seconds: float = END_SECONDS) -> None:
-    """Cancel tasks, and wait until they have ended. What they raise is dropped; others are
+    """Cancel tasks, and wait until they end. What they raise is dropped; one that stays is
     logged.
     """
     tasks = tuple(tasks)

@@ -142,9 +142,7 @@ class PromptArguments:
         object.__setattr__(self, "key", tuple(map(id, self._parts)))
 
     def plan(self) -> Plan | None:
-        """Return the plan of the arguments, the same for the same immutable objects; None: no
-        plan.
-        """
+        """Return the plan of the arguments, the same for the same immutable objects, if any."""
         # The cache keeps the arguments alive, so that no other object gets one of their ids.
         cached = _PLANS.get(self.key)
         if cached is not None:

@@ -50,9 +50,7 @@ class OfflineCall:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         call_plan: Callable[[int, Plan | None], Plan | CallPlan | None] = lambda _, plan: plan,
     ) -> list[SamplingParams]:
-        """Return a copy of the sampling parameters for each prompt, with its `call_plan`
-        attached.
-        """
+        """Return a copy of the sampling parameters for each prompt, with its plan attached."""
         arguments, count = self._arguments, len(self._prompts)
         if sampling_params is None:
             sampling_params = self._llm.get_default_sampling_params()

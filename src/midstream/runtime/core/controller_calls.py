@@ -110,9 +110,7 @@ class DeclaredCalls:
         return batch
 
     def finish(self, batch: _Batch, deadline: float) -> list[ControllerCall]:
-        """Wait for calls until a time of `time.monotonic()`; return those that began, done or
-        failed.
-        """
+        """Wait for calls until a deadline; return those that began, each done or failed."""
         if not batch.finished.wait(max(0.0, deadline - time.monotonic())):
             batch.is_given_up = True
             assert self._thread is not None

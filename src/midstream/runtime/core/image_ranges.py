@@ -32,10 +32,7 @@ def start_of_images(request: Any, position: int) -> int:
 
 
 def image_ranges(request: Any) -> list[tuple[int, int]]:
-    """Return the ranges (first position, last position + 1) of a vLLM `Request`, ascending; none if
-    its model is causal throughout, or it has no payload. A range may include tokens that attend to
-    earlier ones only, such as those that enclose an image.
-    """
+    """Return [start, stop) of images and videos whose tokens, or some of them, attend both ways."""
     payload = payload_of(request.sampling_params)
     if payload is None or not payload.mm_prefix:
         return []

@@ -104,9 +104,7 @@ class _Evaluated:
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any
 ) -> Any:
-    """Cut the tokens of requests that stop, call vLLM's method, end these, switch edits of
-    others.
-    """
+    """Call vLLM's method, with the tokens of requests that stop cut; end these, switch others."""
     scores = scores_of(output)
     if scores is None:
         return original(scheduler, scheduled, output)
@@ -152,10 +150,7 @@ def update_from_output(
 
 
 def _evaluate(scheduler: Any, output: Any, scores: ScoresOfStep) -> list[_Evaluated]:
-    """Evaluate the scores of a step, and return the requests of which something is to be done.
-
-    It passes each request once in each step, so nothing is made for one that goes on as it is.
-    """
+    """Evaluate the scores of a step; return the requests of which something is to be done."""
     requests, places, sampled = scheduler.requests, output.req_id_to_index, output.sampled_token_ids
     has_drafts = any(len(new) > 1 for new in sampled or ())
     evaluations: list[_Evaluated] = []

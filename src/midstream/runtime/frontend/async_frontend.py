@@ -45,9 +45,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         return cls(await call_all(client, DescribeWorker()), engine, client)
 
     def __init__(self, answers: list[list[WorkerInfo]], engine: Any, client: Any) -> None:
-        """Create it. `engine` is a proxy: the client's tasks keep this, and must not keep the
-        engine.
-        """
+        """Create it. `engine` is a proxy: the client's tasks keep this, and must not keep that."""
         info = describe(answers, FrontEnds.of(engine.vllm_config))
         super().__init__(info, engine, deltas=True, busy=lambda: busy(client))
         self._engine, self._client = engine, client

@@ -275,10 +275,7 @@ def _workers_of(info: EngineInfo) -> list[list[RemoteWorker]]:
 
 
 def set_payload(request: Any, payload: RequestPayload | None) -> None:
-    """Put a request payload into a request's `extra_args`; None: remove what is there.
-
-    The `extra_args` may be those of several requests, and are replaced, not changed.
-    """
+    """Put a payload into `extra_args`, which several requests may share, of a request; or none."""
     params = request.sampling_params
     rest = other_args(params)
     params.extra_args = (rest or None) if payload is None else {**rest, KEY: payload}

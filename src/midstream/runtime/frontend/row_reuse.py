@@ -104,9 +104,8 @@ class ReusedRows:
         return row_sets
 
     def missing(self, blocks: Sequence[ResultBlock], tokens: Sequence[int]) -> list[ResultBlock]:
-        """Return the rows that a completion has from earlier requests.
-
-        `blocks` are those that the workers computed, `tokens` the ids of all rows, prompt first.
+        """Return the rows that a completion has from earlier requests, beside `blocks` of its
+        own.
         """
         missing_blocks = []
         for captures, taps in self._plan.alike:

@@ -65,9 +65,8 @@ class RowStore:
     def find(
         self, key: bytes, taps: Sequence[Tap], offsets: int, codec: str
     ) -> list[tuple[RowSet, tuple[Tap, ...]]] | None:
-        """Return sets that have the rows of all of some taps, each with those of the taps that are
-        to be read from it; None if a row is missing. `offsets`, bit n: the chunk's nth position is
-        wanted.
+        """Return sets with these rows of all of some taps, each with those to read from it; or
+        None.
         """
         with self._lock:
             chunk = self._chunks.get(key)

@@ -54,9 +54,7 @@ class RequestTotals:
     def _captured(
         self, receipt: Receipt, sizes: Mapping[Tap, int], reduced: Container[Tap]
     ) -> tuple[int, int]:
-        """Return the number of captured vectors and their size, once for completions of one
-        plan.
-        """
+        """Return the number of captured vectors and their size, once for equal completions."""
         key: tuple[Any, ...] = receipt.captured, sizes, reduced
         if self._last is not None:
             before, totals = self._last

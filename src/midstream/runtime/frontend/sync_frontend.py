@@ -177,8 +177,8 @@ class FrontEnd(BaseFrontEnd):
 
     @contextmanager
     def report_at_end(self) -> Iterator[list[Any]]:
-        """Report results that differ from their plan at the end of this context, which yields the
-        list for the call's outputs.
+        """Report problems of the outputs added to the list that this yields at its end, in no
+        step.
         """
         outputs: list[Any] = []
         self._reports = False
@@ -199,9 +199,7 @@ class FrontEnd(BaseFrontEnd):
             self._end_idle()
 
     def drop(self, request_ids: Container[str]) -> None:
-        """Release the requests of a call that failed, unreported. Rows that a sink has stay
-        there.
-        """
+        """Release the requests of a call that failed, unreported. Rows stay in their sinks."""
         self._receive()
         kept = []
         for request in self._finished:

@@ -23,9 +23,8 @@ class TakenNames:
 
     @contextmanager
     def taken(self, plan: Plan | CallPlan | None) -> Iterator[Keep]:
-        """Take the names in a plan while its request is admitted. Without a call of the function
-        that this yields, which keeps them for the admitted request and returns it, they are given
-        back.
+        """Take the names in a plan while its request is admitted; yield the function that keeps
+        them.
         """
         names = self._sinks.names_of(plan.plan if isinstance(plan, CallPlan) else plan)
         if names is None:

@@ -107,9 +107,7 @@ class NamedWeights(Generic[Weights, T]):
 
     @contextmanager
     def adding(self, name: str, weights: Weights) -> Iterator[Iterator[WriteWeights]]:
-        """Register weights under a name. In the block, all messages that it yields are to be
-        sent.
-        """
+        """Register weights by name. In the block, all messages that it yields are to be sent."""
         with at("name"):
             read_name(name, may_be_empty=False)
             self.check_name(name)

@@ -64,8 +64,6 @@ def control_of(
 
 
 def control_source(name: str, edits: str = "", has_failed: bool = False) -> str:
-    """Return the source of a version that a controller chose, of a set of edits, if it has a
-    name.
-    """
+    """Return the source of a version that a controller chose, of a named set of edits or ""."""
     chosen = f"controller:{name}/{edits}" if edits else f"controller:{name}"
     return f"{chosen} failed" if has_failed else chosen

@@ -122,9 +122,7 @@ def part_of_steps(steps: tuple[Instruction, ...], part: int, parts: int) -> tupl
 
 
 def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
-    """Return the captured rows of several workers, with the parts of each joined, if all are
-    there.
-    """
+    """Return the captured rows of several workers, with all parts of each joined."""
     whole: list[ResultBlock] = []
     split: dict[Tap, dict[int, list[ResultBlock]]] = {}
     counts: dict[Tap, int] = {}

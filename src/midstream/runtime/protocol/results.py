@@ -298,9 +298,7 @@ class WorkerResult:
         return count
 
     def _records(self, header: RowsHeader, data: memoryview, record: int) -> list[Chunk]:
-        """Return the records of a header, or those of its places in the arena: [records, 1,
-        bytes].
-        """
+        """Return the records of a header as [records, 1, bytes]; leased data are their places."""
         if self._leased is None:
             count = self._check_size(header, record)
             return [_tensor(data).view(count, 1, record)]

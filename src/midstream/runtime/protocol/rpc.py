@@ -120,9 +120,7 @@ class UpdateVectors(RpcRequest[Acknowledged], frozen=True):
 
 
 class CountResets(RpcRequest[Acknowledged], frozen=True):
-    """Report how often the prefix cache was reset. Sent by the engine core, before the next
-    step.
-    """
+    """Report how often the prefix cache was reset; from the engine core, before the next step."""
 
     resets: Natural
     answer: ClassVar[type[ProtocolMessage]] = Acknowledged

@@ -74,8 +74,8 @@ class Admission:
         return admitted.replica
 
     def extend(self, needs: Mapping[str, Need]) -> None:
-        """Take more capacity for later plans of running requests, without rows; do not wait for
-        it.
+        """Take more capacity for later plans of running requests, without rows, or raise
+        BusyError.
         """
         taken: list[tuple[CapacityBudget, Need]] = []
         for uid, need in needs.items():
@@ -171,8 +171,8 @@ class Admission:
         return replicas
 
     def _next(self) -> tuple[str, int] | None:
-        """Return the first waiting request that fits, and its engine, which no earlier one waits
-        for.
+        """Return the first waiting request that fits, and its engine, if no earlier one waits for
+        it.
         """
         waited_for: frozenset[int] = frozenset()
         for uid, waiting in self._waiting.items():

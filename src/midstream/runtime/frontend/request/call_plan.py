@@ -52,8 +52,8 @@ def has_plan(params: Any) -> bool:
 
 
 def plan_of(params: Any) -> Plan | CallPlan | None:
-    """Return the plan in the `extra_args` of sampling or pooling parameters; None if there is none.
-    Fields of other tools that have an equal here are translated.
+    """Return the plan in parameters' `extra_args`, or made of fields of other tools there; or
+    None.
     """
     extra_args = getattr(params, "extra_args", None)
     if not extra_args:

@@ -27,9 +27,7 @@ def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
 
 
 def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version captures and probes what the first does, and that neither has
-    functions.
-    """
+    """Check that a version captures and probes what the first does; neither has functions."""
     if first.functions or later.functions:
         raise SpecError("edits", "a request with a Python function (Local) cannot be changed")
     named = [[probe for probe in plan.probes if probe.name] for plan in (first, later)]

@@ -84,9 +84,8 @@ async def call_all(client: Any, request: RpcRequest[A]) -> list[list[A]]:
 
 
 def check_loop(client: Any) -> None:
-    """Check that an engine is called from the event loop to which it belongs. vLLM reads what it
-    sends in a task of the first loop; when that loop ends, it reports the engine as dead, without a
-    reason.
+    """Check that an engine is called from its own event loop, whose end would look like its
+    death.
     """
     reader = getattr(client.resources, "output_queue_task", None)
     if reader is None or reader.get_loop() is asyncio.get_running_loop():

@@ -115,9 +115,7 @@ class RpcBatcher:
         return blocks
 
     async def collect_partial(self, uid: str, stops: Mapping[str, int]) -> WorkerAnswers:
-        """Return rows of a running request below positions by vLLM's id; the workers forget
-        them.
-        """
+        """Return rows of a running request below some positions; the workers forget them."""
         answers: WorkerAnswers = await self._request(self._partial, uid, stops)
         return answers
 

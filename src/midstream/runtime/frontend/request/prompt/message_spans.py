@@ -104,9 +104,7 @@ def chat_renderer(renderer: Any, params: ChatParams) -> Render:
 def template_arguments(
     chat: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a chat call that its template gets; `args`: those after
-    parameters.
-    """
+    """Return the arguments of a chat call that its template gets; `args`: after parameters."""
     bound = inspect.signature(chat).bind_partial(None, None, None, *args, **named)
     return {name: bound.arguments[name] for name in TEMPLATE_ARGUMENTS if name in bound.arguments}
 
@@ -203,9 +201,7 @@ class _Finder:
         return regions
 
     def _stop(self, start: int, parts: list[str], gap: str) -> int | None:
-        """Return where a content at `start` with `gap` after it ends; None: at no or several
-        places.
-        """
+        """Return where a content at `start`, before `gap`, ends; None: at no or several places."""
         text, whole = self._text, "".join(parts)
         stops = {
             start + len(content)
