@@ -280,7 +280,6 @@ class HttpError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as JSON values, in the form of vLLM's errors."""
         from http import HTTPStatus
 
         return {

@@ -171,7 +171,6 @@ def load_lens(path: str | Path) -> LinearLens:
 
 
 def _read_config(path: Path) -> tuple[int, int]:
-    """Return the number of layers, and the width."""
     if check_regular(path).st_size > _MAX_CONFIG_BYTES:
         raise SpecError("", f"more than {_MAX_CONFIG_BYTES} bytes")
     config = read_json(path.read_bytes())

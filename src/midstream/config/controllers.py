@@ -42,7 +42,6 @@ class DeclaredController:
 
 @setting(_SETTING)
 def read_controllers(value: object) -> dict[str, DeclaredController]:
-    """Return the setting `controllers` by name."""
     controllers = {}
     for name, declared in read_mapping(value, "a dict of controllers by name").items():
         if not isinstance(name, str) or not NAME.fullmatch(name):

@@ -99,7 +99,6 @@ def divided(settings: HttpSettings, processes: int) -> HttpSettings:
 
 
 def plain_http(settings: HttpSettings | None) -> bool | dict[str, Any]:
-    """Return the JSON form of the settings."""
     if settings is None:
         return False
     return {**to_builtins(settings), "parameters": list(settings.parameters)}

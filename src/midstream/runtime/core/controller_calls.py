@@ -76,7 +76,6 @@ class DeclaredCalls:
     """The calls of one declared controller."""
 
     def __init__(self, name: str, declared: DeclaredController) -> None:
-        """Import its code."""
         self.seconds = declared.seconds
         self._name = name
         self._make = load(name, declared)

@@ -84,7 +84,6 @@ class RunningController:
         return max(0, self.reached + 1 - int(self.request.num_prompt_tokens))
 
     def observed(self) -> Observed:
-        """Return what a declared controller is given now."""
         import torch
 
         scores = {

@@ -264,7 +264,6 @@ class BaseFrontEnd:
 
 
 def _workers_of(info: EngineInfo) -> list[list[RemoteWorker]]:
-    """Return the workers of each replica."""
     workers: list[list[RemoteWorker]] = [
         [] for _ in range(1 + max(w.replica for w in info.workers))
     ]

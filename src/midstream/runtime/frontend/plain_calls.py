@@ -26,7 +26,6 @@ class PlainCalls:
         self._counts[request_id] += 1
 
     def leave(self, request_id: str) -> None:
-        """End a call."""
         self._counts[request_id] -= 1
         if not self._counts[request_id]:
             del self._counts[request_id]

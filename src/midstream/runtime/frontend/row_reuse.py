@@ -104,9 +104,7 @@ class ReusedRows:
         return row_sets
 
     def missing(self, blocks: Sequence[ResultBlock], tokens: Sequence[int]) -> list[ResultBlock]:
-        """Return the rows that a completion has from earlier requests, beside `blocks` of its
-        own.
-        """
+        """Return the rows that a completion has from earlier requests, beside its own `blocks`."""
         missing_blocks = []
         for captures, taps in self._plan.alike:
             if not self._is_reused(captures):

@@ -65,9 +65,7 @@ class RowStore:
     def find(
         self, key: bytes, taps: Sequence[Tap], offsets: int, codec: str
     ) -> list[tuple[RowSet, tuple[Tap, ...]]] | None:
-        """Return sets with these rows of all of some taps, each with those to read from it; or
-        None.
-        """
+        """Return sets with these rows of all of some taps, each with those to read from it."""
         with self._lock:
             chunk = self._chunks.get(key)
             if chunk is None:
@@ -82,7 +80,6 @@ class RowStore:
             return None if left else matches
 
     def has(self, key: bytes, taps: Sequence[Tap], offsets: int, codec: str) -> bool:
-        """Return whether there are the rows of all of some taps; see `find`."""
         return self.find(key, taps, offsets, codec) is not None
 
     def use(self, keys: Sequence[bytes]) -> None:

@@ -70,7 +70,6 @@ class RequestTotals:
         return rows, nbytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the totals as JSON values."""
         names = [field.name for field in fields(self) if field.name != "_last"]
         totals = {name: getattr(self, name) for name in names}
         return {**totals, "completions": dict(self.completions)}

@@ -45,7 +45,6 @@ class StepControllers:
         self._running: dict[str, _Controlled] = {}
 
     def add(self, uid: str, call_plan: CallPlan, plan: ResolvedPlan, request: Any) -> None:
-        """Add a request, if it has a controller."""
         if call_plan.controller is not None:
             prompt = request.prompt_token_ids or [0] * plan.prompt_len
             run = ControllerRun(call_plan.controller, request.request_id)

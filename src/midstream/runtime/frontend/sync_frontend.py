@@ -177,8 +177,8 @@ class FrontEnd(BaseFrontEnd):
 
     @contextmanager
     def report_at_end(self) -> Iterator[list[Any]]:
-        """Report problems of the outputs added to the list that this yields at its end, in no
-        step.
+        """Report problems of the outputs added to the list that this yields, at its end, not
+        before.
         """
         outputs: list[Any] = []
         self._reports = False

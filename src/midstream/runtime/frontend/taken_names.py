@@ -23,7 +23,7 @@ class TakenNames:
 
     @contextmanager
     def taken(self, plan: Plan | CallPlan | None) -> Iterator[Keep]:
-        """Take the names in a plan while its request is admitted; yield the function that keeps
+        """Take the names in a plan while its request is admitted; the function yielded keeps
         them.
         """
         names = self._sinks.names_of(plan.plan if isinstance(plan, CallPlan) else plan)

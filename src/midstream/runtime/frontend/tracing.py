@@ -80,7 +80,6 @@ def instrument_manual(original: Callable[..., Any], *args: Any, **named: Any) ->
 
 
 def attributes_of(receipt: Receipt) -> dict[str, Any]:
-    """Return the attributes that a span gets from the receipt of its completion."""
     attributes: dict[str, Any] = {
         "midstream.receipt.status": receipt.status,
         "midstream.captured.rows": sum(count.actual for count in receipt.captured),

@@ -86,7 +86,6 @@ class NamedWeights(Generic[Weights, T]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The registered names, in order."""
         return tuple(self._registered)
 
     @property
@@ -168,7 +167,6 @@ class NamedWeights(Generic[Weights, T]):
 def from_settings(
     registries: Sequence[NamedWeights[Any, Any]], vllm_config: Any
 ) -> Iterator[WriteWeights]:
-    """Register what the settings name; see `NamedWeights.from_settings`."""
     for registry in registries:
         yield from registry.from_settings(vllm_config)
 

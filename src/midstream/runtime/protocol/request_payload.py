@@ -47,7 +47,6 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
 
     @property
     def reports(self) -> bool:
-        """Whether the workers report its scores in each step."""
         return bool(self.acts) or self.control is not None
 
     def first_read(self, resets: int) -> int | None:

@@ -239,7 +239,6 @@ class WorkerResult:
         return ResultBlock(part.taps, part.codec, form.positions, chunks, rank, False, part.parts)
 
     def blocks(self) -> list[ResultBlock]:
-        """Return the captured rows."""
         return [block for header, data in self._rows for block in self._blocks(header, data)]
 
     def scores(self) -> list[tuple[Ints, Floats]]:

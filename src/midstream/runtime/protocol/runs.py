@@ -32,12 +32,10 @@ def joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def count_of(runs: Iterable[tuple[int, int]]) -> int:
-    """Return the number of positions in (first, length) runs."""
     return sum(length for _, length in runs)
 
 
 def expand_runs(runs: Iterable[tuple[int, int]]) -> Ints:
-    """Return the positions in (first, length) runs."""
     return expand((first, first + length) for first, length in runs)
 
 

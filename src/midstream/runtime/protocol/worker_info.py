@@ -16,12 +16,10 @@ from midstream.transport.leases import Address
 
 
 def place_of(replica: int, stage: int, tensor_rank: int) -> str:
-    """Return a worker's place, for messages and metrics."""
     return f"{replica}.{stage}.{tensor_rank}"
 
 
 def this_process() -> str:
-    """Return an identity of this process."""
     return f"{socket.gethostname()} {uuid.getnode()} {os.getpid()}"
 
 

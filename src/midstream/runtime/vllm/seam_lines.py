@@ -81,7 +81,6 @@ class SeamGroup(NamedTuple):
 
 
 def parse(text: str) -> dict[str, SeamGroup]:
-    """Return the seams of a text, by group."""
     groups: dict[str, list[Seam | Fields]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:

@@ -40,7 +40,6 @@ def is_v2_runner(runner: Any) -> bool:
 
 
 def check_runner(runner: Any, is_v2: bool) -> None:
-    """Check the seams of a model runner whose model is loaded."""
     _check(GROUPS["model"])
     group = GROUPS["v2" if is_v2 else "v1"]
     kind = f"{type(runner).__module__}.{type(runner).__qualname__}"

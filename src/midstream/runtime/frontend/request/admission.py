@@ -74,9 +74,7 @@ class Admission:
         return admitted.replica
 
     def extend(self, needs: Mapping[str, Need]) -> None:
-        """Take more capacity for later plans of running requests, without rows, or raise
-        BusyError.
-        """
+        """Take more capacity for later plans of running requests, without rows, or raise."""
         taken: list[tuple[CapacityBudget, Need]] = []
         for uid, need in needs.items():
             budget = self._budgets[self._admitted[uid].replica]
@@ -140,7 +138,6 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting requests."""
         return len(self._waiting)
 
     def _admit_waiting(self) -> None:
@@ -171,7 +168,7 @@ class Admission:
         return replicas
 
     def _next(self) -> tuple[str, int] | None:
-        """Return the first waiting request that fits, and its engine, if no earlier one waits for
+        """Return the first waiting request that fits an engine, unless an earlier one waits for
         it.
         """
         waited_for: frozenset[int] = frozenset()

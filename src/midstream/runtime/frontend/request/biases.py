@@ -9,7 +9,6 @@ from midstream.plan import ResolvedPlan
 
 
 def check_biases(plan: ResolvedPlan, vllm_config: Any) -> None:
-    """Check that an engine can add a plan's biases."""
     if not plan.biases:
         return
     source = next(edit.source for edit in plan.edits if edit.site == "logits")

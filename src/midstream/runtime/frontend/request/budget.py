@@ -224,7 +224,6 @@ class CapacityBudget:
                     self._used[kind] -= size
 
     def release_rows(self, need: Need) -> None:
-        """Release the capacity for rows: `need.rows` bytes."""
         self._counts[ROWS] -= need.rows
 
     @property

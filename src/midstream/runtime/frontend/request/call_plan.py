@@ -47,14 +47,11 @@ class CallPlan:
 
 
 def has_plan(params: Any) -> bool:
-    """Return whether a request's parameters, of any kind, have a plan in `extra_args`."""
     return (getattr(params, "extra_args", None) or {}).get(KEY) is not None
 
 
 def plan_of(params: Any) -> Plan | CallPlan | None:
-    """Return the plan in parameters' `extra_args`, or made of fields of other tools there; or
-    None.
-    """
+    """Return the plan in parameters' `extra_args`, or one made of fields of other tools there."""
     extra_args = getattr(params, "extra_args", None)
     if not extra_args:
         return None

@@ -64,7 +64,7 @@ class ControllerRun:
 
     @contextmanager
     def changing(self, asked: Mapping[str, Any]) -> Iterator[None]:
-        """Record what an answer asked for, if the block has done it; if it cannot, that is no
+        """Record what an answer asked for, once the block has done it; to be too late is no
         error.
         """
         try:

@@ -95,5 +95,4 @@ class Intake:
         return max(0.0, end - time.monotonic())
 
     def begin_wait(self, request_id: str, give_up: Callable[[BusyError], object]) -> Wait:
-        """Begin the wait of a call; `give_up` is called when it took too long."""
         return Wait(request_id, self._seconds, give_up, self._observe)

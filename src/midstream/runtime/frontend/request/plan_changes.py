@@ -124,7 +124,6 @@ class PlanChanges(RunningPlans):
         ]
 
     async def _fetch(self, names: Sequence[str | CallPlan], edits: object) -> None:
-        """Fetch what edits towards tokens are computed from."""
         edit_lists = [edits] if edits is not None else [self.find(name)[1].edits for name in names]
         await _fetch(self._resolver.readings.registries.directions, edit_lists)
 
@@ -293,7 +292,6 @@ async def _fetch(directions: DirectionCache | None, edit_lists: Sequence[object]
 
 
 def _end(change: PendingChange, answers: Sequence[UpdatedPlan]) -> PlanUpdate:
-    """Return where a change holds."""
     update = _update_of(change, answers)
     if update is None:
         raise ended(change.history.name)

@@ -74,7 +74,6 @@ class RequestPlans:
         self._ahead[call_plan] = _Ahead(*key, others, resolved)
 
     def forget(self, call_plan: CallPlan) -> None:
-        """Forget what was resolved for a call that has ended."""
         self._ahead.pop(call_plan, None)
 
     def _resolve(

@@ -62,7 +62,6 @@ class PlanHistory:
         return self.edits, self.origins
 
     def with_edits(self, edits: tuple[Edit, ...], origins: tuple[int, ...]) -> CallPlan:
-        """Return the plan with other edits, with names bound."""
         own, plan = self.call_plan.plan, None
         captures, probes = ((), ()) if own is None else (own.captures, own.probes)
         if captures or edits or probes:

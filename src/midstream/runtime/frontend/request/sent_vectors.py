@@ -67,7 +67,6 @@ class SentVectors:
 
     @property
     def in_use(self) -> int:
-        """Number of vectors that running requests name."""
         return len(self._users)
 
     def check_integrity(self, stored: Iterable[int]) -> None:

@@ -29,7 +29,6 @@ class SinkRoute:
 
     @property
     def label(self) -> Label:
-        """Under what the rows are delivered."""
         return Label(self.name, self.tag, self.metadata, self.layout)
 
 

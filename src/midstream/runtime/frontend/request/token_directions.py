@@ -68,7 +68,6 @@ class DirectionCache:
                 del self._found[next(iter(self._found))]
 
     async def fetch(self, keys: Mapping[DirectionKey, str]) -> None:
-        """Ask the workers of an asynchronous engine; see `reading`."""
         assert self.carry_out_later is not None
         await self.carry_out_later(self.reading(keys))
 
@@ -103,7 +102,6 @@ class DirectionCache:
         return self.key(read_token(token), (site, layer), lens)
 
     def key(self, token: int | str, tap: Tap, lens: str) -> DirectionKey:
-        """Return what a direction is stored under."""
         last = self._shape.num_layers - 1
         reason = self._shape.reason((LENS, last))
         if reason is not None:

@@ -24,7 +24,6 @@ Sent = Sequence[tuple[WorkerInfo, Ints, Floats]]
 
 
 def probe_that_stopped(plan: ResolvedPlan, completion: Any) -> ResolvedProbe | None:
-    """Return the probe that ended a completion; None: none did."""
     if completion.finish_reason != "stop" or not isinstance(completion.stop_reason, str):
         return None
     for probe in plan.probes:

@@ -155,7 +155,6 @@ class AsyncCompletion:
 
 
 def _record(call: GenerateCall, output: Any) -> None:
-    """Record the tokens of an output of a call with one completion."""
     assert call.admitted is not None
     if call.stream is None:
         prompt = output.prompt_token_ids or [0] * call.admitted.plan.prompt_len

@@ -150,7 +150,6 @@ class PartialRows:
         return nbytes
 
     def received(self) -> dict[int, list[ResultBlock]]:
-        """Return all blocks that arrived, per completion."""
         return {index: mine.received for index, mine in self._completions.items()}
 
     def shown(self, tokens: Ints, is_delta: bool) -> Activations:
@@ -186,7 +185,6 @@ class PartialRows:
             self._completions[index].results.setdefault(route, []).append(result)
 
     def results(self, route: SinkRoute, index: int) -> tuple[Future[CaptureResult], ...]:
-        """Return the result of each piece of a completion that a sink was given."""
         return tuple(self._completions[index].results.get(route, ()))
 
     def last_rows(

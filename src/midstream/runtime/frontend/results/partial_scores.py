@@ -60,7 +60,6 @@ class StreamState:
         return (start, stop) if any(selected) else None
 
     def add(self, blocks: list[ScoreBlock]) -> None:
-        """Add the scores that the workers have in the span of `next_span`."""
         for scores in self._scores:
             scores.add(blocks)
 

@@ -84,9 +84,7 @@ async def call_all(client: Any, request: RpcRequest[A]) -> list[list[A]]:
 
 
 def check_loop(client: Any) -> None:
-    """Check that an engine is called from its own event loop, whose end would look like its
-    death.
-    """
+    """Check that an engine is called from its own event loop: vLLM reads its answers there."""
     reader = getattr(client.resources, "output_queue_task", None)
     if reader is None or reader.get_loop() is asyncio.get_running_loop():
         return

@@ -46,13 +46,11 @@ class _Queue:
         return bool(self._waiting)
 
     def add(self, uid: str, argument: Any) -> asyncio.Future[Any]:
-        """Add a request; return the future of its result."""
         future = asyncio.get_running_loop().create_future()
         self._waiting[uid] = (argument, future)
         return future
 
     def close(self) -> None:
-        """End all requests with an error."""
         _end(future for _, future in self._waiting.values())
         self._waiting.clear()
 
@@ -125,7 +123,6 @@ class RpcBatcher:
         return answers
 
     async def release(self, uid: str) -> None:
-        """Have the workers forget a request."""
         with suppress(BusyError):  # the workers end with the engine
             await self._request(self._releases, uid, None)
 
@@ -162,7 +159,6 @@ class RpcBatcher:
         return {}
 
     async def carry_out(self, exchange: Exchange[T]) -> T:
-        """Return the result of an exchange with the workers."""
         try:
             request = next(exchange)
             while True:

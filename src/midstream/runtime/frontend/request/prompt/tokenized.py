@@ -37,7 +37,6 @@ def tokenize(engine: Any, prompt: Any, template: Mapping[str, Any]) -> Prompt:
 
 
 def is_chat(prompt: Any) -> bool:
-    """Return whether a prompt is the messages of a chat."""
     return isinstance(prompt, (list, tuple)) and any(
         isinstance(message, Mapping) for message in prompt
     )
@@ -61,7 +60,6 @@ def token_texts(engine: Any, prompt: Prompt) -> tuple[str, ...]:
 
 
 def texts_of(engine: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, decoded alone."""
     tokenizer = _tokenizer(engine, "the text of a token")
     known = {token: decode(tokenizer, [token]) for token in set(ids)}
     return [known[token] for token in ids]
