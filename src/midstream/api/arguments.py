@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from midstream.compat.foreign_fields import OWN
@@ -111,13 +111,7 @@ class CallArguments:
         return "edits", f"[{int(index) - count}]{tail}"
 
     def _values(self) -> dict[str, Any]:
-        return {
-            "capture": self.capture,
-            "steer": self.steer,
-            "edits": self.edits,
-            "probes": self.probes,
-            "controller": self.controller,
-        }
+        return {argument.name: getattr(self, argument.name) for argument in fields(self)}
 
 
 # Arguments of these types are immutable; a list or a dict may change from call to call.

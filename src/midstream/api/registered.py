@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 Weights = TypeVar("Weights")
 
 
-class Registered(Generic[Weights]):
-    """Weights by name: register, remove, names."""
-
+class _Names(Generic[Weights]):
     def __init__(self, registry: NamedWeights[Weights, Any]) -> None:
         self._registry = registry
 
@@ -29,6 +27,14 @@ class Registered(Generic[Weights]):
     def names(self) -> tuple[str, ...]:
         """The registered names."""
         return self._registry.names
+
+    def remove(self, name: str) -> None:
+        """Forget weights."""
+        self._registry.remove(name)
+
+
+class Registered(_Names[Weights]):
+    """Weights by name: register, remove, names."""
 
     def register(self, name: str, weights: Weights) -> None:
         """Send weights to the workers, in place of others of that name; see `readout_bytes`."""
@@ -36,31 +42,15 @@ class Registered(Generic[Weights]):
             for message in messages:
                 self._registry.write(message)
 
-    def remove(self, name: str) -> None:
-        """Forget weights."""
-        self._registry.remove(name)
 
-
-class AsyncRegistered(Generic[Weights]):
+class AsyncRegistered(_Names[Weights]):
     """Weights by name of an `AsyncLLM`; see `Registered`."""
-
-    def __init__(self, registry: NamedWeights[Weights, Any]) -> None:
-        self._registry = registry
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The registered names."""
-        return self._registry.names
 
     async def register(self, name: str, weights: Weights) -> None:
         """Send weights to the workers of all replicas; see `Registered.register`."""
         with self._registry.adding(name, weights) as messages:
             for message in messages:
                 await self._registry.write(message)
-
-    def remove(self, name: str) -> None:
-        """Forget weights; see `Registered.remove`."""
-        self._registry.remove(name)
 
 
 class Lenses(Registered[LinearLens]):

@@ -60,7 +60,11 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._streamer = RowStreamer(self.sinks, self._admission.release_rows, self._tasks)
         self.completion = AsyncCompletion(
             self._config, self.info.shape, self.sinks, self._streamer,
-            CallEnd(client.abort_requests_async, self._end, self._collected),
+            CallEnd(
+                client.abort_requests_async,
+                lambda call: self._release_tables([call.uid]),
+                self._collected,
+            ),
         )  # fmt: skip
 
     def begin(self, plan: CallPlan, session: InputSession | None) -> GenerateCall:
@@ -209,10 +213,6 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._release([uid])
         if call.replica is not None:
             await call.replica.batcher.release(uid)
-
-    def _end(self, call: GenerateCall) -> None:
-        """Release what the ended requests of a call take, except for their rows."""
-        self._release_tables([call.uid])
 
     def _collected(self, call: GenerateCall) -> None:
         """Release all capacity of a call whose results were fetched."""

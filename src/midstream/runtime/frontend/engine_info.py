@@ -70,36 +70,24 @@ def describe(
     if not taps:
         raise UnsupportedError("no site of any layer is tapped; see midstream's settings")
     first = workers[0]
+    rows = [
+        row
+        for w in workers
+        for row in zip(w.taps, w.widths, w.heads, w.routing, w.parts, strict=True)
+    ]
+    width = first.hidden_size
+    widths = {tap: own * parts for tap, own, _, _, parts in rows if own * parts != width}
+    heads = {tap: count * parts for tap, _, count, _, parts in rows if count}
+    routing = {tap: chosen for tap, _, _, chosen, _ in rows if chosen}
     shape = ModelShape(
         num_layers=first.num_layers,
-        hidden_size=first.hidden_size,
+        hidden_size=width,
         taps=taps,
         reasons=tuple(lacking.items()),
         dtype=first.dtype,
-        widths=tuple(
-            {
-                tap: width * parts
-                for worker in workers
-                for tap, width, parts in zip(worker.taps, worker.widths, worker.parts, strict=True)
-                if width * parts != first.hidden_size
-            }.items()
-        ),
-        heads=tuple(
-            {
-                tap: heads * parts
-                for worker in workers
-                for tap, heads, parts in zip(worker.taps, worker.heads, worker.parts, strict=True)
-                if heads
-            }.items()
-        ),
-        routing=tuple(
-            {
-                tap: routing
-                for worker in workers
-                for tap, routing in zip(worker.taps, worker.routing, strict=True)
-                if routing
-            }.items()
-        ),
+        widths=tuple(widths.items()),
+        heads=tuple(heads.items()),
+        routing=tuple(routing.items()),
     )
     room = front_ends.room(first.room)
     return EngineInfo(shape, first.dtype, first.codec, first.return_, room, workers, front_ends)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 from midstream.errors import MessageError
 from midstream.plan.resolved import LensMap
@@ -101,13 +101,9 @@ class TokenDirections(ProtocolMessage, frozen=True):
 class RpcRequest(ProtocolMessage, Generic[A], frozen=True, tag_field="op", tag=True):
     """Base of the operations; `A` is what each worker answers."""
 
-    answer: ClassVar[type[ProtocolMessage]]
-
 
 class DescribeWorker(RpcRequest[WorkerInfo], frozen=True):
     """Return the worker's description."""
-
-    answer: ClassVar[type[ProtocolMessage]] = WorkerInfo
 
 
 class UpdateVectors(RpcRequest[Acknowledged], frozen=True):
@@ -116,14 +112,12 @@ class UpdateVectors(RpcRequest[Acknowledged], frozen=True):
     """
 
     updates: list[VectorUpdate]
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class CountResets(RpcRequest[Acknowledged], frozen=True):
     """Report how often the prefix cache was reset; from the engine core, before the next step."""
 
     resets: Natural
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
@@ -136,7 +130,6 @@ class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
     version: PlanVersion
     # what the workers must do to have those of its plan, even if the requests have ended
     vectors: VectorUpdate | None = None
-    answer: ClassVar[type[ProtocolMessage]] = UpdatedPlan
 
 
 class StopRequests(RpcRequest[Acknowledged], frozen=True):
@@ -148,7 +141,6 @@ class StopRequests(RpcRequest[Acknowledged], frozen=True):
     request_ids: list[str]
     reason: str
     is_error: bool = False
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class ChangePlans(RpcRequest[Acknowledged], frozen=True):
@@ -157,7 +149,6 @@ class ChangePlans(RpcRequest[Acknowledged], frozen=True):
     """
 
     changes: list[PlanChange]
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class CollectResults(RpcRequest[CollectedResults], frozen=True):
@@ -166,7 +157,6 @@ class CollectResults(RpcRequest[CollectedResults], frozen=True):
     uids: list[str]
     mapped: list[WorkerRank]  # workers whose arena the front end maps
     front_end: Natural = 0
-    answer: ClassVar[type[ProtocolMessage]] = CollectedResults
 
 
 class CollectPartialRows(RpcRequest[CollectedResults], frozen=True):
@@ -176,14 +166,12 @@ class CollectPartialRows(RpcRequest[CollectedResults], frozen=True):
     stops: dict[str, dict[str, int]]
     mapped: list[WorkerRank]  # workers whose arena the front end maps
     front_end: Natural = 0
-    answer: ClassVar[type[ProtocolMessage]] = CollectedResults
 
 
 class ReadScores(RpcRequest[RunningScores], frozen=True):
     """Return scores of running requests; the worker keeps them."""
 
     spans: dict[str, Span]  # per uid, [start, stop) of positions whose forward pass has been queued
-    answer: ClassVar[type[ProtocolMessage]] = RunningScores
 
 
 class ReadData(RpcRequest[ResultData], frozen=True):
@@ -192,21 +180,18 @@ class ReadData(RpcRequest[ResultData], frozen=True):
     name: str
     offset: Natural
     size: Natural
-    answer: ClassVar[type[ProtocolMessage]] = ResultData
 
 
 class DiscardData(RpcRequest[Acknowledged], frozen=True):
     """Forget the data under a name."""
 
     name: str
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class ReleaseRequests(RpcRequest[Acknowledged], frozen=True):
     """Finish requests and forget them and their results."""
 
     uids: list[str]
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class ReadParameter(RpcRequest[ParameterRows], frozen=True):
@@ -215,7 +200,6 @@ class ReadParameter(RpcRequest[ParameterRows], frozen=True):
     name: str
     first: Natural
     count: Natural
-    answer: ClassVar[type[ProtocolMessage]] = ParameterRows
 
 
 class ReadDirections(RpcRequest[TokenDirections], frozen=True):
@@ -223,7 +207,6 @@ class ReadDirections(RpcRequest[TokenDirections], frozen=True):
 
     token: Natural
     maps: list[LensMap]
-    answer: ClassVar[type[ProtocolMessage]] = TokenDirections
 
 
 class WriteWeights(RpcRequest[Acknowledged], frozen=True):
@@ -231,43 +214,20 @@ class WriteWeights(RpcRequest[Acknowledged], frozen=True):
 
     offset: Natural
     data: bytes
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class ReadUsage(RpcRequest[WorkerUsage], frozen=True):
     """Return the worker's usage."""
-
-    answer: ClassVar[type[ProtocolMessage]] = WorkerUsage
 
 
 class CheckIntegrity(RpcRequest[IntegrityReport], frozen=True):
     """Check the worker's invariants, which hold between steps."""
 
     front_end: Natural = 0
-    answer: ClassVar[type[ProtocolMessage]] = IntegrityReport
 
 
 _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
-    request.__name__: request
-    for request in (
-        DescribeWorker,
-        UpdateVectors,
-        CountResets,
-        UpdatePlan,
-        StopRequests,
-        ChangePlans,
-        CollectResults,
-        CollectPartialRows,
-        ReadScores,
-        ReadData,
-        DiscardData,
-        ReleaseRequests,
-        ReadParameter,
-        ReadDirections,
-        WriteWeights,
-        ReadUsage,
-        CheckIntegrity,
-    )
+    request.__name__: request for request in RpcRequest.__subclasses__()
 }
 
 
@@ -292,4 +252,5 @@ def read_request(value: object) -> RpcRequest[Any]:
 def read_answers(request: RpcRequest[A], values: Sequence[object]) -> list[A]:
     """Read the workers' answers to a request, as `collective_rpc` returned them."""
     name = f"answer of a worker to {type(request).__name__}"
-    return [unpack(request.answer, value, name) for value in values]
+    (answer,) = get_args(type(request).__orig_bases__[0])
+    return [unpack(answer, value, name) for value in values]

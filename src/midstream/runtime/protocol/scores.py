@@ -37,13 +37,7 @@ def score_blocks(
     worker: WorkerInfo, requests: Sequence[RequestScores], data: bytes
 ) -> Iterable[tuple[str, ScoreBlock]]:
     """Yield each request's uid and scores, of float32 [positions, slots] one after the other."""
-    described = (
-        sum(
-            count_of(described_request.runs) * described_request.slots
-            for described_request in requests
-        )
-        * _ITEM
-    )
+    described = _ITEM * sum(count_of(header.runs) * header.slots for header in requests)
     if described != len(data):
         raise MessageError(
             f"worker {worker.place} sent {len(data)} bytes of scores and described {described}"
@@ -54,7 +48,5 @@ def score_blocks(
         size = positions.size * request.slots
         values = np.frombuffer(data, np.float32, size, offset)
         offset += size * _ITEM
-        yield (
-            request.uid,
-            ScoreBlock(worker, positions, values.reshape(positions.size, request.slots)),
-        )
+        values = values.reshape(positions.size, request.slots)
+        yield request.uid, ScoreBlock(worker, positions, values)

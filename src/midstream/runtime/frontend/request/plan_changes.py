@@ -124,7 +124,9 @@ class PlanChanges(RunningPlans):
         ]
 
     async def _fetch(self, names: Sequence[str | CallPlan], edits: object) -> None:
-        edit_lists = [edits] if edits is not None else [self.find(name)[1].edits for name in names]
+        edit_lists = (
+            [edits] if edits is not None else [self.find(name)[1].given[0] for name in names]
+        )
         await _fetch(self._resolver.readings.registries.directions, edit_lists)
 
     async def _send(self, changes: Sequence[PendingChange]) -> list[Sequence[UpdatedPlan]]:
@@ -233,7 +235,7 @@ class PlanChanges(RunningPlans):
         history, prepared = change.history, change.prepared
         number = 1 + len(history.later)
         history.later[number] = LaterPlan(prepared.plan, source, change.factor)
-        history.edits, history.origins = change.given
+        history.given = change.given
         replica = self._admission.replica_of(change.uid)
         message = UpdatePlan(
             change.uid,

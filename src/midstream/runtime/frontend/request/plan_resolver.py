@@ -99,7 +99,11 @@ class PlanResolver:
         self._prompts = KnownPrompts()
         self._declared = controllers_of(engine.vllm_config)
         self.readings = EngineReadings(engine, info.workers, self._parts)
-        self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
+        self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(
+            lambda plan, before, also, length, max_tokens: self._finish(
+                plan, before, also, Prompt(length), max_tokens
+            )
+        )
 
     def resolve(
         self,
@@ -163,16 +167,6 @@ class PlanResolver:
         if everywhere:
             self._finish(None, (), everywhere, Prompt(1), None)
 
-    def _resolve_by_length(
-        self,
-        plan: Plan | None,
-        before: tuple[ServerWide, ...],
-        also: tuple[Capture, ...],
-        length: int,
-        max_tokens: int | None,
-    ) -> PreparedPlan:
-        return self._finish(plan, before, also, Prompt(length), max_tokens)
-
     def _finish(
         self,
         plan: Plan | None,
@@ -191,9 +185,11 @@ class PlanResolver:
             own_captures = tuple(item for item in own if isinstance(item, Capture))
             vectors = tuple(capture for capture in own_captures if capture.returns_vectors)
             decisive = vectors or also or own_captures
-            resolved = replace(
-                resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
-            )
+            default, ranks_default = self._info.codec, self._info.return_
+            codec = _common("codec", [capture.codec or default for capture in decisive], default)
+            ranks = [capture.return_ or ranks_default for capture in decisive]
+            sharded = _common("return", ranks, ranks_default) == SHARDED
+            resolved = replace(resolved, codec=codec, sharded=sharded)
             _check_heads(own, resolved.codec)
         weights: tuple[tuple[str, str], ...] = ()
         workers, config = self._info.workers, self._engine.vllm_config
@@ -272,14 +268,6 @@ class PlanResolver:
             plan,
             captures=tuple(capture.of_all_heads(self._info.shape) for capture in plan.captures),
         )
-
-    def _codec(self, captures: tuple[Capture, ...]) -> str:
-        default = self._info.codec
-        return _common("codec", [capture.codec or default for capture in captures], default)
-
-    def _return(self, captures: tuple[Capture, ...]) -> str:
-        default = self._info.return_
-        return _common("return", [capture.return_ or default for capture in captures], default)
 
     def _prompt(self, request: Any, call_plan: CallPlan) -> Prompt:
         ids = request.prompt_token_ids

@@ -6,7 +6,6 @@ vLLM makes the request of a rendered prompt on the event loop, and has midstream
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,20 +18,9 @@ from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, read_prompts
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
-from midstream.runtime.frontend.request.running_plans import Others
 
 # Taps, parts, positions and tokens of a plan that is resolved in some 20 ms.
 _LONG = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A plan that was resolved before its request exists, with the server-wide `others` of then."""
-
-    tokens: list[int]
-    max_tokens: int | None
-    others: Others
-    resolved: PreparedPlan
 
 
 class RequestPlans:
@@ -49,15 +37,14 @@ class RequestPlans:
         self._lookup = lookup
         self._num_layers = num_layers
         self._max_length = max_length
-        self._ahead: dict[CallPlan, _Ahead] = {}
+        # Plans that were resolved before their requests exist, each with what it was resolved for.
+        self._ahead: dict[CallPlan, tuple[tuple[Any, ...], PreparedPlan]] = {}
 
     def resolve(self, request: Any, call_plan: CallPlan, *others: Any) -> PreparedPlan:
         """Return the plan of a request, which has what `PlanResolver.resolve` reads."""
         ahead = self._ahead.pop(call_plan, None)
-        most = request.sampling_params.max_tokens
-        key = (request.prompt_token_ids, most, others)
-        if ahead is not None and (ahead.tokens, ahead.max_tokens, ahead.others) == key:
-            return ahead.resolved
+        if ahead is not None and ahead[0] == _key_of(request, others):
+            return ahead[1]
         return self._resolve(request, call_plan, *others)
 
     async def resolve_ahead(
@@ -70,8 +57,7 @@ class RequestPlans:
         if request is None or not self._is_long(request, call_plan, *others):
             return
         resolved = await in_thread(self._resolve, request, call_plan, *others)
-        key = (request.prompt_token_ids, request.sampling_params.max_tokens)
-        self._ahead[call_plan] = _Ahead(*key, others, resolved)
+        self._ahead[call_plan] = _key_of(request, others), resolved
 
     def forget(self, call_plan: CallPlan) -> None:
         self._ahead.pop(call_plan, None)
@@ -100,6 +86,10 @@ class RequestPlans:
         is_read = plan.needs_prompt or read_prompts(before, also)
         tokens = len(request.prompt_token_ids) if is_read else 0
         return versions * size_of(parts, self._num_layers) + tokens > _LONG
+
+
+def _key_of(request: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
+    return request.prompt_token_ids, request.sampling_params.max_tokens, others
 
 
 def _request_of(prompt: Any, params: Any, max_length: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from midstream.errors import SpecError
@@ -18,23 +19,8 @@ from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 Others = tuple[tuple[ServerWide, ...], tuple[Capture, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptOfRequest:
-    """What a plan is resolved with, of vLLM's EngineCoreRequest and under its names."""
-
-    prompt_token_ids: Any
-    prompt_is_token_ids: Any
-    prompt_embeds: Any
-    sampling_params: Any
-
-    @staticmethod
-    def of(request: Any) -> PromptOfRequest:
-        return PromptOfRequest(
-            request.prompt_token_ids,
-            getattr(request, "prompt_is_token_ids", None),
-            request.prompt_embeds,
-            request.sampling_params,
-        )
+# What a plan is resolved with, of vLLM's EngineCoreRequest.
+_OF_REQUEST = ("prompt_token_ids", "prompt_is_token_ids", "prompt_embeds", "sampling_params")
 
 
 @dataclass(slots=True)
@@ -48,18 +34,13 @@ class PlanHistory:
     call_plan: CallPlan
     before: tuple[ServerWide, ...]  # server-wide edits when it was admitted, which it keeps
     also: tuple[Capture, ...]
-    prompt: PromptOfRequest
-    edits: tuple[Edit, ...] = ()  # those given last, with names bound
-    origins: tuple[int, ...] = ()  # of these edits; see `Plan`
+    prompt: SimpleNamespace
+    # edits given last, with names bound, and their origins; see `Plan`
+    given: tuple[tuple[Edit, ...], tuple[int, ...]] = ((), ())
     # versions of its plan by number, from 1 on
     later: dict[int, LaterPlan] = field(default_factory=dict)
     # vLLM's ids of its requests that were submitted
     request_ids: list[str] = field(default_factory=list)
-
-    @property
-    def given(self) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
-        """The edits given last, and their origins."""
-        return self.edits, self.origins
 
     def with_edits(self, edits: tuple[Edit, ...], origins: tuple[int, ...]) -> CallPlan:
         own, plan = self.call_plan.plan, None
@@ -103,9 +84,8 @@ class RunningPlans:
             call_plan=call_plan,
             before=others[0],
             also=others[1],
-            prompt=PromptOfRequest.of(request),
-            edits=() if own is None else own.edits,
-            origins=() if own is None else own.origins,
+            prompt=SimpleNamespace(**{name: getattr(request, name, None) for name in _OF_REQUEST}),
+            given=((), ()) if own is None else (own.edits, own.origins),
             later=later,
         )
 

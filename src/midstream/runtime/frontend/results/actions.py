@@ -32,11 +32,6 @@ def probe_that_stopped(plan: ResolvedPlan, completion: Any) -> ResolvedProbe | N
     return None
 
 
-def _has_stopped(controller: Controller, completion: Any) -> bool:
-    reason = control_source(controller.name)
-    return (completion.finish_reason, completion.stop_reason) == ("stop", reason)
-
-
 def tokens_of_rows(
     output: Any,
     completion: Any,
@@ -52,7 +47,8 @@ def tokens_of_rows(
     """
     tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
     probe = probe_that_stopped(plan, completion)
-    if controller is not None and _has_stopped(controller, completion):
+    ending = completion.finish_reason, completion.stop_reason
+    if controller is not None and ending == ("stop", control_source(controller.name)):
         read = [probe for probe in plan.probes if probe.name and probe.source >= 0]
         runs = [positions for probe in read for positions, _ in scores_of(probe, sent)]
         last = max((int(positions[-1]) for positions in runs if positions.size), default=-1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -88,7 +89,8 @@ def assemble(
             activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
             receipt = make_receipt(output.request_id, plan, ended, every, coming_from, later)
         else:
-            key = ("results", *[part.outline for part in parts], coming_from, *_ending(completion))
+            ending = len(completion.token_ids), completion.finish_reason, completion.stop_reason
+            key = ("results", *[part.outline for part in parts], coming_from, *ending)
             args = plan, ended, shape, coming_from
             shared = plan.remember(key, len(tokens), functools.partial(_shared_results, *args))
             blocks = shared.blocks(plan, parts)
@@ -97,7 +99,10 @@ def assemble(
         if activations is not None:
             activations.num_layers = shape.num_layers
         if reused is not None:
-            receipt = receipt.with_reused(_count_by_tap(kept))
+            counts: Counter[Tap] = Counter()
+            for block in kept:
+                counts.update(dict.fromkeys(block.taps, block.positions.size))
+            receipt = receipt.with_reused(counts)
             resets = max(answer.header.resets for answer in answers)
             same = not later and all(part.resets == resets for part in parts)
             if receipt.status == "ok" and same:
@@ -166,18 +171,6 @@ def _forms(parts: Sequence[WorkerResult]) -> tuple[tuple[int, BlockForm], ...] |
             return None
         block_forms += [(index, form) for form in forms]
     return tuple(block_forms)
-
-
-def _ending(completion: Any) -> tuple[Hashable, ...]:
-    return len(completion.token_ids), completion.finish_reason, completion.stop_reason
-
-
-def _count_by_tap(blocks: Sequence[ResultBlock]) -> dict[Tap, int]:
-    counts: dict[Tap, int] = {}
-    for block in blocks:
-        for tap in block.taps:
-            counts[tap] = counts.get(tap, 0) + block.positions.size
-    return counts
 
 
 def _no_rows_once(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
@@ -279,14 +272,8 @@ def _gathered(
     numbers: Mapping[Tap, int] | None = None,
 ) -> Activations:
     groups = [
-        RowGroup(
-            place.taps,
-            place.positions,
-            [blocks[index] for index in place.blocks],
-            place.chosen,
-            place.nothing,
-        )
-        for place in places
+        RowGroup(at.taps, at.positions, [blocks[i] for i in at.blocks], at.chosen, at.nothing)
+        for at in places
     ]
     rows = GatheredRows(plan.taps, groups, numbers)
     return Activations(rows, rows.positions(), tokens)
@@ -300,7 +287,8 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
         if not probe.name:
             continue
         blocks = scores_of(probe, sent)
-        wanted = _selected_by(plan, probe, tokens)
+        select = functools.partial(_selected_by, probe, tokens)
+        wanted = plan.remember(("probe", probe.name), len(tokens), select)
         there, chosen = _choose([known for known, _ in blocks], wanted)
         # A copy: the worker's bytes are read-only, and of all probes.
         values = np.concatenate([np.zeros(0, np.float32), *(values for _, values in blocks)])
@@ -312,10 +300,8 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
     return Probes(scores, positions, tokens)
 
 
-def _selected_by(plan: ResolvedPlan, probe: ResolvedProbe, tokens: Sequence[int]) -> Ints:
-    length = len(tokens)
-    key = ("probe", probe.name)
-    return plan.remember(key, length, lambda: _expanded(probe.where.final(length, tokens)))
+def _selected_by(probe: ResolvedProbe, tokens: Sequence[int]) -> Ints:
+    return _expanded(probe.where.final(len(tokens), tokens))
 
 
 def _found_together(
@@ -338,11 +324,7 @@ def _choose(
     """Return the selected positions, ascending, and their rows' indices, None: all in order."""
     if not block_positions:
         return np.zeros(0, np.int64), None
-    if (
-        len(block_positions) == 1
-        and block_positions[0].size == wanted.size
-        and (block_positions[0] == wanted).all()
-    ):
+    if len(block_positions) == 1 and np.array_equal(block_positions[0], wanted):
         return block_positions[0], None
     positions = np.concatenate(block_positions)
     rising = np.argsort(positions, kind="stable")

@@ -268,7 +268,8 @@ def _set_results(
         completion.probes = mine.probes
         completion.receipt = receipt
         completion.capture_results = joined or None
-        completion.activation_manifest = _manifest(joined)
+        npz = joined.get(_MANIFEST_SINK)
+        completion.activation_manifest = None if npz is None else npz.manifest
         for sink, joined_result in joined.items():
             every.setdefault(sink, []).append(joined_result)
     output.capture_results = {
@@ -353,8 +354,3 @@ def _limited(
     if actual == expected:
         return result
     return replace(result, status="partial", reason=f"{actual} of {expected} rows came")
-
-
-def _manifest(results: dict[str, CaptureResult]) -> Any:
-    result = results.get(_MANIFEST_SINK)
-    return None if result is None else result.manifest

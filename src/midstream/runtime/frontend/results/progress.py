@@ -25,14 +25,12 @@ def lengths_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, int]:
 
 def running_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, RequestProgress]:
     """Return a copy of the state of each running completion, of vLLM's states by id."""
-    progress = {}
-    for request_id in ids:
-        state = states.get(request_id)
-        if state is not None:
-            prompt = state.prompt_token_ids
-            progress[request_id] = RequestProgress(
-                state.prompt,
-                None if prompt is None else tuple(prompt),
-                tuple(state.detokenizer.output_token_ids),
-            )
-    return progress
+    return {
+        request_id: RequestProgress(
+            state.prompt,
+            None if state.prompt_token_ids is None else tuple(state.prompt_token_ids),
+            tuple(state.detokenizer.output_token_ids),
+        )
+        for request_id in ids
+        if (state := states.get(request_id)) is not None
+    }

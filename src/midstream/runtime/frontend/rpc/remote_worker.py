@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from midstream.runtime.protocol.results import Lease, Leased, ResultHeader
 from midstream.runtime.protocol.worker_info import WorkerInfo
@@ -21,11 +22,8 @@ class RemoteWorker:
         self.front_end = front_end  # number of this one among those of the engine
         self.arena_bytes = info.arena_bytes // front_ends
         self._arena: MappedArena | None = None
-        try:
+        with suppress(OSError):  # on another machine, or of another user: the worker sends rows
             self._arena = MappedArena(info.arena)
-        except OSError:
-            # On another machine, or of another user: the worker sends rows.
-            self._arena = None
 
     @property
     def is_mapped(self) -> bool:
