@@ -8,6 +8,7 @@ one whose score met the condition. Other edits hold from the next position that 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,12 +17,37 @@ from midstream.plan.control.act import Progress, follow
 from midstream.runtime.core.controllers import NOTHING, RunningController, controlled, decide
 from midstream.runtime.core.ended_requests import add_end
 from midstream.runtime.core.plan_versions import change_plans
-from midstream.runtime.core.read_ranges import ReadRange, read_ranges
 from midstream.runtime.protocol.acting_probes import ActingProbe, stop_reason
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.step_scores import ScoresOfStep, scores_of
 from midstream.runtime.vllm.attributes import WATCHED
+
+
+class ReadRange(NamedTuple):
+    """The last range of positions that a probe reads, whatever the tokens there are. Scores from
+    `low` to `high` are not beyond its threshold; what is not a number is not within them.
+    """
+
+    slot: int
+    start: int
+    stop: float
+    low: float
+    high: float
+
+
+def read_ranges(probes: Sequence[ActingProbe]) -> tuple[ReadRange, ...] | None:
+    """Return the last range of each probe; None: one has none, or pools its scores."""
+    ranges = []
+    for probe in probes:
+        condition = probe.condition
+        if condition.pool != "none" or not probe.where.ranges:
+            return None
+        start, stop = probe.where.ranges[-1]
+        low = -math.inf if condition.below is None else condition.below
+        high = math.inf if condition.above is None else condition.above
+        ranges.append(ReadRange(probe.slot, start, math.inf if stop is None else stop, low, high))
+    return tuple(ranges)
 
 
 @dataclass(slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -17,7 +18,6 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd, set_payload
 from midstream.runtime.frontend.engine_info import FrontEnds, describe
 from midstream.runtime.frontend.input_session import InputSession, check_session
-from midstream.runtime.frontend.plain_calls import PlainCalls
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.intake import Intake
 from midstream.runtime.frontend.results.async_completion import AsyncCompletion, CallEnd
@@ -34,6 +34,32 @@ from midstream.runtime.protocol.rpc import CheckIntegrity, DescribeWorker
 from midstream.runtime.protocol.worker_info import WorkerInfo
 
 Deliver = Callable[[Any], Awaitable[None]]
+
+
+class PlainCalls:
+    """The calls that run, by the ids that their callers gave them, which may be given twice.
+
+    A request of such a call may be validated after something was set for every request: it began
+    before, and has no plan in which its results could be found.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._counts
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def begin(self, request_id: str) -> None:
+        """Begin a call; pair with `leave`."""
+        self._counts[request_id] += 1
+
+    def leave(self, request_id: str) -> None:
+        self._counts[request_id] -= 1
+        if not self._counts[request_id]:
+            del self._counts[request_id]
 
 
 class AsyncFrontEnd(BaseFrontEnd):

@@ -5,6 +5,7 @@ How results are returned to callers differs: see `sync_frontend` and `async_fron
 
 from __future__ import annotations
 
+import logging
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from midstream.config.config import KEY, from_additional_config
-from midstream.errors import SpecError
+from midstream.errors import ConfigError, SpecError
 from midstream.plan import Capture, Plan
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.engine_info import EngineInfo
@@ -43,12 +44,12 @@ from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.frontend.row_reuse import ReusedRows, RowReuse
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.sae_registry import SaeRegistry
-from midstream.runtime.frontend.start_steering import set_steering
 from midstream.runtime.frontend.taken_names import TakenNames
 from midstream.runtime.frontend.weight_memory import WeightMemory
 from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
 from midstream.runtime.protocol.rpc import IntegrityReport
+from midstream.runtime.vllm.additional_config import Settings
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
@@ -290,3 +291,31 @@ def check_streams(plan: Plan, kind: str, deltas: bool) -> None:
     for index, capture in enumerate(plan.captures):
         if capture.stream:
             raise SpecError(f"capture[{index}].stream", why)
+
+
+# Beneath vLLM's logger, which has handlers in every program that starts an engine.
+_LOGGER = logging.getLogger("vllm.midstream")
+
+
+def set_steering(vllm_config: Any, vectors: VectorRegistry, steering: Steering) -> None:
+    """Register the vectors of the settings, then set the tiers."""
+    settings = vllm_config.additional_config[KEY]
+    if not isinstance(settings, Settings):
+        return
+    for name, path in settings.vectors.items():
+        try:
+            vectors.register(name, path)
+        except SpecError as error:
+            problem = str(error).removeprefix("vectors").lstrip(".: ")
+            raise ConfigError(f"{KEY}.vectors.{name}: {problem}") from None
+    if settings.steering:
+        try:
+            steering.set(**settings.steering)
+        except SpecError as error:
+            raise ConfigError(f"{KEY}.{error.under('steering')}") from None
+        state = steering.show()
+        _LOGGER.info(
+            'midstream steering.started edits=%d digest="%s": every request is steered',
+            len(state.edits),
+            state.digest,
+        )

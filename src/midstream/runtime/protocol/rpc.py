@@ -252,5 +252,5 @@ def read_request(value: object) -> RpcRequest[Any]:
 def read_answers(request: RpcRequest[A], values: Sequence[object]) -> list[A]:
     """Read the workers' answers to a request, as `collective_rpc` returned them."""
     name = f"answer of a worker to {type(request).__name__}"
-    (answer,) = get_args(type(request).__orig_bases__[0])
+    (answer,) = get_args(vars(type(request))["__orig_bases__"][0])
     return [unpack(answer, value, name) for value in values]

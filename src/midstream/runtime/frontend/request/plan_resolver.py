@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,6 @@ from midstream.plan.resolve.resolve import resolve
 from midstream.plan.resolve.session_rules import check_growing
 from midstream.plan.resolve.wire import to_bytes
 from midstream.plan.vectors.named_lookup import Lookup
-from midstream.runtime.frontend.request.biases import check_biases
 from midstream.runtime.frontend.request.budget import (
     ROWS,
     all_taps,
@@ -37,7 +37,6 @@ from midstream.runtime.frontend.request.budget import (
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controlled import with_controller
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
-from midstream.runtime.frontend.request.prompt.known_prompts import KnownPrompts
 from midstream.runtime.frontend.request.readouts import (
     EngineReadings,
     bound,
@@ -77,6 +76,33 @@ class _Recent:
         self, own: Plan | None, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
     ) -> bool:
         return self.own is own and self.before == before and self.also == also
+
+
+# Tokens of all prompts that are kept; a token takes some 200 bytes.
+MAX_TOKENS = 1 << 17
+# The tokens of a prompt, and for one that was made from a chat also what identifies the chat.
+Key = tuple[tuple[int, ...], Hashable]
+
+
+class KnownPrompts:
+    """Recent prompts. All requests with the same tokens share one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._prompts: dict[Key, Prompt] = {}
+        self._num_tokens = 0
+
+    def get(self, key: Key, make: Callable[[], Prompt]) -> Prompt:
+        with self._lock:
+            prompt = self._prompts.pop(key, None)
+            if prompt is None:
+                prompt = make()
+                self._num_tokens += prompt.length
+            self._prompts[key] = prompt  # as the last one that was used
+            while self._num_tokens > MAX_TOKENS and len(self._prompts) > 1:
+                oldest = next(iter(self._prompts))
+                self._num_tokens -= self._prompts.pop(oldest).length
+        return prompt
 
 
 class PlanResolver:
@@ -187,8 +213,8 @@ class PlanResolver:
             decisive = vectors or also or own_captures
             default, ranks_default = self._info.codec, self._info.return_
             codec = _common("codec", [capture.codec or default for capture in decisive], default)
-            ranks = [capture.return_ or ranks_default for capture in decisive]
-            sharded = _common("return", ranks, ranks_default) == SHARDED
+            returns = [capture.return_ or ranks_default for capture in decisive]
+            sharded = _common("return", returns, ranks_default) == SHARDED
             resolved = replace(resolved, codec=codec, sharded=sharded)
             _check_heads(own, resolved.codec)
         weights: tuple[tuple[str, str], ...] = ()
@@ -408,3 +434,19 @@ def _check_heads(captures: tuple[ReadOut, ...], codec: str) -> None:
                 f"rows of the codec {codec} are sketches of whole vectors, without heads; use "
                 "another codec, or omit `heads`",
             )
+
+
+def check_biases(plan: ResolvedPlan, vllm_config: Any) -> None:
+    if not plan.biases:
+        return
+    source = next(edit.source for edit in plan.edits if edit.site == "logits")
+    path = f"edits[{source}]" if source >= 0 else f"steering[{source}]"
+    if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
+        raise SpecError(path, "a bias is unsupported with enable_batch_sharded_sampling: remove it")
+    vocabulary = int(vllm_config.model_config.get_vocab_size())
+    largest = max(max(bias.tokens) for bias in plan.biases)
+    if largest >= vocabulary:
+        raise SpecError(
+            f"{path}.tokens",
+            f"there is no token {largest}: the model has {vocabulary}, 0 to {vocabulary - 1}",
+        )

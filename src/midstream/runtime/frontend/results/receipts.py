@@ -33,7 +33,7 @@ from midstream.results.receipt import (
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 from midstream.runtime.frontend.results.actions import actions_of
 from midstream.runtime.frontend.results.held_plans import HeldPlan, held_plans
-from midstream.runtime.frontend.results.reduced import num_reduced
+from midstream.runtime.frontend.results.readouts import num_reduced
 from midstream.runtime.protocol.results import WorkerResult
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, MOST_APPLIED, NONFINITE, UNSEEN

@@ -9,8 +9,12 @@ from typing import Any
 
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.results.call import GenerateCall
-from midstream.runtime.frontend.results.partial_rows import PartialRows
-from midstream.runtime.frontend.results.progress import RequestProgress, lengths_of, running_of
+from midstream.runtime.frontend.results.partial_rows import (
+    PartialRows,
+    RequestProgress,
+    lengths_of,
+    running_of,
+)
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
 from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.sinks.delivery import run_puts, run_puts_soon
