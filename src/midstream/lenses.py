@@ -27,7 +27,7 @@ class LinearLens:
     """Affine maps of the stream by depth, h ← A h + b or h ← h + A h + b, before norm and head."""
 
     matrices: Mapping[int, Tensor]  # A by depth, each [width, width]
-    # b by depth, each [width]; of no or of all depths
+    # b by depth, each [width]; of no or of all depths.
     biases: Mapping[int, Tensor] = field(default_factory=dict)
     adds: bool = False  # the stream to its image
 

@@ -51,10 +51,8 @@ class Site:
     aliases: tuple[str, ...]
     order: int  # rank in the order in which a layer reaches its sites
     meaning: str
-    # inside attention or the MLP. The vectors of all others are as wide as the stream
-    inner: bool = False
-    # of a site that has no layer, the one whose number it has inside: 0 or −1
-    layer: int | None = None
+    inner: bool = False  # inside attention or the MLP; others are as wide as the stream
+    layer: int | None = None  # number inside of a site that has no layer: 0 or −1
 
 
 SITES: tuple[Site, ...] = (

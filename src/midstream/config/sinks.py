@@ -46,8 +46,7 @@ class SinkSettings:
     captures: tuple[Capture, ...]  # of every request for this sink
     queue_bytes: int = QUEUE_BYTES  # limit for rows that wait to be written or flushed
     call_seconds: float = CALL_SECONDS  # longest time of a write, a flush, or its close
-    # longest time in which the queue is written when the engine is closed
-    close_seconds: float = CLOSE_SECONDS
+    close_seconds: float = CLOSE_SECONDS  # of what is queued, at the engine's end
     class_path: str = ""  # `package.module:Class`; empty: the class is found by the name
     instance: object = None  # None: it is made from its class
 

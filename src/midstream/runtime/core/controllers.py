@@ -40,14 +40,13 @@ class RunningController:
     calls: DeclaredCalls | None  # of its declared controller; None: it is a `Threshold`
     choices: dict[tuple[str, float], int]  # index in `control.choices`, by set of edits and scale
     slot: int | None = None  # column of the scores that a `Threshold` reads; None: it is declared
-    # number of positions whose scores were taken: each once, also if it is computed again after a
-    # preemption
+    # Number of positions whose scores were taken: each once, also if it is computed again after a
+    # preemption.
     reached: int = 0
-    # scores that it was not given yet, by probe
-    unseen: dict[str, list[float]] = field(default_factory=dict)
+    unseen: dict[str, list[float]] = field(default_factory=dict)  # by probe, not given yet
     chosen: int = 0  # index of the version that holds, in `control.choices`
-    # the scale that it answered last, if it answered no more than that and the version of that
-    # scale holds: the same once more changes nothing
+    # The scale that it answered last, if it answered no more than that and the version of that
+    # scale holds: the same once more changes nothing.
     answered: float | None = None
     has_failed: bool = False  # it is not called again
 

@@ -28,14 +28,19 @@ def update_from_output(
     stops = STOPS.get(scheduler)
     if not stops:
         return outputs
-    from vllm.v1.request import RequestStatus
-
     STOPS.set(scheduler, {})
     for name, (reason, is_error) in stops.items():
-        status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_STOPPED
-        for request in scheduler.finish_requests([name], status):
+        for request in finish(scheduler, name, is_error):
             add_end(outputs, request, reason)
     return outputs
+
+
+def finish(scheduler: Any, name: str, is_error: bool) -> Any:
+    """Finish a request, with an error or as stopped; return a list of it, or of none."""
+    from vllm.v1.request import RequestStatus
+
+    status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_STOPPED
+    return scheduler.finish_requests([name], status)
 
 
 def add_end(outputs: Any, request: Any, stop_reason: str, prompt_logprobs: Any = None) -> None:

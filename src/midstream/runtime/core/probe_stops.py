@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from midstream.plan.control.act import Progress, follow
 from midstream.runtime.core.controllers import NOTHING, RunningController, controlled, decide
-from midstream.runtime.core.ended_requests import add_end
+from midstream.runtime.core.ended_requests import add_end, finish
 from midstream.runtime.core.plan_versions import change_plans
-from midstream.runtime.protocol.acting_probes import ActingProbe, stop_reason
+from midstream.runtime.protocol.acting_probes import ActingProbe, probe_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.step_scores import ScoresOfStep, scores_of
@@ -58,10 +58,10 @@ class Watched:
     acts: tuple[ActingProbe, ...]
     ranges: tuple[ReadRange, ...] | None  # where they read, if `passes` can evaluate them
     controller: RunningController | None
-    # number of positions whose probes were evaluated: each once, also if it is computed again after
-    # a preemption
+    # Number of positions whose probes were evaluated: each once, also if it is computed again after
+    # a preemption.
     reached: int
-    # how far the condition of each probe is; None: it has switched the edits, once
+    # How far the condition of each probe is; None: it has switched the edits, once.
     each: tuple[Progress | None, ...]
 
     def passes(self, scores: ScoresOfStep, index: int, request: Any) -> bool:
@@ -120,7 +120,7 @@ class _Evaluated:
     request: Any
     known: int  # tokens before the step
     stop: int  # position up to which its scores were evaluated
-    # of its probes, if vLLM takes the tokens; None: it is set already
+    # Of its probes, if vLLM takes the tokens; None: it is set already.
     progress: ProbeProgress | None = None
     firing: Firing | None = None  # the condition that was met and ends it
     switched: tuple[Firing, ...] = ()  # conditions that switch its edits, by position
@@ -135,43 +135,37 @@ def update_from_output(
     if scores is None:
         return original(scheduler, scheduled, output)
     evaluations = _evaluate(scheduler, output, scores.values())
-    ended = []
+    ended: list[tuple[Any, Firing, Any]] = []
     for evaluation in evaluations:
-        if evaluation.firing is not None and not _cut(output, evaluation, evaluation.firing):
+        request, firing = evaluation.request, evaluation.firing
+        if firing is not None and not _cut(output, evaluation, firing):
             # Nothing is left: vLLM would look for a token where there are prompt logprobs.
-            logprobs = output.prompt_logprobs_dict.get(evaluation.request.request_id)
-            ended += [
-                (evaluation, evaluation.firing, logprobs)
-                for _ in _finish(scheduler, evaluation.request, evaluation.firing)
-            ]
+            logprobs = output.prompt_logprobs_dict.get(request.request_id)
+            for _ in finish(scheduler, request.request_id, firing.is_error):
+                ended.append((request, firing, logprobs))
     outputs = original(scheduler, scheduled, output)
     changes = []
     for evaluation in evaluations:
-        if evaluation.chosen is not None and not evaluation.request.is_finished():
-            changes.append((evaluation.request, evaluation.chosen))
+        request, firing = evaluation.request, evaluation.firing
+        if evaluation.chosen is not None and not request.is_finished():
+            changes.append((request, evaluation.chosen))
         # vLLM drops the tokens of some steps that a preemption overtook. Draft tokens of these
         # were evaluated in vain.
-        if evaluation.request.num_tokens == evaluation.known < evaluation.stop:
+        if request.num_tokens == evaluation.known < evaluation.stop:
             continue
-        if (
-            evaluation.progress is not None
-            and (watched := WATCHED.get(evaluation.request)) is not None
-        ):
+        watched: Watched | None = WATCHED.get(request)
+        if evaluation.progress is not None and watched is not None:
             watched.reached, watched.each = evaluation.progress
-        if evaluation.firing is not None and not evaluation.request.is_finished():
-            ended += [
-                (evaluation, evaluation.firing, None)
-                for _ in _finish(scheduler, evaluation.request, evaluation.firing)
-            ]
-        if not evaluation.request.is_finished():
-            versions = [firing.version for firing in evaluation.switched]
-            changes += [
-                (evaluation.request, version) for version in versions if version is not None
-            ]
+        if firing is not None and not request.is_finished():
+            for _ in finish(scheduler, request.request_id, firing.is_error):
+                ended.append((request, firing, None))
+        if not request.is_finished():
+            versions = [switch.version for switch in evaluation.switched]
+            changes += [(request, version) for version in versions if version is not None]
     if changes:
         change_plans(scheduler, changes)
-    for evaluation, firing, logprobs in ended:
-        add_end(outputs, evaluation.request, firing.reason or stop_reason(firing.name), logprobs)
+    for request, firing, logprobs in ended:
+        add_end(outputs, request, firing.reason or probe_source(firing.name), logprobs)
     return outputs
 
 
@@ -268,14 +262,6 @@ def is_overtaken(request: Any) -> bool:
 
     is_stale = getattr(request, "num_stale_output_tokens", 0) > 0
     return is_stale or request.status == RequestStatus.PREEMPTED
-
-
-def _finish(scheduler: Any, request: Any, firing: Firing) -> Any:
-    from vllm.v1.request import RequestStatus
-
-    stopped, failed = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ERROR
-    status = failed if firing.is_error else stopped
-    return scheduler.finish_requests([request.request_id], status)
 
 
 def advance(

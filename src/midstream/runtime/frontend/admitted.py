@@ -19,13 +19,10 @@ class AdmittedRequest:
 
     uid: str  # midstream's id of the request. vLLM may give the request several ids of its own.
     plan: ResolvedPlan
-    # its own plan, as given; None: only edits and captures of every request apply
-    own: Plan | None = None
+    own: Plan | None = None  # as given; None: only what applies to every request
     routes: tuple[SinkRoute, ...] = ()
-    # rows that it may have from earlier requests; None: every row is computed
-    reused: ReusedRows | None = None
-    # versions of its plan since, by number
-    later: dict[int, LaterPlan] = field(default_factory=dict)
+    reused: ReusedRows | None = None  # from earlier requests; None: all are computed
+    later: dict[int, LaterPlan] = field(default_factory=dict)  # versions since, by number
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
         """Return the attention heads that outputs show of the taps of some captures, by index.

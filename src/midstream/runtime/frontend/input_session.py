@@ -25,8 +25,7 @@ class InputSession:
     """State of one session."""
 
     inputs: list[list[int]] = field(default_factory=list)  # token ids of each input so far
-    # of every input, as in `extra_args`; None: no plan applies
-    payload: RequestPayload | None = None
+    payload: RequestPayload | None = None  # of every input; None: no plan applies
     latest: Any = None
 
 

@@ -34,11 +34,10 @@ class RegisteredSae:
 
     encoder: SaeEncoder
     sae: SAE
-    # how the workers reconstruct vectors; its name is empty. None: they cannot
-    code: SaeCode | None
+    code: SaeCode | None  # how vectors are reconstructed, without a name; None: they cannot be
     reason: str
     name: str = ""
-    # what `weights_of` has returned, by features and mode
+    # What `weights_of` has returned, by features and mode.
     kept: dict[tuple[tuple[int, ...], str], Mapping[str, Any]] = field(
         default_factory=dict, compare=False, repr=False
     )

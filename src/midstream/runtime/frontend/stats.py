@@ -16,8 +16,7 @@ from midstream.sites import Tap
 class RequestTotals:
     """Totals over requests with a plan, counted when they end."""
 
-    # number of completions, by the status of their receipts
-    completions: Counter[str] = field(default_factory=Counter)
+    completions: Counter[str] = field(default_factory=Counter)  # by the status of their receipts
     aborted: int = 0  # number of calls that ended without receipts
     rows: int = 0  # number of captured vectors
     row_bytes: int = 0  # their size in bytes, as encoded on the device

@@ -34,8 +34,7 @@ class WeightMemory:
     nbytes: int
     in_use: Callable[[tuple[str, str]], bool]  # whether a running request reads (kind, name)
     changed: Callable[[], None]  # called after the meaning of a name has changed
-    # sends a message to all workers; awaited with an asynchronous engine
-    write: Callable[[WriteWeights], Any] = _no_workers
+    write: Callable[[WriteWeights], Any] = _no_workers  # to all workers; may be awaitable
     taken: set[tuple[int, int]] = field(default_factory=set)  # parts in use, (first byte, stop)
 
     def find(

@@ -40,13 +40,8 @@ def acting_probes(
     return tuple(probes)
 
 
-def stop_reason(name: str) -> str:
-    """Return the stop reason of a completion that a probe ended."""
-    return f"probe:{name}"
-
-
-def switch_source(name: str) -> str:
-    """Return the source of a version of a plan that a probe switched to."""
+def probe_source(name: str) -> str:
+    """Return the stop reason of a probe, and the source of the version that it switches to."""
     return f"probe:{name}"
 
 
@@ -56,10 +51,10 @@ def check_stop_strings(
     """Check that no stop string reads like the stop reason of a probe or of a controller."""
     known = {strings} if isinstance(strings, str) else set(strings or ())
     for probe in acts:
-        if probe.version is None and stop_reason(probe.name) in known:
+        if probe.version is None and probe_source(probe.name) in known:
             raise SpecError(
                 "stop",
-                f"`{stop_reason(probe.name)}` is the stop reason of the probe `{probe.name}`; use "
+                f"`{probe_source(probe.name)}` is the stop reason of the probe `{probe.name}`; use "
                 "another name for the probe",
             )
     if controller is not None and control_source(controller) in known:

@@ -58,11 +58,11 @@ class CacheKeys(ProtocolMessage, _Segments, frozen=True, array_like=True):
     """Prefix-cache keys of one request."""
 
     starts: tuple[int, ...]  # of the segments, ascending from 0; the last has no end
-    # per segment, a digest in hex of the edits of every token there; `PLAIN` for none. Made from
-    # content alone, so that requests with equal edits share blocks
+    # Per segment, a digest in hex of the edits of every token there; `PLAIN` for none. Made from
+    # content alone, so that requests with equal edits share blocks.
     marks: tuple[str, ...]
-    # position whose row must be computed, as it is captured, probed, or read by a gate with memory:
-    # what the cache serves has no row
+    # Position whose row must be computed, as it is captured, probed, or read by a gate with memory:
+    # what the cache serves has no row.
     first_read: int | None
 
     def __post_init__(self) -> None:

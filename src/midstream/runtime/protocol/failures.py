@@ -11,8 +11,7 @@ from midstream.runtime.vllm.attributes import FAILURES
 class Failure(ProtocolMessage, frozen=True):
     """What went wrong with a request."""
 
-    # first that was, or may have been, computed without its edits, or is not finite
-    position: Natural
+    position: Natural  # first one that may be without its edits, or not finite
     reason: str
     ends: bool = True  # the request. If not, its KV is shared with no other
 

@@ -30,19 +30,18 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
     uid: str  # midstream's request id. vLLM's own id differs between its processes and completions
     plan: bytes  # the resolved plan; see `plan.resolve.wire`
     keys: CacheKeys
-    # what the workers must do first to have those that the plan names; the engine core takes it
-    # out, see `runtime.core.vector_updates`
+    # What the workers must do first to have those that the plan names; the engine core takes it
+    # out, see `runtime.core.vector_updates`.
     vectors: VectorUpdate | None = None
-    # rows that need not be computed; None: all rows that `keys` names must be
-    kept: ReusableRows | None = None
-    # probes that end it or switch its edits. With any, or with a controller in the engine core, the
-    # workers report its scores in each step
+    kept: ReusableRows | None = None  # not to be computed; None: as `keys` says
+    # Probes that end it or switch its edits. With any, or with a controller in the engine core, the
+    # workers report its scores in each step.
     acts: tuple[ActingProbe, ...] = ()
     control: Control | None = None
-    # columns of reported scores of which ranks have parts, with the number of parts; see
-    # `runtime.worker.split_scores`
+    # Columns of reported scores of which ranks have parts, with the number of parts; see
+    # `runtime.worker.split_scores`.
     split: tuple[SplitScore, ...] = ()
-    # image tokens of its model attend to each other both ways; see `runtime.core.image_ranges`
+    # Image tokens of its model attend to each other both ways; see `runtime.core.image_ranges`.
     mm_prefix: bool = False
 
     @property

@@ -40,8 +40,7 @@ class CollectedResults(ProtocolMessage, frozen=True):
 
     # `encode`d list of a `ResultHeader` for each name that was requested, in that order
     headers: bytes
-    # data of each header; None: it is too large, and is read with `ReadData`
-    inline: list[bytes | None]
+    inline: list[bytes | None]  # per header; None: too large, and read with `ReadData`
     retired: list[int]  # arena segments that this front end knows and that no longer exist
     checksums: list[StepChecksum]  # the latest, with the setting `check_ranks`; otherwise empty
 
@@ -90,8 +89,7 @@ class ParameterRows(ProtocolMessage, frozen=True):
 class TokenDirections(ProtocolMessage, frozen=True):
     """Directions of a token."""
 
-    # float32 [maps, width], each of length 1; empty: another worker has the token's row of the head
-    data: bytes = b""
+    data: bytes = b""  # float32 [maps, width] of length 1; empty: another worker has the token
     problem: str = ""  # why this worker has none
 
 
@@ -128,7 +126,7 @@ class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
     uid: str
     request_ids: list[str]
     version: PlanVersion
-    # what the workers must do to have those of its plan, even if the requests have ended
+    # What the workers must do to have those of its plan, even if the requests have ended.
     vectors: VectorUpdate | None = None
 
 
@@ -162,8 +160,7 @@ class CollectResults(RpcRequest[CollectedResults], frozen=True):
 class CollectPartialRows(RpcRequest[CollectedResults], frozen=True):
     """Return rows of running requests, each row once; the worker forgets these rows."""
 
-    # per uid and vLLM's request id, the position below which rows are returned
-    stops: dict[str, dict[str, int]]
+    stops: dict[str, dict[str, int]]  # by uid and vLLM's id, where to stop
     mapped: list[WorkerRank]  # workers whose arena the front end maps
     front_end: Natural = 0
 

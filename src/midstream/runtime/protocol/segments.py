@@ -89,8 +89,8 @@ class RankShare(NamedTuple):
 
     rank: int
     ranks: int
-    # for each tap, by its index, the number of parts in which the ranks have its vectors; empty: 1
-    # for every tap. With fewer parts than ranks, ranks next to each other have the same part
+    # For each tap, by its index, the number of parts in which the ranks have its vectors; empty: 1
+    # for every tap. With fewer parts than ranks, ranks next to each other have the same part.
     parts: tuple[int, ...] = ()
 
     def of(self, taps: tuple[T, ...], sharded: bool) -> tuple[T, ...]:
@@ -133,8 +133,8 @@ class PatternRead(NamedTuple):
     pattern: Pattern
     heads: tuple[int, ...]  # of this rank that are computed, ascending; empty: all of them
     num_heads: int  # of a score it may be 0: other ranks have its heads
-    # if not, the rank computes its part of the logits, which only all ranks together can, or counts
-    # the vector among those of a later row
+    # If not, the rank computes its part of the logits, which only all ranks together can, or counts
+    # the vector among those of a later row.
     returned: bool = True
     slot: int | None = None  # column of the score; None: it is a row
 
@@ -151,10 +151,9 @@ class PlanSegment(NamedTuple):
     edits: Edits
     taps: tuple[int, ...]  # indices, on this rank, of those whose vectors are returned
     scored: bool  # a score there is returned to the caller
-    # rows of attention that are returned, and scores that are made of attention
+    # Rows of attention that are returned, and scores that are made of attention.
     patterns: tuple[PatternRead, ...] = ()
-    # a rank of the group has any of these, so that all must run the tapped model
-    runs_tapped: bool = True
+    runs_tapped: bool = True  # a rank of the group has some, so all run the tapped model
 
     @property
     def captured(self) -> tuple[int, ...]:

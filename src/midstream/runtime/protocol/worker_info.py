@@ -48,12 +48,10 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True, cache_hash=True):
     hidden_size: int
     taps: tuple[Tap, ...]  # in the order in which a forward pass reaches them
     widths: tuple[int, ...]  # of the vectors of each tap on this rank
-    # in which the ranks have the vectors of each tap, in their order; 1: whole vectors
-    parts: tuple[int, ...]
-    # attention heads on this rank that each tap is of; 0: it is not of heads
-    heads: tuple[int, ...]
-    # of a router's tap, how many of the largest logits are chosen, or why others may be; 0: the tap
-    # is of no router
+    parts: tuple[int, ...]  # of each tap's vectors over the ranks, in order; 1: whole
+    heads: tuple[int, ...]  # of each tap on this rank; 0: it is not of heads
+    # Of a router's tap, how many of the largest logits are chosen, or why others may be; 0: the tap
+    # is of no router.
     routing: tuple[int | str, ...]
     lacking: tuple[MissingTap, ...]  # taps that the settings select and the model does not have
     dtype: str  # of the model, for example `bfloat16`

@@ -70,8 +70,8 @@ class Settings(dict[str, Any]):
         self.lenses: Mapping[str, str] = plain["lenses"]
         self.saes: Mapping[str, str] = plain["saes"]
         self.steering: Mapping[str, Any] = plain["steering"]
-        # engines of this front end on this machine, known once vLLM has completed its settings.
-        # vLLM does not tell its engines
+        # Engines of this front end on this machine, known once vLLM has completed its settings.
+        # vLLM does not tell its engines.
         self.replicas = replicas
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -44,8 +44,8 @@ class Seam:
     why: str
     named: tuple[str, ...] = ()  # parameters that midstream passes by name
     at: str = ""  # path of the method on a model runner; "" for other functions
-    # midstream calls it with these parameters alone, so that it may require no others; else
-    # midstream passes on what it is given
+    # Called by midstream with these parameters alone, so that it may require no others; else
+    # midstream passes on what it is given.
     called: bool = False
 
 

@@ -31,8 +31,7 @@ class _Waiting:
 
     need: Need
     allowed: frozenset[int]  # numbers of the engines that it may go to
-    # functions that send its vLLM requests, in order
-    sends: list[Send] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)  # send its vLLM requests, in order
 
 
 class Admission:

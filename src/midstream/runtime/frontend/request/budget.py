@@ -72,15 +72,13 @@ _WITHIN = ("attn_in", "attn_out", "resid_mid", "mlp_out")
 class Need:
     """Capacity that one plan takes."""
 
-    # by kind of capacity, the amount for each distinct thing, which requests share
-    kinds: dict[str, dict[Hashable, int]]
-    # what each request takes for itself, at most: "rows", bytes of captured rows until they are
+    kinds: dict[str, dict[Hashable, int]]  # by kind, the amount of each thing, which requests share
+    # What each request takes for itself, at most: "rows", bytes of captured rows until they are
     # fetched, where ranks share rows those of one rank; "readout_rows", positions times layers,
     # that lenses and SAEs read in a step; "reductions", vectors of sums; "gate_states", states of
-    # gates with memory
+    # gates with memory.
     counts: Mapping[str, int] = field(default_factory=dict)
-    # what the plan's bytes name by digest, and the workers must store
-    vectors: tuple[Vector, ...] = ()
+    vectors: tuple[Vector, ...] = ()  # named by digest; the workers must store them
     # (kind, name) of the registered weights that it reads
     weights: tuple[tuple[str, str], ...] = ()
 

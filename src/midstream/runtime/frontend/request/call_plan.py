@@ -32,9 +32,9 @@ class CallPlan:
     plan: Plan | None  # None: only what applies to every request
     messages: Any = None  # the conversation, as given; None: the prompt is not a chat
     template: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template
-    # of rows that can be returned to the caller: a request whose prompt alone has more is rejected
+    # Of rows that can be returned to the caller: a request whose prompt alone has more is rejected.
     most_bytes: int | None = None
-    # changes its edits between the steps of an engine that its caller steps, in `mode="async"`
+    # Changes its edits between the steps of an engine that its caller steps, in `mode="async"`.
     controller: Controller | None = None
 
     def __deepcopy__(self, _memo: dict[int, object]) -> CallPlan:

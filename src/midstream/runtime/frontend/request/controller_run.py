@@ -32,8 +32,7 @@ class ControllerRun:
     def __init__(self, controller: Controller, request_id: str) -> None:
         assert not isinstance(controller.decide, str)
         self.controller = controller
-        # of the versions that it makes, and its stop reason
-        self.source = control_source(controller.name)
+        self.source = control_source(controller.name)  # of its versions, and its stop reason
         self.is_over = False  # it is not called again
         self._decide = copy.copy(controller.decide)
         self._request_id = request_id

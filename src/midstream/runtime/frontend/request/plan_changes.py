@@ -43,8 +43,7 @@ class _ValidChange:
 
     uid: str
     history: PlanHistory
-    # edits to be multiplied by `factor`, and their origins
-    given: tuple[tuple[Edit, ...], tuple[int, ...]]
+    given: tuple[tuple[Edit, ...], tuple[int, ...]]  # to be multiplied by `factor`
     factor: float
     prepared: PreparedPlan
 
@@ -62,8 +61,7 @@ class PendingChange:
     replica: int
     message: UpdatePlan
     vectors: Sequence[Vector]
-    # what the workers must do to have `vectors`, once that is known
-    lacked: VectorUpdate | None = None
+    lacked: VectorUpdate | None = None  # of `vectors`, once that is known
 
 
 class PlanChanges(RunningPlans):
@@ -81,10 +79,10 @@ class PlanChanges(RunningPlans):
         self._resolver = resolver
         self._admission = admission
         self._sent_vectors = sent_vectors
-        # a change, or that requests are to stop, to the engine core; returns its answer
+        # A change, or that requests are to stop, to the engine core; returns its answer.
         self.send: Callable[[Any], Sequence[Any]] | None = None
-        # the same of an asynchronous engine, given the replica too; and a function that completes
-        # the message right before it is queued
+        # The same of an asynchronous engine, given the replica too; and a function that completes
+        # the message right before it is queued.
         self.send_later: Callable[[int, Any, Complete], Awaitable[Sequence[Any]]] | None = None
 
     def update(

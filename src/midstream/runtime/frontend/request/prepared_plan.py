@@ -33,8 +33,7 @@ class PreparedPlan:
     keys: CacheKeys
     acts: tuple[ActingProbe, ...] = ()  # its probes that end the request or switch its edits
     control: Control | None = None  # its controller in the engine core
-    # the versions that these change to, by number
-    later: Mapping[int, LaterPlan] = field(default_factory=dict)
+    later: Mapping[int, LaterPlan] = field(default_factory=dict)  # by number
     split: tuple[SplitScore, ...] = ()  # scores that these need and of which ranks have parts
     _returned: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
 

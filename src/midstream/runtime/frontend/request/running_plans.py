@@ -35,12 +35,10 @@ class PlanHistory:
     before: tuple[ServerWide, ...]  # server-wide edits when it was admitted, which it keeps
     also: tuple[Capture, ...]
     prompt: SimpleNamespace
-    # edits given last, with names bound, and their origins; see `Plan`
+    # Edits given last, with names bound, and their origins; see `Plan`.
     given: tuple[tuple[Edit, ...], tuple[int, ...]] = ((), ())
-    # versions of its plan by number, from 1 on
-    later: dict[int, LaterPlan] = field(default_factory=dict)
-    # vLLM's ids of its requests that were submitted
-    request_ids: list[str] = field(default_factory=list)
+    later: dict[int, LaterPlan] = field(default_factory=dict)  # by number, from 1 on
+    request_ids: list[str] = field(default_factory=list)  # vLLM's, of those submitted
 
     def with_edits(self, edits: tuple[Edit, ...], origins: tuple[int, ...]) -> CallPlan:
         own, plan = self.call_plan.plan, None

@@ -11,7 +11,7 @@ from midstream.plan import Flag, Plan, ResolvedPlan, Switch
 from midstream.runtime.frontend.request.budget import Need, check_tables
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan, PreparedPlan
 from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
-from midstream.runtime.protocol.acting_probes import acting_probes, switch_source
+from midstream.runtime.protocol.acting_probes import acting_probes, probe_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.segments import Room
 from midstream.validation import at
@@ -47,7 +47,7 @@ def with_switches(
             version = prepare(replace(plan, edits=edits, probes=bare, origins=origins))
             check_same_reads(prepared.plan, version.plan)
         number = 1 + len(later)
-        later[number] = LaterPlan(version.plan, switch_source(probe.name), 1.0)
+        later[number] = LaterPlan(version.plan, probe_source(probe.name), 1.0)
         versions[probe.name] = PlanVersion(number, version.packed, version.keys)
         needs.append(version.need)
     acts = acting_probes(prepared.plan, versions)

@@ -13,7 +13,7 @@ from midstream.plan.control.controller import Controller
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Action
 from midstream.runtime.frontend.results.held_plans import HeldPlan
-from midstream.runtime.protocol.acting_probes import stop_reason, switch_source
+from midstream.runtime.protocol.acting_probes import probe_source
 from midstream.runtime.protocol.control import control_source
 from midstream.runtime.protocol.rank_parts import scores_of
 from midstream.runtime.protocol.runs import Floats, Ints
@@ -27,7 +27,7 @@ def probe_that_stopped(plan: ResolvedPlan, completion: Any) -> ResolvedProbe | N
     if completion.finish_reason != "stop" or not isinstance(completion.stop_reason, str):
         return None
     for probe in plan.probes:
-        if isinstance(probe.act, Stop) and completion.stop_reason == stop_reason(probe.name):
+        if isinstance(probe.act, Stop) and completion.stop_reason == probe_source(probe.name):
             return probe
     return None
 
@@ -88,7 +88,7 @@ def actions_of(
             continue
         if isinstance(probe.act, Stop) and probe is not stopped:
             continue
-        start = starts.get(switch_source(probe.name))
+        start = starts.get(probe_source(probe.name))
         if isinstance(probe.act, Switch) and start is None:
             continue
         positions, scores = probes.positions_of(probe.name).tolist(), probes[probe.name].tolist()

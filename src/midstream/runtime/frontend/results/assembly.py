@@ -44,8 +44,8 @@ Select = Callable[[tuple[int, ...]], Ints]
 class CompletionResults:
     """Results of one completion."""
 
-    # all captured rows, or those that arrived at the end if earlier ones were delivered and are not
-    # kept; None: the plan has no captures
+    # All captured rows, or those that arrived at the end if earlier ones were delivered and are not
+    # kept; None: the plan has no captures.
     activations: Activations | None
     probes: Probes | None
     receipt: Receipt
@@ -129,7 +129,7 @@ class _SharedResults:
     receipt: Receipt
     places: tuple[_Places, ...]
     numbers: Mapping[Tap, int]  # index of each tap's place
-    # of each block, the index of its worker's results and its form; None: see `WorkerResult.forms`
+    # Of each block, the index of its worker's results and its form; None: see `WorkerResult.forms`.
     forms: tuple[tuple[int, BlockForm], ...] | None
 
     def blocks(self, plan: ResolvedPlan, parts: Sequence[WorkerResult]) -> list[ResultBlock]:

@@ -29,15 +29,13 @@ class GenerateCall:
     ids: list[str] = field(default_factory=list)  # vLLM's ids of its requests; several with n > 1
     replica: Replica | None = None  # None: nothing was sent yet
     wait: Wait | None = None  # for capacity; None: it never waited
-    # tasks that send requests which waited
-    sends: list[asyncio.Task[None]] = field(default_factory=list)
+    sends: list[asyncio.Task[None]] = field(default_factory=list)  # which had waited
     stream: StreamState | None = None  # tokens and scores so far
     is_collected: bool = False  # the workers hold no results of it any more
     is_over: bool = False  # its caller has left, possibly before validation
     failure: BaseException | None = None  # why a request could not be sent
     partial_rows: PartialRows | None = None  # delivered before its end
-    # of its requests, that wait for receipts
-    spans: list[DelayedSpan] = field(default_factory=list)
+    spans: list[DelayedSpan] = field(default_factory=list)  # which wait for receipts
     names: RequestNames | None = None  # that its caller gives its rows in sinks
 
     async def take_names(self, sinks: SinkSet) -> None:

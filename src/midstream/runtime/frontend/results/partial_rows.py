@@ -114,19 +114,15 @@ def running_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, Reque
 class _Completion:
     """Rows of one completion."""
 
-    # all blocks that arrived; without their rows if nothing needs these at the end
+    # All blocks that arrived; without their rows if nothing needs these at the end.
     received: list[ResultBlock] = field(default_factory=list)
-    # blocks that no output has shown entirely
-    unshown: list[ResultBlock] = field(default_factory=list)
+    unshown: list[ResultBlock] = field(default_factory=list)  # not shown entirely yet
     shown: int = 0  # position below which outputs have shown rows
-    # blocks that no sink was given yet
-    undelivered: list[ResultBlock] = field(default_factory=list)
+    undelivered: list[ResultBlock] = field(default_factory=list)  # given to no sink yet
     requested: int = 0
     progress: RequestProgress | None = None  # when rows were last requested
-    # per route, the number of rows of each tap that its sink was given
-    counts: dict[SinkRoute, Counter[Tap]] = field(default_factory=dict)
-    # per route, the result of each piece
-    results: dict[SinkRoute, list[Future[CaptureResult]]] = field(default_factory=dict)
+    counts: dict[SinkRoute, Counter[Tap]] = field(default_factory=dict)  # that its sink got
+    results: dict[SinkRoute, list[Future[CaptureResult]]] = field(default_factory=dict)  # of pieces
 
 
 class PartialRows:
@@ -156,7 +152,7 @@ class PartialRows:
     ) -> None:
         self.ids: list[str] = []
         self.is_over = False  # no more rows are to be requested before the end
-        # held by an asynchronous engine while it fetches and delivers rows
+        # Held by an asynchronous engine while it fetches and delivers rows.
         self.lock = asyncio.Lock()
         self._admitted = admitted
         self._request_id = request_id
