@@ -250,8 +250,7 @@ def read_json(text: str | bytes) -> object:
 
 def read_json_members(data: bytes) -> tuple[object, str, Mapping[str, tuple[int, int]]]:
     """Parse a JSON text as `read_json` does, member by member: other threads run between them.
-
-    Return the value, the text, and where in it the value of each member of an object is, if any.
+    Return the value, the text, and where in it the value of each member is.
     """
     try:
         text = _text_of(data)

@@ -77,12 +77,9 @@ class DefaultCapture:
         return Capture(layers=self.layers, sites=_SITE, positions=positions, stream=stream)
 
     def attach(self, output: Any, num_layers: int, prompt_len: int = 0) -> None:
-        """Set `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, on each
-        completion, and on the output if it has only one, and under the names `hidden` and
-        `prefill_hidden`.
-
-        Layers that only the request's own capture has are excluded. `prompt_len` is for an output
-        before the last, which has no receipt.
+        """Set `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, without layers
+        of the request's own capture, on each completion, and on an output of one. `prompt_len` is
+        for an output without a receipt.
         """
         for completion in output.outputs:
             receipt = getattr(completion, "receipt", None)

@@ -135,10 +135,8 @@ def requests_of(
     limits: EngineLimits,
     generated: Sequence[int] | None = None,
 ) -> list[LastTokenRequest]:
-    """Return the requests for the last rows of a finished output, one per completion.
-
-    A completion without tokens has none, and neither has one that was aborted or failed. One that
-    fills `max_model_len` has none either, with a warning. `generated`: None: completions have them.
+    """Return the requests for the last rows of a finished output, one per completion. One without
+    tokens, or that was aborted or failed, has none; one that fills `max_model_len` warns.
     """
     if not default.last_token:
         return []

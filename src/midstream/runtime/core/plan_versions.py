@@ -85,10 +85,8 @@ def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion]]) -> 
 
 
 def next_position(scheduler: Any, request: Any) -> int:
-    """Return the first position of a request that no step was scheduled with.
-
-    Draft tokens of scheduled steps count as accepted: positions of rejected ones are computed again
-    later, under the version that held when they were scheduled first.
+    """Return the first position of a request that no step was scheduled with. Draft tokens count as
+    accepted: positions of rejected ones are computed again under the version of then.
     """
     position: int = request.num_computed_tokens
     if request.num_preemptions:

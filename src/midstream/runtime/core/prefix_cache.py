@@ -45,10 +45,8 @@ def computed_blocks(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Limit a prefix-cache hit to positions before the first whose row must be computed, and to
-    whole images where their tokens attend to each other both ways.
-
-    vLLM computes such an image in one step, but of one that is cached in part it may split the rest
-    between two: then tokens of the first would not attend to those of the second.
+    whole images whose tokens attend both ways: vLLM may split the rest of one that is cached in
+    part between two steps, where those of the first would not attend to those of the second.
     """
     payload = payload_of(request.sampling_params)
     if payload is None:

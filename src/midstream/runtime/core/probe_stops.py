@@ -65,11 +65,9 @@ class Watched:
     each: tuple[Progress | None, ...]
 
     def passes(self, scores: ScoresOfStep, index: int, request: Any) -> bool:
-        """Take the scores of a step without drafts if they are of one position, meet no condition,
-        and change nothing; return whether that is so. Otherwise nothing is taken.
-
-        This holds for nearly every request in nearly every step. `advance` and the controller would
-        find the same, but take several times as long.
+        """Take the scores of a step without drafts if they are of one position, and change nothing;
+        return whether they are, as nearly always. `advance` would find the same, and take several
+        times as long.
         """
         position = scores.first[index]
         if self.ranges is None or scores.length[index] != 1 or position >= request.num_tokens:
@@ -273,11 +271,8 @@ def advance(
     token: Callable[[int], int],
 ) -> tuple[ProbeProgress, Firing | None, tuple[Firing, ...]]:
     """Evaluate the conditions of a request's probes on its scores of a step, of tokens before
-    `stop`.
-
-    Return how far they are then; the condition of a probe that stops, met at the earliest position
-    by the first of these probes; those of probes that switch, by position and in the order of the
-    probes.
+    `stop`. Return how far they are then; the first condition that stops it; those that switch, in
+    order.
     """
     probe_progress = list(before.each)
     reached, first = before.reached, scores.first[index]

@@ -25,10 +25,8 @@ class AdmittedRequest:
     later: dict[int, LaterPlan] = field(default_factory=dict)  # versions since, by number
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
-        """Return the attention heads that outputs show of the taps of some captures, by index.
-
-        Taps whose rows are not of heads are left out, and so are sketches of the codec `rp8`. A tap
-        of several captures has the heads of any of them, in the order in which they are listed.
+        """Return the attention heads that outputs show of the taps of some captures, by index, in
+        the order in which any of these lists them. Sketches of the codec `rp8` have none.
         """
         if not shape.heads or isinstance(parse_codec(self.plan.codec), Rp8):
             return {}

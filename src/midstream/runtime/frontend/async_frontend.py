@@ -37,10 +37,8 @@ Deliver = Callable[[Any], Awaitable[None]]
 
 
 class PlainCalls:
-    """The calls that run, by the ids that their callers gave them, which may be given twice.
-
-    A request of such a call may be validated after something was set for every request: it began
-    before, and has no plan in which its results could be found.
+    """The running calls without a plan, by the ids that callers gave them, maybe twice. A request
+    of one may be validated after something was set for every request: it began before.
     """
 
     def __init__(self) -> None:
@@ -157,9 +155,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         return admitted
 
     async def send(self, request: Any, deliver: Deliver) -> None:
-        """Send a request to the engine by `deliver`, now or when there is capacity for it.
-
-        Does not wait for capacity: a request that waits can be aborted like any other.
+        """Send a request to the engine by `deliver`, now or when there is capacity. Does not wait
+        for it: a request that waits can be aborted like any other.
         """
         uid = uid_of(request.sampling_params)
         if uid is None and request.request_id not in self._sessions:

@@ -129,9 +129,8 @@ class BaseFrontEnd:
 
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
         """Validate a request's plan, and replace it in the parameters by the request payload.
-
-        Server-wide edits come before the request's own, server-wide captures after them. Returns
-        None if nothing applies to the request. Its sampling parameters are its own copy.
+        Server-wide edits come before the request's own, server-wide captures after them. None:
+        nothing applies.
         """
         call_plan = plan if isinstance(plan, CallPlan) else CallPlan(plan)
         own = call_plan.plan

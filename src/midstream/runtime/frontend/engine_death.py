@@ -12,10 +12,7 @@ from typing import Any
 
 
 def end_waits_with(engine: Any) -> None:
-    """Raise EngineDeadError in every wait for the process of an LLMEngine when that process ends.
-
-    An engine that computes in this process is not changed.
-    """
+    """Raise EngineDeadError in every wait for an LLMEngine's own process when that ends."""
     client = engine.engine_core
     if not hasattr(client, "outputs_queue"):
         return
@@ -36,9 +33,7 @@ def end_waits_with(engine: Any) -> None:
 
 def fail_streams(engine: Any) -> None:
     """Raise EngineDeadError in every running `generate` of an AsyncLLM that was shut down, in any
-    thread.
-
-    A server's streams would otherwise stay open until their clients leave, and the server waits.
+    thread. A server's streams would otherwise stay open until their clients leave.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 

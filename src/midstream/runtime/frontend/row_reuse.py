@@ -142,10 +142,8 @@ class ReusedRows:
         return blocks
 
     def keep(self, blocks: Sequence[ResultBlock], tokens: Sequence[int], resets: int) -> None:
-        """Keep the rows of a completion, whose receipt has no problem, for later requests.
-
-        `resets` is the number of resets of the prefix cache, the same for all rows: the model may
-        have changed at each.
+        """Keep the rows of a completion without problems for later requests. `resets` of the prefix
+        cache were the same for all rows: the model may have changed at each.
         """
         self._store.see(resets)
         chain = self._chained(self._chain, tokens)

@@ -46,10 +46,8 @@ class _Chunk:
 
 
 class RowStore:
-    """Rows by chunk of tokens, of which the least recently used are dropped. Thread-safe.
-
-    The key of a chunk is a hash of its tokens and edits and of the chunk before it, so that equal
-    keys mean equal rows.
+    """Rows by chunk of tokens, of which the least recently used are dropped. Thread-safe. A key is
+    a hash of tokens, edits and the chunk before, so that equal keys mean equal rows.
     """
 
     def __init__(self, budget: int) -> None:

@@ -57,11 +57,7 @@ class StepControllers:
             self._running.pop(uid, None)
 
     def step(self, states: Mapping[str, Any], ended: Iterable[str] = ()) -> None:
-        """Do what has been answered, and call the controllers that have new scores.
-
-        `states` are vLLM's of running requests, by its ids; `ended` the uids that ended in the
-        step.
-        """
+        """Do what has been answered, and call controllers with new scores, by vLLM's `states`."""
         self.end(ended)
         spans: dict[str, Span] = {}
         for uid, controlled in self._running.items():

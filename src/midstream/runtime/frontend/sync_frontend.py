@@ -139,11 +139,9 @@ class FrontEnd(BaseFrontEnd):
         self._submit(request, send_now)
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
-        """Return the outputs of one engine step, with results on those of finished requests.
-
-        A finished request may get its results some steps later, in one fetch with others, but not
-        later than the last step after which the engine is idle. That step waits for all results,
-        and for the sinks.
+        """Return the outputs of one engine step, with results on those of finished requests. These
+        may come some steps later, in one fetch with others, but not later than the last step after
+        which the engine is idle, which waits for all results and for the sinks.
         """
         ended: list[str] = []
         for output in outputs:

@@ -29,11 +29,9 @@ class ReadProbe(ProtocolMessage, frozen=True, array_like=True):
 
 
 class Control(ProtocolMessage, frozen=True, array_like=True):
-    """A request's controller.
-
-    The first choice is the plan that the request was sent with, the second has the same edits with
-    the strength 0. Numbers of versions are 1, 2, … in this order. A version with the number of a
-    choice plus that of all choices is the same plan, kept since the controller failed.
+    """A request's controller. The first choice is the plan that the request was sent with, the
+    second the same with the strength 0. Versions are numbered 1, 2, … in this order, and once more,
+    on top of the number of all, as they are kept since the controller failed.
     """
 
     name: str

@@ -153,11 +153,8 @@ def split_scores(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> tuple[SplitSco
 def scores_of(
     probe: ResolvedProbe, sent: Iterable[tuple[WorkerInfo, Ints, Floats]]
 ) -> list[tuple[Ints, Floats]]:
-    """Return (positions, float32 [positions]) of one probe, among what workers `sent`: positions,
-    and float32 [positions, slots].
-
-    Ranks that have parts of the vectors, or of the heads, of a layer send their parts of a score,
-    which are added up here.
+    """Return (positions, float32 [positions]) of one probe, of [positions, slots] that workers
+    sent. Parts of a score, of ranks with parts of the vectors or heads of a layer, are added up.
     """
     by_rank: dict[int, list[tuple[Ints, Floats]]] = {}
     needed = 1

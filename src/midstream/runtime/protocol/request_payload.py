@@ -55,11 +55,9 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
 
 
 def payload_of(sampling_params: Any) -> RequestPayload | None:
-    """Return the payload of a request; None if it asks for nothing.
-
-    vLLM's msgpack turns a payload into plain values. The first call in a process reads them and
-    puts the payload back into `extra_args`, so that later calls, and vLLM's pickles for workers,
-    have it as it is.
+    """Return the payload of a request; None if it asks for nothing. vLLM's msgpack makes plain
+    values of it: the first call in a process reads these, and puts the payload back into
+    `extra_args`, so that later calls, and vLLM's pickles for workers, have it as it is.
     """
     extra_args: dict[str, Any] | None = getattr(sampling_params, "extra_args", None)
     if not extra_args or extra_args.get(KEY) is None:

@@ -15,9 +15,8 @@ from midstream.runtime.vllm.attributes import STEP_SCORES
 
 @dataclass(slots=True, eq=False)
 class ScoresOfStep:
-    """Scores of the requests of a step that report them, each of consecutive positions.
-
-    A row between two that have scores may have none: no probe selects its position.
+    """Scores of the requests of a step that report them, each of consecutive positions. A row
+    between may have none: no probe selects its position.
     """
 
     ids: list[str]
@@ -78,10 +77,8 @@ def scores_of_runs(
 
 
 class StepScores:
-    """Scores of the requests of a step that report them, on their way from the device.
-
-    Nothing waits for them until they are read, or pickled for the engine core's process: after the
-    step's tokens have arrived, which the device computes later.
+    """Scores of a step on their way from the device. Nothing waits for them until they are read, or
+    pickled for the engine core's process: when the step's tokens, which come later, have arrived.
     """
 
     def __init__(self, read: Callable[[], ScoresOfStep]) -> None:

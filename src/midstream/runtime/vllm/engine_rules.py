@@ -153,9 +153,8 @@ def check_offline(data_parallel_size: int) -> None:
 
 
 def check_script() -> None:
-    """Check that the processes of a new engine can import the script that starts it.
-
-    A spawned process imports it first. If that starts an engine, it ends here, with one line.
+    """Check that the processes of a new engine can import the script that starts it: a spawned one
+    imports it first. If that starts an engine, it ends here, with one line.
     """
     import torch
     import vllm.envs as envs

@@ -50,9 +50,8 @@ class Admission:
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
 
     def submit(self, uid: str, need: Need, send: Send, only: int | None = None) -> None:
-        """Send a request, now or when there is capacity; to the engine `only`, if that is not None.
-
-        Several vLLM requests (n > 1) may share a uid and its capacity; they go to one engine.
+        """Send a request, now or when there is capacity; to the engine `only`, if not None. Several
+        vLLM requests (n > 1) may share a uid and its capacity; they go to one engine.
         """
         if uid in self._admitted or uid in self._ended:
             send()

@@ -117,8 +117,7 @@ def need_of(
     hidden_size: int,
     ranks: int = 1,
 ) -> Need:
-    """Return the capacity that a plan takes, counted by the code that cuts the plan on the worker.
-
+    """Return the capacity that a plan takes, counted by the code that cuts it on the worker.
     Vectors longer than `hidden_size` count as several of `room.bank_rows`.
     """
     pieces, order = cut(plan, taps, WHOLE), list(taps)

@@ -29,11 +29,8 @@ def with_controller(
     room: Room,
     declared: Mapping[str, DeclaredController],
 ) -> PreparedPlan:
-    """Return a prepared plan with its controller, and the versions that it may choose: each set of
-    edits with each scale. `plan` is the request's own, bound.
-
-    The capacity and the vectors are those of all versions together: none has to be waited for when
-    one is chosen.
+    """Return a prepared plan with its controller, and all versions that it may choose, each set of
+    edits with each scale: there is capacity for all together, so that a choice need not wait.
     """
     controller = None if plan is None else plan.controller
     if plan is None or controller is None:

@@ -42,11 +42,7 @@ class ControllerRun:
     def begin(
         self, probes: Mapping[str, Tensor] | None, tokens: int, rows: Any = None
     ) -> Future[Answer] | None:
-        """Begin a call with the scores that it was not given yet; None: there are none.
-
-        `probes` has all scores so far, `tokens` is the number of generated ones; `rows`: see
-        `Observed`.
-        """
+        """Begin a call with those of all scores that it was not given yet; None: there are none."""
         probes = probes or {}
         scores = {
             name: values[self._seen.get(name, 0) :].clone() for name, values in probes.items()

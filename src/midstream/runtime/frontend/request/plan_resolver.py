@@ -178,10 +178,8 @@ class PlanResolver:
         lookup: Lookup,
         first: int,
     ) -> PreparedPlan:
-        """Prepare the plan of a session of streaming input, by the id of its first token.
-
-        All others count as generated: a session allows only positions that do not depend on the
-        length of the prompt.
+        """Prepare the plan of a session of streaming input, by the id of its first token. All
+        others count as generated: its positions do not depend on the length of the prompt.
         """
         check_growing(plan, before, also)
         own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)

@@ -37,9 +37,8 @@ def named_vectors(plan: ResolvedPlan) -> tuple[Vector, ...]:
 
 
 class SentVectors:
-    """The vectors that the workers of one engine store. Pair `take` with `release`.
-
-    Requests and vector updates reach the workers in the order in which `take` was called.
+    """The vectors that the workers of one engine store. Pair `take` with `release`. Requests and
+    updates reach the workers in the order of `take`.
     """
 
     def __init__(
@@ -49,11 +48,9 @@ class SentVectors:
         front_end: int = 0,
         front_ends: int = 1,
     ) -> None:
-        """Create it for one of some front ends: the workers keep what any of them has sent.
-
-        `most_unused` bytes of vectors that no running request names are kept, None: this front
-        end's part of `MOST_UNUSED`; beyond that `matrices` bytes, as many as the device has room
-        for.
+        """Create it for one of some front ends: the workers keep what any of them has sent, and
+        beyond `most_unused` bytes, None: a part of `MOST_UNUSED`, as many matrices as the device
+        has room for.
         """
         own = MOST_UNUSED // front_ends if most_unused is None else most_unused
         self._most_unused = own + matrices

@@ -26,11 +26,8 @@ def with_switches(
     prepare: Callable[[Plan], PreparedPlan],
     room: Room,
 ) -> PreparedPlan:
-    """Return a prepared plan with its acting probes, and with the versions that these switch to.
-    `plan` is the request's own, bound.
-
-    The capacity and the vectors are those of all versions together: none has to be waited for when
-    a condition is met.
+    """Return a prepared plan with its acting probes, and all versions that these switch to: there
+    is capacity for all together, so that none has to be waited for when a condition is met.
     """
     later: dict[int, LaterPlan] = {}
     versions: dict[str, PlanVersion] = {}

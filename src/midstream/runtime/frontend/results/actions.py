@@ -40,10 +40,8 @@ def tokens_of_rows(
     controller: Controller | None = None,
 ) -> list[int]:
     """Return the token id of each row of an ended completion, prompt first; 0 for a prompt of
-    embeddings.
-
-    The last sampled token is never computed on, unless a probe or a controller ended the completion
-    there: its score was read. After a stop in the prompt there are rows up to that position.
+    embeddings. The last sampled token is never computed on, unless a probe or a controller ended
+    the completion there. After a stop in the prompt there are rows up to that position.
     """
     tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
     probe = probe_that_stopped(plan, completion)

@@ -20,10 +20,7 @@ from midstream.runtime.protocol.segments import FOREVER
 
 
 class StreamState:
-    """Tokens and scores of one completion, updated with each output.
-
-    The cost of an update depends on what is new, except for the copies that the caller gets.
-    """
+    """Tokens and scores of one completion, updated at the cost of what is new."""
 
     def __init__(self, plan: ResolvedPlan, prompt: Sequence[int]) -> None:
         self._prompt_len = len(prompt)

@@ -48,9 +48,8 @@ async def call(
     request: RpcRequest[A],
     complete: Callable[[RpcRequest[A]], RpcRequest[A]] = lambda request: request,
 ) -> list[A]:
-    """Return the answers of one engine's workers to a request.
-
-    `complete` returns what to send in its place, right before that is queued.
+    """Return the answers of one engine's workers to a request, as `complete` makes it at the
+    end.
     """
     check_loop(client)
 

@@ -90,10 +90,8 @@ def _end(futures: Iterable[asyncio.Future[Any]]) -> None:
 
 
 class RpcBatcher:
-    """Batches RPCs to the workers of one engine. Not thread-safe, except for `close`: call on the
-    engine's event loop.
-
-    A request may wait for one result of each operation at a time.
+    """Batches RPCs to the workers of one engine: one result of each operation and request at a
+    time. Call on the engine's event loop, except for `close`.
     """
 
     def __init__(self, call: AsyncCall, workers: Sequence[RemoteWorker]) -> None:

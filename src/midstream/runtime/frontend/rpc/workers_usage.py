@@ -23,9 +23,8 @@ class WorkersUsage:
         self._query: asyncio.Task[None] | None = None
 
     async def read(self, timeout: float | None) -> dict[str, Any]:
-        """Return `workers`, each worker's usage over all replicas, and `workers_age_seconds`, None
-        if they never answered. A query that is not answered within `timeout` seconds is not
-        repeated before it is.
+        """Return `workers`, each worker's usage, and `workers_age_seconds`, None if there was no
+        answer. A query without an answer in time is not repeated before it has one.
         """
         if self._query is None or self._query.done():
             self._query = asyncio.create_task(self._update())
