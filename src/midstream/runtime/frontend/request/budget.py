@@ -172,8 +172,8 @@ class CapacityBudget:
     def __init__(self, room: Room, rows: RowLimit = NO_LIMIT) -> None:
         self._limits = _limits(room)
         self._row_limit = rows
-        self._counts = dict.fromkeys(_COUNTS, 0)
-        self._used = dict.fromkeys(_KINDS, 0)
+        self.counts = dict.fromkeys(_COUNTS, 0)
+        self.used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
         # Requests of one plan share `Need.kinds`, which is counted once for all of them: the number
         # of these requests, by its identity.
@@ -185,29 +185,29 @@ class CapacityBudget:
             limit = self._row_limit.limits.get(name)
             if count and limit is not None:
                 held = self._row_limit.held() if name == ROWS else 0
-                if self._counts[name] + count + held > limit:
+                if self.counts[name] + count + held > limit:
                     return False
         return id(need.kinds) in self._requests or all(
-            self._used[kind] + self._new(kind, things) <= self._limits[kind]
+            self.used[kind] + self._new(kind, things) <= self._limits[kind]
             for kind, things in need.kinds.items()
         )
 
     def take(self, need: Need) -> None:
         """Take the capacity of a plan that fits. Pair with `release_tables` and `release_rows`."""
         for name, count in need.counts.items():
-            self._counts[name] += count
+            self.counts[name] += count
         self._requests[id(need.kinds)] += 1
         if self._requests[id(need.kinds)] > 1:
             return
         for kind, things in need.kinds.items():
-            self._used[kind] += self._new(kind, things)
+            self.used[kind] += self._new(kind, things)
             self._users[kind].update(things.keys())
 
     def release_tables(self, need: Need) -> None:
         """Release the capacity of a plan, except for its rows."""
         for name, count in need.counts.items():
             if name != ROWS:
-                self._counts[name] -= count
+                self.counts[name] -= count
         self._requests[id(need.kinds)] -= 1
         if self._requests[id(need.kinds)]:
             return
@@ -218,20 +218,10 @@ class CapacityBudget:
                 users[thing] -= 1
                 if users[thing] == 0:
                     del users[thing]
-                    self._used[kind] -= size
+                    self.used[kind] -= size
 
     def release_rows(self, need: Need) -> None:
-        self._counts[ROWS] -= need.rows
-
-    @property
-    def rows(self) -> int:
-        """Bytes of rows that admitted plans may capture."""
-        return self._counts[ROWS]
-
-    @property
-    def used(self) -> dict[str, int]:
-        """The amount of each kind that is taken."""
-        return dict(self._used)
+        self.counts[ROWS] -= need.rows
 
     def _new(self, kind: str, things: dict[Hashable, int]) -> int:
         users = self._users[kind]

@@ -45,7 +45,8 @@ class RequestPlans:
         ahead = self._ahead.pop(call_plan, None)
         if ahead is not None and ahead[0] == _key_of(request, others):
             return ahead[1]
-        return self._resolve(request, call_plan, *others)
+        before, also = others
+        return self._resolver.resolve(call_plan, before, also, self._lookup, request)
 
     async def resolve_ahead(
         self, call_plan: CallPlan, prompt: Any, params: Any, *others: Any
@@ -56,20 +57,12 @@ class RequestPlans:
         request = _request_of(prompt, params, self._max_length)
         if request is None or not self._is_long(request, call_plan, *others):
             return
-        resolved = await in_thread(self._resolve, request, call_plan, *others)
+        args = call_plan, *others, self._lookup, request
+        resolved = await in_thread(self._resolver.resolve, *args)
         self._ahead[call_plan] = _key_of(request, others), resolved
 
     def forget(self, call_plan: CallPlan) -> None:
         self._ahead.pop(call_plan, None)
-
-    def _resolve(
-        self,
-        request: Any,
-        call_plan: CallPlan,
-        before: tuple[ServerWide, ...],
-        also: tuple[Capture, ...],
-    ) -> PreparedPlan:
-        return self._resolver.resolve(call_plan, before, also, self._lookup, request)
 
     def _is_long(
         self,

@@ -48,9 +48,7 @@ async def call(
     request: RpcRequest[A],
     complete: Callable[[RpcRequest[A]], RpcRequest[A]] = lambda request: request,
 ) -> list[A]:
-    """Return the answers of one engine's workers to a request, as `complete` makes it at the
-    end.
-    """
+    """Return the answers of one engine's workers to a request, as `complete` makes it last."""
     check_loop(client)
 
     async def send() -> Any:
