@@ -71,9 +71,7 @@ async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]], seconds: float = END_SECONDS) -> None:
-    """Cancel tasks, and wait until they end. What they raise is dropped; one that stays is
-    logged
-    """
+    """Cancel tasks, and wait until they end. What they raise is dropped; those left are logged."""
     tasks = tuple(tasks)
     left = {task for task in tasks if not task.done()}
     until = time.monotonic() + seconds

@@ -32,7 +32,7 @@ def start_of_images(request: Any, position: int) -> int:
 
 
 def image_ranges(request: Any) -> list[tuple[int, int]]:
-    """Return [start, stop) of images and videos whose tokens, or some of them, attend both ways."""
+    """Return [start, stop) of a `Request`'s images whose tokens attend both ways, ascending."""
     payload = payload_of(request.sampling_params)
     if payload is None or not payload.mm_prefix:
         return []

@@ -69,7 +69,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         return cls(await call_all(client, DescribeWorker()), engine, client)
 
     def __init__(self, answers: list[list[WorkerInfo]], engine: Any, client: Any) -> None:
-        """Create it. `engine` is a proxy: the client's tasks keep this, and must not keep that."""
+        """Create it. `engine` is a proxy: the client's tasks, which keep this, must not keep it."""
         info = describe(answers, FrontEnds.of(engine.vllm_config))
         super().__init__(info, engine, deltas=True, busy=lambda: busy(client))
         self._engine, self._client = engine, client
@@ -291,7 +291,7 @@ class AsyncFrontEnd(BaseFrontEnd):
 
 
 def _within(context: Callable[[Any], AbstractContextManager[None]], deliver: Deliver) -> Deliver:
-    """Deliver in a context of the request, which `deliver` queues first, ahead of all others."""
+    """Deliver in a context of the request. `deliver` queues it before it waits for anything."""
 
     async def run(request: Any) -> None:
         with context(request):

@@ -274,7 +274,7 @@ def _workers_of(info: EngineInfo) -> list[list[RemoteWorker]]:
 
 
 def set_payload(request: Any, payload: RequestPayload | None) -> None:
-    """Put a payload into `extra_args`, which several requests may share, of a request; or none."""
+    """Put a payload, or none, into `extra_args`, replaced, as several requests may share them."""
     params = request.sampling_params
     rest = other_args(params)
     params.extra_args = (rest or None) if payload is None else {**rest, KEY: payload}

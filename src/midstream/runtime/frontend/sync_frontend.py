@@ -175,9 +175,7 @@ class FrontEnd(BaseFrontEnd):
 
     @contextmanager
     def report_at_end(self) -> Iterator[list[Any]]:
-        """Report problems of the outputs added to the list that this yields, at its end, not
-        before.
-        """
+        """Report problems of a call at its end, not in a step; yield the list for its outputs."""
         outputs: list[Any] = []
         self._reports = False
         try:

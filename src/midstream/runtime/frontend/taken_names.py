@@ -23,9 +23,7 @@ class TakenNames:
 
     @contextmanager
     def taken(self, plan: Plan | CallPlan | None) -> Iterator[Keep]:
-        """Take the names in a plan while its request is admitted; the function yielded keeps
-        them.
-        """
+        """Take the names in a plan while its request is admitted; what this yields keeps them."""
         names = self._sinks.names_of(plan.plan if isinstance(plan, CallPlan) else plan)
         if names is None:
             yield lambda admitted: admitted

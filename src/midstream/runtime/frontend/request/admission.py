@@ -166,9 +166,7 @@ class Admission:
         return replicas
 
     def _next(self) -> tuple[str, int] | None:
-        """Return the first waiting request that fits an engine, unless an earlier one waits for
-        it.
-        """
+        """Return the first waiting request that fits, and its engine; earlier ones go first."""
         waited_for: frozenset[int] = frozenset()
         for uid, waiting in self._waiting.items():
             # It fits an idle engine: `check_rows` and `need_of` rejected those that never would.

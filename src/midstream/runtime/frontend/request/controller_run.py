@@ -59,9 +59,7 @@ class ControllerRun:
 
     @contextmanager
     def changing(self, asked: Mapping[str, Any]) -> Iterator[None]:
-        """Record what an answer asked for, once the block has done it; to be too late is no
-        error.
-        """
+        """Record what an answer asked for, once the block has done it. A late one is no error."""
         try:
             yield
         except BusyError:

@@ -48,9 +48,8 @@ class SentVectors:
         front_end: int = 0,
         front_ends: int = 1,
     ) -> None:
-        """Create it for one of some front ends: the workers keep what any of them has sent, and
-        beyond `most_unused` bytes, None: a part of `MOST_UNUSED`, as many matrices as the device
-        has room for.
+        """Create it for one of `front_ends`. Up to `most_unused` bytes that no running request
+        names are kept, None: its part of `MOST_UNUSED`, and `matrices` bytes on top.
         """
         own = MOST_UNUSED // front_ends if most_unused is None else most_unused
         self._most_unused = own + matrices

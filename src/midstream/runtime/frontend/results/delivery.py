@@ -155,7 +155,7 @@ async def deliver_soon(sinks: Queues, finished: FinishedRequest) -> PendingDeliv
 
 
 def set_on_output(output: Any, finished: FinishedRequest) -> bool:
-    """Set the results on an output, if it has one completion and gets all vectors; else nothing."""
+    """Set the results on an output of one completion that gets all vectors; else return False."""
     admitted, routes = finished.admitted, finished.admitted.routes
     if len(output.outputs) > 1 or admitted.plan.pattern_widths:
         return False

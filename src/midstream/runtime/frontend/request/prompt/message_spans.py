@@ -104,7 +104,7 @@ def chat_renderer(renderer: Any, params: ChatParams) -> Render:
 def template_arguments(
     chat: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a chat call that its template gets; `args`: after parameters."""
+    """Return what a chat call's template gets, by name; `args` follow the sampling parameters."""
     bound = inspect.signature(chat).bind_partial(None, None, None, *args, **named)
     return {name: bound.arguments[name] for name in TEMPLATE_ARGUMENTS if name in bound.arguments}
 
