@@ -44,15 +44,54 @@ from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.frontend.row_reuse import ReusedRows, RowReuse
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.sae_registry import SaeRegistry
-from midstream.runtime.frontend.taken_names import TakenNames
 from midstream.runtime.frontend.weight_memory import WeightMemory
 from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
 from midstream.runtime.protocol.rpc import IntegrityReport
 from midstream.runtime.vllm.additional_config import Settings
+from midstream.sinks.name_claims import RequestNames
 from midstream.sinks.server_captures import ServerCaptures
+from midstream.sinks.sink_set import SinkSet
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
+
+Keep = Callable[[AdmittedRequest | None], AdmittedRequest | None]
+
+
+class TakenNames:
+    """The names by request; see `RequestNames`. A call of an `AsyncLLM` has its own."""
+
+    def __init__(self, sinks: SinkSet) -> None:
+        self._sinks = sinks
+        self._by_uid: dict[str, RequestNames] = {}
+
+    @contextmanager
+    def taken(self, plan: Plan | CallPlan | None) -> Iterator[Keep]:
+        """Take the names in a plan while its request is admitted; what this yields keeps them."""
+        names = self._sinks.names_of(plan.plan if isinstance(plan, CallPlan) else plan)
+        if names is None:
+            yield lambda admitted: admitted
+            return
+        names.take()
+        uids = []
+
+        def keep(admitted: AdmittedRequest | None) -> AdmittedRequest | None:
+            if admitted is not None:
+                uids.append(admitted.uid)
+                self._by_uid[admitted.uid] = names
+            return admitted
+
+        try:
+            yield keep
+        finally:
+            if not uids:
+                names.release()
+
+    def release(self, uids: Sequence[str]) -> None:
+        """Give back the names of requests whose rows are in the sinks' queues, or never will be."""
+        for uid in uids:
+            if (names := self._by_uid.pop(uid, None)) is not None:
+                names.release()
 
 
 class BaseFrontEnd:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm import RequestOutput
 
 from midstream.plan import ModelShape, ResolvedPlan
 from midstream.plan.readouts.capture import GATHERED, SHARDED
@@ -29,7 +30,6 @@ from midstream.runtime.frontend.results.assembly import (
 )
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.readouts import parted
-from midstream.runtime.frontend.results.several_completions import SeveralCompletions
 from midstream.runtime.protocol.results import ResultBlock, WorkerAnswers
 from midstream.sinks.delivery import (
     DeliveredRows,
@@ -58,6 +58,44 @@ _DONE: Future[CaptureResult] = Future()
 _DONE.set_result(_STORED)
 # The manifest of this sink is also set on the output.
 _MANIFEST_SINK = "npz"
+
+
+# Attributes that each completion has of its own.
+PER_COMPLETION = (
+    "activations",
+    *READOUTS,
+    "probes",
+    "receipt",
+    "hidden_states",
+    "prefill_hidden_states",
+)
+
+
+class SeveralCompletions(RequestOutput):  # type: ignore[misc]
+    """vLLM's output of a request with n > 1.
+
+    `activations`, `probes`, `receipt` and the like are on each of its `outputs`. Reading one of
+    them here raises an AttributeError that says so; `hasattr` is False, and `getattr` with a
+    default gives the default.
+    """
+
+    @staticmethod
+    def convert(output: Any) -> None:
+        """Make an output of several completions one of this class, in place."""
+        for name in PER_COMPLETION:
+            output.__dict__.pop(name, None)
+        if type(output) is RequestOutput:
+            output.__class__ = SeveralCompletions
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in PER_COMPLETION:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # Of a half-made copy `outputs` may be missing.
+        count = len(self.__dict__.get("outputs", ()))
+        raise AttributeError(
+            f"this output has {count} completions (n > 1), each with its own `{name}`: read "
+            f"output.outputs[i].{name}, i from 0 to {count - 1}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
