@@ -6,6 +6,7 @@ vLLM makes the request of a rendered prompt on the event loop, and has midstream
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,22 +24,16 @@ from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
 _LONG = 1024
 
 
+@dataclass(eq=False)
 class RequestPlans:
     """Resolves the plans of one engine's requests."""
 
-    def __init__(
-        self,
-        resolver: PlanResolver,
-        lookup: Lookup,
-        num_layers: int,
-        max_length: int,
-    ) -> None:
-        self._resolver = resolver
-        self._lookup = lookup
-        self._num_layers = num_layers
-        self._max_length = max_length
-        # Plans that were resolved before their requests exist, each with what it was resolved for.
-        self._ahead: dict[CallPlan, tuple[tuple[Any, ...], PreparedPlan]] = {}
+    _resolver: PlanResolver
+    _lookup: Lookup
+    _num_layers: int
+    _max_length: int
+    # Plans that were resolved before their requests exist, each with what it was resolved for.
+    _ahead: dict[CallPlan, tuple[tuple[Any, ...], PreparedPlan]] = field(default_factory=dict)
 
     def resolve(self, request: Any, call_plan: CallPlan, *others: Any) -> PreparedPlan:
         """Return the plan of a request, which has what `PlanResolver.resolve` reads."""

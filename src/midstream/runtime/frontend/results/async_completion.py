@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from midstream.config.config import Config
@@ -39,23 +39,16 @@ class CallEnd:
     collected: Callable[[GenerateCall], None]  # called when results were fetched
 
 
+@dataclass(eq=False)
 class AsyncCompletion:
     """Sets results on the outputs of calls. Not thread-safe: call on the engine's event loop."""
 
-    def __init__(
-        self,
-        config: Config,
-        shape: ModelShape,
-        sinks: SinkSet,
-        streamer: RowStreamer,
-        end: CallEnd,
-    ) -> None:
-        self._config = config
-        self._shape = shape
-        self._sinks = sinks
-        self._streamer = streamer
-        self._end = end
-        self.totals = RequestTotals()
+    _config: Config
+    _shape: ModelShape
+    _sinks: SinkSet
+    _streamer: RowStreamer
+    _end: CallEnd
+    totals: RequestTotals = field(default_factory=RequestTotals)
 
     async def complete(self, call: GenerateCall, output: Any) -> None:
         """Set the results that exist by now on an output."""

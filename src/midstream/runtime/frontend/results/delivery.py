@@ -132,16 +132,12 @@ class SinkShare:
     earlier: tuple[Future[CaptureResult], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
 class PendingDelivery:
     """A finished request whose rows are in the queues of their sinks."""
 
-    def __init__(
-        self,
-        finished: FinishedRequest,
-        shares: Sequence[tuple[SinkShare, Sequence[Future[CaptureResult]]]],
-    ) -> None:
-        self._finished = finished
-        self._shares = shares
+    _finished: FinishedRequest
+    _shares: Sequence[tuple[SinkShare, Sequence[Future[CaptureResult]]]]
 
     @property
     def futures(self) -> list[Future[CaptureResult]]:

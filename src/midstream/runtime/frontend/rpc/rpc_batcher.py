@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from midstream.errors import BusyError
@@ -30,17 +31,13 @@ class AsyncCall(Protocol):
     def __call__(self, request: RpcRequest[A], /) -> Awaitable[list[A]]: ...
 
 
+@dataclass(eq=False)
 class _Queue:
     """Requests for one operation, which are carried out together."""
 
-    def __init__(
-        self,
-        run: Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]],
-        limit: int | None = None,
-    ) -> None:
-        self._run = run
-        self._limit = limit
-        self._waiting: dict[str, tuple[Any, asyncio.Future[Any]]] = {}
+    _run: Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
+    _limit: int | None = None
+    _waiting: dict[str, tuple[Any, asyncio.Future[Any]]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
