@@ -23,10 +23,10 @@ def with_room_for_calls(function: Callable[P, T]) -> Callable[P, T]:
     CPython keeps the frames of a thread's calls in chunks of 16 KiB. A call whose frame does not
     fit into the last chunk maps another one, and unmaps it when it returns. If the end of a chunk
     is where a forward pass launches its kernels, or where the scheduler looks at each request, each
-    of these calls makes two system calls and touches new memory, which takes longer than the call.
+    of these calls makes two system calls, which take longer than the call.
 
-    The room itself is mapped at each call, which takes a few microseconds, unless a function with
-    room is running in the thread. So a loop over steps has it, see `midstream.runtime.install`.
+    The room is mapped at each call, which takes microseconds, unless a function with room is
+    running in the thread. So a loop over steps has it, see `midstream.runtime.install`.
     """
 
     def in_room(*args: P.args, **kwargs: P.kwargs) -> T:

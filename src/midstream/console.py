@@ -60,10 +60,7 @@ _REFUSED = re.compile(rf"midstream\.errors\.({'|'.join(_REFUSALS)}): (.+)")
 
 @contextmanager
 def defaults(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that are unset, and unset them again afterwards.
-
-    Enter it before vLLM is imported.
-    """
+    """Set environment variables that are unset for a while. Enter it before vLLM is imported."""
     added = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in added})
     try:
@@ -75,14 +72,11 @@ def defaults(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
-    """Yield a console on the real output; redirect all other output to a log.
+    """Yield a console on the real output, a file descriptor; redirect all other output to a log.
 
     Enter it before vLLM is imported. An exception that leaves the block prints the end of the log
     first, unless midstream raised it. A midstream error in an engine process is only in the log; it
     is raised again in place of vLLM's error, which only says that a process failed.
-
-    Args:
-        descriptor: file descriptor of the real output: 1 (stdout) or 2 (stderr).
     """
     from rich.console import Console
 
@@ -114,7 +108,6 @@ def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
 
 @contextmanager
 def _real_output(descriptor: int) -> Iterator[IO[str]]:
-    """Yield a text handle on a duplicate of a file descriptor."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with open(os.dup(descriptor), "w", encoding=encoding, errors="replace") as output:
         yield output
@@ -122,7 +115,6 @@ def _real_output(descriptor: int) -> Iterator[IO[str]]:
 
 @contextmanager
 def _redirected(log: IO[bytes]) -> Iterator[None]:
-    """Redirect file descriptors 1 and 2 to the log."""
     kept = [(number, os.dup(number)) for number in (1, 2)]
     try:
         for number, _ in kept:

@@ -29,10 +29,7 @@ async def within(
     seconds: float, work: Awaitable[T], undo: Callable[[T], object] | None = None
 ) -> T:
     """Return what an awaitable returns. It runs as a task of its own, and is cancelled if it takes
-    longer, or if the caller is cancelled.
-
-    Args:
-        undo: is called with a result that the caller does not get, because it was cancelled.
+    longer, or if the caller is, who does not get its result then: `undo` does.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -50,7 +47,6 @@ async def within(
 
 @asynccontextmanager
 async def locked(lock: asyncio.Lock, seconds: float) -> AsyncIterator[None]:
-    """Hold a lock while the context is open."""
     await within(seconds, lock.acquire(), lambda _: lock.release())
     try:
         yield
@@ -75,12 +71,7 @@ async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]], seconds: float = END_SECONDS) -> None:
-    """Cancel the tasks that have not ended, and wait until they have. What they raise is dropped;
-    a task that runs on nevertheless is logged and left.
-
-    Args:
-        tasks: the tasks; one that has ended costs nothing.
-    """
+    """Cancel tasks, and wait until they end. What they raise is dropped; those left are logged."""
     tasks = tuple(tasks)
     left = {task for task in tasks if not task.done()}
     until = time.monotonic() + seconds

@@ -57,15 +57,12 @@ ROUTES = ("midstream.lab.server.routes.sweep", "midstream.lab.server.routes.fit"
 
 
 def public(name: str) -> Any:
-    """Return a public name of `PUBLIC`."""
     return getattr(import_module(PUBLIC[name]), name)
 
 
 def command(name: str) -> ModuleType:
-    """Return the module of a sub-command."""
     return import_module(COMMANDS[name])
 
 
 def routers() -> list[Any]:
-    """Return the routers of `ROUTES`, FastAPI's."""
     return [import_module(module).router for module in ROUTES]

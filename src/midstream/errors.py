@@ -218,12 +218,7 @@ class MissingExtraError(MidstreamError, ModuleNotFoundError):
 
     @staticmethod
     def of(error: ModuleNotFoundError, needed_by: str) -> ModuleNotFoundError:
-        """Return the error to raise instead of Python's own; that one if no extra has the package.
-
-        Args:
-            error: Python's error.
-            needed_by: what needs the package, for the message.
-        """
+        """Return the error to raise in place of Python's; that one if no extra has the package."""
         package = (error.name or "").partition(".")[0]
         extra = _EXTRA_OF.get(package)
         if isinstance(error, MissingExtraError) or extra is None:
@@ -236,11 +231,7 @@ class MissingExtraError(MidstreamError, ModuleNotFoundError):
 
     @staticmethod
     def require(package: str, needed_by: str) -> None:
-        """Check that a package is installed, without importing it; arguments as for `of`.
-
-        Raises:
-            MissingExtraError: it is not.
-        """
+        """Raise MissingExtraError if a package is not installed, without importing it."""
         from importlib.util import find_spec
 
         if find_spec(package) is None:
@@ -256,13 +247,7 @@ def _cut(text: str, length: int) -> str:
 
 
 class HttpError(Exception):
-    """An HTTP error response.
-
-    Attributes:
-        message: what is wrong, and what would be right.
-        param: path of the invalid field; None if no field is invalid.
-        retry_after: seconds after which another attempt may succeed; None: not known.
-    """
+    """An HTTP error response."""
 
     def __init__(
         self,
@@ -272,10 +257,10 @@ class HttpError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after = retry_after  # seconds after which another attempt may succeed
         self.status = status
         self.message = message
-        self.param = param
+        self.param = param  # path of the invalid field
 
     @staticmethod
     def of(error: Exception) -> HttpError:
@@ -295,7 +280,6 @@ class HttpError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as JSON values, in the form of vLLM's errors."""
         from http import HTTPStatus
 
         return {
@@ -309,10 +293,8 @@ class HttpError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response besides those of its body."""
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
     @property
     def content(self) -> bytes:
-        """The body as JSON text."""
         return json.dumps(self.body).encode()

@@ -24,18 +24,12 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,4})\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LinearLens:
-    """Affine maps of the stream, one for each depth; h ← A h + b, or h ← h + A h + b, before the
-    model's final norm and head.
+    """Affine maps of the stream by depth, h ← A h + b or h ← h + A h + b, before norm and head."""
 
-    Attributes:
-        matrices: A by depth, each [width, width].
-        biases: b by depth, each [width]; of no or of all depths.
-        adds: whether the stream is added to its image.
-    """
-
-    matrices: Mapping[int, Tensor]
+    matrices: Mapping[int, Tensor]  # A by depth, each [width, width]
+    # b by depth, each [width]; of no or of all depths.
     biases: Mapping[int, Tensor] = field(default_factory=dict)
-    adds: bool = False
+    adds: bool = False  # the stream to its image
 
     def __post_init__(self) -> None:
         if not self.matrices:
@@ -50,7 +44,6 @@ class LinearLens:
 
     @property
     def width(self) -> int:
-        """Width of the stream."""
         return int(next(iter(self.matrices.values())).shape[-1])
 
     def __repr__(self) -> str:
@@ -178,7 +171,6 @@ def load_lens(path: str | Path) -> LinearLens:
 
 
 def _read_config(path: Path) -> tuple[int, int]:
-    """Return the number of layers, and the width."""
     if check_regular(path).st_size > _MAX_CONFIG_BYTES:
         raise SpecError("", f"more than {_MAX_CONFIG_BYTES} bytes")
     config = read_json(path.read_bytes())
@@ -195,7 +187,6 @@ def _read_config(path: Path) -> tuple[int, int]:
 
 
 def _load(path: Path) -> dict[Any, Any]:
-    """Return the content of a file of tensors."""
     check_regular(path)
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError

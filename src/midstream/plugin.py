@@ -1,15 +1,11 @@
 """The `vllm.general_plugins` entry point: called by vLLM in each of its processes.
 
-vLLM calls `register` without naming the engine, and an installed plugin must not change engines
-that do not enable midstream. The callers have the engine's settings as local variables:
-`EngineArgs.__post_init__`, `EngineCore.__init__` and `WorkerWrapperBase.init_worker`. The parser
-of the command line reads them from `sys.argv`, and from a file that is named there. So `register`
-reads the callers' local variables, `sys.argv` and that file, and installs the hooks only if the
-settings name midstream.
-
-vLLM calls `register` once per process. If the first engine of a process does not enable midstream,
-the workers reject a later engine that names it in `additional_config`, unless the process called
-`midstream.activate()` or created the engine with `midstream.LLM`.
+vLLM calls `register` once per process, without naming the engine, and an installed plugin must not
+change engines that do not enable midstream. So it reads `sys.argv`, the file of options named
+there, and local variables of its callers, which have the engine's settings:
+`EngineArgs.__post_init__`, `EngineCore.__init__` and `WorkerWrapperBase.init_worker`. If the first
+engine of a process does not enable midstream, the workers reject a later one that names it in
+`additional_config`, unless the process called `midstream.activate()` or made a `midstream.LLM`.
 """
 
 from __future__ import annotations
@@ -48,8 +44,7 @@ runtime.INSTALLERS.append(install_server)
 
 def _command_line_enables() -> bool:
     """Return whether `sys.argv` has `--additional-config '{"midstream": …}'`, in one word or two, a
-    part of it such as `--additional-config.midstream.layers`, or midstream's class as
-    `--worker-cls`; or names a `--config FILE` that has one of these.
+    part of it, or midstream's class as `--worker-cls`; or names a `--config FILE` that has one.
     """
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         name, _, value = word.partition("=")

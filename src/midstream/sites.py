@@ -1,48 +1,11 @@
 """Hook points of a layer; every other list of sites derives from this table.
 
-Layer `i`'s sites, in the order in which one forward pass reaches them:
-
-| site | the residual stream … | in transformers |
-|---|---|---|
-| `resid_pre` | entering layer i | `output_hidden_states[i]` |
-| `resid_mid` | after attention is added | the input of the norm that feeds the MLP |
-| `resid_post` | after the MLP is added | `output_hidden_states[i + 1]` |
-
-and the branches, which read it and are added to it:
-
-| site | the vector … | in transformers |
-|---|---|---|
-| `attn_in` | that attention reads: the stream after its norm | attention's input |
-| `attn_out` | that attention adds to the stream | attention's output, or its post-norm's |
-| `mlp_in` | that the MLP reads: the stream after its norm | the MLP's input |
-| `mlp_out` | that the MLP adds to the stream | the MLP's output, or its post-norm's |
-
-and values inside attention and the MLP, whose vectors have widths of their own:
-
-| site | the vector … | in TransformerLens |
-|---|---|---|
-| `q`, `k`, `v` | of all heads, as projected, before norms and RoPE | `attn.hook_q` … |
-| `rot_q`, `rot_k` | of all heads, as attention uses them, after both | `attn.hook_rot_q` … |
-| `z` | of all heads that the output projection reads | `attn.hook_z` |
-| `router` | of the experts' logits | |
-| `mlp_pre` | that the MLP's activation function reads: with a gate, the gate | `mlp.hook_pre` |
-| `mlp_pre_linear` | that the activated gate is multiplied with | `mlp.hook_pre_linear` |
-| `mlp_act` | that the MLP's last matrix reads: its neurons | `mlp.hook_post` |
-
-and the ends of the model, which have no layer: requests and results name the site alone. Inside,
-they are at the first and at the last layer.
-
-| site | the vector … | in transformers |
-|---|---|---|
-| `embed` | of the token's embedding, scaled, before learned positions | the scaled embedding |
-| `final_norm` | that the final norm returns and the head reads | `output_hidden_states[-1]` |
-| `logits` | of the next token's logits, which `Bias` edits and nothing reads | `logits` |
-
-Names of other tools are read as well, see `parse`.
-
-For the last layer, transformers applies the final norm to its output; `resid_post` does not. The
-names are TransformerLens's; `attn_in` is its `attn.hook_in` and `mlp_in` its `mlp.hook_in` (before
-version 3, its `hook_attn_in` and `hook_mlp_in` were in front of the norms).
+For the last layer, transformers applies the final norm to its output; `resid_post` does not.
+`attn_out` and `mlp_out` are what is added to the stream: the output of a post-norm, if there is
+one. Values inside attention and the MLP have widths of their own. The ends of the model have no
+layer: requests and results name the site alone; inside, they are at the first and at the last
+layer. Names are TransformerLens's; `attn_in` is its `attn.hook_in`, `mlp_in` its `mlp.hook_in` of
+version 3.
 """
 
 from __future__ import annotations
@@ -82,22 +45,14 @@ SiteName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One hook point of a layer.
-
-    Attributes:
-        order: rank in the order in which a layer reaches its sites.
-        inner: whether it is inside attention or the MLP. The vectors of all others are as wide as
-            the residual stream.
-        layer: of a site that has no layer, the one whose number it has inside: 0 or −1; None: each
-            layer has the site.
-    """
+    """One hook point of a layer."""
 
     name: str
     aliases: tuple[str, ...]
-    order: int
+    order: int  # rank in the order in which a layer reaches its sites
     meaning: str
-    inner: bool = False
-    layer: int | None = None
+    inner: bool = False  # inside attention or the MLP; others are as wide as the stream
+    layer: int | None = None  # number inside of a site that has no layer: 0 or −1
 
 
 SITES: tuple[Site, ...] = (
@@ -213,11 +168,9 @@ def parse(name: str) -> tuple[str, int | None] | None:
 
     These are the name or alias of a site; TransformerLens's `blocks.10.hook_resid_post`, or
     `hook_resid_post`; a module path of transformers or nnsight, `model.layers.10.output`;
-    interp-engine's `resid_post.10`. The layer is None where the name has none.
-
-    The path of a layer alone means its output. `attn_out` and `mlp_out` are what is added to the
-    stream: in a model with a norm after attention or the MLP, the output of that norm rather than
-    of the module.
+    interp-engine's `resid_post.10`. The layer is None where the name has none. The path of a layer
+    alone means its output. `attn_out` and `mlp_out` are what is added to the stream: in a model
+    with a norm after attention or the MLP, its output.
     """
     if name in BY_NAME:
         return BY_NAME[name].name, None

@@ -1,8 +1,7 @@
 """Strict readers of single values, with error paths.
 
-An error's path is relative to the value that is read. The reader of the enclosing field prepends
-the field's name with `at`. Schema libraries report paths of their own model; these are paths in
-what the caller wrote.
+An error's path is relative to the value that is read; `at` prepends the enclosing field's name.
+Schema libraries report paths of their own model; these are paths in what the caller wrote.
 """
 
 from __future__ import annotations
@@ -65,9 +64,8 @@ S = TypeVar("S", bound="Struct")
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
-    """Return what is known of a file that is about to be read, after checking that it is one.
-
-    To open a named pipe waits for a writer, and a device may have no end.
+    """Return what is known of a file that is about to be read, after checking that it is one: to
+    open a named pipe waits for a writer, and a device may have no end.
     """
     file_stat = os.stat(path)
     if stat.S_ISDIR(file_stat.st_mode):
@@ -88,9 +86,7 @@ def at(prefix: str) -> Iterator[None]:
 
 @contextmanager
 def setting(path: str) -> Iterator[None]:
-    """Raise a ConfigError of the setting at `path` for every SpecError raised in the `with` block,
-    or in the decorated function.
-    """
+    """Raise a ConfigError of the setting at `path` for every SpecError of the block or function."""
     try:
         yield
     except SpecError as error:
@@ -103,9 +99,7 @@ def kind(value: object) -> str:
 
 
 def check_text(text: str) -> None:
-    """Check that text has a UTF-8 form: JSON allows unpaired surrogates; tokenizers and stores do
-    not.
-    """
+    """Check that text has a UTF-8 form: JSON allows unpaired surrogates; tokenizers do not."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -126,9 +120,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return the most similar of the known names; "" if none is, or to search would take seconds:
-    for 10,000 known names and a name of 60 characters.
-    """
+    """Return the most similar of the known names; "" if none is, or a search would take seconds."""
     names = list(known)
     is_quick = len(name) * len(names) <= _HINTED
     return next(iter(difflib.get_close_matches(name, names, 1)), "") if is_quick else ""
@@ -141,10 +133,7 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def as_number(value: object) -> object:
-    """Return an array or tensor of one element, of any library, as a Python number.
-
-    Other values are returned as they are, as is one that cannot be read.
-    """
+    """Return an array or tensor of one element, of any library, as a Python number."""
     shape = getattr(value, "shape", None)
     if shape is None or not hasattr(value, "item") or tuple(shape) not in ((), (1,)):
         return value
@@ -155,10 +144,7 @@ def as_number(value: object) -> object:
 
 
 def as_list(value: object) -> object:
-    """Return a 1-D array, tensor or series, of any library, as a list of Python values.
-
-    One without dimensions becomes a number; other values are returned as they are.
-    """
+    """Return a 1-D array, tensor or series as a list, one without dimensions as a number."""
     shape = getattr(value, "shape", None)
     if shape is None or not hasattr(value, "tolist") or len(shape) > 1:
         return value
@@ -200,10 +186,7 @@ def float32(value: float) -> float:
 
 
 def read_float32(value: object) -> float:
-    """Read a number, finite and within float32's range, as a float.
-
-    It is Python's or numpy's, or an array or tensor of one element.
-    """
+    """Read a number, or an array or tensor of one element, finite and within float32's range."""
     if not isinstance(value, (int, float)):
         value = as_number(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -231,11 +214,7 @@ def read_word(value: object, known: Sequence[str]) -> str:
 
 
 def read_mapping(value: object, expected: str) -> Mapping[Any, Any]:
-    """Return a dict unchanged.
-
-    Args:
-        expected: what would be right, for the error.
-    """
+    """Return a dict unchanged; `expected` is what would be right, for the error."""
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected {expected}, got {show(value)}")
     return value
@@ -244,7 +223,6 @@ def read_mapping(value: object, expected: str) -> Mapping[Any, Any]:
 def read_fields(
     value: object, required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Read the fields of a dict."""
     known = (*required, *optional)
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected a dict of {listed(known)}, got {kind(value)}")
@@ -262,9 +240,7 @@ def read_fields(
 
 
 def read_json(text: str | bytes) -> object:
-    """Parse a JSON text; `bytes` must be UTF-8. A byte order mark in front, which editors and
-    spreadsheets write, is skipped.
-    """
+    """Parse a JSON text; `bytes` must be UTF-8. A byte order mark in front is skipped."""
     try:
         value: object = _DECODER.decode(_text_of(text))
     except (RecursionError, ValueError) as error:
@@ -274,10 +250,7 @@ def read_json(text: str | bytes) -> object:
 
 def read_json_members(data: bytes) -> tuple[object, str, Mapping[str, tuple[int, int]]]:
     """Parse a JSON text as `read_json` does, member by member: other threads run between them.
-
-    Returns:
-        The value; the text; and of each member of an object, from where to where its value is in
-        the text. A text that is no object has none.
+    Return the value, the text, and where in it the value of each member is.
     """
     try:
         text = _text_of(data)
@@ -289,9 +262,7 @@ def read_json_members(data: bytes) -> tuple[object, str, Mapping[str, tuple[int,
 
 
 def _members(text: str) -> tuple[dict[str, object], dict[str, tuple[int, int]]]:
-    """Return the members of an object, and from where to where their values are in its text; none
-    if it has none, is malformed, or is no object.
-    """
+    """Return the members of an object, and where in its text their values are; else nothing."""
     members: dict[str, object] = {}
     places: dict[str, tuple[int, int]] = {}
     mark = _FIRST.match(text)
@@ -342,9 +313,7 @@ def read_json_text(text: str) -> object:
 
 
 def has_more_values(text: str | bytes) -> bool:
-    """Return whether a JSON text has more than MAX_VALUES values. Other threads run between its
-    parts.
-    """
+    """Return whether a JSON text has more than MAX_VALUES values. Other threads run meanwhile."""
     count, comma = 0, "," if isinstance(text, str) else b","
     for start in range(0, len(text) if len(text) > MAX_VALUES else 0, _PART):
         count += text.count(comma, start, start + _PART)  # type: ignore[arg-type]
@@ -367,9 +336,7 @@ def read_message(read: Callable[[D], T], data: D) -> T:
 
 
 def read_struct(struct: type[S], value: object) -> S:
-    """Read a dict as a msgspec Struct, all of whose fields have defaults; its annotations say what
-    is allowed.
-    """
+    """Read a dict as a msgspec Struct, all of whose fields have defaults."""
     import msgspec
 
     names = dict(zip(struct.__struct_encode_fields__, struct.__struct_fields__, strict=True))

@@ -16,7 +16,6 @@ class CaptureWorker:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Fail: the front end of this process did not replace the class."""
         raise UnsupportedError(
             "worker_cls: the process that created this engine's settings did not load midstream; "
             "give the class's full name as a `str`, and call midstream.activate() before the first "

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 from support.alongside import EVERYTHING, check_rows, hooked, push, rows_of
+from support.engine_view import inspect
 from support.engines import engine, generated, greedy, tokens
 from support.oracle import Oracle
-
-from midstream.testing import inspect
 
 # In the tokenizer's order of bytes.
 LETTERS = list(range(64, 90))

@@ -14,13 +14,13 @@ import pytest
 import torch
 from support import adapters
 from support.alongside import EVERYTHING, check_captured, check_rows, hooked, push, rows_of
+from support.engine_view import inspect
 from support.engines import engine, generated, greedy, tokens
 from support.oracle import HookEdit, Oracle, relative_error
 from support.tiny import HIDDEN
 from torch import Tensor
 
 from midstream import Capture, Logits, Probe, SpecError, Steer, TokenIds
-from midstream.testing import inspect
 
 PLACES = ("model.layers", "post_attention_layernorm")
 SHARED = list(range(40, 110))

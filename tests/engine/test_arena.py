@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, greedy, reading_stopped, tokens
 
 from midstream import Capture, SpecError
 from midstream.codecs import parse_codec
 from midstream.runtime.worker import result_buffer as results
-from midstream.testing import inspect
 from midstream.transport.reader import MappedArena
 
 EVERYTHING = Capture(layers="all", sites=ALL_SITES)

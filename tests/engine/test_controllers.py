@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support import controlling
+from support.engine_view import inspect
 from support.engines import greedy
 from support.oracle import HookEdit, Oracle
 from support.updating import (
@@ -37,7 +38,6 @@ from midstream import (
     Threshold,
 )
 from midstream.plan.control.control_laws import Observed
-from midstream.testing import inspect
 
 SIZE = len(PROMPT)
 OWN, HOOK = steer(vector(1), 1, 2.0)

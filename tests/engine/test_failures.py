@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.engine_view import inspect
 from support.engines import engine, generated, greedy, tokens
 
 from midstream import Capture, ReceiptError, ReceiptWarning, Steer
@@ -11,7 +12,6 @@ from midstream.ops import layout
 from midstream.runtime.worker import plan_table
 from midstream.runtime.worker.request_state import acquire_segments
 from midstream.runtime.worker.session import WorkerSession
-from midstream.testing import inspect
 
 HIDDEN = 64
 PROMPT = [(11 * n) % 150 + 5 for n in range(100)]

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engine_view import inspect
 from support.engines import engine, generated, greedy, stopped_at, tokens
 
 from midstream import Capture, ConfigError, SpecError, Steer, TapError, UnsupportedError
-from midstream.testing import inspect
 
 PROMPT = [5, 6, 7, 8]
 HIDDEN = 64

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine_view import inspect
 from support.engines import engine, generated, greedy, tokens
 from support.hostile import good_plan, hostile_plans
 from support.nightly import rounds
 
 from midstream import Capture, SpecError, Steer
 from midstream.runtime.protocol.rpc import CheckIntegrity, ReleaseRequests, arguments_of
-from midstream.testing import inspect
 
 HIDDEN, LAYERS, PROMPT = 64, 3, [5, 9, 7, 6, 8, 12]
 COUNT = rounds(suite=400, nightly=2000)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, generated, greedy, tokens
 
 from midstream import Capture, Positions, SpecError, Steer
-from midstream.testing import inspect
 
 HIDDEN = 64
 

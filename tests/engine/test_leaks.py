@@ -12,12 +12,12 @@ import pytest
 import torch
 from support import tiny
 from support.edit_cases import Maker
+from support.engine_view import inspect
 from support.engines import engine, generated, greedy, tokens
 from support.nightly import rounds
 from support.oracle_edits import EVERY_SITE, PLACES, EditOracle, row_error
 
 from midstream import Affine, Capture, Gate, Plan, Probe, Replace, SpecError, Steer, TokenIds
-from midstream.testing import inspect
 
 REQUESTS = rounds(suite=800, nightly=10_000)
 PROMPTS = [[5, 17, 33], [150, 44, 12, 13], [9, 80, 7, 6, 5], [101, 64]]

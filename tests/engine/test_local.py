@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from support.cached_pair import fresh
+from support.engine_view import inspect
 from support.engines import engine, generated, greedy
 from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle, row_error
 
 from midstream import Capture, Local, Plan, ReceiptError, Scale, SpecError, Steer
 from midstream.runtime.vllm.attributes import ENDPOINT
-from midstream.testing import inspect
 
 TOLERANCE = 1e-4
 SITES = ["resid_pre", "attn_out", "mlp_in", "resid_post"]

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.engine_view import inspect
 from support.engines import generated, greedy, tokens
 from support.misspelling import ASKED
 from support.others_words import direction, encoded, lens_array, packed
 
 from midstream import Ablate, Capture, Clamp, Replace, SpecError, Steer
 from midstream.compat.foreign_fields import FOREIGN, OWN
-from midstream.testing import inspect
 
 PROMPT = [5, 6, 7, 8]
 HIDDEN = 64

@@ -14,12 +14,12 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from support.conditions import first_met
+from support.engine_view import inspect
 from support.engines import generated, greedy, tokens
 from support.oracle import HookEdit, Oracle
 from support.updating import Stepped, check_replay, everything, held, steer, steps_ahead
 
 from midstream import MLP, Flag, Gate, Plan, Probe, SpecError, Steer, Stop, Switch
-from midstream.testing import inspect
 
 WIDTH = 64
 # The second comes in chunks.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.conditions import first_met, pooled
+from support.engine_view import inspect
 from support.engines import generated, greedy, tokens
 from support.oracle import Oracle
 
 from midstream import Capture, Flag, Plan, Probe, SpecError, Steer, Stop, TokenIds
-from midstream.testing import inspect
 
 HIDDEN, LAYER, COUNT = 64, 1, 24
 VECTOR = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from support.engine_view import inspect
 from support.engines import HAS_GPU, greedy, tokens
 from support.oracle_edits import PLACES, EditOracle
 from torch import Tensor
 from vllm import SamplingParams
 
 from midstream import Capture, Probe, SpecError, Steer
-from midstream.testing import inspect
 
 LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
 SHORT = [5, 17, 33, 101, 8, 77, 54, 23, 9]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, generated, greedy, stopped_at, tokens
 from support.sinking import Keeping
 
@@ -22,7 +23,6 @@ from midstream.results.activations import Activations
 from midstream.sinks import registry as finding
 from midstream.sinks.store_sink import OWN
 from midstream.store import open_store
-from midstream.testing import inspect
 
 PROMPTS = [tokens(list(range(3 + n, 8 + 3 * n))) for n in range(12)]
 PARAMS = greedy(5, detokenize=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, greedy, reading_stopped, stopped_at, tokens
 from support.sinking import AsTheyCome
 
@@ -18,7 +19,6 @@ from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import CollectPartialRows, CollectResults
 from midstream.runtime.worker import result_buffer
 from midstream.sinks import registry as finding
-from midstream.testing import inspect
 
 PROMPTS = [tokens(list(range(3 + n, 8 + 3 * n))) for n in range(12)]
 PARAMS = greedy(5, detokenize=False)

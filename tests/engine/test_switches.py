@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.conditions import first_met
+from support.engine_view import inspect
 from support.engines import generated, greedy
 from support.oracle import Oracle
 from support.updating import (
@@ -24,7 +25,6 @@ from support.updating import (
 )
 
 from midstream import Capture, Local, Probe, SpecError, Steer, Stop, Switch
-from midstream.testing import inspect
 
 READ = 1
 SIZE = len(PROMPT)

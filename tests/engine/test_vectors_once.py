@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine_view import inspect
 from support.engines import generated, greedy, tokens
 
 from midstream import ReceiptError, Replace, Steer, Vector
@@ -14,7 +15,6 @@ from midstream.runtime.frontend.request import sent_vectors
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.rpc import RPC, UpdateVectors, arguments_of, read_request
 from midstream.runtime.protocol.vector_update import VectorUpdate
-from midstream.testing import inspect
 
 HIDDEN = 64
 LAYERS = 3

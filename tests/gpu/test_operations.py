@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from support.edit_cases import Case, ask, cases, problems
+from support.engine_view import inspect
 from support.engines import GPU_MEMORY, engine
 from support.oracle import relative_error
 from support.oracle_edits import EVERY_SITE, PLACES, EditOracle
-
-from midstream.testing import inspect
 
 # vLLM's float32 attention on a GPU rounds products to TF32: unedited prompts are within 1e-3 of
 # transformers, and some edits amplify that: of 220 cases on an H200 the worst was 4.6e-3 up to the

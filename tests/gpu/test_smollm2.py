@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine_view import inspect
 from support.engines import ALL_SITES, generated, greedy, tokens
 from support.oracle import HookEdit, Oracle, relative_error
 from torch import Tensor
 
 from midstream import Capture, Steer
 from midstream.runtime.frontend.results import row_streamer
-from midstream.testing import inspect
 
 EXACT = 2e-3  # float32, with the GPU's own order of summation
 BFLOAT16 = 0.02

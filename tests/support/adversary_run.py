@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from midstream.testing import inspect
 from support.adversary_mix import Ask, Past
+from support.engine_view import inspect
 from support.engines import tokens
 
 Coming = Callable[[int, Sequence[Past], int], list[Ask]]

@@ -6,8 +6,8 @@ import asyncio
 import threading
 from typing import Any
 
-from midstream.testing import inspect
 from support.async_calls import KINDS, ask, params, prompt, refusal, vector
+from support.engine_view import inspect
 from support.output_results import results
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from midstream.testing import inspect
 from support import async_changes, async_sweeps
 from support.async_calls import COUNT, KINDS, ask, params, prompt, refusal, taken, vector
 from support.async_evaluations import evaluate
 from support.async_lenses import stream_of_lenses
+from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, name_vectors
 from support.output_results import results, scores
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from midstream import LogitDiff, SpecError
-from midstream.testing import inspect
+from support.engine_view import inspect
 
 PROMPT = [5, 17, 33, 101, 8, 77, 54, 23, 9]
 SOURCE = [5, 17, 33, 150, 8, 77, 54, 23, 9]

@@ -93,8 +93,8 @@ WORK: tuple[Fault, ...] = (
     Fault(
         "A large plan is resolved on the event loop",
         "RequestPlans.resolve_ahead",
-        "await in_thread(self._resolve, request, call_plan, *others)",
-        "self._resolve(request, call_plan, *others)",
+        "await in_thread(self._resolver.resolve, *args)",
+        "self._resolver.resolve(*args)",
         TEST_WORK + "::test_a_large_plan_is_resolved_once_and_in_a_thread",
     ),
     Fault(

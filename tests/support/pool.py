@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from midstream.sites import OUTER
-from midstream.testing import inspect
 from support import controlling, engines
+from support.engine_view import inspect
 
 EVERY_SITE = list(OUTER)
 PROFILES: dict[str, dict[str, Any]] = {

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midstream.testing import inspect
 from support.async_calls import ask
 from support.async_run import ARGUMENTS
+from support.engine_view import inspect
 from support.engines import engine, greedy, tokens
 from support.nightly import NIGHTLY
 from support.output_results import logprobs, results

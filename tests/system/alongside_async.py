@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from support.alongside import EVERYTHING, PUSH, push
 from support.async_calls import refusal
+from support.engine_view import inspect
 from support.engines import ALL_SITES, greedy, tokens
 from support.output_results import results
 
 from midstream import Capture, Positions, Probe, Steer, TokenIds
-from midstream.testing import inspect
 
 LETTERS = list(range(64, 90))
 SETTINGS: dict[str, Any] = {

@@ -44,12 +44,12 @@ async def ask(llm: Any, *given: Any, prompt: Any = PROMPT, **more: Any) -> list[
 
 
 async def main(model: str, found: dict[str, Any]) -> None:
+    from support.engine_view import inspect
     from vllm.engine.protocol import StreamingInput
     from vllm.sampling_params import RequestOutputKind
 
     from midstream import AsyncLLM, SamplingParams, Steer
     from midstream.api.default_capture import DefaultCapture
-    from midstream.testing import inspect
 
     llm = AsyncLLM(
         model=model,

@@ -19,11 +19,11 @@ import torch
 from support.async_calls import ask, refusal, taken, vector
 from support.async_run import SETTINGS as SINGLE
 from support.async_run import listed
+from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 from support.output_results import results
 
 from midstream.runtime.frontend.rpc.replicas import busy
-from midstream.testing import inspect
 
 REPLICAS = 2
 COUNT = 48

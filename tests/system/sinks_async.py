@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from support.async_calls import taken
+from support.engine_view import inspect
 from support.engines import greedy, tokens
-
-from midstream.testing import inspect
 
 COUNT = 24
 NAMES = ("memory", "store", "keeping", "rows")

@@ -20,7 +20,7 @@ WAITED = """
 import sys
 from pathlib import Path
 from midstream import Capture
-from midstream.testing import inspect
+from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, greedy, tokens
 
 PROMPTS = [list(range(3 + n % 40, 40 + n)) for n in range(48)]
@@ -52,7 +52,7 @@ HOLDING = """
 import os, signal, sys, time
 from pathlib import Path
 from midstream import Capture
-from midstream.testing import inspect
+from support.engine_view import inspect
 from support.engines import ALL_SITES, engine, greedy, tokens
 
 if __name__ == "__main__":

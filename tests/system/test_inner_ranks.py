@@ -11,6 +11,7 @@ import torch
 from support import inner_served, tiny
 from support.conditions import first_met
 from support.end_oracle import EndOracle
+from support.engine_view import inspect
 from support.engines import GPU_MEMORY, engine, generated, greedy, tokens
 from support.oracle_edits import At
 from support.ranks import PIPELINE, assert_same, ranks
@@ -44,7 +45,6 @@ from midstream import (
     TopKeys,
 )
 from midstream.sites import INNER, NAMES
-from midstream.testing import inspect
 
 # Two heads of queries and one of keys and values, which two ranks both have.
 HEAD, HIDDEN, NEURONS = 32, 64, 96

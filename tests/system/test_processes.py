@@ -17,7 +17,7 @@ from midstream.runtime.frontend.results import row_streamer
 from midstream.sinks import registry
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from midstream.testing import inspect
+from support.engine_view import inspect
 
 def in_pieces(llm, outputs):
     "How many pieces each came in, which put together are what it has."

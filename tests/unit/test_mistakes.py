@@ -31,7 +31,7 @@ from midstream.plan.positions.prompt import Message
 from midstream.plan.positions.text_map import TextMap
 from midstream.plan.resolve.resolve import resolve
 from midstream.runtime.frontend.request.call_plan import merged_plan
-from midstream.runtime.frontend.results.several_completions import SeveralCompletions
+from midstream.runtime.frontend.results.delivery import SeveralCompletions
 from midstream.runtime.vllm.engine_rules import check_script
 from midstream.sae.sae import SAE
 from midstream.steering import VectorRegistry

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from midstream.compat.foreign_fields import OWN
@@ -46,15 +46,9 @@ class CallArguments:
 
     @property
     def nothing(self) -> bool:
-        """Whether all arguments are None."""
         return all(value is None for value in self._values().values())
 
     def per_prompt(self, count: int) -> list[PromptArguments]:
-        """Return the arguments for each prompt.
-
-        Args:
-            count: number of prompts.
-        """
         columns = {name: per_prompt(name, value, count) for name, value in self._values().items()}
         return [
             PromptArguments(**{name: column[index] for name, column in columns.items()})
@@ -66,13 +60,9 @@ class CallArguments:
         return PromptArguments(self.capture, self.steer, self.edits, self.probes, self.controller)
 
     def explain(self, error: SpecError, prompt_index: int | None = None) -> SpecError:
-        """Return an error of a prompt's plan with the path of the caller's argument.
-
-        With one list per prompt the path has its index, as `steer[3][0].layer`; with one value for
-        all prompts the message names the prompt.
-
-        Args:
-            prompt_index: index of the prompt; None: the call has one prompt.
+        """Return an error of a prompt's plan with the path of the caller's argument: of a list per
+        prompt with its index, as `steer[3][0].layer`; of one value for all the message names the
+        prompt.
         """
         argument_path = self._path(error.path, prompt_index)
         if argument_path is None:
@@ -120,13 +110,7 @@ class CallArguments:
         return "edits", f"[{int(index) - count}]{tail}"
 
     def _values(self) -> dict[str, Any]:
-        return {
-            "capture": self.capture,
-            "steer": self.steer,
-            "edits": self.edits,
-            "probes": self.probes,
-            "controller": self.controller,
-        }
+        return {argument.name: getattr(self, argument.name) for argument in fields(self)}
 
 
 # Arguments of these types are immutable; a list or a dict may change from call to call.
@@ -151,9 +135,7 @@ class PromptArguments:
         object.__setattr__(self, "key", tuple(map(id, self._parts)))
 
     def plan(self) -> Plan | None:
-        """Return the plan; None: all arguments are None. The same immutable objects give the same
-        plan, so that what was computed for it is used again.
-        """
+        """Return the plan of the arguments, the same for the same immutable objects, if any."""
         # The cache keeps the arguments alive, so that no other object gets one of their ids.
         cached = _PLANS.get(self.key)
         if cached is not None:
@@ -166,9 +148,7 @@ class PromptArguments:
         return plan
 
     def split_controller(self) -> tuple[Controller | None, PromptArguments]:
-        """Return a controller in `mode="async"`, which is no part of a plan, and the arguments
-        without it; None and the same arguments if there is none.
-        """
+        """Return a controller in `mode="async"`, if any, which no plan has, and the other parts."""
         mine = self.controller
         if not isinstance(mine, Controller) or mine.mode != "async":
             return None, self
@@ -180,7 +160,6 @@ class PromptArguments:
 
 
 def _plan(arguments: PromptArguments) -> Plan | None:
-    """Return the plan of arguments; see `PromptArguments.plan`."""
     edits: Any = arguments.edits
     if arguments.steer is not None:
         named = [_named(edit) for edit in _as_list(arguments.steer)]
@@ -218,12 +197,7 @@ _INSTEAD = {
 
 
 def check_names(function: str, others: Iterable[str], theirs: Callable[..., Any]) -> None:
-    """Check that no argument for vLLM is a misspelt one of midstream, or one of another tool.
-
-    Args:
-        function: name of the called function, for the message.
-        others: names of the arguments that midstream does not have.
-    """
+    """Check that no argument for vLLM is a misspelt one of midstream, or one of another tool."""
     for name in others:
         if name in _parameters(theirs):
             continue
@@ -240,15 +214,10 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """Return the value of an argument for each prompt.
-
-    For several prompts, a list has one entry per prompt. A flat list of several `steer`, `edits`
-    or `probes` (no entry of it is None or a list) can mean one each or all of them each, and is
-    rejected; one of a single entry is for all prompts. For one prompt a flat list is that prompt's.
-
-    Args:
-        value: one value for all prompts, or a list.
-        count: number of prompts.
+    """Return the value of an argument for each prompt. For several, a list has one entry per
+    prompt. A flat list of several `steer`, `edits` or `probes` can mean one each or all of them
+    each, and is rejected; one of a single entry is for all prompts. For one prompt a flat list is
+    that prompt's.
     """
     if not isinstance(value, (list, tuple)):
         return [value] * count

@@ -38,8 +38,6 @@ Started = Callable[[], Awaitable[tuple[AsyncFrontEnd, DefaultCapture | None]]]
 
 
 def only_front(front: AsyncFrontEnd) -> Started:
-    """Return a function that returns this front end, and no capture of every request."""
-
     async def started() -> tuple[AsyncFrontEnd, None]:
         return front, None
 
@@ -56,12 +54,7 @@ class AsyncEngineCall:
         arguments: CallArguments,
         controller: Controller | None = None,
     ) -> None:
-        """Create it.
-
-        Args:
-            started: is called when the first output is asked for; see `Started`.
-            controller: changes its edits while it runs; None: nothing does.
-        """
+        """Create it; `started` is called when the first output is asked for."""
         self._controller = controller
         self._llm = llm
         self._started = started
@@ -184,7 +177,6 @@ class AsyncEngineCall:
         prompt: Any,
         params: SamplingParams,
     ) -> Plan | CallPlan | None:
-        """Return the plan with the default capture added."""
         if isinstance(prompt, AsyncGenerator):
             raise SpecError(
                 "prompt",

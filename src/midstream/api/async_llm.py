@@ -26,9 +26,9 @@ from midstream.api.arguments import (
     ProbeArgument,
 )
 from midstream.api.async_call import AsyncEngineCall
-from midstream.api.async_registries import AsyncRegistries
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.outputs import GenerateOutput
+from midstream.api.registered import AsyncLenses, AsyncSaes
 from midstream.api.updates import AsyncUpdates
 from midstream.config.config import KEY, Config, from_additional_config
 from midstream.errors import ConfigError
@@ -45,8 +45,44 @@ from midstream.runtime.frontend.weight_memory import from_settings
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_script
+from midstream.sinks.server_captures import ServerCaptures
+from midstream.steering import VectorRegistry
+from midstream.steering.tiers import Steering
 
 Engine = TypeVar("Engine", bound="AsyncLLM")
+
+
+class AsyncRegistries:
+    """Registries of an `AsyncLLM`: named vectors, lenses, SAEs, server-wide edits and captures."""
+
+    @property
+    def _front(self) -> AsyncFrontEnd:
+        raise NotImplementedError
+
+    @property
+    def vectors(self) -> VectorRegistry:
+        """Named vectors: register, list, remove. Raises RuntimeError before `ready()`."""
+        return self._front.vectors
+
+    @property
+    def steering(self) -> Steering:
+        """Server-wide edits: set, clear, show. Raises RuntimeError before `ready()`."""
+        return self._front.steering
+
+    @property
+    def lenses(self) -> AsyncLenses:
+        """Registered lenses: register, remove, names. Raises RuntimeError before `ready()`."""
+        return AsyncLenses(self._front)
+
+    @property
+    def saes(self) -> AsyncSaes:
+        """Registered SAEs: register, remove, names. Raises RuntimeError before `ready()`."""
+        return AsyncSaes(self._front.saes)
+
+    @property
+    def captures(self) -> ServerCaptures:
+        """Server-wide captures: set, clear, list, collect."""
+        return self._front.captures
 
 
 class AsyncLLM(AsyncRegistries, AsyncUpdates, VllmAsyncLLM):

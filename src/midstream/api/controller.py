@@ -27,9 +27,6 @@ class ControlledRequest:
     def __init__(
         self, controller: Controller, changes: PlanChanges, call_plan: CallPlan, request_id: str
     ) -> None:
-        """Args:
-        changes: changes the plans of the engine's requests.
-        """
         self._controlled = ControllerRun(controller, request_id)
         self._changes = changes
         self._call_plan = call_plan
@@ -37,12 +34,7 @@ class ControlledRequest:
         self._task: asyncio.Task[None] | None = None
 
     def observe(self, output: Any, tokens: int) -> None:
-        """Give the controller the new scores of an output, unless it still computes.
-
-        Args:
-            output: vLLM's RequestOutput, with `probes` and `activations`.
-            tokens: number of tokens generated so far.
-        """
+        """Give the controller the new scores of an output, unless it still computes."""
         if self._failure is not None:
             raise self._failure
         is_busy = self._task is not None and not self._task.done()
@@ -60,7 +52,6 @@ class ControlledRequest:
             self._task.cancel()
 
     async def _finish(self, call: Future[Answer]) -> None:
-        """Wait for the answer of a call, and do what it asks for."""
         seconds = self._controlled.controller.seconds
         try:
             answer = await within(seconds, asyncio.wrap_future(call))
@@ -91,11 +82,7 @@ class ControlledRequest:
 
 
 def check_controlled(plan: Plan | None, params: Any, controller: Controller) -> None:
-    """Check that a request has outputs with scores before its last, and edits that can change.
-
-    Args:
-        controller: its controller in `mode="async"`.
-    """
+    """Check that a request has outputs with scores before its last, and edits that can change."""
     check_beside(plan, params, controller)
     assert plan is not None
     if params.output_kind.name == "FINAL_ONLY":

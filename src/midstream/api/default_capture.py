@@ -1,6 +1,4 @@
-"""`LLM(layers=…)` and `AsyncLLM(layers=…)`: one capture for every request, returned as plain dicts
-of tensors.
-"""
+"""`LLM(layers=…)` and `AsyncLLM(layers=…)`: one capture for every request, in plain dicts."""
 
 from __future__ import annotations
 
@@ -21,20 +19,13 @@ _SITE = "resid_post"
 
 @dataclass(frozen=True, slots=True)
 class DefaultCapture:
-    """The capture that applies to every request.
-
-    Attributes:
-        prefill: positions for `prefill_hidden_states`: "prompt", "last_prompt" or None.
-        decode: whether to fill `hidden_states`.
-        last_decode: whether `hidden_states` has the last row only.
-        last_token: whether `hidden_states` has the row of the last token; see `last_token.py`.
-    """
+    """The capture that applies to every request."""
 
     layers: Layers
-    prefill: str | None
-    decode: bool
-    last_decode: bool
-    last_token: bool = False
+    prefill: str | None  # positions for `prefill_hidden_states`: "prompt", "last_prompt" or None
+    decode: bool  # fill `hidden_states`
+    last_decode: bool  # `hidden_states` has the last row only
+    last_token: bool = False  # `hidden_states` has the row of the last token; see `last_token.py`
 
     @staticmethod
     def parse(
@@ -45,7 +36,6 @@ class DefaultCapture:
         last_decode_token: bool,
         last_token_row: bool = False,
     ) -> DefaultCapture:
-        """Create from the arguments of `LLM` or `AsyncLLM`."""
         prefill = "last_prompt" if last_prefill_token else "prompt" if include_prefill else None
         decode = include_decode or last_decode_token
         if prefill is None and not decode:
@@ -64,13 +54,7 @@ class DefaultCapture:
         find_taps(self.layers, Sites(_SITE), shape, "layers", "midstream.sites")
 
     def join(self, plan: Plan | None, max_tokens: int | None, stream: bool = False) -> Plan | None:
-        """Return a request's own plan with this capture added.
-
-        Args:
-            plan: the request's own plan; None: it has none.
-            max_tokens: the request's limit of generated tokens; None: the model's.
-            stream: whether outputs before the last have the rows so far.
-        """
+        """Return a request's own plan with this capture added; `stream`: outputs show it so far."""
         positions = [self.prefill] if self.prefill else []
         # With one token to generate there is no generated row, and requesting it is an error.
         if self.decode and max_tokens != 1:
@@ -93,16 +77,9 @@ class DefaultCapture:
         return Capture(layers=self.layers, sites=_SITE, positions=positions, stream=stream)
 
     def attach(self, output: Any, num_layers: int, prompt_len: int = 0) -> None:
-        """Set `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, on each
-        completion, and on the output if it has only one. `hidden` and `prefill_hidden` are the same
-        dicts.
-
-        Layers that only the request's own capture has are excluded.
-
-        Args:
-            num_layers: number of layers of the model.
-            prompt_len: number of prompt tokens, for an output before the last, which has no
-                receipt.
+        """Set `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, without layers
+        of the request's own capture, on each completion, and on an output of one. `prompt_len` is
+        for an output without a receipt.
         """
         for completion in output.outputs:
             receipt = getattr(completion, "receipt", None)
@@ -114,13 +91,7 @@ class DefaultCapture:
                 holder.prefill_hidden_states = holder.prefill_hidden = prefill
 
     def add_last(self, completion: Any, activations: Any, num_layers: int) -> None:
-        """Add the row of the last token to a completion's `hidden_states`.
-
-        Args:
-            completion: a completion with the dicts of `attach`.
-            activations: one row per layer, of the request with the plan of `plan_of_last`.
-            num_layers: number of layers of the model.
-        """
+        """Add the row of the last token, of a `plan_of_last`, to a completion's `hidden_states`."""
         layers = self._indices(num_layers)
         for layer in activations.layers:
             if layers and layer not in layers:

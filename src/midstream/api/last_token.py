@@ -28,30 +28,19 @@ _ONE_TOKEN = SamplingParams(
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a request for a last row reads of its engine.
-
-    Attributes:
-        num_layers: number of layers of the model.
-        max_model_len: most tokens of a request, generated ones included.
-    """
+    """What a request for a last row reads of its engine."""
 
     num_layers: int
-    max_model_len: int
+    max_model_len: int  # most tokens of a request, generated ones included
 
     @staticmethod
     def of(llm: Any, front_end: Any) -> EngineLimits:
-        """Return the limits of an `LLM` or an `AsyncLLM`."""
         return EngineLimits(front_end.info.shape.num_layers, llm.model_config.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
 class LastTokenRequest:
-    """The request that computes the last row of one completion.
-
-    Attributes:
-        prompt: the tokens of the first request, prompt and generated.
-        num_layers: number of layers of the model.
-    """
+    """The request that computes a completion's last row; the first's tokens are its prompt."""
 
     prompt: dict[str, Any]
     params: SamplingParams
@@ -61,16 +50,11 @@ class LastTokenRequest:
     num_layers: int
 
     def add(self, output: Any) -> None:
-        """Add the row to the completion's `hidden_states`."""
         self.default.add_last(self.completion, output.outputs[0].activations, self.num_layers)
 
 
 def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
-    """Check that the second request would apply the same edits as the first.
-
-    Args:
-        plan: the request's own plan; None: it has none.
-    """
+    """Check that the second request would apply the same edits as the first, of this own plan."""
     if not default.last_token:
         return
     problem = (
@@ -96,11 +80,7 @@ def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
 
 
 def check_controller(default: DefaultCapture | None) -> None:
-    """Check that a request may have a controller.
-
-    Args:
-        default: the capture of every request; None: there is none.
-    """
+    """Check that a request may have a controller, beside the capture of every request, if any."""
     if default is not None and default.last_token:
         raise SpecError("controller", "with last_token_row, no controller may change the edits")
 
@@ -114,11 +94,7 @@ def _check_captures(front_end: Any) -> None:
 
 
 def check_epoch(epoch: int, front_end: Any) -> None:
-    """Check, after the second request, that it had the server-wide edits of the first.
-
-    Args:
-        epoch: `steering.epoch` before the first request.
-    """
+    """Check, after the second request, that it had the server-wide edits of the first."""
     _check_captures(front_end)
     if front_end.steering.epoch != epoch:
         raise UnsupportedError(
@@ -128,12 +104,7 @@ def check_epoch(epoch: int, front_end: Any) -> None:
 
 
 def check_prompts(default: DefaultCapture | None, prompts: Sequence[Any]) -> None:
-    """Check that each prompt is text or token ids, so that its token ids are the whole of it.
-
-    Args:
-        default: the capture of every request; None: there is none.
-        prompts: prompts or conversations.
-    """
+    """Check that each prompt is text or token ids, so that its token ids are the whole of it."""
     if default is None or not default.last_token:
         return
     for index, prompt in enumerate(prompts):
@@ -164,13 +135,8 @@ def requests_of(
     limits: EngineLimits,
     generated: Sequence[int] | None = None,
 ) -> list[LastTokenRequest]:
-    """Return the requests for the last rows of a finished output, one per completion.
-
-    A completion without tokens has none, and neither has one that was aborted or failed. One that
-    fills `max_model_len` has none either, with a warning: no further request has room for it.
-
-    Args:
-        generated: its generated tokens; None: each completion has them.
+    """Return the requests for the last rows of a finished output, one per completion. One without
+    tokens, or that was aborted or failed, has none; one that fills `max_model_len` warns.
     """
     if not default.last_token:
         return []

@@ -315,11 +315,7 @@ for _name in (
 def _plans_of_chats(
     talks: Sequence[Any], template: Mapping[str, Any], is_read: bool
 ) -> Callable[[int, Plan | None], Plan | CallPlan | None]:
-    """Return the function that attaches conversations to the plans that need them.
-
-    Args:
-        is_read: whether what applies to every request needs them.
-    """
+    """Return the function that attaches conversations to plans that need them, or to all."""
 
     def attached(index: int, plan: Plan | None) -> Plan | CallPlan | None:
         is_needed = is_read or (plan is not None and plan.needs_prompt)

@@ -37,12 +37,6 @@ class OfflineCall:
         arguments: CallArguments,
         prompts: Sequence[Any],
     ) -> None:
-        """Create it.
-
-        Args:
-            default: the capture of every request; None: there is none.
-            prompts: its prompts or conversations.
-        """
         check_prompts(default, prompts)
         self._llm = llm
         self._front_end = front_end
@@ -56,12 +50,7 @@ class OfflineCall:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         call_plan: Callable[[int, Plan | None], Plan | CallPlan | None] = lambda _, plan: plan,
     ) -> list[SamplingParams]:
-        """Return a copy of the sampling parameters for each prompt, with its plan attached.
-
-        Args:
-            sampling_params: for all, or one per prompt; None: the default ones.
-            call_plan: what to attach for a plan, or for none, given the index of its prompt.
-        """
+        """Return a copy of the sampling parameters for each prompt, with its plan attached."""
         arguments, count = self._arguments, len(self._prompts)
         if sampling_params is None:
             sampling_params = self._llm.get_default_sampling_params()
@@ -100,11 +89,7 @@ class OfflineCall:
     def run(
         self, work: Callable[[], list[RequestOutput]], params: Sequence[SamplingParams]
     ) -> list[RequestOutput]:
-        """Run a call of vLLM; on an error, abort the call's requests.
-
-        Args:
-            params: what `with_plans` returned.
-        """
+        """Run a call of vLLM with `params` of `with_plans`; on an error, abort its requests."""
         # Outside of the rest: the ids counted there are of this call alone.
         with self._front_end.use.whole_call():
             return self._run(work, params)
@@ -160,7 +145,6 @@ class OfflineCall:
     def _controlled(
         self, attached: Plan | CallPlan | None, params: SamplingParams, controller: Controller
     ) -> CallPlan:
-        """Return the plan of one prompt with a controller in `mode="async"`."""
         call_plan = attached if isinstance(attached, CallPlan) else CallPlan(attached)
         check_beside(call_plan.plan, params, controller)
         check_controller(self._default)

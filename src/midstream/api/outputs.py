@@ -1,7 +1,7 @@
 """Types of the outputs of `generate` and `chat`: vLLM's own objects, with midstream's attributes.
 
-At run time the names stand for vLLM's classes. An attribute is None where the call did not ask for
-it; the types leave that out, because a caller knows what the call asked for.
+An attribute is None where the call did not ask for it; the types leave that out, because a caller
+knows what the call asked for.
 """
 
 from __future__ import annotations

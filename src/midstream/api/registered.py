@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 Weights = TypeVar("Weights")
 
 
-class Registered(Generic[Weights]):
-    """Weights by name: register, remove, names."""
-
+class _Names(Generic[Weights]):
     def __init__(self, registry: NamedWeights[Weights, Any]) -> None:
         self._registry = registry
 
@@ -29,32 +27,24 @@ class Registered(Generic[Weights]):
     def names(self) -> tuple[str, ...]:
         """The registered names."""
         return self._registry.names
-
-    def register(self, name: str, weights: Weights) -> None:
-        """Send weights to the workers, into the memory of the setting `readout_bytes`.
-
-        Args:
-            name: their name; what is registered under it is replaced.
-        """
-        with self._registry.adding(name, weights) as messages:
-            for message in messages:
-                self._registry.write(message)
 
     def remove(self, name: str) -> None:
         """Forget weights."""
         self._registry.remove(name)
 
 
-class AsyncRegistered(Generic[Weights]):
+class Registered(_Names[Weights]):
+    """Weights by name: register, remove, names."""
+
+    def register(self, name: str, weights: Weights) -> None:
+        """Send weights to the workers, in place of others of that name; see `readout_bytes`."""
+        with self._registry.adding(name, weights) as messages:
+            for message in messages:
+                self._registry.write(message)
+
+
+class AsyncRegistered(_Names[Weights]):
     """Weights by name of an `AsyncLLM`; see `Registered`."""
-
-    def __init__(self, registry: NamedWeights[Weights, Any]) -> None:
-        self._registry = registry
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The registered names."""
-        return self._registry.names
 
     async def register(self, name: str, weights: Weights) -> None:
         """Send weights to the workers of all replicas; see `Registered.register`."""
@@ -62,15 +52,9 @@ class AsyncRegistered(Generic[Weights]):
             for message in messages:
                 await self._registry.write(message)
 
-    def remove(self, name: str) -> None:
-        """Forget weights; see `Registered.remove`."""
-        self._registry.remove(name)
-
 
 class Lenses(Registered[LinearLens]):
-    """Registered lenses, `TunedLens` or `JacobianLens`, stored in the model's dtype. Requests use
-    them as `Lens(kind=name)`.
-    """
+    """Registered lenses, stored in the model's dtype, for `Lens(kind=name)`."""
 
     def __init__(self, registry: NamedWeights[LinearLens, Any], directions: DirectionCache) -> None:
         super().__init__(registry)
@@ -112,9 +96,7 @@ class AsyncLenses(AsyncRegistered[LinearLens]):
 
 
 class Saes(Registered[SAE]):
-    """Registered SAEs, whose encoders are stored in float32. Requests use them as
-    `Features(sae=name)`.
-    """
+    """Registered SAEs, whose encoders are stored in float32, for `Features(sae=name)`."""
 
 
 class AsyncSaes(AsyncRegistered[SAE]):

@@ -10,16 +10,9 @@ RUN_ID = "sweep-"
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What an engine does besides the runs of sweeps and fits.
+    """What an engine does besides the runs of sweeps and fits."""
 
-    Attributes:
-        requests: number of unfinished requests that are no runs of sweeps or fits.
-        starting: of these, the number that have no token yet.
-        waiting: number of all requests, also of sweeps, that wait for capacity for their plans.
-        seats: number of requests that the engine computes at the same time.
-    """
-
-    requests: int
-    starting: int
-    waiting: int
-    seats: int
+    requests: int  # unfinished ones that are no runs of sweeps or fits
+    starting: int  # of these, those that have no token yet
+    waiting: int  # all requests, also of sweeps, that wait for capacity for their plans
+    seats: int  # requests that the engine computes at the same time

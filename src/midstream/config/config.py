@@ -2,8 +2,7 @@
 
 vLLM's `additional_config` holds the settings under the key `midstream`. It is part of the hash
 under which vLLM caches compiled graphs, so a graph compiled without taps is never loaded with taps,
-or the reverse. The environment variable `MIDSTREAM` is another source: its settings are copied to
-`additional_config` before the engine's config is created.
+or the reverse. Those of the environment variable `MIDSTREAM` are copied there first.
 """
 
 from __future__ import annotations
@@ -215,11 +214,7 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
         return counts
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers to tap, ascending, for a model of `num_layers` layers.
-
-        Raises:
-            ConfigError: the model does not have a layer, or a layer is listed twice.
-        """
+        """Return the layers to tap, ascending, for a model of `num_layers` layers."""
         if isinstance(self.layers, str):
             return tuple(range(num_layers))
         resolved = []
@@ -237,9 +232,7 @@ class Config(Struct, frozen=True, rename={"return_": "return"}):
 
 
 def from_environment() -> Config | None:
-    """Return the settings in `MIDSTREAM`. Unset, empty or 0: None; 1: the defaults; else a JSON
-    object.
-    """
+    """Return the settings in `MIDSTREAM`: unset, empty or 0: None; 1: the defaults; or JSON."""
     text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     if text in ("", "0"):
         return None
@@ -303,7 +296,6 @@ def _sites(value: object) -> tuple[str, ...]:
 
 
 def _reconstruct(value: object) -> dict[str, int]:
-    """Return the setting `reconstruct` with canonical names of sites."""
     counts = {}
     places = read_mapping(value, "a dict of numbers of features by site and layer")
     for place, features in places.items():

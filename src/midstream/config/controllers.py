@@ -31,25 +31,17 @@ _SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DeclaredController:
-    """A controller of the setting.
+    """A controller of the setting."""
 
-    Attributes:
-        path: "package.module:Name" of a class without arguments, of which each request has an
-            object, or of a function.
-        scales: every scale that it may answer, besides 0 and 1.
-        seconds: the longest time that a step waits for it.
-        on_error: its policy, unless a request has another; see `Controller`.
-    """
-
+    # "package.module:Name" of a class, of which each request has an object, or a function
     path: str
-    scales: tuple[float, ...] = ()
-    seconds: float = _SECONDS
-    on_error: str = "keep"
+    scales: tuple[float, ...] = ()  # every one that it may answer, besides 0 and 1
+    seconds: float = _SECONDS  # longest time that a step waits for it
+    on_error: str = "keep"  # policy, unless a request has another
 
 
 @setting(_SETTING)
 def read_controllers(value: object) -> dict[str, DeclaredController]:
-    """Return the setting `controllers` by name."""
     controllers = {}
     for name, declared in read_mapping(value, "a dict of controllers by name").items():
         if not isinstance(name, str) or not NAME.fullmatch(name):

@@ -72,11 +72,7 @@ class HttpSettings(Struct, frozen=True):
 
 @setting("midstream.http")
 def read_http(value: object) -> HttpSettings | None:
-    """Return the settings of a server; None if midstream is disabled over HTTP.
-
-    Args:
-        value: True or None: the defaults; False: disabled; or a dict of fields.
-    """
+    """Return the settings of a server, of a dict, True or None; None if False disables it."""
     if value is False:
         return None
     if value is None or value is True:
@@ -103,7 +99,6 @@ def divided(settings: HttpSettings, processes: int) -> HttpSettings:
 
 
 def plain_http(settings: HttpSettings | None) -> bool | dict[str, Any]:
-    """Return the JSON form of the settings."""
     if settings is None:
         return False
     return {**to_builtins(settings), "parameters": list(settings.parameters)}

@@ -1,8 +1,5 @@
 """Private folder of a server with several API server processes: their sockets, and the vectors and
-edits that they share.
-
-The process that starts the others makes it, and removes it at its end. The others find it by an
-environment variable, which they inherit.
+edits that they share. Their parent makes and removes it; they inherit its environment variable.
 """
 
 from __future__ import annotations

@@ -39,25 +39,16 @@ _INSTANCES: dict[str, object] = {}
 
 @dataclass(frozen=True, slots=True)
 class SinkSettings:
-    """Settings of one sink.
-
-    Attributes:
-        captures: captures of every request for this sink.
-        queue_bytes: limit for rows that wait to be written or flushed, in bytes.
-        call_seconds: longest time of one call of the sink: a write, a flush, or its close.
-        close_seconds: longest time in which what is queued is written when the engine is closed.
-        class_path: `package.module:Class`; empty: the class is found by the name.
-        instance: the sink itself; None: it is made from its class.
-    """
+    """Settings of one sink."""
 
     name: str
     own: Mapping[str, Any]
-    captures: tuple[Capture, ...]
-    queue_bytes: int = QUEUE_BYTES
-    call_seconds: float = CALL_SECONDS
-    close_seconds: float = CLOSE_SECONDS
-    class_path: str = ""
-    instance: object = None
+    captures: tuple[Capture, ...]  # of every request for this sink
+    queue_bytes: int = QUEUE_BYTES  # limit for rows that wait to be written or flushed
+    call_seconds: float = CALL_SECONDS  # longest time of a write, a flush, or its close
+    close_seconds: float = CLOSE_SECONDS  # of what is queued, at the engine's end
+    class_path: str = ""  # `package.module:Class`; empty: the class is found by the name
+    instance: object = None  # None: it is made from its class
 
 
 @setting(_PATH)
@@ -146,7 +137,6 @@ def _plain(name: str, settings: object) -> dict[str, Any]:
 
 
 def _token(instance: object) -> str:
-    """Return the token of an object, which is kept for this process."""
     token = f"{type(instance).__name__}-{id(instance):x}"
     _INSTANCES[token] = instance
     return token

@@ -1,8 +1,7 @@
-"""Parser of the settings `vectors` and `steering`, what an engine is steered with from its start,
-and of `lenses` and `saes`.
+"""Parser of the settings `vectors`, `steering`, `lenses` and `saes`.
 
 Only their form is checked here. Files are read, and names and layers looked up, where the engine
-starts: see `midstream.runtime.frontend.start_steering`.
+starts: see `midstream.runtime.frontend.base`.
 """
 
 from __future__ import annotations

@@ -139,8 +139,7 @@ def test_extra_args_that_would_be_ignored_are_refused(given):
 
 
 def test_something_set_for_every_request_does_not_fail_a_plain_call_that_has_begun():
-    from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
-    from midstream.runtime.frontend.plain_calls import PlainCalls
+    from midstream.runtime.frontend.async_frontend import AsyncFrontEnd, PlainCalls
 
     front = AsyncFrontEnd.__new__(AsyncFrontEnd)
     front._calls, front.plain = {}, PlainCalls()

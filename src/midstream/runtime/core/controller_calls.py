@@ -23,12 +23,7 @@ MOST_HANGING = 8
 
 @dataclass(slots=True, eq=False)
 class ControllerCall:
-    """One call of a controller.
-
-    Attributes:
-        error: why it failed; None: it has not.
-        is_done: whether it returned or raised.
-    """
+    """One call of a controller. `error` says why it failed; `is_done`: it returned or raised."""
 
     decide: Callable[[Observed], Any]
     observed: Observed
@@ -38,7 +33,6 @@ class ControllerCall:
     is_done: bool = False
 
     def make(self) -> None:
-        """Call it."""
         self.began = True
         try:
             self.answer = self.decide(self.observed)
@@ -67,7 +61,6 @@ class _CallThread:
         self.thread.start()
 
     def put(self, batch: _Batch | None) -> None:
-        """Let it make the calls of a batch; None: let it end."""
         self._batches.put(batch)
 
     def _run(self) -> None:
@@ -83,7 +76,6 @@ class DeclaredCalls:
     """The calls of one declared controller."""
 
     def __init__(self, name: str, declared: DeclaredController) -> None:
-        """Import its code."""
         self.seconds = declared.seconds
         self._name = name
         self._make = load(name, declared)
@@ -117,9 +109,7 @@ class DeclaredCalls:
         return batch
 
     def finish(self, batch: _Batch, deadline: float) -> list[ControllerCall]:
-        """Wait for calls, up to a time of `time.monotonic()`; return those that have begun, each
-        done or failed. The others were not made.
-        """
+        """Wait for calls until a deadline; return those that began, each done or failed."""
         if not batch.finished.wait(max(0.0, deadline - time.monotonic())):
             batch.is_given_up = True
             assert self._thread is not None
@@ -138,14 +128,11 @@ class DeclaredCalls:
 
 
 def load_all(declared: Mapping[str, DeclaredController]) -> dict[str, DeclaredCalls]:
-    """Import the code of declared controllers."""
     return {name: DeclaredCalls(name, controller) for name, controller in declared.items()}
 
 
 def make_calls(calls: Sequence[tuple[DeclaredCalls, list[ControllerCall]]]) -> list[ControllerCall]:
-    """Make calls of several controllers at the same time; return those that were made. A caller
-    waits for at most the longest of their limits.
-    """
+    """Make calls of several controllers at once, within the longest limit; return those made."""
     begun = time.monotonic()
     batches = [(controller, controller.begin(mine)) for controller, mine in calls]
     return [

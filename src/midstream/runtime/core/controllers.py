@@ -1,8 +1,5 @@
 """Controllers of running requests, in the engine core: they are given the scores of a step before
 vLLM takes its tokens, and what they answer holds from the next position that is not scheduled.
-
-A `Threshold` is called on the thread of the engine's steps, declared controllers in threads of
-their own (`controller_calls`).
 """
 
 from __future__ import annotations
@@ -35,43 +32,28 @@ _LOGGER = logging.getLogger("vllm.midstream")
 
 @dataclass(slots=True, eq=False)
 class RunningController:
-    """A request with a controller.
-
-    Attributes:
-        decide: a `Threshold`, or what is called with what was observed.
-        calls: those of its declared controller; None: it is a `Threshold`.
-        slot: column of the scores that a `Threshold` reads; None: it is declared.
-        choices: index in `control.choices`, by the name of a set of edits and a scale.
-        reached: number of positions whose scores were taken. A position is taken once, also if it
-            is computed again after a preemption.
-        unseen: scores that it was not given yet, by probe.
-        chosen: index of the version that holds, in `control.choices`.
-        answered: the scale that it answered last, if it answered no more than that and the version
-            of that scale holds: the same once more changes nothing.
-        has_failed: whether it is not called again.
-    """
+    """A request with a controller."""
 
     request: Any
     control: Control
-    decide: Any
-    calls: DeclaredCalls | None
-    choices: dict[tuple[str, float], int]
-    slot: int | None = None
+    decide: Any  # a `Threshold`, or what is called with what was observed
+    calls: DeclaredCalls | None  # of its declared controller; None: it is a `Threshold`
+    choices: dict[tuple[str, float], int]  # index in `control.choices`, by set of edits and scale
+    slot: int | None = None  # column of the scores that a `Threshold` reads; None: it is declared
+    # Number of positions whose scores were taken: each once, also if it is computed again after a
+    # preemption.
     reached: int = 0
-    unseen: dict[str, list[float]] = field(default_factory=dict)
-    chosen: int = 0
+    unseen: dict[str, list[float]] = field(default_factory=dict)  # by probe, not given yet
+    chosen: int = 0  # index of the version that holds, in `control.choices`
+    # The scale that it answered last, if it answered no more than that and the version of that
+    # scale holds: the same once more changes nothing.
     answered: float | None = None
-    has_failed: bool = False
+    has_failed: bool = False  # it is not called again
 
     def take(
         self, scores: ScoresOfStep, index: int, stop: int, token: Callable[[int], int]
     ) -> bool:
-        """Take the scores of a step; return whether there are any that it was not given.
-
-        Args:
-            index: index of the request in it.
-            stop: position up to which the tokens of the rows are those of the request.
-        """
+        """Take the scores of a step, of tokens before `stop`; return whether there are new ones."""
         if self.has_failed:
             return False
         first = scores.first[index]
@@ -101,7 +83,6 @@ class RunningController:
         return max(0, self.reached + 1 - int(self.request.num_prompt_tokens))
 
     def observed(self) -> Observed:
-        """Return what a declared controller is given now."""
         import torch
 
         scores = {
@@ -115,7 +96,6 @@ class RunningController:
         return self.take_answer(self.decide.follow(self.unseen.get(self.decide.probe, ())))
 
     def take_answer(self, answer: object, problem: str | None = None) -> Decision:
-        """Return what becomes of the request by an answer to all of its scores."""
         self.unseen.clear()
         if problem is None:
             if answer is None or (type(answer) is float and answer == self.answered):
@@ -129,15 +109,10 @@ class RunningController:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a request by its controller's answer.
+    """What becomes of a request by its controller's answer."""
 
-    Attributes:
-        version: holds from now on; None: what held before.
-        reason: why it ends: its stop reason; None: it goes on.
-    """
-
-    version: PlanVersion | None = None
-    reason: str | None = None
+    version: PlanVersion | None = None  # holds from now on; None: what held before
+    reason: str | None = None  # why it ends: its stop reason; None: it goes on
     is_error: bool = False
 
 
@@ -171,11 +146,7 @@ def controlled(scheduler: Any, request: Any, control: Control) -> RunningControl
 
 
 def decide(requests: Sequence[RunningController]) -> list[Decision]:
-    """Call the controllers of requests that have new scores, and return what becomes of each.
-
-    Args:
-        requests: each has scores that its controller was not given.
-    """
+    """Call the controllers of requests, which have new scores, and return what becomes of each."""
     decisions = []
     calls: list[tuple[int, ControllerCall]] = []
     batches: dict[int, tuple[DeclaredCalls, list[ControllerCall]]] = {}
@@ -199,7 +170,6 @@ def decide(requests: Sequence[RunningController]) -> list[Decision]:
 
 
 def _answered(running: RunningController, answer: object) -> Decision:
-    """Return what becomes of a request by an answer."""
     fields = {"scale": answer} if type(answer) is float else read_answer(answer)
     if not fields:
         return NOTHING
@@ -231,7 +201,6 @@ def _words(error: Exception) -> str:
 
 
 def _failed(running: RunningController, problem: str) -> Decision:
-    """Return what becomes of a request whose controller failed."""
     control = running.control
     running.has_failed = True
     shown = f"controller {control.name!r} failed: {problem}"

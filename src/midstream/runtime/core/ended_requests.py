@@ -11,11 +11,7 @@ from midstream.runtime.vllm.attributes import STOPS
 
 
 def stop_later(scheduler: Any, asked: StopRequests) -> None:
-    """Let running requests end with the tokens of the step that is taken next.
-
-    Args:
-        asked: the requests. Those that have ended are ignored.
-    """
+    """Let running requests end with the tokens of the step that is taken next."""
     stops = STOPS.get(scheduler) or {}
     for name in asked.request_ids:
         request = scheduler.requests.get(name)
@@ -32,23 +28,24 @@ def update_from_output(
     stops = STOPS.get(scheduler)
     if not stops:
         return outputs
-    from vllm.v1.request import RequestStatus
-
     STOPS.set(scheduler, {})
     for name, (reason, is_error) in stops.items():
-        status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_STOPPED
-        for request in scheduler.finish_requests([name], status):
+        for request in finish(scheduler, name, is_error):
             add_end(outputs, request, reason)
     return outputs
 
 
-def add_end(outputs: Any, request: Any, stop_reason: str, prompt_logprobs: Any = None) -> None:
-    """Add an output without tokens to the outputs of a step, which ends a request.
+def finish(scheduler: Any, name: str, is_error: bool) -> Any:
+    """Finish a request, with an error or as stopped; return a list of it, or of none."""
+    from vllm.v1.request import RequestStatus
 
-    Args:
-        outputs: what `Scheduler.update_from_output` returned: EngineCoreOutputs by client.
-        request: vLLM's Request, which the scheduler has finished.
-        prompt_logprobs: vLLM's LogprobsTensors of its prompt, if the step computed the last.
+    status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_STOPPED
+    return scheduler.finish_requests([name], status)
+
+
+def add_end(outputs: Any, request: Any, stop_reason: str, prompt_logprobs: Any = None) -> None:
+    """Add an output without tokens to the outputs of a step, by client, for a request that the
+    scheduler has finished. `prompt_logprobs`: of its prompt, if the step computed the last.
     """
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 

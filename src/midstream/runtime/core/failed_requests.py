@@ -17,9 +17,7 @@ from midstream.runtime.vllm.attributes import CHANGED_KEYS
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any
 ) -> Any:
-    """End the requests for which a worker reports a failure, then call vLLM's
-    `Scheduler.update_from_output`.
-    """
+    """End the requests for which a worker reports a failure, then call vLLM's method."""
     failed = failures_of(output)
     ended = end_failed(scheduler, failed) if failed else []
     outputs = original(scheduler, scheduled, output)
@@ -32,13 +30,7 @@ def end_failed(scheduler: Any, failed: dict[str, Failure]) -> list[tuple[Any, st
     """End failed requests, and requests that were served KV which a failed request computed after
     it had failed: that KV is cached under the key of edits that were not applied. The prefix cache
     is emptied, so that no other request is served such KV. Failed requests that do not end keep
-    their KV for themselves.
-
-    Args:
-        failed: the failures, by vLLM's request id.
-
-    Returns:
-        The requests that ended, each with the reason.
+    their KV for themselves. Return those that ended, each with the reason.
     """
     from vllm.v1.request import RequestStatus
 
@@ -64,9 +56,8 @@ def end_failed(scheduler: Any, failed: dict[str, Failure]) -> list[tuple[Any, st
 
 
 def _stop_sharing(request: Any) -> None:
-    """Let vLLM find no block of a running request by its hash; None: it has ended.
-
-    vLLM chains the hashes of later blocks to the last one, so these are the request's own too.
+    """Let vLLM find no block of a running request by its hash; None: it has ended. vLLM chains the
+    hashes of later blocks to the last one, so these are the request's own too.
     """
     if request is None:
         return

@@ -16,9 +16,7 @@ _CAUSAL = "audio"
 
 
 def end_of_images(request: Any, stop: int) -> int:
-    """Return the end of the tokens on which the KV of the tokens before `stop` depends: `stop`, or
-    the end of the image that goes on there.
-    """
+    """Return `stop`, or the end of the image there: the KV before it depends on what is below."""
     for start, end in image_ranges(request):
         if start < stop:
             stop = max(stop, end)
@@ -26,9 +24,7 @@ def end_of_images(request: Any, stop: int) -> int:
 
 
 def start_of_images(request: Any, position: int) -> int:
-    """Return the first token whose KV depends on the token at `position`: itself, or the first one
-    of its image.
-    """
+    """Return the first token whose KV depends on `position`: itself, or the first of its image."""
     for start, end in reversed(image_ranges(request)):
         if position < end:
             position = min(position, start)
@@ -36,12 +32,7 @@ def start_of_images(request: Any, position: int) -> int:
 
 
 def image_ranges(request: Any) -> list[tuple[int, int]]:
-    """Return the ranges (first position, last position + 1) of a vLLM `Request`, ascending; none if
-    its model is causal throughout, or it has no payload.
-
-    A range is all that stands for one image or video in the prompt, which may include tokens that
-    attend to earlier ones only, such as those that enclose an image.
-    """
+    """Return [start, stop) of a `Request`'s images whose tokens attend both ways, ascending."""
     payload = payload_of(request.sampling_params)
     if payload is None or not payload.mm_prefix:
         return []

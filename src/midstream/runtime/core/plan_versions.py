@@ -31,23 +31,14 @@ from midstream.runtime.vllm.attributes import CHANGED_KEYS, DECLARED, EXECUTOR
 
 
 def prepare(engine: Any) -> None:
-    """Let the scheduler of an engine core reach the workers and the declared controllers. May be
-    called more than once.
-    """
+    """Let the scheduler of an engine core reach the workers and the declared controllers, once."""
     if EXECUTOR.get(engine.scheduler) is not engine.model_executor:
         EXECUTOR.set(engine.scheduler, engine.model_executor)
         DECLARED.set(engine.scheduler, DECLARED.get(engine) or {})
 
 
 def answer_rpc(engine: Any, method: object, args: Sequence[object]) -> list[Any] | None:
-    """Answer a call of the workers that is for the engine core itself.
-
-    Args:
-        method, args: what vLLM's `collective_rpc` is to call, and with which arguments.
-
-    Returns:
-        The one answer, as plain values; None: the call is for the workers.
-    """
+    """Answer a `collective_rpc` that is for the engine core itself; None: it is for the workers."""
     if method != RPC or len(args) != 1 or not isinstance(args[0], dict):
         return None
     if args[0].get("op") not in (UpdatePlan.__name__, StopRequests.__name__):
@@ -76,15 +67,9 @@ def _update(engine: Any, update: UpdatePlan) -> UpdatedPlan:
 
 
 def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion]]) -> dict[str, int]:
-    """Let running requests have other versions of their plans. Call on the thread of the engine's
+    """Let running requests have other versions of their plans, of which the workers have the
+    vectors, and return the first position of each by vLLM's id. Call on the thread of the engine's
     steps, between two steps.
-
-    Args:
-        changes: vLLM's Requests with a plan, each with its version. The workers must have the
-            vectors that its plan names.
-
-    Returns:
-        By vLLM's request id, the first position at which the version holds.
     """
     messages = []
     for request, version in changes:
@@ -100,10 +85,8 @@ def change_plans(scheduler: Any, changes: Sequence[tuple[Any, PlanVersion]]) -> 
 
 
 def next_position(scheduler: Any, request: Any) -> int:
-    """Return the first position of a request that no step was scheduled with.
-
-    Draft tokens of scheduled steps count as accepted: positions of rejected ones are computed again
-    later, under the version that held when they were scheduled first.
+    """Return the first position of a request that no step was scheduled with. Draft tokens count as
+    accepted: positions of rejected ones are computed again under the version of then.
     """
     position: int = request.num_computed_tokens
     if request.num_preemptions:
@@ -114,7 +97,6 @@ def next_position(scheduler: Any, request: Any) -> int:
 
 
 def _late_tokens(scheduler: Any, request: Any) -> int:
-    """Return the most tokens that a preempted request may still get of steps before that."""
     late = getattr(request, "num_stale_output_tokens", None)
     if late is None:
         # Tokens in flight are also those of its prompt that are being computed again.

@@ -30,8 +30,8 @@ def keys_of(request: Any) -> CacheKeys | ChangedKeys | None:
 def extra_keys(
     original: Callable[..., Any], request: Any, start: int, stop: int, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Add the key of edits to the extra keys that vLLM hashes with a block of positions
-    [start, stop): of the edits of its tokens, and of an image's tokens to which they attend ahead.
+    """Add the key of edits to the extra keys that vLLM hashes with a block of positions [start,
+    stop): of the edits of its tokens, and of an image's tokens to which they attend ahead.
     """
     extra, mm_index = original(request, start, stop, *rest, **kwargs)
     keys = keys_of(request)
@@ -45,10 +45,8 @@ def computed_blocks(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Limit a prefix-cache hit to positions before the first whose row must be computed, and to
-    whole images where their tokens attend to each other both ways.
-
-    vLLM computes such an image in one step, but of one that is cached in part it may split the rest
-    between two: then tokens of the first would not attend to those of the second.
+    whole images whose tokens attend both ways: vLLM may split the rest of one that is cached in
+    part between two steps, where those of the first would not attend to those of the second.
     """
     payload = payload_of(request.sampling_params)
     if payload is None:
@@ -82,9 +80,7 @@ def computed_blocks(
 
 
 def reset(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reset the prefix cache of an engine core. If the front end keeps rows, count it, and tell the
-    workers, whose answers tell the front end.
-    """
+    """Reset the prefix cache; count it if the front end keeps rows, which learns it by workers."""
     done = original(engine, *args, **kwargs)
     settings = from_additional_config(engine.vllm_config.additional_config)
     if settings is not None and settings.reuse_bytes:

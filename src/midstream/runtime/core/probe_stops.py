@@ -8,52 +8,66 @@ one whose score met the condition. Other edits hold from the next position that 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from midstream.plan.control.act import Progress, follow
 from midstream.runtime.core.controllers import NOTHING, RunningController, controlled, decide
-from midstream.runtime.core.ended_requests import add_end
+from midstream.runtime.core.ended_requests import add_end, finish
 from midstream.runtime.core.plan_versions import change_plans
-from midstream.runtime.core.read_ranges import ReadRange, read_ranges
-from midstream.runtime.protocol.acting_probes import ActingProbe, stop_reason
+from midstream.runtime.protocol.acting_probes import ActingProbe, probe_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.step_scores import ScoresOfStep, scores_of
 from midstream.runtime.vllm.attributes import WATCHED
 
 
-@dataclass(slots=True, eq=False)
-class Watched:
-    """A request whose scores are evaluated.
-
-    Attributes:
-        params: its sampling parameters; those of a session change with its inputs.
-        ranges: where they read, if `passes` can evaluate them; None: it cannot.
-        controller: its controller; None: it has none.
-        reached: number of positions whose probes were evaluated. A position is evaluated once, also
-            if it is computed again after a preemption.
-        each: how far the condition of each probe is; None: it has switched the edits, which it does
-            once.
+class ReadRange(NamedTuple):
+    """The last range of positions that a probe reads, whatever the tokens there are. Scores from
+    `low` to `high` are not beyond its threshold; what is not a number is not within them.
     """
 
-    params: Any
+    slot: int
+    start: int
+    stop: float
+    low: float
+    high: float
+
+
+def read_ranges(probes: Sequence[ActingProbe]) -> tuple[ReadRange, ...] | None:
+    """Return the last range of each probe; None: one has none, or pools its scores."""
+    ranges = []
+    for probe in probes:
+        condition = probe.condition
+        if condition.pool != "none" or not probe.where.ranges:
+            return None
+        start, stop = probe.where.ranges[-1]
+        low = -math.inf if condition.below is None else condition.below
+        high = math.inf if condition.above is None else condition.above
+        ranges.append(ReadRange(probe.slot, start, math.inf if stop is None else stop, low, high))
+    return tuple(ranges)
+
+
+@dataclass(slots=True, eq=False)
+class Watched:
+    """A request whose scores are evaluated."""
+
+    params: Any  # its sampling parameters; those of a session change with its inputs
     acts: tuple[ActingProbe, ...]
-    ranges: tuple[ReadRange, ...] | None
+    ranges: tuple[ReadRange, ...] | None  # where they read, if `passes` can evaluate them
     controller: RunningController | None
+    # Number of positions whose probes were evaluated: each once, also if it is computed again after
+    # a preemption.
     reached: int
+    # How far the condition of each probe is; None: it has switched the edits, once.
     each: tuple[Progress | None, ...]
 
     def passes(self, scores: ScoresOfStep, index: int, request: Any) -> bool:
-        """Take the scores of a step without drafts if they are of one position, meet no condition,
-        and change nothing; return whether that is so. Otherwise nothing is taken.
-
-        This holds for nearly every request in nearly every step. `advance` and the controller would
-        find the same, but take several times as long.
-
-        Args:
-            index: index of the request in it.
+        """Take the scores of a step without drafts if they are of one position, and change nothing;
+        return whether they are, as nearly always. `advance` would find the same, and take several
+        times as long.
         """
         position = scores.first[index]
         if self.ranges is None or scores.length[index] != 1 or position >= request.num_tokens:
@@ -88,101 +102,73 @@ class ProbeProgress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """A condition that was met, or a controller's answer.
+    """A condition that was met, or a controller's answer."""
 
-    Attributes:
-        name: name of the probe or the controller.
-        position: position of the token whose score met it, or that has the last score.
-        version: see `ActingProbe`.
-        reason: the stop reason, if it ends the request; None: that of the probe.
-        is_error: whether the request ends with an error.
-    """
-
-    name: str
-    position: int
+    name: str  # of the probe or the controller
+    position: int  # of the token whose score met it, or that has the last score
     version: PlanVersion | None = None
-    reason: str | None = None
-    is_error: bool = False
+    reason: str | None = None  # the stop reason, if it ends the request; None: that of the probe
+    is_error: bool = False  # the request ends with an error
 
 
 @dataclass(slots=True, eq=False)
 class _Evaluated:
-    """A request of which something is to be done after its scores were evaluated, which is before
-    vLLM takes the step's tokens.
-
-    Attributes:
-        known: number of its tokens before the step.
-        stop: position up to which its scores were evaluated.
-        progress: how far its probes are then, if vLLM takes the tokens; None: it is known already.
-        firing: the condition that was met and ends it; None: none was.
-        switched: those that were met and switch its edits, in the order of positions.
-        chosen: the version that its controller chose; None: what held before.
-    """
+    """A request of which something is to be done, before and after vLLM takes a step's tokens."""
 
     request: Any
-    known: int
-    stop: int
+    known: int  # tokens before the step
+    stop: int  # position up to which its scores were evaluated
+    # Of its probes, if vLLM takes the tokens; None: it is set already.
     progress: ProbeProgress | None = None
-    firing: Firing | None = None
-    switched: tuple[Firing, ...] = ()
-    chosen: PlanVersion | None = None
+    firing: Firing | None = None  # the condition that was met and ends it
+    switched: tuple[Firing, ...] = ()  # conditions that switch its edits, by position
+    chosen: PlanVersion | None = None  # by its controller
 
 
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any
 ) -> Any:
-    """Cut the tokens of requests whose probes stop them, call vLLM's
-    `Scheduler.update_from_output`, end these requests, and switch the edits of others.
-    """
+    """Call vLLM's method, with the tokens of requests that stop cut; end these, switch others."""
     scores = scores_of(output)
     if scores is None:
         return original(scheduler, scheduled, output)
     evaluations = _evaluate(scheduler, output, scores.values())
-    ended = []
+    ended: list[tuple[Any, Firing, Any]] = []
     for evaluation in evaluations:
-        if evaluation.firing is not None and not _cut(output, evaluation, evaluation.firing):
+        request, firing = evaluation.request, evaluation.firing
+        if firing is not None and not _cut(output, evaluation, firing):
             # Nothing is left: vLLM would look for a token where there are prompt logprobs.
-            logprobs = output.prompt_logprobs_dict.get(evaluation.request.request_id)
-            ended += [
-                (evaluation, evaluation.firing, logprobs)
-                for _ in _finish(scheduler, evaluation.request, evaluation.firing)
-            ]
+            logprobs = output.prompt_logprobs_dict.get(request.request_id)
+            for _ in finish(scheduler, request.request_id, firing.is_error):
+                ended.append((request, firing, logprobs))
     outputs = original(scheduler, scheduled, output)
     changes = []
     for evaluation in evaluations:
-        if evaluation.chosen is not None and not evaluation.request.is_finished():
-            changes.append((evaluation.request, evaluation.chosen))
+        request, firing = evaluation.request, evaluation.firing
+        if evaluation.chosen is not None and not request.is_finished():
+            changes.append((request, evaluation.chosen))
         # vLLM drops the tokens of some steps that a preemption overtook. Draft tokens of these
         # were evaluated in vain.
-        if evaluation.request.num_tokens == evaluation.known < evaluation.stop:
+        if request.num_tokens == evaluation.known < evaluation.stop:
             continue
-        if (
-            evaluation.progress is not None
-            and (watched := WATCHED.get(evaluation.request)) is not None
-        ):
+        watched: Watched | None = WATCHED.get(request)
+        if evaluation.progress is not None and watched is not None:
             watched.reached, watched.each = evaluation.progress
-        if evaluation.firing is not None and not evaluation.request.is_finished():
-            ended += [
-                (evaluation, evaluation.firing, None)
-                for _ in _finish(scheduler, evaluation.request, evaluation.firing)
-            ]
-        if not evaluation.request.is_finished():
-            versions = [firing.version for firing in evaluation.switched]
-            changes += [
-                (evaluation.request, version) for version in versions if version is not None
-            ]
+        if firing is not None and not request.is_finished():
+            for _ in finish(scheduler, request.request_id, firing.is_error):
+                ended.append((request, firing, None))
+        if not request.is_finished():
+            versions = [switch.version for switch in evaluation.switched]
+            changes += [(request, version) for version in versions if version is not None]
     if changes:
         change_plans(scheduler, changes)
-    for evaluation, firing, logprobs in ended:
-        add_end(outputs, evaluation.request, firing.reason or stop_reason(firing.name), logprobs)
+    for request, firing, logprobs in ended:
+        add_end(outputs, request, firing.reason or probe_source(firing.name), logprobs)
     return outputs
 
 
 def _evaluate(scheduler: Any, output: Any, scores: ScoresOfStep) -> list[_Evaluated]:
-    """Evaluate the scores of a step, and return the requests of which something is to be done.
-
-    It passes each request once in each step, so nothing is made for one that goes on as it is.
-    """
+    """Evaluate the scores of a step; return the requests of which something is to be done."""
     requests, places, sampled = scheduler.requests, output.req_id_to_index, output.sampled_token_ids
     has_drafts = any(len(new) > 1 for new in sampled or ())
     evaluations: list[_Evaluated] = []
@@ -269,21 +255,11 @@ def _token(request: Any, known: int, new: Sequence[int], position: int) -> int:
 
 
 def is_overtaken(request: Any) -> bool:
-    """Return whether a preemption may have overtaken a step of a request: it is to be computed
-    anew.
-    """
+    """Return whether a preemption may have overtaken a step of a request, to be computed anew."""
     from vllm.v1.request import RequestStatus
 
     is_stale = getattr(request, "num_stale_output_tokens", 0) > 0
     return is_stale or request.status == RequestStatus.PREEMPTED
-
-
-def _finish(scheduler: Any, request: Any, firing: Firing) -> Any:
-    from vllm.v1.request import RequestStatus
-
-    stopped, failed = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ERROR
-    status = failed if firing.is_error else stopped
-    return scheduler.finish_requests([request.request_id], status)
 
 
 def advance(
@@ -294,17 +270,9 @@ def advance(
     stop: int,
     token: Callable[[int], int],
 ) -> tuple[ProbeProgress, Firing | None, tuple[Firing, ...]]:
-    """Evaluate the conditions of a request's probes on the scores of a step.
-
-    Args:
-        before: how far they were before the step.
-        index: index of the request in it.
-        stop: position up to which the tokens of the rows are those of the request.
-
-    Returns:
-        (how far they are then; the condition of a probe that stops which is met at the earliest
-        position, by the first of these probes, None: none is met; those of probes that switch, in
-        the order of positions, and at one position of the probes).
+    """Evaluate the conditions of a request's probes on its scores of a step, of tokens before
+    `stop`. Return how far they are then; the first condition that stops it; those that switch, in
+    order.
     """
     probe_progress = list(before.each)
     reached, first = before.reached, scores.first[index]
@@ -328,9 +296,7 @@ def advance(
 
 
 def _cut(output: Any, evaluation: _Evaluated, firing: Firing) -> bool:
-    """Drop what was sampled for a request after the token of a position; return whether anything is
-    left.
-    """
+    """Drop what was sampled for a request after a position's token; return whether any is left."""
     kept = max(firing.position + 1 - evaluation.known, 0)
     if not kept:
         return False

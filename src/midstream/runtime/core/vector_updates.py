@@ -19,7 +19,6 @@ from midstream.runtime.vllm.attributes import VECTOR_UPDATES
 
 
 def prepare(engine: Any) -> None:
-    """Prepare an engine core, before it takes requests."""
     VECTOR_UPDATES.set(engine, deque())
 
 
@@ -29,11 +28,7 @@ def is_prepared(engine: Any) -> bool:
 
 
 def take_update(engine: Any, sampling_params: Any, payload: RequestPayload) -> None:
-    """Take the changes out of a request that arrives. May be called from any thread.
-
-    What comes with a request that the engine core then rejects counts too: the front end sends it
-    once.
-    """
+    """Take the changes, which come once, out of a request that arrives, in any thread."""
     updates = VECTOR_UPDATES.get(engine)
     if payload.vectors is not None and updates is not None:
         updates.append(payload.vectors)
@@ -42,9 +37,7 @@ def take_update(engine: Any, sampling_params: Any, payload: RequestPayload) -> N
 
 
 def send_updates(engine: Any) -> None:
-    """Send the changes that were taken to the workers. Call on the thread of the engine's steps,
-    before a request that arrived with or after them can be scheduled.
-    """
+    """Send the changes, on the steps' thread, before a request that came with them is scheduled."""
     waiting = VECTOR_UPDATES.get(engine)
     if not waiting:
         return

@@ -15,30 +15,18 @@ from midstream.sites import Tap
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A running request that has a plan.
+    """A running request that has a plan."""
 
-    Attributes:
-        uid: midstream's id of the request. vLLM may give the request several ids of its own.
-        own: its own plan, as given; None: only edits and captures of every request apply.
-        reused: rows that it may have from earlier requests; None: every row is computed.
-        later: versions of its plan since, by number.
-    """
-
-    uid: str
+    uid: str  # midstream's id of the request. vLLM may give the request several ids of its own.
     plan: ResolvedPlan
-    own: Plan | None = None
+    own: Plan | None = None  # as given; None: only what applies to every request
     routes: tuple[SinkRoute, ...] = ()
-    reused: ReusedRows | None = None
-    later: dict[int, LaterPlan] = field(default_factory=dict)
+    reused: ReusedRows | None = None  # from earlier requests; None: all are computed
+    later: dict[int, LaterPlan] = field(default_factory=dict)  # versions since, by number
 
     def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
-        """Return the attention heads that outputs show of the taps of some captures.
-
-        Taps whose rows are not of heads are left out, and so are sketches of the codec `rp8`. A tap
-        of several captures has the heads of any of them, in the order in which they are listed.
-
-        Args:
-            captures: indices of the plan's captures.
+        """Return the attention heads that outputs show of the taps of some captures, by index, in
+        the order in which any of these lists them. Sketches of the codec `rp8` have none.
         """
         if not shape.heads or isinstance(parse_codec(self.plan.codec), Rp8):
             return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -17,7 +18,6 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd, set_payload
 from midstream.runtime.frontend.engine_info import FrontEnds, describe
 from midstream.runtime.frontend.input_session import InputSession, check_session
-from midstream.runtime.frontend.plain_calls import PlainCalls
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.intake import Intake
 from midstream.runtime.frontend.results.async_completion import AsyncCompletion, CallEnd
@@ -36,24 +36,40 @@ from midstream.runtime.protocol.worker_info import WorkerInfo
 Deliver = Callable[[Any], Awaitable[None]]
 
 
-class AsyncFrontEnd(BaseFrontEnd):
-    """The front end of an `AsyncLLM`. Not thread-safe, except for `admit` and `close`: call on the
-    engine's event loop.
+class PlainCalls:
+    """The running calls without a plan, by the ids that callers gave them, maybe twice. A request
+    of one may be validated after something was set for every request: it began before.
     """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._counts
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def begin(self, request_id: str) -> None:
+        """Begin a call; pair with `leave`."""
+        self._counts[request_id] += 1
+
+    def leave(self, request_id: str) -> None:
+        self._counts[request_id] -= 1
+        if not self._counts[request_id]:
+            del self._counts[request_id]
+
+
+class AsyncFrontEnd(BaseFrontEnd):
+    """The front end of an `AsyncLLM`. Call on its event loop, but for `admit` and `close`."""
 
     @classmethod
     async def start(cls, engine: Any, client: Any) -> AsyncFrontEnd:
-        """Create the front end, after asking the workers for their descriptions; see `__init__`."""
+        """Create the front end, after asking the workers for their descriptions."""
         return cls(await call_all(client, DescribeWorker()), engine, client)
 
     def __init__(self, answers: list[list[WorkerInfo]], engine: Any, client: Any) -> None:
-        """Create the front end.
-
-        Args:
-            engine: gives the settings, tokenizer and renderer, and aborts requests. A proxy: the
-                client's tasks, which keep this front end alive, must not keep it alive.
-            client: the engine's client of its engine core, or of several.
-        """
+        """Create it. `engine` is a proxy: the client's tasks, which keep this, must not keep it."""
         info = describe(answers, FrontEnds.of(engine.vllm_config))
         super().__init__(info, engine, deltas=True, busy=lambda: busy(client))
         self._engine, self._client = engine, client
@@ -68,15 +84,15 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._streamer = RowStreamer(self.sinks, self._admission.release_rows, self._tasks)
         self.completion = AsyncCompletion(
             self._config, self.info.shape, self.sinks, self._streamer,
-            CallEnd(client.abort_requests_async, self._end, self._collected),
+            CallEnd(
+                client.abort_requests_async,
+                lambda call: self._release_tables([call.uid]),
+                self._collected,
+            ),
         )  # fmt: skip
 
     def begin(self, plan: CallPlan, session: InputSession | None) -> GenerateCall:
-        """Begin a call, whose request is to be admitted with this very plan; pair with `leave`.
-
-        Args:
-            session: its session of streaming input; None: it has an ordinary prompt.
-        """
+        """Begin a call, whose request is to be admitted with this very plan; pair with `leave`."""
         call = self._calls[plan] = GenerateCall(plan, session)
         return call
 
@@ -122,7 +138,6 @@ class AsyncFrontEnd(BaseFrontEnd):
     def _register(
         self, request: Any, call: GenerateCall, admitted: AdmittedRequest | None
     ) -> AdmittedRequest | None:
-        """Record the admitted request of a call."""
         call.admitted = admitted
         if admitted is not None:
             call.is_delta = request.sampling_params.output_kind.name == "DELTA"
@@ -140,13 +155,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         return admitted
 
     async def send(self, request: Any, deliver: Deliver) -> None:
-        """Send a request to the engine, now or when there is capacity for it.
-
-        Does not wait for capacity: a request that waits can be aborted like any other.
-
-        Args:
-            request: vLLM's EngineCoreRequest, as the engine's client gets it.
-            deliver: the client's own function that sends it.
+        """Send a request to the engine by `deliver`, now or when there is capacity. Does not wait
+        for it: a request that waits can be aborted like any other.
         """
         uid = uid_of(request.sampling_params)
         if uid is None and request.request_id not in self._sessions:
@@ -191,13 +201,11 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._tasks.start(self._engine.abort(call.ids, internal=True))
 
     def _set_replica(self, call: GenerateCall, request: Any) -> None:
-        """Set the replica of a request to the one that has capacity for its call."""
         call.replica = self._replicas[self._admission.replica_of(call.uid)]
         if len(self._replicas) > 1:
             request.data_parallel_rank = call.replica.number
 
     async def _send_late(self, call: GenerateCall, deliver: Deliver, request: Any) -> None:
-        """Send a request that waited for capacity."""
         [failure] = await asyncio.gather(deliver(request), return_exceptions=True)
         if failure is not None:
             call.failure = failure  # raised by `complete` for the reader of the call's outputs
@@ -218,7 +226,6 @@ class AsyncFrontEnd(BaseFrontEnd):
             self._tasks.start(self._streamer.end(call))
 
     async def _clear_away(self, call: GenerateCall, uid: str) -> None:
-        """Abort a call's requests, and release what they hold."""
         if not self._admission.is_waiting(uid):
             if call.sends:
                 await asyncio.wait(call.sends)
@@ -229,10 +236,6 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._release([uid])
         if call.replica is not None:
             await call.replica.batcher.release(uid)
-
-    def _end(self, call: GenerateCall) -> None:
-        """Release what the ended requests of a call take, except for their rows."""
-        self._release_tables([call.uid])
 
     def _collected(self, call: GenerateCall) -> None:
         """Release all capacity of a call whose results were fetched."""
@@ -262,7 +265,6 @@ class AsyncFrontEnd(BaseFrontEnd):
         }
 
     async def parameter(self, name: str) -> Tensor:
-        """Return a parameter of the model; see `fetch_parameter`."""
         return await fetch_parameter(self._engine, self._replicas[0].batcher, name)
 
     async def check_integrity(self) -> None:
@@ -289,9 +291,7 @@ class AsyncFrontEnd(BaseFrontEnd):
 
 
 def _within(context: Callable[[Any], AbstractContextManager[None]], deliver: Deliver) -> Deliver:
-    """Return the function that delivers a request within a context of it. `deliver` queues the
-    request before it waits for anything, so no other request is queued in between.
-    """
+    """Deliver in a context of the request. `deliver` queues it before it waits for anything."""
 
     async def run(request: Any) -> None:
         with context(request):

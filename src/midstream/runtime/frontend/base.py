@@ -5,6 +5,7 @@ How results are returned to callers differs: see `sync_frontend` and `async_fron
 
 from __future__ import annotations
 
+import logging
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from midstream.config.config import KEY, from_additional_config
-from midstream.errors import SpecError
+from midstream.errors import ConfigError, SpecError
 from midstream.plan import Capture, Plan
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.engine_info import EngineInfo
@@ -43,15 +44,54 @@ from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.frontend.row_reuse import ReusedRows, RowReuse
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.sae_registry import SaeRegistry
-from midstream.runtime.frontend.start_steering import set_steering
-from midstream.runtime.frontend.taken_names import TakenNames
 from midstream.runtime.frontend.weight_memory import WeightMemory
 from midstream.runtime.protocol.acting_probes import check_stop_strings
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
 from midstream.runtime.protocol.rpc import IntegrityReport
+from midstream.runtime.vllm.additional_config import Settings
+from midstream.sinks.name_claims import RequestNames
 from midstream.sinks.server_captures import ServerCaptures
+from midstream.sinks.sink_set import SinkSet
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
+
+Keep = Callable[[AdmittedRequest | None], AdmittedRequest | None]
+
+
+class TakenNames:
+    """The names by request; see `RequestNames`. A call of an `AsyncLLM` has its own."""
+
+    def __init__(self, sinks: SinkSet) -> None:
+        self._sinks = sinks
+        self._by_uid: dict[str, RequestNames] = {}
+
+    @contextmanager
+    def taken(self, plan: Plan | CallPlan | None) -> Iterator[Keep]:
+        """Take the names in a plan while its request is admitted; what this yields keeps them."""
+        names = self._sinks.names_of(plan.plan if isinstance(plan, CallPlan) else plan)
+        if names is None:
+            yield lambda admitted: admitted
+            return
+        names.take()
+        uids = []
+
+        def keep(admitted: AdmittedRequest | None) -> AdmittedRequest | None:
+            if admitted is not None:
+                uids.append(admitted.uid)
+                self._by_uid[admitted.uid] = names
+            return admitted
+
+        try:
+            yield keep
+        finally:
+            if not uids:
+                names.release()
+
+    def release(self, uids: Sequence[str]) -> None:
+        """Give back the names of requests whose rows are in the sinks' queues, or never will be."""
+        for uid in uids:
+            if (names := self._by_uid.pop(uid, None)) is not None:
+                names.release()
 
 
 class BaseFrontEnd:
@@ -66,12 +106,7 @@ class BaseFrontEnd:
         deltas: bool,
         busy: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Create the front end, and open the engine's sinks.
-
-        Args:
-            engine: vLLM's engine, for its settings, tokenizer and renderer.
-            busy: returns the number of requests on each replica; see `Admission`.
-        """
+        """Create the front end, and open the engine's sinks; `busy`: see `Admission`."""
         config = from_additional_config(engine.vllm_config.additional_config)
         assert config is not None
         self._config = config
@@ -115,16 +150,12 @@ class BaseFrontEnd:
         return self._admission.waiting
 
     def concerns(self, params: Any) -> bool:
-        """Return whether server-wide edits or captures apply to a request with these parameters.
-
-        They apply to every request that generates.
-        """
+        """Return whether server-wide edits or captures apply: they do to all that generates."""
         is_for_all = bool(self.steering.plan_edits()) or bool(self.captures)
         # Pooling requests have an output_kind as well, but no tokens to generate.
         return is_for_all and hasattr(params, "max_tokens")
 
     def _forget_weights(self) -> None:
-        """Forget what was made of registered weights: a name has changed its meaning."""
         self._resolver.forget()
         self.directions.forget()
 
@@ -137,15 +168,8 @@ class BaseFrontEnd:
 
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
         """Validate a request's plan, and replace it in the parameters by the request payload.
-
-        Server-wide edits come before the request's own, server-wide captures after them.
-
-        Args:
-            request: vLLM's EngineCoreRequest. Its sampling parameters are its own copy.
-            plan: the request's own plan; None: only what applies to every request.
-
-        Returns:
-            The admitted request; None if nothing applies to it.
+        Server-wide edits come before the request's own, server-wide captures after them. None:
+        nothing applies.
         """
         call_plan = plan if isinstance(plan, CallPlan) else CallPlan(plan)
         own = call_plan.plan
@@ -222,13 +246,8 @@ class BaseFrontEnd:
 
     @contextmanager
     def _with_vectors(self, request: Any) -> Iterator[None]:
-        """Attach which of a request's rows need not be computed; and, while the request is sent,
-        what its workers lack of its vectors.
-
-        Requests must leave in the order in which these contexts are entered.
-
-        Args:
-            request: vLLM's EngineCoreRequest, for which there is capacity.
+        """Attach which rows of a request need not be computed, and while it is sent what workers
+        lack of its vectors. Requests leave in the order of these contexts.
         """
         payload = payload_of(request.sampling_params)
         if payload is None:
@@ -284,7 +303,6 @@ class BaseFrontEnd:
 
 
 def _workers_of(info: EngineInfo) -> list[list[RemoteWorker]]:
-    """Return the workers of each replica."""
     workers: list[list[RemoteWorker]] = [
         [] for _ in range(1 + max(w.replica for w in info.workers))
     ]
@@ -295,12 +313,7 @@ def _workers_of(info: EngineInfo) -> list[list[RemoteWorker]]:
 
 
 def set_payload(request: Any, payload: RequestPayload | None) -> None:
-    """Put a request payload into a request's `extra_args`; None: remove what is there.
-
-    Args:
-        request: vLLM's EngineCoreRequest. Its parameters are vLLM's copy; the `extra_args` in them
-            may be those of several requests, and are replaced, not changed.
-    """
+    """Put a payload, or none, into `extra_args`, replaced, as several requests may share them."""
     params = request.sampling_params
     rest = other_args(params)
     params.extra_args = (rest or None) if payload is None else {**rest, KEY: payload}
@@ -316,3 +329,31 @@ def check_streams(plan: Plan, kind: str, deltas: bool) -> None:
     for index, capture in enumerate(plan.captures):
         if capture.stream:
             raise SpecError(f"capture[{index}].stream", why)
+
+
+# Beneath vLLM's logger, which has handlers in every program that starts an engine.
+_LOGGER = logging.getLogger("vllm.midstream")
+
+
+def set_steering(vllm_config: Any, vectors: VectorRegistry, steering: Steering) -> None:
+    """Register the vectors of the settings, then set the tiers."""
+    settings = vllm_config.additional_config[KEY]
+    if not isinstance(settings, Settings):
+        return
+    for name, path in settings.vectors.items():
+        try:
+            vectors.register(name, path)
+        except SpecError as error:
+            problem = str(error).removeprefix("vectors").lstrip(".: ")
+            raise ConfigError(f"{KEY}.vectors.{name}: {problem}") from None
+    if settings.steering:
+        try:
+            steering.set(**settings.steering)
+        except SpecError as error:
+            raise ConfigError(f"{KEY}.{error.under('steering')}") from None
+        state = steering.show()
+        _LOGGER.info(
+            'midstream steering.started edits=%d digest="%s": every request is steered',
+            len(state.edits),
+            state.digest,
+        )

@@ -12,11 +12,7 @@ from typing import Any
 
 
 def end_waits_with(engine: Any) -> None:
-    """Raise EngineDeadError in every wait for an engine's process when that process ends.
-
-    Args:
-        engine: vLLM's LLMEngine. If it computes in this process, nothing is changed.
-    """
+    """Raise EngineDeadError in every wait for an LLMEngine's own process when that ends."""
     client = engine.engine_core
     if not hasattr(client, "outputs_queue"):
         return
@@ -36,13 +32,8 @@ def end_waits_with(engine: Any) -> None:
 
 
 def fail_streams(engine: Any) -> None:
-    """Raise EngineDeadError in every running `generate` of an engine that was shut down.
-
-    A server's streams would otherwise stay open until their clients leave, and the server waits for
-    these.
-
-    Args:
-        engine: vLLM's AsyncLLM, after its `shutdown`, which may run in any thread.
+    """Raise EngineDeadError in every running `generate` of an AsyncLLM that was shut down, in any
+    thread. A server's streams would otherwise stay open until their clients leave.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -17,19 +17,13 @@ from midstream.runtime.vllm.additional_config import api_process
 
 @dataclass(frozen=True, slots=True)
 class FrontEnds:
-    """The front ends of one engine: the API server processes of a server, or one.
+    """The front ends of one engine: the API server processes of a server, or one."""
 
-    Attributes:
-        count: how many there are. Each has an equal share of the capacity.
-        number: number of this one.
-    """
-
-    count: int = 1
-    number: int = 0
+    count: int = 1  # each has an equal share of the capacity
+    number: int = 0  # of this one
 
     @classmethod
     def of(cls, vllm_config: Any) -> FrontEnds:
-        """Return those of an engine's settings."""
         count, number = api_process(vllm_config.parallel_config)
         return cls(count, max(0, number))
 
@@ -49,22 +43,13 @@ class FrontEnds:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Description of one engine.
-
-    Attributes:
-        shape: shape of the model, for resolving plans.
-        dtype: name of the model's dtype.
-        codec: codec of captures that do not name one.
-        return_: ranks through which rows are transferred if captures do not say.
-        room: capacity of a worker for running requests of this front end.
-        workers: description of each worker, with the number of its replica.
-    """
+    """Description of one engine."""
 
     shape: ModelShape
     dtype: str
-    codec: str
-    return_: str
-    room: Room
+    codec: str  # of captures that do not name one
+    return_: str  # ranks through which rows are transferred if captures do not say
+    room: Room  # of a worker for running requests of this front end
     workers: tuple[WorkerInfo, ...]
     front_ends: FrontEnds = FrontEnds()
 
@@ -72,11 +57,7 @@ class EngineInfo:
 def describe(
     answers: Sequence[Sequence[WorkerInfo]], front_ends: FrontEnds = FrontEnds()
 ) -> EngineInfo:
-    """Return the description of an engine.
-
-    Args:
-        answers: per replica, the descriptions of its workers.
-    """
+    """Return the description of an engine from those of the workers of each replica."""
     workers = tuple(
         msgspec.structs.replace(answer, replica=number)
         for number, replica in enumerate(answers)
@@ -89,36 +70,24 @@ def describe(
     if not taps:
         raise UnsupportedError("no site of any layer is tapped; see midstream's settings")
     first = workers[0]
+    rows = [
+        row
+        for w in workers
+        for row in zip(w.taps, w.widths, w.heads, w.routing, w.parts, strict=True)
+    ]
+    width = first.hidden_size
+    widths = {tap: own * parts for tap, own, _, _, parts in rows if own * parts != width}
+    heads = {tap: count * parts for tap, _, count, _, parts in rows if count}
+    routing = {tap: chosen for tap, _, _, chosen, _ in rows if chosen}
     shape = ModelShape(
         num_layers=first.num_layers,
-        hidden_size=first.hidden_size,
+        hidden_size=width,
         taps=taps,
         reasons=tuple(lacking.items()),
         dtype=first.dtype,
-        widths=tuple(
-            {
-                tap: width * parts
-                for worker in workers
-                for tap, width, parts in zip(worker.taps, worker.widths, worker.parts, strict=True)
-                if width * parts != first.hidden_size
-            }.items()
-        ),
-        heads=tuple(
-            {
-                tap: heads * parts
-                for worker in workers
-                for tap, heads, parts in zip(worker.taps, worker.heads, worker.parts, strict=True)
-                if heads
-            }.items()
-        ),
-        routing=tuple(
-            {
-                tap: routing
-                for worker in workers
-                for tap, routing in zip(worker.taps, worker.routing, strict=True)
-                if routing
-            }.items()
-        ),
+        widths=tuple(widths.items()),
+        heads=tuple(heads.items()),
+        routing=tuple(routing.items()),
     )
     room = front_ends.room(first.room)
     return EngineInfo(shape, first.dtype, first.codec, first.return_, room, workers, front_ends)

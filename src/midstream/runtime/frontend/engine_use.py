@@ -13,17 +13,11 @@ _RETRY_SECONDS = 1
 
 class EngineUse:
     """Lets one thread use an engine: the one that is in a call, or whose requests have not ended.
-
-    vLLM's offline engine has one loop, which returns what ends to the caller that runs it. With two
-    threads, each gets outputs of the other, or waits for requests that the other took.
+    vLLM's offline engine returns what ends to the caller that runs its loop: each of two threads
+    would get outputs of the other, or wait for requests that the other took.
     """
 
     def __init__(self, has_unfinished: Callable[[], bool]) -> None:
-        """Create it.
-
-        Args:
-            has_unfinished: returns whether the engine has requests that have not ended.
-        """
         self._has_unfinished = has_unfinished
         self._lock = threading.Lock()  # never held while anything is waited for
         self._owner: threading.Thread | None = None

@@ -22,15 +22,10 @@ from midstream.runtime.protocol.results import WorkerAnswers
 
 @dataclass(eq=False, slots=True)
 class InputSession:
-    """State of one session.
+    """State of one session."""
 
-    Attributes:
-        inputs: token ids of each input so far.
-        payload: request payload of every input, as in `extra_args`; None: no plan applies.
-    """
-
-    inputs: list[list[int]] = field(default_factory=list)
-    payload: RequestPayload | None = None
+    inputs: list[list[int]] = field(default_factory=list)  # token ids of each input so far
+    payload: RequestPayload | None = None  # of every input; None: no plan applies
     latest: Any = None
 
 
@@ -75,15 +70,8 @@ async def with_call_plan(
 
 
 def closing(session: InputSession, is_delta: bool) -> Any:
-    """Return a last output for a session that vLLM ended without one.
-
-    It repeats the latest output; with DELTA, without its text, tokens and logprobs.
-
-    Args:
-        is_delta: whether outputs have only what is new.
-
-    Returns:
-        vLLM's RequestOutput; None if the session had no output, or has its last one.
+    """Return a last output for a session that vLLM ended without one; None if it had no output, or
+    has its last one. It repeats the latest; with DELTA, without its text, tokens and logprobs.
     """
     if session.latest is None or session.latest.finished:
         return None
@@ -106,14 +94,9 @@ def as_one_request(
 ) -> tuple[Any, ResolvedPlan]:
     """Return a session's last output and plan as those of one request.
 
-    The prompt of that request is all that was computed before the last turn generated, so that it
-    has P + G − 1 rows.
-
-    Args:
-        output: vLLM's RequestOutput, whose prompt is the inputs.
-        generated: all generated tokens, including those that were never computed on.
-        answers: results of the workers, which have the final prompt. A prompt that does not consist
-            of the inputs and generated tokens is recorded there as a problem.
+    Its prompt is all that was computed before the last turn generated, so that it has P + G − 1
+    rows. `generated` has tokens too that were never computed on. A prompt in `answers` that does
+    not consist of the inputs and generated tokens is recorded there as a problem.
     """
     entries = [request for answer in answers for request in answer.header.requests]
     prompt, turns = list(inputs[0]), [len(inputs[0])]
@@ -136,13 +119,8 @@ def as_one_request(
 def _used(
     inputs: list[list[int]], generated: list[int], prompt: list[int], turns: list[int]
 ) -> int | None:
-    """Return how many generated tokens belong to turns before the last.
-
-    Args:
-        turns: length of the prompt when each turn began to generate.
-
-    Returns:
-        The number; None if prompt and turns do not match the inputs and the generated tokens.
+    """Return how many generated tokens belong to turns before the last; None if prompt and turns,
+    the lengths of the prompt when each began to generate, do not match inputs and generated tokens.
     """
     if len(turns) != len(inputs) or prompt[: turns[0]] != inputs[0] or len(prompt) != turns[-1]:
         return None

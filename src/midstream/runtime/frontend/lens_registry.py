@@ -14,9 +14,7 @@ from midstream.validation import kind, show
 
 
 class LensRegistry(NamedWeights[LinearLens, dict[int, LensMap]]):
-    """The registered lenses of an engine: their maps by depth; see `midstream.lenses`. Stored in
-    the model's dtype.
-    """
+    """The registered lenses of an engine: their maps by depth, in the model's dtype."""
 
     kind = "lens"
     word = "lens"

@@ -42,11 +42,7 @@ class ReusedRows:
         origin: bytes,
         prompt: Sequence[int],
     ) -> None:
-        """Args:
-        captures: indices of its captures with `reuse`, at least one.
-        keys: its prefix-cache keys, for the edits of each chunk of tokens.
-        origin: what else its rows depend on, see `origin_of`.
-        """
+        """Create it; `captures`: those with `reuse`, at least one; `origin`: see `origin_of`."""
         self._store = store
         self._plan = plan
         self._captures = captures
@@ -108,12 +104,7 @@ class ReusedRows:
         return row_sets
 
     def missing(self, blocks: Sequence[ResultBlock], tokens: Sequence[int]) -> list[ResultBlock]:
-        """Return the rows that a completion has from earlier requests.
-
-        Args:
-            blocks: the rows that the workers computed for it.
-            tokens: token ids of all rows, prompt first.
-        """
+        """Return the rows that a completion has from earlier requests, beside its own `blocks`."""
         missing_blocks = []
         for captures, taps in self._plan.alike:
             if not self._is_reused(captures):
@@ -151,13 +142,8 @@ class ReusedRows:
         return blocks
 
     def keep(self, blocks: Sequence[ResultBlock], tokens: Sequence[int], resets: int) -> None:
-        """Keep the rows of a completion for later requests.
-
-        Args:
-            blocks: the rows that the workers computed for it; its receipt has no problem.
-            tokens: token ids of all rows, prompt first.
-            resets: number of resets of the prefix cache, which was the same for all of its rows:
-                the model may have changed at each.
+        """Keep the rows of a completion without problems for later requests. `resets` of the prefix
+        cache were the same for all rows: the model may have changed at each.
         """
         self._store.see(resets)
         chain = self._chained(self._chain, tokens)
@@ -186,16 +172,9 @@ class ReusedRows:
 
 
 class _BlockRows:
-    """The rows of a block at some taps, by chunk of tokens.
-
-    Attributes:
-        taps: those of the block among the wanted ones.
-    """
+    """The rows of a block at some taps, by chunk of tokens."""
 
     def __init__(self, block: ResultBlock, wanted: frozenset[Tap], chunks: int) -> None:
-        """Args:
-        chunks: number of chunks.
-        """
         self.taps = tuple(tap for tap in block.taps if tap in wanted)
         self.rank = block.rank
         self._positions = block.positions
@@ -233,11 +212,7 @@ class RowReuse:
     def __init__(
         self, max_bytes: int, has_prefix_cache: bool, pace: Callable[[str], object]
     ) -> None:
-        """Args:
-        max_bytes: the setting `reuse_bytes`.
-        pace: returns, by the name of a sink, how often it gets rows while a request runs; None:
-            it gets them at the end.
-        """
+        """Create it; `pace` returns how often a sink gets rows of running requests, if it does."""
         self._store = RowStore(max_bytes)
         self._max_bytes = max_bytes
         self._has_prefix_cache = has_prefix_cache
@@ -251,11 +226,7 @@ class RowReuse:
         own: Plan | None,
         also: Sequence[Capture],
     ) -> ReusedRows | None:
-        """Return the rows that a request may have from earlier ones; None: all are computed.
-
-        Args:
-            own: its own plan, as given; None: it has none.
-        """
+        """Return the rows that a request may have from earlier ones; None: all are computed."""
         captures = reusing(plan, own, also)
         for index in captures:
             source = plan.captures[index].source
@@ -283,9 +254,7 @@ class RowReuse:
 
 def origin_of(request: Any) -> bytes | None:
     """Return what the rows of a request depend on besides its tokens and edits, as a hash; None if
-    its tokens do not tell its prompt: it has embeddings or multimodal inputs.
-
-    Requests with different cache salts share no rows, as they share no KV.
+    its tokens do not tell its prompt. Requests with different cache salts share no rows, as no KV.
     """
     if not request.prompt_token_ids or request.prompt_embeds is not None or request.mm_features:
         return None
@@ -296,11 +265,7 @@ def origin_of(request: Any) -> bytes | None:
 
 
 def reusing(plan: ResolvedPlan, own: Plan | None, also: Sequence[Capture]) -> frozenset[int]:
-    """Return the indices of a resolved plan's captures that have `reuse`.
-
-    Args:
-        own: the request's own plan; None: it has none.
-    """
+    """Return the indices of a resolved plan's captures that have `reuse`."""
     own_captures = () if own is None else own.captures
     return frozenset(
         index

@@ -19,18 +19,12 @@ _MOST_SETS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSet:
-    """Rows of some taps at the same positions of one chunk. Nobody may change them.
+    """Rows of some taps at the same positions of one chunk. Nobody may change them."""
 
-    Attributes:
-        taps: in the order within a record.
-        offsets: bit n: there is a row of the chunk's nth position.
-        rows: uint8 [positions, taps, bytes of a row], ascending by position.
-    """
-
-    taps: tuple[Tap, ...]
+    taps: tuple[Tap, ...]  # in the order within a record
     codec: str
-    offsets: int
-    rows: Tensor
+    offsets: int  # bit n: there is a row of the chunk's nth position
+    rows: Tensor  # uint8 [positions, taps, bytes of a row], ascending by position
     rank: int = 0
 
     def has(self, offsets: int, codec: str) -> bool:
@@ -52,40 +46,24 @@ class _Chunk:
 
 
 class RowStore:
-    """Rows by chunk of tokens, of which the least recently used are dropped. Thread-safe.
-
-    The key of a chunk is a hash of its tokens and edits and of the chunk before it, so that equal
-    keys mean equal rows.
-
-    Attributes:
-        budget: most bytes of rows.
-        used: bytes of rows.
-        resets: number of resets of the prefix cache; rows of before the last one are dropped.
+    """Rows by chunk of tokens, of which the least recently used are dropped. Thread-safe. A key is
+    a hash of tokens, edits and the chunk before, so that equal keys mean equal rows.
     """
 
     def __init__(self, budget: int) -> None:
-        """Args:
-        budget: most bytes of rows.
-        """
-        self.budget = budget
-        self.used = 0
-        self.resets = 0
+        self.budget = budget  # most bytes of rows
+        self.used = 0  # bytes of rows
+        self.resets = 0  # of the prefix cache; rows of before the last one are dropped
         self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Return the number of chunks with rows."""
         return len(self._chunks)
 
     def find(
         self, key: bytes, taps: Sequence[Tap], offsets: int, codec: str
     ) -> list[tuple[RowSet, tuple[Tap, ...]]] | None:
-        """Return sets that have the rows of all of some taps, each with those of the taps that are
-        to be read from it; None if a row is missing.
-
-        Args:
-            offsets: bit n: the row of the chunk's nth position is wanted.
-        """
+        """Return sets with these rows of all of some taps, each with those to read from it."""
         with self._lock:
             chunk = self._chunks.get(key)
             if chunk is None:
@@ -100,25 +78,17 @@ class RowStore:
             return None if left else matches
 
     def has(self, key: bytes, taps: Sequence[Tap], offsets: int, codec: str) -> bool:
-        """Return whether there are the rows of all of some taps; see `find`."""
         return self.find(key, taps, offsets, codec) is not None
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Count the chunks of a request as used now, its first tokens as used last: without them
-        the others are of no use.
-        """
+        """Count the chunks of a request as used now, its first tokens last: others need these."""
         with self._lock:
             for key in reversed(keys):
                 if key in self._chunks:
                     self._chunks.move_to_end(key)
 
     def add(self, key: bytes, rows: RowSet, resets: int) -> None:
-        """Add rows of a chunk, and drop others beyond the budget.
-
-        Args:
-            rows: the rows, in memory of their own.
-            resets: number of resets of the prefix cache while they were computed.
-        """
+        """Add rows of a chunk, in memory of their own, and drop others beyond the budget."""
         with self._lock:
             if resets != self.resets or rows.rows.nbytes > self.budget:
                 return
@@ -133,11 +103,7 @@ class RowStore:
                 self.used -= oldest.nbytes
 
     def see(self, resets: int) -> None:
-        """Drop all rows if the prefix cache was reset since they were computed.
-
-        Args:
-            resets: number of resets that a worker reports.
-        """
+        """Drop all rows if the prefix cache was reset since; `resets` is what a worker reports."""
         with self._lock:
             if resets > self.resets:
                 self.resets = resets

@@ -30,25 +30,20 @@ _KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class RegisteredSae:
-    """An SAE whose encoder the workers have, and maybe its decoder.
-
-    Attributes:
-        code: how the workers reconstruct vectors; its name is empty. None: they cannot.
-        kept: what `weights_of` has returned, by features and mode.
-    """
+    """An SAE whose encoder the workers have, and maybe its decoder."""
 
     encoder: SaeEncoder
     sae: SAE
-    code: SaeCode | None
+    code: SaeCode | None  # how vectors are reconstructed, without a name; None: they cannot be
     reason: str
     name: str = ""
+    # What `weights_of` has returned, by features and mode.
     kept: dict[tuple[tuple[int, ...], str], Mapping[str, Any]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
     @property
     def tap(self) -> Tap | None:
-        """The site and layer where it was trained; see `SAE.tap`."""
         return self.sae.tap
 
     def weights_of(self, ids: Sequence[int], mode: str) -> Mapping[str, Any]:
@@ -90,9 +85,6 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
         shape: ModelShape,
         reconstructed: Mapping[Tap, int] = MappingProxyType({}),
     ) -> None:
-        """Args:
-        reconstructed: the setting `reconstruct`: most features of an SAE by tap.
-        """
         super().__init__(memory)
         self._shape = shape
         self.reconstructed = reconstructed
@@ -104,7 +96,6 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
                 )
 
     def get(self, name: str) -> RegisteredSae:
-        """Return the SAE of a name."""
         registered = self._registered.get(name)
         if registered is None:
             known = f"there is {listed(self._registered)}" if self._registered else "there is none"
@@ -116,7 +107,7 @@ class SaeRegistry(NamedWeights[SAE, RegisteredSae]):
         return replace(registered.made, name=name)
 
     def source(self, name: str) -> RegisteredSae:
-        """Return the SAE of a name."""
+        """As `get`, with an error that names no field."""
         try:
             return self.get(name)
         except SpecError as error:

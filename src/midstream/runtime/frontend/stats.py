@@ -14,29 +14,17 @@ from midstream.sites import Tap
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Totals over requests with a plan, counted when they end.
+    """Totals over requests with a plan, counted when they end."""
 
-    Attributes:
-        completions: number of completions, by the status of their receipts.
-        aborted: number of calls that ended without receipts.
-        rows: number of captured vectors.
-        row_bytes: their size in bytes, as encoded on the device.
-        dropped: number of captured vectors that the arena had no space for.
-        edits: number of edits that were applied.
-        cached_edits: number of edits that the prefix cache served.
-        scores: number of probe scores.
-        sink_failures: number of (completion, sink) pairs whose rows are not all kept.
-    """
-
-    completions: Counter[str] = field(default_factory=Counter)
-    aborted: int = 0
-    rows: int = 0
-    row_bytes: int = 0
-    dropped: int = 0
-    edits: int = 0
-    cached_edits: int = 0
-    scores: int = 0
-    sink_failures: int = 0
+    completions: Counter[str] = field(default_factory=Counter)  # by the status of their receipts
+    aborted: int = 0  # number of calls that ended without receipts
+    rows: int = 0  # number of captured vectors
+    row_bytes: int = 0  # their size in bytes, as encoded on the device
+    dropped: int = 0  # number of captured vectors that the arena had no space for
+    edits: int = 0  # number of edits that were applied
+    cached_edits: int = 0  # number of edits that the prefix cache served
+    scores: int = 0  # number of probe scores
+    sink_failures: int = 0  # number of (completion, sink) pairs whose rows are not all kept
     _last: tuple[tuple[Any, ...], tuple[int, int]] | None = field(
         default=None, repr=False, compare=False
     )
@@ -47,12 +35,7 @@ class RequestTotals:
         sizes: Mapping[Tap, int],
         reduced: Container[Tap] = (),
     ) -> None:
-        """Add a call that has ended.
-
-        Args:
-            sizes: bytes of an encoded row of each captured tap.
-            reduced: taps whose rows are reduced to one.
-        """
+        """Add an ended call. `sizes`: bytes of an encoded row; `reduced`: taps with one row."""
         for receipt in receipts:
             self.completions[receipt.status] += 1
             rows, nbytes = self._captured(receipt, sizes, reduced)
@@ -70,9 +53,7 @@ class RequestTotals:
     def _captured(
         self, receipt: Receipt, sizes: Mapping[Tap, int], reduced: Container[Tap]
     ) -> tuple[int, int]:
-        """Return the number of captured vectors of a completion, and their size. Completions of one
-        plan mostly share these objects, and are counted once.
-        """
+        """Return the number of captured vectors and their size, once for equal completions."""
         key: tuple[Any, ...] = receipt.captured, sizes, reduced
         if self._last is not None:
             before, totals = self._last
@@ -88,7 +69,6 @@ class RequestTotals:
         return rows, nbytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the totals as JSON values."""
         names = [field.name for field in fields(self) if field.name != "_last"]
         totals = {name: getattr(self, name) for name in names}
         return {**totals, "completions": dict(self.completions)}

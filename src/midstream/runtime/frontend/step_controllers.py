@@ -25,18 +25,13 @@ from midstream.runtime.protocol.scores import Span
 
 @dataclass(slots=True, eq=False)
 class _Controlled:
-    """A running request with a controller.
-
-    Attributes:
-        prompt_len: number of tokens of its prompt.
-        call: the call that is under way; None: there is none.
-    """
+    """A running request with a controller."""
 
     run: ControllerRun
     call_plan: CallPlan
     stream: StreamState
-    prompt_len: int
-    call: Future[Answer] | None = None
+    prompt_len: int  # tokens
+    call: Future[Answer] | None = None  # that is under way
     begun: float = 0.0
 
 
@@ -44,17 +39,12 @@ class StepControllers:
     """The controllers of the running requests of one engine."""
 
     def __init__(self, changes: PlanChanges, workers: Sequence[RemoteWorker], call: Call) -> None:
-        """Args:
-        changes: changes the plans of the engine's requests.
-        call: sends them a request, and waits for their answers.
-        """
         self._changes = changes
         self._workers = workers
         self._call = call
         self._running: dict[str, _Controlled] = {}
 
     def add(self, uid: str, call_plan: CallPlan, plan: ResolvedPlan, request: Any) -> None:
-        """Add a request, if it has a controller."""
         if call_plan.controller is not None:
             prompt = request.prompt_token_ids or [0] * plan.prompt_len
             run = ControllerRun(call_plan.controller, request.request_id)
@@ -67,12 +57,7 @@ class StepControllers:
             self._running.pop(uid, None)
 
     def step(self, states: Mapping[str, Any], ended: Iterable[str] = ()) -> None:
-        """Do what has been answered, and call the controllers that have new scores.
-
-        Args:
-            states: vLLM's states of running requests, by its ids.
-            ended: uids of the requests that ended in the step.
-        """
+        """Do what has been answered, and call controllers with new scores, by vLLM's `states`."""
         self.end(ended)
         spans: dict[str, Span] = {}
         for uid, controlled in self._running.items():
@@ -100,7 +85,6 @@ class StepControllers:
             controlled.call = controlled.run.begin(controlled.stream.probes(), generated)
 
     def _finish_call(self, controlled: _Controlled) -> None:
-        """Do what a call has answered, if it has."""
         if controlled.call is None:
             return
         if not controlled.call.done():

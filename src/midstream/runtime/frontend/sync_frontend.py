@@ -57,39 +57,26 @@ _BATCH_REQUESTS = 64
 
 
 class _Stage(Enum):
-    """What a finished request waits for.
+    """What a finished request waits for."""
 
-    Attributes:
-        FETCH: the fetch that its results are to be part of.
-        SINKS: the sinks that its rows were given to.
-    """
-
-    FETCH = auto()
+    FETCH = auto()  # the fetch that its results are to be part of
     ANSWERS = auto()
-    SINKS = auto()
+    SINKS = auto()  # the sinks that its rows were given to
 
 
 @dataclass(eq=False, slots=True)
 class _FinishedRequest:
-    """A finished request whose results are not on its output yet.
-
-    Attributes:
-        delivery: its rows on their way to sinks; None before that stage.
-    """
+    """A finished request whose results are not on its output yet."""
 
     admitted: AdmittedRequest
     output: Any
     stage: _Stage = _Stage.FETCH
-    delivery: PendingDelivery | None = None
+    delivery: PendingDelivery | None = None  # of its rows to sinks
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """A fetch whose first request was sent to the workers.
-
-    Attributes:
-        exchange: fetches the results; see `rpc.fetch`.
-    """
+    """A fetch whose first request was sent to the workers."""
 
     exchange: Exchange[dict[str, WorkerAnswers]]
     request: RpcRequest[Any]
@@ -100,7 +87,6 @@ class FrontEnd(BaseFrontEnd):
     """The front end of an `LLMEngine`, for as long as the engine exists. `use`: by which thread."""
 
     def __init__(self, engine: Any) -> None:
-        """Create the front end."""
         self._rpc: Callable[..., list[object]] = engine.collective_rpc
         self._has_unfinished, self._is_sleeping = engine.has_unfinished_requests, engine.is_sleeping
         self.use: EngineUse = EngineUse(self._has_unfinished)
@@ -141,12 +127,7 @@ class FrontEnd(BaseFrontEnd):
         return admitted
 
     def send(self, request: Any, deliver: Callable[[Any], object]) -> None:
-        """Send a request to the engine, now or when there is capacity for it.
-
-        Args:
-            request: vLLM's EngineCoreRequest, as the engine's client gets it.
-            deliver: the client's own function that sends it.
-        """
+        """Send a request to the engine by `deliver`, now or when there is capacity for it."""
         partial = self._streamer.get(uid_of(request.sampling_params))
         if partial is not None:
             partial.ids.append(request.request_id)
@@ -158,11 +139,9 @@ class FrontEnd(BaseFrontEnd):
         self._submit(request, send_now)
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
-        """Return the outputs of one engine step, with results on those of finished requests.
-
-        A finished request may get its results some steps later, in one fetch with others, but not
-        later than the last step after which the engine is idle. That step waits for all results,
-        and for the sinks.
+        """Return the outputs of one engine step, with results on those of finished requests. These
+        may come some steps later, in one fetch with others, but not later than the last step after
+        which the engine is idle, which waits for all results and for the sinks.
         """
         ended: list[str] = []
         for output in outputs:
@@ -196,11 +175,7 @@ class FrontEnd(BaseFrontEnd):
 
     @contextmanager
     def report_at_end(self) -> Iterator[list[Any]]:
-        """Report results that differ from their plan at the end of this context, not in a step.
-
-        Yields:
-            The list to which the call's outputs are to be added, for the error.
-        """
+        """Report problems of a call at its end, not in a step; yield the list for its outputs."""
         outputs: list[Any] = []
         self._reports = False
         try:
@@ -220,10 +195,7 @@ class FrontEnd(BaseFrontEnd):
             self._end_idle()
 
     def drop(self, request_ids: Container[str]) -> None:
-        """Release the requests of a call that failed, including results that wait to be fetched.
-
-        Rows that a sink was given stay there, and their results are not reported.
-        """
+        """Release the requests of a call that failed, unreported. Rows stay in their sinks."""
         self._receive()
         kept = []
         for request in self._finished:
@@ -252,7 +224,6 @@ class FrontEnd(BaseFrontEnd):
             finished.stage = _Stage.ANSWERS
 
     def _fetch_all(self) -> None:
-        """Fetch the results of all finished requests."""
         while self._fetch is not None or self._waiting_for(_Stage.FETCH):
             self._begin_fetch()
             self._receive()
@@ -306,7 +277,6 @@ class FrontEnd(BaseFrontEnd):
                 self._reporter.add(request.output)
 
     def _release_requests(self, names: list[str]) -> None:
-        """Release running requests, here and on the workers."""
         if names:
             uids = [self._running.pop(name).uid for name in names]
             self._controllers.end(uids)
@@ -320,7 +290,6 @@ class FrontEnd(BaseFrontEnd):
         return carry_out_whole(collect_partial(self._workers[0], stops), self._start, self._call)
 
     def parameter(self, name: str) -> Tensor:
-        """Return a parameter of the model; see `read_parameter` and `check_awake`."""
         check_awake(self._is_sleeping())
         return carry_out(read_parameter(name), self._call)
 

@@ -24,24 +24,15 @@ _ADDED: ContextVar[tuple[Mapping[str, Any], int] | None] = ContextVar(
 
 @dataclass(frozen=True, slots=True)
 class DelayedSpan:
-    """A span that vLLM has not made yet.
+    """A span that vLLM has not made yet."""
 
-    Attributes:
-        completion: index of its completion.
-        end: end of the span, in nanoseconds since the epoch.
-    """
-
-    completion: int
+    completion: int  # index
     make: Callable[[], object]
-    end: int
+    end: int  # nanoseconds since the epoch
     context: contextvars.Context
 
     def finish(self, receipt: Receipt | None) -> None:
-        """Make the span.
-
-        Args:
-            receipt: receipt of its completion; None: there is none.
-        """
+        """Make the span, with what the receipt of its completion says."""
         self.context.run(self._make, {} if receipt is None else attributes_of(receipt))
 
     def _make(self, attributes: Mapping[str, Any]) -> None:
@@ -54,21 +45,14 @@ class DelayedSpan:
 
 
 def delay_spans(processor: Any, spans_of: Callable[[str], list[DelayedSpan] | None]) -> None:
-    """Delay the spans of requests with a plan until their receipts exist.
-
-    Args:
-        spans_of: returns, for vLLM's id of a request, the list to which its span is appended; None:
-            the request has no plan.
+    """Delay the spans of requests with a plan until their receipts exist. `spans_of` returns, for
+    vLLM's id of a request, the list to which its span is appended; None: the request has no plan.
     """
     SPANS_OF_REQUEST.set(processor, spans_of)
 
 
 def do_tracing(original: Callable[..., Any], processor: Any, output: Any, *rest: Any) -> Any:
-    """Replace the method by which vLLM's output processor makes the span of a request.
-
-    Args:
-        *rest: the state of the request, and statistics.
-    """
+    """Replace the method that makes the span of a request; `rest` begins with its state."""
     spans_of = SPANS_OF_REQUEST.get(processor)
     state = rest[0]
     spans = None if spans_of is None else spans_of(state.request_id)
@@ -96,7 +80,6 @@ def instrument_manual(original: Callable[..., Any], *args: Any, **named: Any) ->
 
 
 def attributes_of(receipt: Receipt) -> dict[str, Any]:
-    """Return the attributes that a span gets from the receipt of its completion."""
     attributes: dict[str, Any] = {
         "midstream.receipt.status": receipt.status,
         "midstream.captured.rows": sum(count.actual for count in receipt.captured),

@@ -29,33 +29,18 @@ def _no_workers(message: WriteWeights) -> None:
 
 @dataclass(eq=False)
 class WeightMemory:
-    """One tensor of the setting `readout_bytes` on each worker; here is decided what is where in
-    it.
-
-    Attributes:
-        in_use: returns whether a running request reads (kind, name).
-        changed: is called after the meaning of a name has changed.
-        write: sends a message to all workers; with an asynchronous engine, what it returns is to be
-            awaited.
-        taken: the parts in use, (first byte, stop).
-    """
+    """One tensor of the setting `readout_bytes` on each worker: here is decided what is where."""
 
     nbytes: int
-    in_use: Callable[[tuple[str, str]], bool]
-    changed: Callable[[], None]
-    write: Callable[[WriteWeights], Any] = _no_workers
-    taken: set[tuple[int, int]] = field(default_factory=set)
+    in_use: Callable[[tuple[str, str]], bool]  # whether a running request reads (kind, name)
+    changed: Callable[[], None]  # called after the meaning of a name has changed
+    write: Callable[[WriteWeights], Any] = _no_workers  # to all workers; may be awaitable
+    taken: set[tuple[int, int]] = field(default_factory=set)  # parts in use, (first byte, stop)
 
     def find(
         self, size: int, align: int, kind: str, old_place: tuple[int, int] | None
     ) -> tuple[int, int]:
-        """Return the first place that is large enough, (first byte, stop).
-
-        Args:
-            size: bytes.
-            align: what the first byte is a multiple of.
-            kind: what is to be there, for the message.
-        """
+        """Return the first place of `size` bytes, (first byte, stop), aligned to `align` bytes."""
         taken = sorted(self.taken - {old_place})
         first = 0
         for begin, end in (*taken, (self.nbytes, self.nbytes)):
@@ -87,11 +72,7 @@ class StoredWeights(Generic[T]):
 
 
 class NamedWeights(Generic[Weights, T]):
-    """Weights by name, in a `WeightMemory`. Subclasses say what is stored of them.
-
-    Attributes:
-        kind: first part of what `WeightMemory.in_use` is asked about.
-    """
+    """Weights by name, in a `WeightMemory`. Subclasses say what is stored of them."""
 
     kind: str
     word: str
@@ -104,12 +85,10 @@ class NamedWeights(Generic[Weights, T]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The registered names, in order."""
         return tuple(self._registered)
 
     @property
     def write(self) -> Callable[[WriteWeights], Any]:
-        """Sends a message to all workers; see `WeightMemory`."""
         return self._memory.write
 
     def from_settings(self, vllm_config: Any) -> Iterator[WriteWeights]:
@@ -126,11 +105,7 @@ class NamedWeights(Generic[Weights, T]):
 
     @contextmanager
     def adding(self, name: str, weights: Weights) -> Iterator[Iterator[WriteWeights]]:
-        """Register weights. In the `with` block, all messages that it yields are to be sent.
-
-        Args:
-            name: their name; what is registered under it is replaced.
-        """
+        """Register weights by name. In the block, all messages that it yields are to be sent."""
         with at("name"):
             read_name(name, may_be_empty=False)
             self.check_name(name)
@@ -191,7 +166,6 @@ class NamedWeights(Generic[Weights, T]):
 def from_settings(
     registries: Sequence[NamedWeights[Any, Any]], vllm_config: Any
 ) -> Iterator[WriteWeights]:
-    """Register what the settings name; see `NamedWeights.from_settings`."""
     for registry in registries:
         yield from registry.from_settings(vllm_config)
 

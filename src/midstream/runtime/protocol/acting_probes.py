@@ -15,12 +15,7 @@ from midstream.runtime.protocol.plan_version import PlanVersion
 
 
 class ActingProbe(ProtocolMessage, frozen=True, array_like=True):
-    """One probe.
-
-    Attributes:
-        version: the version of the request's plan that holds once it is met; None: it ends the
-            request.
-    """
+    """One probe. `version` holds once it is met; None: it ends the request."""
 
     name: str
     slot: Natural
@@ -32,11 +27,7 @@ class ActingProbe(ProtocolMessage, frozen=True, array_like=True):
 def acting_probes(
     plan: ResolvedPlan, versions: Mapping[str, PlanVersion] = MappingProxyType({})
 ) -> tuple[ActingProbe, ...]:
-    """Return the probes of a plan that end their request or switch its edits.
-
-    Args:
-        versions: by name of a probe that switches, the version of the plan that holds then.
-    """
+    """Return the probes of a plan that end their request, or switch to one of `versions`."""
     probes = []
     for probe in plan.probes:
         act = probe.act
@@ -49,30 +40,21 @@ def acting_probes(
     return tuple(probes)
 
 
-def stop_reason(name: str) -> str:
-    """Return the stop reason of a completion that a probe ended."""
-    return f"probe:{name}"
-
-
-def switch_source(name: str) -> str:
-    """Return the source of a version of a plan that a probe switched to."""
+def probe_source(name: str) -> str:
+    """Return the stop reason of a probe, and the source of the version that it switches to."""
     return f"probe:{name}"
 
 
 def check_stop_strings(
     acts: Sequence[ActingProbe], controller: str | None, strings: str | Sequence[str] | None
 ) -> None:
-    """Check that no stop string reads like the stop reason of a probe or of a controller.
-
-    Args:
-        controller: name of the controller; None: there is none.
-    """
+    """Check that no stop string reads like the stop reason of a probe or of a controller."""
     known = {strings} if isinstance(strings, str) else set(strings or ())
     for probe in acts:
-        if probe.version is None and stop_reason(probe.name) in known:
+        if probe.version is None and probe_source(probe.name) in known:
             raise SpecError(
                 "stop",
-                f"`{stop_reason(probe.name)}` is the stop reason of the probe `{probe.name}`; use "
+                f"`{probe_source(probe.name)}` is the stop reason of the probe `{probe.name}`; use "
                 "another name for the probe",
             )
     if controller is not None and control_source(controller) in known:

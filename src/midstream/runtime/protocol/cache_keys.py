@@ -55,20 +55,14 @@ class _Segments:
 
 
 class CacheKeys(ProtocolMessage, _Segments, frozen=True, array_like=True):
-    """Prefix-cache keys of one request.
+    """Prefix-cache keys of one request."""
 
-    Attributes:
-        starts: first position of each segment, ascending; the first is 0, the last segment has no
-            end.
-        marks: per segment, a digest in hex of the edits of every token there; `PLAIN` for none.
-            Made from content alone, so that requests with equal edits share blocks.
-        first_read: first position whose row must be computed because it is captured or probed, or
-            read by a gate with memory: what the cache serves has no row. None: there is no such
-            position.
-    """
-
-    starts: tuple[int, ...]
+    starts: tuple[int, ...]  # of the segments, ascending from 0; the last has no end
+    # Per segment, a digest in hex of the edits of every token there; `PLAIN` for none. Made from
+    # content alone, so that requests with equal edits share blocks.
     marks: tuple[str, ...]
+    # Position whose row must be computed, as it is captured, probed, or read by a gate with memory:
+    # what the cache serves has no row.
     first_read: int | None
 
     def __post_init__(self) -> None:
@@ -89,17 +83,12 @@ class ChangedKeys(_Segments):
     marks: list[str]
 
     def __init__(self, keys: CacheKeys) -> None:
-        """Args:
-        keys: those of the plan that it began with.
-        """
         self.starts = list(keys.starts)
         self.marks = list(keys.marks)
         self.first_read = keys.first_read
 
     def change(self, position: int, later: CacheKeys) -> None:
-        """Let the keys be `later` from a position on. Both plans have the same captures and named
-        probes.
-        """
+        """Let the keys be `later` from a position on, of a plan with the same reads."""
         starts, marks = self.starts, self.marks
         while starts and starts[-1] >= position:
             starts.pop()

@@ -15,10 +15,8 @@ Runs = list[tuple[Natural, Annotated[int, msgspec.Meta(ge=1)]]]
 
 
 class ProtocolMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Base of the messages between midstream's processes. Fields are read strictly.
-
-    Python's garbage collector skips them: there are several for each request, and no message refers
-    to itself.
+    """Base of the messages between midstream's processes. Fields are read strictly. Python's
+    garbage collector skips them: they are many, and none refers to itself.
     """
 
 
@@ -28,13 +26,7 @@ def pack(message: msgspec.Struct) -> Any:
 
 
 def unpack(kind: Any, value: object, name: str) -> Any:
-    """Read a message from the values that `pack` returned.
-
-    Args:
-        kind: class of the message, or a union of tagged classes.
-        value: plain values; lists may have become tuples.
-        name: what the message is, for the error.
-    """
+    """Read a message of a class, or a union of tagged ones, from the values of `pack`."""
     try:
         # Without `builtin_types` a str would be taken for base64.
         return read_message(lambda raw: msgspec.convert(raw, kind, builtin_types=(bytes,)), value)

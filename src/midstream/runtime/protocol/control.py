@@ -13,11 +13,7 @@ from midstream.runtime.protocol.plan_version import PlanVersion
 
 
 class VersionChoice(ProtocolMessage, frozen=True, array_like=True):
-    """One of the versions of a request's plan that its controller may choose.
-
-    Attributes:
-        edits: name of the set of edits; empty: the request's own.
-    """
+    """A version that a controller may choose. `edits` names a set; empty: the request's own."""
 
     edits: str
     scale: float
@@ -33,22 +29,15 @@ class ReadProbe(ProtocolMessage, frozen=True, array_like=True):
 
 
 class Control(ProtocolMessage, frozen=True, array_like=True):
-    """A request's controller.
-
-    Attributes:
-        law: the parameters of a `Threshold`; empty: it is declared.
-        declared: name of the declared controller; empty: it is a `Threshold`.
-        on_error: what happens if it fails: "keep", "off" or "end".
-        choices: what it may choose. The first is the plan that the request was sent with, the
-            second has the same edits with the strength 0. Numbers of versions are 1, 2, … in this
-            order. A version with the number of a choice plus that of all choices is the same plan,
-            kept since the controller failed.
+    """A request's controller. The first choice is the plan that the request was sent with, the
+    second the same with the strength 0. Versions are numbered 1, 2, … in this order, and once more,
+    on top of the number of all, as they are kept since the controller failed.
     """
 
     name: str
-    law: Mapping[str, Any]
-    declared: str
-    on_error: str
+    law: Mapping[str, Any]  # parameters of a `Threshold`; empty: it is declared
+    declared: str  # name of the declared controller; empty: it is a `Threshold`
+    on_error: str  # what happens if it fails: "keep", "off" or "end"
     probes: tuple[ReadProbe, ...]
     choices: tuple[VersionChoice, ...]
 
@@ -56,7 +45,6 @@ class Control(ProtocolMessage, frozen=True, array_like=True):
 def control_of(
     controller: Controller, on_error: str, plan: ResolvedPlan, choices: tuple[VersionChoice, ...]
 ) -> Control:
-    """Return the message of a controller."""
     law = controller.law
     probes = [
         ReadProbe(probe.name, probe.slot, probe.where)
@@ -74,11 +62,6 @@ def control_of(
 
 
 def control_source(name: str, edits: str = "", has_failed: bool = False) -> str:
-    """Return the source of a version of a plan that a controller chose.
-
-    Args:
-        edits: name of the set of edits; empty: the request's own.
-        has_failed: whether it holds since the controller failed.
-    """
+    """Return the source of a version that a controller chose, of a named set of edits or ""."""
     chosen = f"controller:{name}/{edits}" if edits else f"controller:{name}"
     return f"{chosen} failed" if has_failed else chosen

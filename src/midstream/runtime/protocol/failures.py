@@ -9,17 +9,11 @@ from midstream.runtime.vllm.attributes import FAILURES
 
 
 class Failure(ProtocolMessage, frozen=True):
-    """What went wrong with a request.
+    """What went wrong with a request."""
 
-    Attributes:
-        position: first position that was, or may have been, computed without its edits, or with
-            values that are not finite.
-        ends: whether the request ends. If not, its KV is shared with no other request.
-    """
-
-    position: Natural
+    position: Natural  # first one that may be without its edits, or not finite
     reason: str
-    ends: bool = True
+    ends: bool = True  # the request. If not, its KV is shared with no other
 
 
 def failures_of(output: Any) -> dict[str, Failure]:

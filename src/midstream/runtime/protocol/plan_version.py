@@ -11,27 +11,15 @@ from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 
 
 class PlanVersion(ProtocolMessage, frozen=True, array_like=True):
-    """A plan that replaces the one of a running request from some position on.
+    """A plan that replaces that of a running request from some position on: only edits differ."""
 
-    Its captures and named probes are those of the request: only edits differ.
-
-    Attributes:
-        number: number of the version, at least 1; other versions of the request have others.
-        plan: the resolved plan; see `plan.resolve.wire`.
-        keys: its prefix-cache keys, from position 0 on.
-    """
-
-    number: Natural
-    plan: bytes
-    keys: CacheKeys
+    number: Natural  # at least 1, and unique in the request
+    plan: bytes  # the resolved plan; see `plan.resolve.wire`
+    keys: CacheKeys  # from position 0 on
 
 
 class PlanChange(ProtocolMessage, frozen=True, array_like=True):
-    """A version of one request's plan and its first position, from the engine core to the workers.
-
-    Attributes:
-        number: number of the version.
-    """
+    """A version of a plan and its first position, from the engine core to the workers."""
 
     request_id: str
     uid: str

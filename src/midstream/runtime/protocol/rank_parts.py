@@ -31,11 +31,7 @@ _READING = (Op.CLIP, Op.LINEAR, Op.FEATURE)
 
 
 def check_parts(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> None:
-    """Check that each rank can carry out its part of a plan.
-
-    Args:
-        parts: number of parts of the vectors of each tap that the ranks have in parts.
-    """
+    """Check that each rank can carry out its part of a plan; `parts`: number by split tap."""
     if plan.codec != "raw":
         for tap in plan.taps:
             if tap in parts:
@@ -81,7 +77,6 @@ def _needs_all(site: str, what: str) -> SpecError:
 
 
 def _is_local(step: Instruction, parts: int) -> bool:
-    """Return whether each rank can run an instruction on its part."""
     if step.op in (Op.PROBE, Op.UNIT, Op.RAISE, Op.MAP) or (
         step.op is Op.GATE and step.read is not None
     ):
@@ -107,13 +102,7 @@ def _parts_of(vector: Vector, parts: int) -> set[int]:
 
 
 def part_of_steps(steps: tuple[Instruction, ...], part: int, parts: int) -> tuple[Instruction, ...]:
-    """Return the instructions of one part of the vectors.
-
-    Args:
-        steps: instructions for whole vectors, which `check_parts` accepts.
-        part: number of the part.
-        parts: number of parts.
-    """
+    """Return the instructions of one part of the vectors, of those that `check_parts` accepts."""
 
     def cut(vector: Vector) -> Vector:
         nbytes = len(vector.data) // parts
@@ -133,10 +122,7 @@ def part_of_steps(steps: tuple[Instruction, ...], part: int, parts: int) -> tupl
 
 
 def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
-    """Return the captured rows of several workers, with the parts of each row joined.
-
-    A position of which a rank dropped its part has no row.
-    """
+    """Return the captured rows of several workers, with all parts of each joined."""
     whole: list[ResultBlock] = []
     split: dict[Tap, dict[int, list[ResultBlock]]] = {}
     counts: dict[Tap, int] = {}
@@ -157,11 +143,7 @@ def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
 
 
 def split_scores(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> tuple[SplitScore, ...]:
-    """Return the scores of a plan's named probes of which the ranks have parts.
-
-    Args:
-        parts: see `check_parts`.
-    """
+    """Return the scores of a plan's named probes of which the ranks have parts."""
     counts = {
         probe.slot: parts[probe.tap] for probe in plan.probes if probe.name and probe.tap in parts
     }
@@ -171,13 +153,8 @@ def split_scores(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> tuple[SplitSco
 def scores_of(
     probe: ResolvedProbe, sent: Iterable[tuple[WorkerInfo, Ints, Floats]]
 ) -> list[tuple[Ints, Floats]]:
-    """Return (positions, float32 [positions]) of one probe, among the scores that workers sent.
-
-    Ranks that have parts of the vectors, or of the heads, of a layer send their parts of a score,
-    which are added up here.
-
-    Args:
-        sent: the worker, the positions, and float32 [positions, slots].
+    """Return (positions, float32 [positions]) of one probe, of [positions, slots] that workers
+    sent. Parts of a score, of ranks with parts of the vectors or heads of a layer, are added up.
     """
     by_rank: dict[int, list[tuple[Ints, Floats]]] = {}
     needed = 1
@@ -205,7 +182,6 @@ def scores_of(
 
 
 def _in_order(blocks: Sequence[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
-    """Return the scores of several blocks as one, ascending by position."""
     positions = np.concatenate([known for known, _ in blocks])
     order = np.argsort(positions, kind="stable")
     return positions[order], np.concatenate([values for _, values in blocks])[order]

@@ -18,27 +18,16 @@ from midstream.sites import Tap
 
 
 class PatternHeader(ProtocolMessage, frozen=True, array_like=True):
-    """A row of attention in each record of a block, after its captured rows.
-
-    Attributes:
-        queries: index of the worker's tap at which its queries were read.
-        nbytes: bytes of a row.
-    """
+    """A row of attention in each record of a block, after its captured rows."""
 
     tap: Tap
-    queries: Natural
+    queries: Natural  # index of the worker's tap at which they were read
     nbytes: Natural
 
 
 @dataclass(frozen=True, slots=True)
 class RecordPart:
-    """The rows of one width in a record.
-
-    Attributes:
-        start: byte of the record at which they begin.
-        row_bytes: bytes of a row.
-        parts: see `ResultBlock`.
-    """
+    """The rows of one width in a record, from the byte `start` on. `parts`: see `ResultBlock`."""
 
     start: int
     taps: tuple[Tap, ...]
@@ -63,12 +52,7 @@ class RecordPart:
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """What the records of a block consist of.
-
-    Attributes:
-        parts: the rows of each width, in order.
-        nbytes: bytes of a record.
-    """
+    """What the records of a block, of `nbytes` each, consist of: the rows of each width."""
 
     parts: tuple[RecordPart, ...]
     nbytes: int
@@ -76,16 +60,10 @@ class RecordLayout:
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """A block without its rows, as requests with the same outline have it.
+    """A block without its rows, as requests with the same outline have it."""
 
-    Attributes:
-        nth: index of its header among those of the worker.
-        part: the rows of a record, which has no others.
-        positions: see `results.ResultBlock`.
-    """
-
-    nth: int
-    part: RecordPart
+    nth: int  # index of its header among those of the worker
+    part: RecordPart  # the rows of a record, which has no others
     positions: Ints
 
 

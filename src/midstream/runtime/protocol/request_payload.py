@@ -18,67 +18,46 @@ from midstream.validation import read_message
 
 
 class ReusableRows(ProtocolMessage, frozen=True, array_like=True):
-    """Rows of a request that the front end has from earlier requests.
+    """Rows of a request that the front end has from earlier requests."""
 
-    Attributes:
-        resets: number of resets of the prefix cache up to which they are valid.
-        first_read: first position whose row must be computed all the same; None: there is none.
-    """
-
-    resets: int
-    first_read: int | None
+    resets: int  # of the prefix cache, up to which they are valid
+    first_read: int | None  # first position whose row must be computed all the same
 
 
 class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
-    """What a validated request has under `extra_args["midstream"]`.
+    """What a validated request has under `extra_args["midstream"]`."""
 
-    Attributes:
-        uid: midstream's request id. vLLM's own id differs between its processes and completions.
-        plan: the resolved plan; see `plan.resolve.wire`.
-        vectors: what the workers must do to have the vectors that the plan names; None: nothing.
-            The engine core takes it out, see `runtime.core.vector_updates`.
-        kept: rows that need not be computed; None: all rows that `keys` names must be.
-        acts: its probes that end it or switch its edits. With any, the workers report its scores in
-            each step.
-        control: its controller in the engine core; None: it has none. The scores are reported as
-            with `acts`.
-        split: columns of reported scores of which tensor-parallel ranks have parts, each with the
-            number of parts; see `runtime.worker.split_scores`.
-        mm_prefix: whether its model is one whose image tokens attend to each other both ways; see
-            `runtime.core.image_ranges`.
-    """
-
-    uid: str
-    plan: bytes
+    uid: str  # midstream's request id. vLLM's own id differs between its processes and completions
+    plan: bytes  # the resolved plan; see `plan.resolve.wire`
     keys: CacheKeys
+    # What the workers must do first to have those that the plan names; the engine core takes it
+    # out, see `runtime.core.vector_updates`.
     vectors: VectorUpdate | None = None
-    kept: ReusableRows | None = None
+    kept: ReusableRows | None = None  # not to be computed; None: as `keys` says
+    # Probes that end it or switch its edits. With any, or with a controller in the engine core, the
+    # workers report its scores in each step.
     acts: tuple[ActingProbe, ...] = ()
     control: Control | None = None
+    # Columns of reported scores of which ranks have parts, with the number of parts; see
+    # `runtime.worker.split_scores`.
     split: tuple[SplitScore, ...] = ()
+    # Image tokens of its model attend to each other both ways; see `runtime.core.image_ranges`.
     mm_prefix: bool = False
 
     @property
     def reports(self) -> bool:
-        """Whether the workers report its scores in each step."""
         return bool(self.acts) or self.control is not None
 
     def first_read(self, resets: int) -> int | None:
-        """Return the first position whose row must be computed; None: there is none.
-
-        Args:
-            resets: number of resets of the engine's prefix cache.
-        """
+        """Return the first position whose row must be computed, given the prefix cache's resets."""
         kept = self.kept
         return self.keys.first_read if kept is None or kept.resets != resets else kept.first_read
 
 
 def payload_of(sampling_params: Any) -> RequestPayload | None:
-    """Return the payload of a request; None if it asks for nothing.
-
-    vLLM's msgpack turns a payload into plain values. The first call in a process reads them and
-    puts the payload back into `extra_args`, so that later calls, and vLLM's pickles for workers,
-    have it as it is.
+    """Return the payload of a request; None if it asks for nothing. vLLM's msgpack makes plain
+    values of it: the first call in a process reads these, and puts the payload back into
+    `extra_args`, so that later calls, and vLLM's pickles for workers, have it as it is.
     """
     extra_args: dict[str, Any] | None = getattr(sampling_params, "extra_args", None)
     if not extra_args or extra_args.get(KEY) is None:
@@ -99,7 +78,6 @@ def payload_of(sampling_params: Any) -> RequestPayload | None:
 
 
 def uid_of(sampling_params: Any) -> str | None:
-    """Return the uid of a request's payload; None if it asks for nothing. See `payload_of`."""
     payload = payload_of(sampling_params)
     return None if payload is None else payload.uid
 

@@ -42,18 +42,13 @@ _UNREAD_BYTES = 1 << 20
 
 
 class RowsHeader(ProtocolMessage, frozen=True, array_like=True):
-    """A block of captured rows.
+    """A block of captured rows."""
 
-    Attributes:
-        taps: indices of the worker's taps, in the order within a record.
-        patterns: rows of attention, in order.
-    """
-
-    taps: tuple[Natural, ...]
+    taps: tuple[Natural, ...]  # indices of the worker's, in the order within a record
     codec: str
     runs: Runs
     nbytes: Natural
-    patterns: tuple[PatternHeader, ...] = ()
+    patterns: tuple[PatternHeader, ...] = ()  # rows of attention, in order
 
 
 class ScoresHeader(ProtocolMessage, frozen=True, array_like=True):
@@ -64,13 +59,7 @@ class ScoresHeader(ProtocolMessage, frozen=True, array_like=True):
 
 
 class FunctionCount(ProtocolMessage, frozen=True, array_like=True):
-    """Calls of one function of a plan.
-
-    Attributes:
-        index: index of the function in the plan.
-        calls: number of calls.
-        rows: number of rows that it was given.
-    """
+    """Calls of one function of a plan, by its index, and the rows that they were given."""
 
     index: Natural
     calls: Natural
@@ -78,34 +67,23 @@ class FunctionCount(ProtocolMessage, frozen=True, array_like=True):
 
 
 class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """Results of one vLLM request.
-
-    Attributes:
-        problem: the first thing that went wrong; empty: nothing did.
-        dropped: number of captured vectors that the arena had no space for.
-        prompt: token ids of an input session's prompt, as last extended; otherwise empty.
-        turns: lengths of that prompt at each extension.
-        states: number of positions whose state is in the data; see `segments`.
-        resets: number of resets of the prefix cache when it began, if the front end keeps rows.
-        functions: calls of its functions at this worker's taps.
-        versions: (number, first position) of each later version of its plan, in order.
-    """
+    """Results of one vLLM request."""
 
     id: str
-    problem: str
-    dropped: int
-    prompt: list[int]
-    turns: list[int]
-    states: Natural
+    problem: str  # the first thing that went wrong; empty: nothing did
+    dropped: int  # captured vectors that the arena had no space for
+    prompt: list[int]  # token ids of an input session's, as last extended; otherwise empty
+    turns: list[int]  # lengths of that prompt at each extension
+    states: Natural  # positions whose state is in the data; see `segments`
     rows: list[RowsHeader]
     scores: list[ScoresHeader]
-    resets: Natural = 0
-    functions: list[FunctionCount] = []
+    resets: Natural = 0  # of the prefix cache when it began, if the front end keeps rows
+    functions: list[FunctionCount] = []  # at this worker's taps
+    # (number, first position) of each later one of its plan
     versions: list[tuple[Natural, Natural]] = []
 
     @property
     def nbytes(self) -> int:
-        """Length in the data."""
         blocks = sum([header.nbytes for header in self.rows]) + sum(
             [header.nbytes for header in self.scores]
         )
@@ -128,34 +106,21 @@ class Lease(ProtocolMessage, frozen=True, array_like=True):
 
 
 class ResultHeader(ProtocolMessage, frozen=True):
-    """Results under one name.
+    """Results under one name."""
 
-    Attributes:
-        name: the uid, or `partial_name` of it.
-        requests: vLLM's requests of that uid, in the order of the data.
-        lease: hold on the rows in the arena; None: rows are in the data.
-        resets: number of resets of the prefix cache by now, if the front end keeps rows.
-    """
-
-    name: str
-    requests: list[RequestHeader]
+    name: str  # the uid, or `partial_name` of it
+    requests: list[RequestHeader]  # vLLM's of that uid, in the order of the data
     nbytes: Natural
-    lease: Lease | None
-    resets: Natural = 0
+    lease: Lease | None  # hold on the rows in the arena; None: rows are in the data
+    resets: Natural = 0  # of the prefix cache by now, if the front end keeps rows
 
 
 class StepChecksum(ProtocolMessage, frozen=True, array_like=True):
-    """Checksums over all steps up to one.
-
-    Attributes:
-        step: number of the step.
-        received: of the requests and batches that the rank received; equal on all ranks.
-        executed: of the edits that the rank executed; equal on all ranks of a pipeline stage.
-    """
+    """Checksums over all steps up to one."""
 
     step: int
-    received: str
-    executed: str
+    received: str  # of requests and batches; equal on all ranks
+    executed: str  # of edits; equal on all ranks of a pipeline stage
 
 
 def partial_name(uid: str) -> str:
@@ -168,24 +133,15 @@ def partial_name(uid: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Rows in a worker's arena.
+    """Rows in a worker's arena."""
 
-    Attributes:
-        segments: memory of each segment that they lie in, by number.
-        keep: whether they may stay there; otherwise they are copied.
-    """
-
-    segments: dict[int, NDArray[np.uint8]]
-    keep: bool
+    segments: dict[int, NDArray[np.uint8]]  # memory of those that they lie in, by number
+    keep: bool  # they may stay there; otherwise they are copied
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAnswer:
-    """Results under one name from one worker.
-
-    Attributes:
-        leased: rows in the arena; None: they are in the data.
-    """
+    """Results under one name from one worker. `leased`: rows in the arena; None: in the data."""
 
     worker: WorkerInfo
     header: ResultHeader
@@ -198,27 +154,18 @@ WorkerAnswers = list[WorkerAnswer]
 
 @dataclass(frozen=True, slots=True)
 class ResultBlock:
-    """Rows of some taps at the same positions. Their vectors have the same width.
+    """Rows of some taps at the same positions. Their vectors have the same width."""
 
-    Attributes:
-        taps: in the order within a record.
-        positions: int64 [n], ascending.
-        chunks: [positions, taps, bytes of a row] each, one after the other.
-        parts: number of parts in which the ranks have the rows; 1: these are whole rows.
-        is_leased: whether the chunks are in the worker's arena, which they keep in use.
-    """
-
-    taps: Sequence[Tap]
+    taps: Sequence[Tap]  # in the order within a record
     codec: Codec
-    positions: Ints
-    chunks: Sequence[Chunk]
+    positions: Ints  # ascending
+    chunks: Sequence[Chunk]  # [positions, taps, bytes of a row] each, one after the other
     rank: int = 0
-    is_leased: bool = False
-    parts: int = 1
+    is_leased: bool = False  # the chunks are in the worker's arena, which they keep in use
+    parts: int = 1  # in which the ranks have the rows; 1: whole rows
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows."""
         return sum(chunk.nbytes for chunk in self.chunks)
 
     @property
@@ -227,29 +174,16 @@ class ResultBlock:
         return not self.chunks
 
     def bare(self) -> ResultBlock:
-        """Return the block without its rows."""
         return replace(self, chunks=[])
 
 
 class WorkerResult:
-    """One worker's results for one completion.
-
-    Attributes:
-        problem: what went wrong there; empty: nothing did.
-        dropped: number of captured vectors that the arena had no space for.
-        resets: number of resets of the prefix cache when it began.
-        versions: (number, first position) of each later version of the plan, in order.
-    """
+    """One worker's results for one completion; see `RequestHeader`."""
 
     def __init__(
         self, worker: WorkerInfo, header: RequestHeader, data: memoryview, leased: Leased | None
     ) -> None:
-        """Create from one request's header and data.
-
-        Args:
-            data: `header.nbytes` bytes.
-            leased: rows in the arena; None: they are in the data.
-        """
+        """Create it from a header and its `header.nbytes` bytes; `leased`: see `WorkerAnswer`."""
         self.worker = worker
         self.problem = header.problem
         self.dropped = header.dropped
@@ -286,9 +220,7 @@ class WorkerResult:
         return self.worker, self._leased is None, self._states.tobytes(), known
 
     def forms(self) -> list[BlockForm] | None:
-        """Return the forms of the blocks; None: their rows are in the arena, large, or lie between
-        others.
-        """
+        """Return the forms of the blocks; None: rows are in the arena, large, or between others."""
         if self._leased is not None:
             return None
         forms = []
@@ -307,7 +239,6 @@ class WorkerResult:
         return ResultBlock(part.taps, part.codec, form.positions, chunks, rank, False, part.parts)
 
     def blocks(self) -> list[ResultBlock]:
-        """Return the captured rows."""
         return [block for header, data in self._rows for block in self._blocks(header, data)]
 
     def scores(self) -> list[tuple[Ints, Floats]]:
@@ -323,7 +254,6 @@ class WorkerResult:
         return scores
 
     def _blocks(self, header: RowsHeader, data: memoryview) -> list[ResultBlock]:
-        """Return the rows of a header, one block for each width of vectors and number of parts."""
         layout = self._layout(header)
         records = self._records(header, data, layout.nbytes)
         positions = expand_runs(header.runs)
@@ -367,12 +297,7 @@ class WorkerResult:
         return count
 
     def _records(self, header: RowsHeader, data: memoryview, record: int) -> list[Chunk]:
-        """Return the records of a header as chunks [records, 1, bytes of a record].
-
-        Args:
-            data: the records, or their places in the arena.
-            record: bytes of a record.
-        """
+        """Return the records of a header as [records, 1, bytes]; leased data are their places."""
         if self._leased is None:
             count = self._check_size(header, record)
             return [_tensor(data).view(count, 1, record)]
@@ -389,10 +314,8 @@ class WorkerResult:
 
 
 def split(answers: WorkerAnswers, num_completions: int) -> dict[int, list[WorkerResult]]:
-    """Return the results of each completion, by its index.
-
-    With several completions vLLM runs each as a request of its own, whose id begins with the index
-    and an underscore.
+    """Return the results of each completion, by its index: vLLM runs each of several as a request
+    of its own, whose id begins with the index and an underscore.
     """
     completions: dict[int, list[WorkerResult]] = {}
     for answer in answers:
@@ -419,11 +342,7 @@ def index_of(request_id: str, num_completions: int) -> int:
 
 def _leased_chunks(places: Ints, leased: Leased, record: int) -> list[Chunk]:
     """Return records in the arena, [records, 1, bytes of a record], one chunk per stretch of runs
-    in the same segment.
-
-    Args:
-        places: int64 [runs, 3]: segment, offset in it, number of records.
-        record: bytes of a record.
+    in the same segment; `places`: int64 [runs, 3]: segment, offset in it, number of records.
     """
     breaks = np.flatnonzero(np.diff(places[:, 0])) + 1
     chunks: list[Chunk] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 from midstream.errors import MessageError
 from midstream.plan.resolved import LensMap
@@ -30,30 +30,19 @@ class Acknowledged(ProtocolMessage, frozen=True):
 
 
 class UpdatedPlan(ProtocolMessage, frozen=True):
-    """The engine core changed the plan of running requests.
-
-    Attributes:
-        positions: by vLLM's request id, the first position at which the version holds; without the
-            requests that have ended.
-    """
+    """The engine core changed the plan of running requests, from positions by vLLM's id on."""
 
     positions: dict[str, Natural]
 
 
 class CollectedResults(ProtocolMessage, frozen=True):
-    """Results that a worker has put into its buffer.
+    """Results that a worker has put into its buffer."""
 
-    Attributes:
-        headers: `encode`d list of a `ResultHeader` for each name that was requested, in that order.
-        inline: data of each header; None: it is too large, and is read with `ReadData`.
-        retired: numbers of arena segments that this front end knows and that no longer exist.
-        checksums: the worker's latest, with the setting `check_ranks`; otherwise empty.
-    """
-
+    # `encode`d list of a `ResultHeader` for each name that was requested, in that order
     headers: bytes
-    inline: list[bytes | None]
-    retired: list[int]
-    checksums: list[StepChecksum]
+    inline: list[bytes | None]  # per header; None: too large, and read with `ReadData`
+    retired: list[int]  # arena segments that this front end knows and that no longer exist
+    checksums: list[StepChecksum]  # the latest, with the setting `check_ranks`; otherwise empty
 
 
 class ResultData(ProtocolMessage, frozen=True):
@@ -63,76 +52,45 @@ class ResultData(ProtocolMessage, frozen=True):
 
 
 class RunningScores(ProtocolMessage, frozen=True):
-    """Scores of running requests.
-
-    Attributes:
-        data: float32 [positions, slots] of one request after the other.
-    """
+    """Scores of running requests: float32 [positions, slots] of one after the other."""
 
     requests: list[RequestScores]
     data: bytes
 
 
 class WorkerUsage(ProtocolMessage, frozen=True):
-    """Memory that a worker uses, and totals of its steps.
-
-    Attributes:
-        stage, tensor_rank: position of the worker within its replica.
-        arena: bytes and counts by name: those of `Arena.used`, and `budget_bytes`.
-        ring_rows: capacity of the staging ring, in vectors of the stream's width.
-        steps: totals by name: those of `StepCounts`.
-    """
+    """Memory that a worker uses, and totals of its steps."""
 
     stage: int
     tensor_rank: int
-    arena: dict[str, int]
-    ring_rows: int
-    steps: dict[str, int]
+    arena: dict[str, int]  # bytes and counts of `Arena.used`, and `budget_bytes`
+    ring_rows: int  # capacity of the staging ring, in vectors of the stream's width
+    steps: dict[str, int]  # totals of `StepCounts`
 
 
 class IntegrityReport(ProtocolMessage, frozen=True):
-    """A worker's invariants hold.
+    """A worker's invariants hold."""
 
-    Attributes:
-        arena: bytes and counts by name: those of `Arena.used`.
-        vectors: number of vectors that are stored for the front end, which plans name.
-    """
-
-    arena: dict[str, int]
-    vectors: Natural
+    arena: dict[str, int]  # bytes and counts of `Arena.used`
+    vectors: Natural  # number of those stored for the front end, which plans name
 
 
 class ParameterRows(ProtocolMessage, frozen=True):
-    """Rows of a parameter of the model, along its first dimension.
+    """Rows of a parameter of the model, along its first dimension."""
 
-    Attributes:
-        names: the parameters that the worker has, if it does not have this one.
-        shape: shape of the whole parameter; empty: the worker does not have it.
-        dtype: name of its dtype.
-        first: number of the first row in `data`.
-        data: the rows that this worker sends, of those that were requested.
-        problem: why the parameter cannot be read; empty if it can.
-    """
-
-    names: list[str] = []
-    shape: list[Natural] = []
+    names: list[str] = []  # the parameters that the worker has, if it does not have this one
+    shape: list[Natural] = []  # of the whole parameter; empty: the worker does not have it
     dtype: str = ""
-    first: Natural = 0
+    first: Natural = 0  # number of the first row in `data`
     data: bytes = b""
-    problem: str = ""
+    problem: str = ""  # why the parameter cannot be read
 
 
 class TokenDirections(ProtocolMessage, frozen=True):
-    """Directions of a token.
+    """Directions of a token."""
 
-    Attributes:
-        data: float32 [maps, width], each of length 1; empty: another worker has the token's row of
-            the head.
-        problem: why this worker has none; empty if it has, or another one has.
-    """
-
-    data: bytes = b""
-    problem: str = ""
+    data: bytes = b""  # float32 [maps, width] of length 1; empty: another worker has the token
+    problem: str = ""  # why this worker has none
 
 
 # -- requests -----------------------------------------------------------------------------------
@@ -141,158 +99,104 @@ class TokenDirections(ProtocolMessage, frozen=True):
 class RpcRequest(ProtocolMessage, Generic[A], frozen=True, tag_field="op", tag=True):
     """Base of the operations; `A` is what each worker answers."""
 
-    answer: ClassVar[type[ProtocolMessage]]
-
 
 class DescribeWorker(RpcRequest[WorkerInfo], frozen=True):
     """Return the worker's description."""
 
-    answer: ClassVar[type[ProtocolMessage]] = WorkerInfo
-
 
 class UpdateVectors(RpcRequest[Acknowledged], frozen=True):
-    """Store the vectors that plans of later requests name, and drop others. Sent by the engine
-    core, ahead of the step with the first of these requests.
-
-    Attributes:
-        updates: carried out in this order.
+    """Store the vectors that plans of later requests name, and drop others, in this order. Sent by
+    the engine core, ahead of the step with the first of these requests.
     """
 
     updates: list[VectorUpdate]
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class CountResets(RpcRequest[Acknowledged], frozen=True):
-    """Report, with all later results, how often the prefix cache was reset. Sent by the engine
-    core, between the steps before and after a reset.
-
-    Attributes:
-        resets: the number of resets.
-    """
+    """Report how often the prefix cache was reset; from the engine core, before the next step."""
 
     resets: Natural
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class UpdatePlan(RpcRequest[UpdatedPlan], frozen=True):
     """Let running requests have another version of their plan, each from its next position that is
     not scheduled yet. The engine core answers this one itself; see `runtime.core.plan_versions`.
-
-    Attributes:
-        vectors: what the workers must do to have the vectors that its plan names; None: nothing.
-            It is done even if the requests have ended.
     """
 
     uid: str
     request_ids: list[str]
     version: PlanVersion
+    # What the workers must do to have those of its plan, even if the requests have ended.
     vectors: VectorUpdate | None = None
-    answer: ClassVar[type[ProtocolMessage]] = UpdatedPlan
 
 
 class StopRequests(RpcRequest[Acknowledged], frozen=True):
-    """End running requests with the tokens of their next step. The engine core answers this one
-    itself; see `runtime.core.ended_requests`. Requests that have ended are ignored.
-
-    Attributes:
-        is_error: whether they end with an error, and not as stopped.
+    """End running requests, as stopped or with an error, with the tokens of their next step. The
+    engine core answers this one itself; see `runtime.core.ended_requests`. Ended ones are ignored.
     """
 
     uid: str
     request_ids: list[str]
     reason: str
     is_error: bool = False
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class ChangePlans(RpcRequest[Acknowledged], frozen=True):
-    """Change the plans of requests from a position on that no step has reached. Sent by the engine
-    core, ahead of the first step with such a position.
-
-    Attributes:
-        changes: carried out in this order.
+    """Change the plans of requests, in this order, from a position on that no step has reached.
+    Sent by the engine core, ahead of the first step with such a position.
     """
 
     changes: list[PlanChange]
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class CollectResults(RpcRequest[CollectedResults], frozen=True):
-    """Finish requests and return their results; the worker forgets the requests.
-
-    Attributes:
-        mapped: workers whose arena the front end maps.
-        front_end: number of the front end.
-    """
+    """Finish requests and return their results; the worker forgets the requests."""
 
     uids: list[str]
-    mapped: list[WorkerRank]
+    mapped: list[WorkerRank]  # workers whose arena the front end maps
     front_end: Natural = 0
-    answer: ClassVar[type[ProtocolMessage]] = CollectedResults
 
 
 class CollectPartialRows(RpcRequest[CollectedResults], frozen=True):
-    """Return rows of running requests, each row once; the worker forgets these rows.
+    """Return rows of running requests, each row once; the worker forgets these rows."""
 
-    Attributes:
-        stops: per uid and vLLM's request id, the position below which rows are returned.
-        mapped: workers whose arena the front end maps.
-        front_end: number of the front end.
-    """
-
-    stops: dict[str, dict[str, int]]
-    mapped: list[WorkerRank]
+    stops: dict[str, dict[str, int]]  # by uid and vLLM's id, where to stop
+    mapped: list[WorkerRank]  # workers whose arena the front end maps
     front_end: Natural = 0
-    answer: ClassVar[type[ProtocolMessage]] = CollectedResults
 
 
 class ReadScores(RpcRequest[RunningScores], frozen=True):
-    """Return scores of running requests; the worker keeps them.
+    """Return scores of running requests; the worker keeps them."""
 
-    Attributes:
-        spans: per uid, [start, stop) of positions whose forward pass has been queued.
-    """
-
-    spans: dict[str, Span]
-    answer: ClassVar[type[ProtocolMessage]] = RunningScores
+    spans: dict[str, Span]  # per uid, [start, stop) of positions whose forward pass has been queued
 
 
 class ReadData(RpcRequest[ResultData], frozen=True):
-    """Return a part of the data under a name; nothing if all of it was inline.
-
-    Attributes:
-        offset, size: the part, in bytes.
-    """
+    """Return a part of the data under a name, in bytes; nothing if all of it was inline."""
 
     name: str
     offset: Natural
     size: Natural
-    answer: ClassVar[type[ProtocolMessage]] = ResultData
 
 
 class DiscardData(RpcRequest[Acknowledged], frozen=True):
     """Forget the data under a name."""
 
     name: str
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class ReleaseRequests(RpcRequest[Acknowledged], frozen=True):
     """Finish requests and forget them and their results."""
 
     uids: list[str]
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class ReadParameter(RpcRequest[ParameterRows], frozen=True):
-    """Return rows of a parameter outside the decoder layers. Each row is returned by one worker of
-    each pipeline stage that has the parameter.
-    """
+    """Return rows of a parameter outside the decoder layers, each from one worker of a stage."""
 
     name: str
     first: Natural
     count: Natural
-    answer: ClassVar[type[ProtocolMessage]] = ParameterRows
 
 
 class ReadDirections(RpcRequest[TokenDirections], frozen=True):
@@ -300,59 +204,27 @@ class ReadDirections(RpcRequest[TokenDirections], frozen=True):
 
     token: Natural
     maps: list[LensMap]
-    answer: ClassVar[type[ProtocolMessage]] = TokenDirections
 
 
 class WriteWeights(RpcRequest[Acknowledged], frozen=True):
-    """Write into the memory for registered weights: maps of lenses, and encoders of SAEs.
-
-    Attributes:
-        data: the bytes.
-    """
+    """Write into the memory for registered weights: maps of lenses, and encoders of SAEs."""
 
     offset: Natural
     data: bytes
-    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class ReadUsage(RpcRequest[WorkerUsage], frozen=True):
     """Return the worker's usage."""
 
-    answer: ClassVar[type[ProtocolMessage]] = WorkerUsage
-
 
 class CheckIntegrity(RpcRequest[IntegrityReport], frozen=True):
-    """Check the worker's invariants, which hold between steps.
-
-    Attributes:
-        front_end: number of the front end.
-    """
+    """Check the worker's invariants, which hold between steps."""
 
     front_end: Natural = 0
-    answer: ClassVar[type[ProtocolMessage]] = IntegrityReport
 
 
 _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
-    request.__name__: request
-    for request in (
-        DescribeWorker,
-        UpdateVectors,
-        CountResets,
-        UpdatePlan,
-        StopRequests,
-        ChangePlans,
-        CollectResults,
-        CollectPartialRows,
-        ReadScores,
-        ReadData,
-        DiscardData,
-        ReleaseRequests,
-        ReadParameter,
-        ReadDirections,
-        WriteWeights,
-        ReadUsage,
-        CheckIntegrity,
-    )
+    request.__name__: request for request in RpcRequest.__subclasses__()
 }
 
 
@@ -375,10 +247,7 @@ def read_request(value: object) -> RpcRequest[Any]:
 
 
 def read_answers(request: RpcRequest[A], values: Sequence[object]) -> list[A]:
-    """Read the workers' answers to a request.
-
-    Args:
-        values: what `collective_rpc` returned, one value per worker.
-    """
+    """Read the workers' answers to a request, as `collective_rpc` returned them."""
     name = f"answer of a worker to {type(request).__name__}"
-    return [unpack(request.answer, value, name) for value in values]
+    (answer,) = get_args(vars(type(request))["__orig_bases__"][0])
+    return [unpack(answer, value, name) for value in values]

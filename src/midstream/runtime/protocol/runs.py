@@ -12,14 +12,7 @@ Floats = NDArray[np.float32]
 
 
 def within_runs(lengths: Ints) -> Ints:
-    """Return the index of each row within its run, for runs of these lengths laid end to end.
-
-    Args:
-        lengths: int64 [runs].
-
-    Returns:
-        int64 [sum of lengths].
-    """
+    """Return the index of each row within its run, for runs of these lengths laid end to end."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
@@ -39,12 +32,10 @@ def joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def count_of(runs: Iterable[tuple[int, int]]) -> int:
-    """Return the number of positions in (first, length) runs."""
     return sum(length for _, length in runs)
 
 
 def expand_runs(runs: Iterable[tuple[int, int]]) -> Ints:
-    """Return the positions in (first, length) runs."""
     return expand((first, first + length) for first, length in runs)
 
 

@@ -17,11 +17,7 @@ _ITEM = 4  # bytes of a float32
 
 
 class RequestScores(ProtocolMessage, frozen=True, array_like=True):
-    """Scores of one running request.
-
-    Attributes:
-        slots: number of scores per position.
-    """
+    """Scores of one running request, `slots` for each position."""
 
     uid: str
     slots: Natural
@@ -30,34 +26,18 @@ class RequestScores(ProtocolMessage, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class ScoreBlock:
-    """Scores of a request from one worker.
-
-    Attributes:
-        positions: int64 [n], ascending.
-        values: float32 [n, slots].
-    """
+    """Scores of a request from one worker."""
 
     worker: WorkerInfo
-    positions: Ints
-    values: Floats
+    positions: Ints  # ascending
+    values: Floats  # [positions, slots]
 
 
 def score_blocks(
     worker: WorkerInfo, requests: Sequence[RequestScores], data: bytes
 ) -> Iterable[tuple[str, ScoreBlock]]:
-    """Yield each request's uid and scores.
-
-    Args:
-        requests: the requests, in the order of the data.
-        data: float32 [positions, slots] of each.
-    """
-    described = (
-        sum(
-            count_of(described_request.runs) * described_request.slots
-            for described_request in requests
-        )
-        * _ITEM
-    )
+    """Yield each request's uid and scores, of float32 [positions, slots] one after the other."""
+    described = _ITEM * sum(count_of(header.runs) * header.slots for header in requests)
     if described != len(data):
         raise MessageError(
             f"worker {worker.place} sent {len(data)} bytes of scores and described {described}"
@@ -68,7 +48,5 @@ def score_blocks(
         size = positions.size * request.slots
         values = np.frombuffer(data, np.float32, size, offset)
         offset += size * _ITEM
-        yield (
-            request.uid,
-            ScoreBlock(worker, positions, values.reshape(positions.size, request.slots)),
-        )
+        values = values.reshape(positions.size, request.slots)
+        yield request.uid, ScoreBlock(worker, positions, values)

@@ -20,21 +20,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TapProgramStep:
-    """The instructions of one edit or probe at one tap, compared and hashed by content.
+    """The instructions of one edit or probe at one tap, compared and hashed by content."""
 
-    Attributes:
-        tap: index of the tap.
-        steps: the instructions, in order.
-        digest: of the steps; see `midstream.plan.resolved.digest_steps`.
-        ids: token ids to which the edit applies; empty: every id.
-        others: whether it applies to all ids except `ids`.
-    """
-
-    tap: int
+    tap: int  # index
     steps: tuple[Instruction, ...]
-    digest: str
-    ids: tuple[int, ...] = ()
-    others: bool = False
+    digest: str  # of the steps; see `midstream.plan.resolved.digest_steps`
+    ids: tuple[int, ...] = ()  # token ids to which the edit applies; empty: every id
+    others: bool = False  # it applies to all ids except `ids`
     _key: tuple[object, ...] = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)
 
@@ -57,21 +49,15 @@ class TapProgramStep:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Capacity for the plans of all running requests: the settings of these names.
-
-    Attributes:
-        programs: combinations of edits, and likewise combinations of captures.
-        max_edits: instructions, counted once for each program.
-        gate_states: gates with memory, counted once for each request.
-    """
+    """Capacity for the plans of all running requests: the settings of these names."""
 
     bank_rows: int
-    programs: int
-    max_edits: int
+    programs: int  # combinations of edits, and likewise combinations of captures
+    max_edits: int  # instructions, counted once for each program
     token_ids: int
     probes: int
     maps: int = 0
-    gate_states: int = 0
+    gate_states: int = 0  # gates with memory, counted once for each request
 
 
 def vectors_of(step: Instruction) -> Iterator[tuple[Vector, ...]]:
@@ -99,23 +85,16 @@ NONFINITE = 0x8000
 
 
 class RankShare(NamedTuple):
-    """The part of the work that one rank of a tensor-parallel group does alone.
-
-    Attributes:
-        rank: number of the rank in the group.
-        parts: for each tap, by its index, the number of parts in which the ranks have its vectors;
-            1: each rank has all of it. Empty: 1 for every tap. With fewer parts than ranks, ranks
-            next to each other have the same part.
-    """
+    """The part of the work that one rank of a tensor-parallel group does alone."""
 
     rank: int
     ranks: int
+    # For each tap, by its index, the number of parts in which the ranks have its vectors; empty: 1
+    # for every tap. With fewer parts than ranks, ranks next to each other have the same part.
     parts: tuple[int, ...] = ()
 
     def of(self, taps: tuple[T, ...], sharded: bool) -> tuple[T, ...]:
-        """Return the taps, of those captured together, whose rows this rank transfers, if each
-        rank has all of their vectors.
-        """
+        """Return the taps whose rows this rank transfers, of those that every rank has whole."""
         if sharded:
             # Depends on these taps alone, so requests that capture the same taps agree.
             return taps[self.rank :: self.ranks]
@@ -138,9 +117,7 @@ class RankShare(NamedTuple):
         return self.parts[tap] if self.parts else 1
 
     def returns(self, tap: int) -> bool:
-        """Return whether this rank returns rows of attention of its queries at a tap, or logits of
-        its vectors there.
-        """
+        """Return whether this rank returns its rows of attention, or its logits, at a tap."""
         return self.rank % self.copies(tap) == 0 if self.parts_of(tap) > 1 else self.rank == 0
 
 
@@ -148,52 +125,35 @@ WHOLE = RankShare(0, 1)
 
 
 class PatternRead(NamedTuple):
-    """A row of attention that is made of the queries at a tap, logits of the vector there, or a
-    score that is made of attention.
+    """A row made of queries, of logits, or of reduced vectors at a tap, or a score of attention."""
 
-    Attributes:
-        tap: index of the tap, on this rank.
-        capture, place: index of the plan's capture, and of the row's tap in it; of a score −1.
-        heads: the heads of this rank that are computed, ascending; empty: all of them.
-        num_heads: their number. Of a score it may be 0: other ranks have its heads.
-        returned: whether this rank returns the row; if not, it computes its part of the logits,
-            which only all ranks together can, or counts the vector among those of a later row.
-        slot: column of the score; None: it is a row.
-    """
-
-    tap: int
-    capture: int
+    tap: int  # index, on this rank
+    capture: int  # index in the plan, and `place` of the row's tap in it; of a score −1
     place: int
     pattern: Pattern
-    heads: tuple[int, ...]
-    num_heads: int
+    heads: tuple[int, ...]  # of this rank that are computed, ascending; empty: all of them
+    num_heads: int  # of a score it may be 0: other ranks have its heads
+    # If not, the rank computes its part of the logits, which only all ranks together can, or counts
+    # the vector among those of a later row.
     returned: bool = True
-    slot: int | None = None
+    slot: int | None = None  # column of the score; None: it is a row
 
     @property
     def is_row(self) -> bool:
-        """Whether this rank returns a row; a score is no row."""
         return self.returned and self.slot is None
 
 
 class PlanSegment(NamedTuple):
-    """Positions [start, stop) with the same edits, probes and captures, without a program yet.
-
-    Attributes:
-        taps: indices of taps whose vectors are returned, on this rank.
-        scored: whether a score there is returned to the caller.
-        patterns: rows of attention that are returned, and scores that are made of attention.
-        runs_tapped: whether a rank of the tensor-parallel group has any of these, so that all ranks
-            must run the tapped model.
-    """
+    """Positions [start, stop) with the same edits, probes and captures, without a program yet."""
 
     start: int
     stop: int
     edits: Edits
-    taps: tuple[int, ...]
-    scored: bool
+    taps: tuple[int, ...]  # indices, on this rank, of those whose vectors are returned
+    scored: bool  # a score there is returned to the caller
+    # Rows of attention that are returned, and scores that are made of attention.
     patterns: tuple[PatternRead, ...] = ()
-    runs_tapped: bool = True
+    runs_tapped: bool = True  # a rank of the group has some, so all run the tapped model
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -210,9 +170,7 @@ class PlanSegment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An edit, probe or capture at some positions; a part without any stands for one that other
-    ranks have.
-    """
+    """An edit, probe or capture at some positions; without any, one that other ranks have."""
 
     ranges: Ranges
     edit: TapProgramStep | None = None
@@ -222,14 +180,9 @@ class _Part:
 
 
 def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[PlanSegment]:
-    """Cut a plan into segments over [0, FOREVER), for the taps of one rank.
-
-    The front end counts with the same segments that the worker runs. All ranks of a tensor-parallel
-    group get segments of the same positions.
-
-    Args:
-        taps: the rank's taps and their indices.
-        share: the part of captured rows that the rank transfers.
+    """Cut a plan into segments over [0, FOREVER), for the taps of one rank, by index, and its
+    share. The front end counts with the segments that the worker runs. All ranks of a
+    tensor-parallel group get segments of the same positions.
     """
     parts = _parts(plan, taps, share)
     pieces = []
@@ -303,8 +256,8 @@ def _selected(tap: int, steps: Steps, where: Where) -> list[_Part]:
 def _reads(
     capture: int, pattern: Pattern, taps: dict[Tap, int], share: RankShare
 ) -> tuple[PatternRead, ...]:
-    """Return the rows of attention or of reduced vectors of a capture that a rank makes, or the
-    logits, which each rank of a tensor-parallel group makes with the others.
+    """Return a rank's rows of attention or of reduced vectors of a capture, or the logits, which
+    each rank of a tensor-parallel group makes with the others.
     """
     return tuple(
         PatternRead(

@@ -15,21 +15,15 @@ from midstream.runtime.vllm.attributes import STEP_SCORES
 
 @dataclass(slots=True, eq=False)
 class ScoresOfStep:
-    """Scores of the requests of a step that report them, each of consecutive positions.
-
-    A row between two that have scores may have none: no probe selects its position.
-
-    Attributes:
-        row: the row of `values` with that position; those of later ones follow.
-        length: its number of positions.
-        values: float32 [rows, slots].
+    """Scores of the requests of a step that report them, each of consecutive positions. A row
+    between may have none: no probe selects its position.
     """
 
     ids: list[str]
     first: list[int]
-    row: list[int]
-    length: list[int]
-    values: NDArray[np.float32]
+    row: list[int]  # that of `values` for the first position; later ones follow
+    length: list[int]  # number of positions
+    values: NDArray[np.float32]  # [rows, slots]
     _columns: dict[int, list[float]] = field(default_factory=dict)
 
     def at(self, index: int, slot: int, positions: Sequence[int]) -> list[float]:
@@ -65,12 +59,7 @@ def scores_of_runs(
     length: list[int],
     values: NDArray[np.float32],
 ) -> ScoresOfStep:
-    """Return the scores of runs of rows, of which a request may have several in any order.
-
-    Args:
-        ids: vLLM's id of the request of each run.
-        first, row, length, values: see `ScoresOfStep`.
-    """
+    """Return the scores of runs of rows, of which a request may have several in any order."""
     if len(set(ids)) == len(ids):
         return ScoresOfStep(ids, first, row, length, values)
     spans: dict[str, tuple[int, int, int]] = {}
@@ -88,20 +77,14 @@ def scores_of_runs(
 
 
 class StepScores:
-    """Scores of the requests of a step that report them, on their way from the device.
-
-    Nothing waits for them until they are read, or pickled for the engine core's process: after the
-    step's tokens have arrived, which the device computes later.
+    """Scores of a step on their way from the device. Nothing waits for them until they are read, or
+    pickled for the engine core's process: when the step's tokens, which come later, have arrived.
     """
 
     def __init__(self, read: Callable[[], ScoresOfStep]) -> None:
-        """Args:
-        read: returns the scores; may block until they are on the host.
-        """
         self._read = read
 
     def values(self) -> ScoresOfStep:
-        """Return the scores of each request."""
         return self._read()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -6,14 +6,8 @@ from midstream.runtime.protocol.codec import Natural, ProtocolMessage
 
 
 class VectorUpdate(ProtocolMessage, frozen=True, array_like=True):
-    """Vectors to drop, then vectors to store.
+    """Vectors to drop, which no running request of this front end names, then vectors to store."""
 
-    Attributes:
-        dropped: digests of vectors that no running request of this front end names.
-        added: the numbers of new vectors, as `Vector.data`.
-        front_end: number of the front end.
-    """
-
-    dropped: tuple[str, ...]
-    added: tuple[bytes, ...]
+    dropped: tuple[str, ...]  # digests
+    added: tuple[bytes, ...]  # numbers, as `Vector.data`
     front_end: Natural = 0

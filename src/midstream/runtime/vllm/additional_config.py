@@ -31,12 +31,9 @@ def with_midstream(
     midstream: Config | Mapping[str, Any] | None,
     enable_steering: bool,
 ) -> dict[str, Any]:
-    """Return vLLM's `additional_config` with midstream enabled.
-
-    Args:
-        midstream: the caller's settings. If there are none here or in `additional_config`, the
-            environment's settings or the defaults apply.
-        enable_steering: whether the defaults tap the three residual sites.
+    """Return vLLM's `additional_config` with midstream enabled: with the caller's settings, or
+    those there, or the environment's, or the defaults, which tap three residual sites to
+    `enable_steering`.
     """
     config = dict(additional_config or {})
     if midstream is not None and config.get(KEY) is not None:
@@ -61,24 +58,11 @@ class Settings(dict[str, Any]):
 
     vLLM hashes `additional_config` with compiled graphs: with the sinks among the items, a new
     folder for each run would compile the model again, and so would other steering. vLLM copies an
-    engine's config for draft models by its fields, so these are not attributes of the config.
-
-    Attributes:
-        controllers: declared controllers, as `plain_controllers` returns them.
-        sinks: the sinks' settings, as `plain_sinks` returns them.
-        vectors: files of named vectors, as `plain_vectors` returns them.
-        lenses, saes: files of lenses and of sparse autoencoders, as `plain_weights` returns them.
-        steering: server-wide edits by tier, as `plain_steering` returns them.
-        replicas: number of engines of this front end on this machine, known once vLLM has completed
-            its settings. vLLM does not tell its engines.
+    engine's config for draft models by its fields, so these are not attributes of the config. They
+    are as `plain_controllers`, `plain_sinks`, `plain_vectors` and so on return them.
     """
 
     def __init__(self, plain: Mapping[str, Any], replicas: int = 1) -> None:
-        """Create from plain settings.
-
-        Args:
-            replicas: number of engines on this machine.
-        """
         super().__init__({name: value for name, value in plain.items() if name not in _UNHASHED})
         self.controllers: Mapping[str, Mapping[str, Any]] = plain["controllers"]
         self.sinks: Mapping[str, Mapping[str, Any]] = plain["sinks"]
@@ -86,6 +70,8 @@ class Settings(dict[str, Any]):
         self.lenses: Mapping[str, str] = plain["lenses"]
         self.saes: Mapping[str, str] = plain["saes"]
         self.steering: Mapping[str, Any] = plain["steering"]
+        # Engines of this front end on this machine, known once vLLM has completed its settings.
+        # vLLM does not tell its engines.
         self.replicas = replicas
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -95,9 +81,7 @@ class Settings(dict[str, Any]):
 
 def check_steering(settings: Settings) -> None:
     """Check files of vectors and server-wide edits before the engine starts, which takes a while.
-    Of lenses and SAEs, which are large, only that there is one.
-
-    Names, layers and sizes are checked when the model is known.
+    Of lenses and SAEs, which are large, only that there is one. The model is not known yet.
     """
     for name, path in settings.vectors.items():
         try:
@@ -128,11 +112,7 @@ def steers(additional_config: object) -> bool:
 
 
 def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check the sinks' settings before the engine starts, which takes a while.
-
-    Args:
-        plain: the sinks' settings, as `plain_sinks` returns them.
-    """
+    """Check the settings of `plain_sinks` before the engine starts, which takes a while."""
     for settings in read_sinks(plain):
         if settings.name != MEMORY:
             make_sink(settings)

@@ -21,7 +21,6 @@ class Attribute(Generic[T]):
         return value
 
     def set(self, owner: Any, value: T) -> None:
-        """Set the value."""
         setattr(owner, self.name, value)
 
 

@@ -17,12 +17,7 @@ _GUARD = (
 
 
 class Rule(NamedTuple):
-    """An unsupported setting.
-
-    Attributes:
-        setting: name of the setting, as the user writes it.
-        reason: why it is unsupported, and what to do.
-    """
+    """An unsupported setting, as the user writes it; why it is unsupported, and what to do."""
 
     setting: str
     found: Callable[[Any], bool]
@@ -158,10 +153,8 @@ def check_offline(data_parallel_size: int) -> None:
 
 
 def check_script() -> None:
-    """Check that the processes of a new engine can import the script that starts it.
-
-    A process that is spawned imports the script first. One that starts an engine as it is imported
-    ends that process here, with one line in place of two tracebacks.
+    """Check that the processes of a new engine can import the script that starts it: a spawned one
+    imports it first. If that starts an engine, it ends here, with one line.
     """
     import torch
     import vllm.envs as envs

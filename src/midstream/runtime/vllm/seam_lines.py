@@ -36,43 +36,29 @@ _HEADING = re.compile(r"\[(?P<group>\w+)\](?:  # .+)?")
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A function of vLLM that midstream wraps or calls.
-
-    Attributes:
-        module, name: the function; `Class.method` for a method.
-        parameters: names of its leading parameters after `self`.
-        named: parameters that midstream passes by name.
-        at: path of the method on a model runner; "" for other functions.
-        called: whether midstream calls it with these parameters alone, so that it may require no
-            others; else midstream passes on what it is given.
-    """
+    """A function of vLLM that midstream wraps or calls."""
 
     module: str
-    name: str
-    parameters: tuple[str, ...]
+    name: str  # `Class.method` for a method
+    parameters: tuple[str, ...]  # the leading ones after `self`
     why: str
-    named: tuple[str, ...] = ()
-    at: str = ""
+    named: tuple[str, ...] = ()  # parameters that midstream passes by name
+    at: str = ""  # path of the method on a model runner; "" for other functions
+    # Called by midstream with these parameters alone, so that it may require no others; else
+    # midstream passes on what it is given.
     called: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Attributes of a class or a module of vLLM.
-
-    Attributes:
-        module, owner: the class; an empty `owner` stands for the module.
-        names: attributes declared in the class or a base, or set on its objects by a method.
-        at: path of the object on a model runner; None: it is not on one.
-        since, until: first and last release with these attributes, such as "0.30"; "" for all.
-    """
+    """Attributes of a class or a module of vLLM."""
 
     module: str
-    owner: str
-    names: tuple[str, ...]
+    owner: str  # a class; empty: the module
+    names: tuple[str, ...]  # declared in the class or a base, or set on its objects by a method
     why: str
-    at: str | None = None
-    since: str = ""
+    at: str | None = None  # path of the object on a model runner; None: it is not on one
+    since: str = ""  # first and last release with these attributes, such as "0.30"; "" for all
     until: str = ""
 
     def is_in(self, version: str) -> bool:
@@ -90,13 +76,11 @@ class SeamGroup(NamedTuple):
 
     @classmethod
     def of(cls, seams: list[Seam | Fields]) -> SeamGroup:
-        """Return the group of these seams."""
         functions = tuple(seam for seam in seams if isinstance(seam, Seam))
         return cls(functions, tuple(seam for seam in seams if isinstance(seam, Fields)))
 
 
 def parse(text: str) -> dict[str, SeamGroup]:
-    """Return the seams of a text, by group."""
     groups: dict[str, list[Seam | Fields]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:

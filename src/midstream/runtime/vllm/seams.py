@@ -1,11 +1,9 @@
 """The functions of vLLM that midstream depends on, and the check that this vLLM has them.
 
-Every seam is data, a line of `seams.txt`: a function and its leading parameters, or a class and its
-attributes. If a release renamed a setting, midstream would no longer reject it; if it moved a
-field, midstream would read it as absent: attributes are therefore seams as well. Additions in a
-release do no harm, but for a required parameter of what midstream calls itself; such additions,
-removals and renames are reported by name before anything is patched. `scripts/seams.py` checks the
-same data against the sources of any release.
+Every seam is a line of `seams.txt`: a function and its leading parameters, or a class and its
+attributes, as midstream would read a field that a release moved as absent. Additions do no harm,
+but for a required parameter of what midstream calls itself. Differences are reported by name before
+anything is patched. `scripts/seams.py` checks the same data against the sources of any release.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ def is_v2_runner(runner: Any) -> bool:
 
 
 def check_runner(runner: Any, is_v2: bool) -> None:
-    """Check the seams of a model runner whose model is loaded."""
     _check(GROUPS["model"])
     group = GROUPS["v2" if is_v2 else "v1"]
     kind = f"{type(runner).__module__}.{type(runner).__qualname__}"

@@ -13,7 +13,7 @@ from midstream.plan.operations import parse_edit
 from midstream.plan.resolve.resolve import resolve
 from midstream.plan.resolve.wire import from_bytes, to_bytes
 from midstream.plan.resolved import ResolvedBias
-from midstream.runtime.frontend.request.biases import check_biases
+from midstream.runtime.frontend.request.plan_resolver import check_biases
 from midstream.runtime.protocol.cache_keys import cache_keys
 
 SHAPE = ModelShape(

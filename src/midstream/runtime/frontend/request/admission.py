@@ -18,12 +18,7 @@ Send = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """A request that was sent to an engine.
-
-    Attributes:
-        replica: number of its engine.
-        more: capacity that later versions of its plan take.
-    """
+    """A request that was sent to an engine. `more`: what later versions of its plan take."""
 
     need: Need
     replica: int
@@ -32,16 +27,11 @@ class _Admitted:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request that waits for capacity.
-
-    Attributes:
-        allowed: numbers of the engines that it may go to.
-        sends: functions that send its vLLM requests, in order.
-    """
+    """A request that waits for capacity."""
 
     need: Need
-    allowed: frozenset[int]
-    sends: list[Send] = field(default_factory=list)
+    allowed: frozenset[int]  # numbers of the engines that it may go to
+    sends: list[Send] = field(default_factory=list)  # send its vLLM requests, in order
 
 
 class Admission:
@@ -50,12 +40,7 @@ class Admission:
     def __init__(
         self, budgets: Sequence[CapacityBudget], busy: Callable[[], Sequence[int]] | None = None
     ) -> None:
-        """Create it for some engines.
-
-        Args:
-            busy: returns the number of requests on each engine, including those without a plan.
-                None: not known, or there is one engine.
-        """
+        """Create it. `busy` returns the requests on each engine; None: not known, or one engine."""
         self._budgets = budgets
         self._busy = busy
         self._every = frozenset(range(len(budgets)))
@@ -65,12 +50,8 @@ class Admission:
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
 
     def submit(self, uid: str, need: Need, send: Send, only: int | None = None) -> None:
-        """Send a request, now or when there is capacity.
-
-        Args:
-            uid: midstream's id. Several vLLM requests (n > 1) may share it and its capacity; they
-                go to one engine.
-            only: number of the engine that it must go to; None: any.
+        """Send a request, now or when there is capacity; to the engine `only`, if not None. Several
+        vLLM requests (n > 1) may share a uid and its capacity; they go to one engine.
         """
         if uid in self._admitted or uid in self._ended:
             send()
@@ -87,17 +68,11 @@ class Admission:
             send()
 
     def replica_of(self, uid: str) -> int:
-        """Return the number of the engine of an admitted request."""
         admitted = self._admitted.get(uid) or self._ended[uid]
         return admitted.replica
 
     def extend(self, needs: Mapping[str, Need]) -> None:
-        """Take more capacity for running requests, until they end. It does not wait for that.
-
-        Args:
-            needs: by midstream's id, what a later version of the request's plan takes, without
-                rows.
-        """
+        """Take more capacity for later plans of running requests, without rows, or raise."""
         taken: list[tuple[CapacityBudget, Need]] = []
         for uid, need in needs.items():
             budget = self._budgets[self._admitted[uid].replica]
@@ -161,7 +136,6 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting requests."""
         return len(self._waiting)
 
     def _admit_waiting(self) -> None:
@@ -184,7 +158,6 @@ class Admission:
                 raise
 
     def _waited_for(self) -> frozenset[int]:
-        """Return the engines that requests wait for."""
         replicas: frozenset[int] = frozenset()
         for waiting in self._waiting.values():
             replicas |= waiting.allowed
@@ -193,10 +166,7 @@ class Admission:
         return replicas
 
     def _next(self) -> tuple[str, int] | None:
-        """Return the first waiting request that can be sent, and its engine; None: there is none.
-
-        A request is not sent to an engine that an earlier one waits for.
-        """
+        """Return the first waiting request that fits, and its engine; earlier ones go first."""
         waited_for: frozenset[int] = frozenset()
         for uid, waiting in self._waiting.items():
             # It fits an idle engine: `check_rows` and `need_of` rejected those that never would.

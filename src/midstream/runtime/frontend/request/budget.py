@@ -70,54 +70,40 @@ _WITHIN = ("attn_in", "attn_out", "resid_mid", "mlp_out")
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Capacity that one plan takes.
+    """Capacity that one plan takes."""
 
-    Attributes:
-        kinds: by kind of capacity, the amount for each distinct thing, which requests share.
-        counts: what each request takes for itself: "rows", bytes of captured rows, at most, until
-            they are fetched, where ranks share rows those of one rank; "readout_rows", positions
-            times layers, that lenses and SAEs read in a step at most; "reductions", vectors of
-            sums; "gate_states", states of gates with memory.
-        vectors: what the plan's bytes name by digest, and the workers must store meanwhile.
-        weights: (kind, name) of the registered weights that it reads.
-    """
-
-    kinds: dict[str, dict[Hashable, int]]
+    kinds: dict[str, dict[Hashable, int]]  # by kind, the amount of each thing, which requests share
+    # What each request takes for itself, at most: "rows", bytes of captured rows until they are
+    # fetched, where ranks share rows those of one rank; "readout_rows", positions times layers,
+    # that lenses and SAEs read in a step; "reductions", vectors of sums; "gate_states", states of
+    # gates with memory.
     counts: Mapping[str, int] = field(default_factory=dict)
-    vectors: tuple[Vector, ...] = ()
+    vectors: tuple[Vector, ...] = ()  # named by digest; the workers must store them
+    # (kind, name) of the registered weights that it reads
     weights: tuple[tuple[str, str], ...] = ()
 
     @property
     def rows(self) -> int:
-        """Bytes of captured rows."""
         return self.counts.get(ROWS, 0)
 
     def with_rows(self, nbytes: int) -> Need:
-        """Return the need with other bytes of captured rows."""
         return replace(self, counts={**self.counts, ROWS: nbytes})
 
     def times(self, count: int) -> Need:
-        """Return the need of a request of so many completions."""
         if count == 1:
             return self
         return replace(self, counts={name: count * amount for name, amount in self.counts.items()})
 
     def total(self, kind: str) -> int:
-        """Return the amount of a kind that the plan takes on its own."""
         return sum(self.kinds.get(kind, {}).values())
 
 
 @dataclass(frozen=True, slots=True)
 class RowLimit:
-    """What there is room for, over all workers, of what each request takes for itself.
+    """What there is room for, over all workers, of what each request takes for itself."""
 
-    Attributes:
-        limits: see `Need.counts`; requests do not wait for what is not in it.
-        held: returns the number of bytes of rows that readers lease.
-    """
-
-    limits: Mapping[str, int]
-    held: Callable[[], int]
+    limits: Mapping[str, int]  # see `Need.counts`; requests do not wait for what is not in it
+    held: Callable[[], int]  # bytes of rows that readers lease
 
 
 NO_LIMIT = RowLimit({}, lambda: 0)
@@ -131,15 +117,8 @@ def need_of(
     hidden_size: int,
     ranks: int = 1,
 ) -> Need:
-    """Return the capacity that a plan takes.
-
-    It is counted by the code that cuts the plan on the worker.
-
-    Args:
-        taps: indices of all taps of the engine, over all pipeline stages.
-        edits_per_site: limit of instructions for one token at one site.
-        hidden_size: size of the vectors that `room.bank_rows` counts; longer ones count as several.
-        ranks: number of ranks in a tensor-parallel group.
+    """Return the capacity that a plan takes, counted by the code that cuts it on the worker.
+    Vectors longer than `hidden_size` count as several of `room.bank_rows`.
     """
     pieces, order = cut(plan, taps, WHOLE), list(taps)
     kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
@@ -193,8 +172,8 @@ class CapacityBudget:
     def __init__(self, room: Room, rows: RowLimit = NO_LIMIT) -> None:
         self._limits = _limits(room)
         self._row_limit = rows
-        self._counts = dict.fromkeys(_COUNTS, 0)
-        self._used = dict.fromkeys(_KINDS, 0)
+        self.counts = dict.fromkeys(_COUNTS, 0)
+        self.used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
         # Requests of one plan share `Need.kinds`, which is counted once for all of them: the number
         # of these requests, by its identity.
@@ -206,29 +185,29 @@ class CapacityBudget:
             limit = self._row_limit.limits.get(name)
             if count and limit is not None:
                 held = self._row_limit.held() if name == ROWS else 0
-                if self._counts[name] + count + held > limit:
+                if self.counts[name] + count + held > limit:
                     return False
         return id(need.kinds) in self._requests or all(
-            self._used[kind] + self._new(kind, things) <= self._limits[kind]
+            self.used[kind] + self._new(kind, things) <= self._limits[kind]
             for kind, things in need.kinds.items()
         )
 
     def take(self, need: Need) -> None:
         """Take the capacity of a plan that fits. Pair with `release_tables` and `release_rows`."""
         for name, count in need.counts.items():
-            self._counts[name] += count
+            self.counts[name] += count
         self._requests[id(need.kinds)] += 1
         if self._requests[id(need.kinds)] > 1:
             return
         for kind, things in need.kinds.items():
-            self._used[kind] += self._new(kind, things)
+            self.used[kind] += self._new(kind, things)
             self._users[kind].update(things.keys())
 
     def release_tables(self, need: Need) -> None:
         """Release the capacity of a plan, except for its rows."""
         for name, count in need.counts.items():
             if name != ROWS:
-                self._counts[name] -= count
+                self.counts[name] -= count
         self._requests[id(need.kinds)] -= 1
         if self._requests[id(need.kinds)]:
             return
@@ -239,21 +218,10 @@ class CapacityBudget:
                 users[thing] -= 1
                 if users[thing] == 0:
                     del users[thing]
-                    self._used[kind] -= size
+                    self.used[kind] -= size
 
     def release_rows(self, need: Need) -> None:
-        """Release the capacity for rows: `need.rows` bytes."""
-        self._counts[ROWS] -= need.rows
-
-    @property
-    def rows(self) -> int:
-        """Bytes of rows that admitted plans may capture."""
-        return self._counts[ROWS]
-
-    @property
-    def used(self) -> dict[str, int]:
-        """The amount of each kind that is taken."""
-        return dict(self._used)
+        self.counts[ROWS] -= need.rows
 
     def _new(self, kind: str, things: dict[Hashable, int]) -> int:
         users = self._users[kind]
@@ -341,17 +309,12 @@ def _check_codes(piece: PlanSegment, taps: list[Tap]) -> None:
 
 
 def all_taps(taps: Iterable[Tap]) -> dict[Tap, int]:
-    """Return the index of each tap of an engine."""
     return {tap: index for index, tap in enumerate(taps)}
 
 
 def row_limit(workers: Sequence[RemoteWorker], config: Config, front_ends: int = 1) -> RowLimit:
-    """Return the memory for rows of a front end of an engine, over all pipeline stages.
-
+    """Return the memory for rows of each of some front ends of an engine, over all pipeline stages.
     The first rank of each stage counts: no other one transfers more rows.
-
-    Args:
-        front_ends: number of its front ends, which have equal shares.
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
     limits = {name: getattr(config, name) // front_ends for name in _COUNTS if name != ROWS}
@@ -368,12 +331,8 @@ def max_row_bytes(
     ranks: int,
     parts: Mapping[Tap, int] = MappingProxyType({}),
 ) -> int:
-    """Return the bytes of the rows that a plan can capture; where ranks share rows, of the first.
-
-    Args:
-        length: largest number of tokens of the request.
-        ranks: number of ranks in a tensor-parallel group.
-        parts: number of parts of the vectors that the ranks have in parts, by tap.
+    """Return the bytes of the rows that a plan can capture of `length` tokens; where ranks share
+    rows, of the first. `parts`: of the vectors that the ranks have in parts, by tap.
     """
     if not plan.captures:
         return 0
@@ -430,11 +389,7 @@ def returned_captures(plan: ResolvedPlan, own: Plan) -> tuple[int, ...]:
 
 
 def prompt_bytes(plan: ResolvedPlan, captures: tuple[int, ...], shape: ModelShape) -> int:
-    """Return the bytes of the rows of a request's prompt that some of its captures select.
-
-    Args:
-        captures: indices of the captures.
-    """
+    """Return the bytes of the rows of a request's prompt that some of its captures select."""
     if not captures:
         return 0
     sizes = row_sizes(plan, shape)
@@ -446,12 +401,7 @@ def prompt_bytes(plan: ResolvedPlan, captures: tuple[int, ...], shape: ModelShap
 
 
 def check_returned(nbytes: int, most: int) -> None:
-    """Check that the rows of a request's prompt can be returned to its caller.
-
-    Args:
-        nbytes: bytes of these rows; see `prompt_bytes`.
-        most: most bytes of rows.
-    """
+    """Check that the rows of a prompt can be returned to its caller; see `prompt_bytes`."""
     if nbytes > most:
         raise SpecError(
             "capture",

@@ -27,21 +27,14 @@ class CallPlan:
 
     Two of these are equal only if they are the same object: an asynchronous front end finds the
     call of a request by it. Request ids do not tell calls apart, as callers may use one twice.
-
-    Attributes:
-        plan: the request's own plan; None: only what applies to every request.
-        messages: the conversation, as given; None: the prompt is not a chat.
-        template: arguments of the chat template, by name.
-        most_bytes: most bytes of rows that can be returned to the caller; None: any. A request
-            whose prompt alone has more is rejected before it runs.
-        controller: changes its edits between the steps of an engine that its caller steps, in
-            `mode="async"`; None: nothing does.
     """
 
-    plan: Plan | None
-    messages: Any = None
-    template: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan | None  # None: only what applies to every request
+    messages: Any = None  # the conversation, as given; None: the prompt is not a chat
+    template: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template
+    # Of rows that can be returned to the caller: a request whose prompt alone has more is rejected.
     most_bytes: int | None = None
+    # Changes its edits between the steps of an engine that its caller steps, in `mode="async"`.
     controller: Controller | None = None
 
     def __deepcopy__(self, _memo: dict[int, object]) -> CallPlan:
@@ -49,24 +42,16 @@ class CallPlan:
         return self
 
     def spans(self, engine: Any, tokenizer: Any, tokens: Sequence[int]) -> tuple[Message, ...]:
-        """Return the position of each message in the prompt that was made of the conversation."""
         render = chat_renderer(engine.renderer, chat_params(**self.template))
         return message_spans(tokenizer, self.messages, tokens, render=render)
 
 
 def has_plan(params: Any) -> bool:
-    """Return whether a request's parameters, of any kind, have a plan in `extra_args`."""
     return (getattr(params, "extra_args", None) or {}).get(KEY) is not None
 
 
 def plan_of(params: Any) -> Plan | CallPlan | None:
-    """Return the plan in the `extra_args` of a request's parameters; None if there is none.
-
-    Fields of other tools that have an equal here are translated into a plan.
-
-    Args:
-        params: vLLM's SamplingParams or PoolingParams.
-    """
+    """Return the plan in parameters' `extra_args`, or one made of fields of other tools there."""
     extra_args = getattr(params, "extra_args", None)
     if not extra_args:
         return None
@@ -97,15 +82,7 @@ def other_args(params: Any) -> dict[str, Any]:
 
 
 def merged_plan(plan: Plan | None, params: Any) -> Plan | CallPlan | None:
-    """Return the plan of one prompt: that of the call's arguments, or that of its parameters.
-
-    Args:
-        plan: made of the call's own arguments; None: they ask for nothing.
-        params: vLLM's SamplingParams, possibly with a plan in `extra_args`.
-
-    Returns:
-        The plan; None if there is none. A CallPlan only if `params` has one.
-    """
+    """Return the plan of one prompt: that of the call's arguments, or that in its parameters."""
     attached = plan_of(params)
     if attached is None:
         return plan
@@ -120,12 +97,7 @@ def merged_plan(plan: Plan | None, params: Any) -> Plan | CallPlan | None:
 
 
 def with_plan(params: Any, plan: Plan | CallPlan | None) -> Any:
-    """Return a shallow copy of sampling parameters with a plan in its `extra_args`.
-
-    Args:
-        plan: the plan to attach, in place of any in `params`; None: none, the copy has the
-            `extra_args` of `params`.
-    """
+    """Return a shallow copy of sampling parameters with this plan, or with their own if None."""
     own = copy.copy(params)
     if plan is not None:
         own.extra_args = {**other_args(params), KEY: plan} if params.extra_args else {KEY: plan}
@@ -133,9 +105,7 @@ def with_plan(params: Any, plan: Plan | CallPlan | None) -> Any:
 
 
 def without_plan(params: Any) -> Any:
-    """Return a shallow copy of sampling parameters without what midstream reads of its
-    `extra_args`.
-    """
+    """Return a shallow copy of sampling parameters without what midstream reads of `extra_args`."""
     plain = copy.copy(params)
     plain.extra_args = other_args(params) or None
     return plain

@@ -29,15 +29,8 @@ def with_controller(
     room: Room,
     declared: Mapping[str, DeclaredController],
 ) -> PreparedPlan:
-    """Return a prepared plan with its controller, and the versions that it may choose: each set of
-    edits with each scale.
-
-    The capacity and the vectors are those of all versions together: none has to be waited for when
-    one is chosen.
-
-    Args:
-        plan: the request's own plan, bound; None: it has none.
-        declared: the controllers of the engine, by name.
+    """Return a prepared plan with its controller, and all versions that it may choose, each set of
+    edits with each scale: there is capacity for all together, so that a choice need not wait.
     """
     controller = None if plan is None else plan.controller
     if plan is None or controller is None:
@@ -108,7 +101,6 @@ def _version(
     scale: float,
     prepare: Callable[[Plan], PreparedPlan],
 ) -> PreparedPlan:
-    """Return a version of a plan: with some edits and a factor on their strength."""
     try:
         edits = with_strength(chosen.edits, scale)
         version = prepare(replace(bare, edits=edits, origins=chosen.origins if edits else ()))

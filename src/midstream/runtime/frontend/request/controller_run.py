@@ -1,7 +1,6 @@
 """A controller with `mode="async"` and one request: what it is given, and what its answers ask for.
 
-It runs in a thread of its own for each call, which neither the engine nor another request ever
-waits for.
+Each call runs in a thread of its own, for which neither the engine nor another request waits.
 """
 
 from __future__ import annotations
@@ -28,18 +27,13 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ControllerRun:
-    """A controller and one request.
-
-    Attributes:
-        source: source of the versions that it makes, and its stop reason.
-        is_over: whether it is not called again.
-    """
+    """A controller and one request."""
 
     def __init__(self, controller: Controller, request_id: str) -> None:
         assert not isinstance(controller.decide, str)
         self.controller = controller
-        self.source = control_source(controller.name)
-        self.is_over = False
+        self.source = control_source(controller.name)  # of its versions, and its stop reason
+        self.is_over = False  # it is not called again
         self._decide = copy.copy(controller.decide)
         self._request_id = request_id
         self._seen: dict[str, int] = {}
@@ -48,13 +42,7 @@ class ControllerRun:
     def begin(
         self, probes: Mapping[str, Tensor] | None, tokens: int, rows: Any = None
     ) -> Future[Answer] | None:
-        """Begin a call with the scores that it was not given yet; None: there are none.
-
-        Args:
-            probes: all scores so far, by probe.
-            tokens: number of tokens generated so far.
-            rows: see `Observed`.
-        """
+        """Begin a call with those of all scores that it was not given yet; None: there are none."""
         probes = probes or {}
         scores = {
             name: values[self._seen.get(name, 0) :].clone() for name, values in probes.items()
@@ -71,9 +59,7 @@ class ControllerRun:
 
     @contextmanager
     def changing(self, asked: Mapping[str, Any]) -> Iterator[None]:
-        """Record what an answer asked for, once the block has done it. That the engine has no room
-        for it now, or that the request has ended meanwhile, is no error.
-        """
+        """Record what an answer asked for, once the block has done it. A late one is no error."""
         try:
             yield
         except BusyError:
@@ -88,9 +74,7 @@ class ControllerRun:
             self._scale = asked.get("scale", 1.0)
 
     def fail(self, what: str) -> str | None:
-        """Record that a call failed; return the problem if the request is to end, and log it
-        otherwise.
-        """
+        """Record that a call failed; return the problem if the request is to end, else log it."""
         self.is_over = True
         problem = (
             f"controller {self.controller.name!r} of request {self._request_id!r} failed: {what}"
@@ -102,7 +86,6 @@ class ControllerRun:
 
     @property
     def turns_off(self) -> bool:
-        """Whether a failure turns the edits off."""
         return self.controller.on_error == "off"
 
     def _in_thread(self, observed: Observed) -> Future[Answer]:

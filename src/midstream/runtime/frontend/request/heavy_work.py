@@ -1,7 +1,6 @@
-"""Threads for work that would hold an event loop: parsing and resolving large plans.
+"""Threads for parsing and resolving large plans, which would hold an event loop.
 
-The threads are few: they compete with the event loop for the interpreter, which is given to one of
-them for 5 ms at a time.
+They are few: they compete with the loop for the interpreter, which each gets for 5 ms at a time.
 """
 
 from __future__ import annotations

@@ -28,13 +28,7 @@ class Wait:
         give_up: Callable[[BusyError], object],
         observe: WaitObserver | None,
     ) -> None:
-        """Begin to wait. Call on the engine's event loop.
-
-        Args:
-            seconds: longest time; None: any.
-            give_up: called with the error when that time is over.
-            observe: see `WaitObserver`.
-        """
+        """Begin to wait, on the engine's event loop; `give_up` is called after `seconds`."""
         self._began = time.monotonic()
         self._id = request_id
         if observe is not None:
@@ -68,21 +62,11 @@ class Intake:
         self._is_closed = False
 
     def limit(self, most: int | None, seconds: float | None, observe: WaitObserver | None) -> None:
-        """Set the limits.
-
-        Args:
-            most: number of requests that may wait at a time; None: any.
-            seconds: longest time that a request may wait; None: any.
-            observe: called for each request that waits; None: nothing is.
-        """
+        """Set how many requests may wait at a time, how long, and who observes that."""
         self._most, self._seconds, self._observe = most, seconds, observe
 
     def check(self, waiting: int) -> None:
-        """Check that one more request with a plan may come.
-
-        Args:
-            waiting: number of requests that wait.
-        """
+        """Check that one more request with a plan may come, while some wait."""
         if self._is_closed:
             raise BusyError("the engine shuts down; try another server, or again later", 5)
         if self._most is not None and waiting >= self._most:
@@ -98,16 +82,11 @@ class Intake:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no more requests are accepted: the engine shuts down."""
         return self._is_closed
 
     def drain(self, seconds: float, has_calls: Callable[[], bool]) -> float:
-        """Accept no more requests with a plan, and wait until the calls with one have ended.
-
-        Call from another thread than the event loop's, on which they end.
-
-        Returns:
-            The seconds that are left of it.
+        """Accept no more requests with a plan, and wait until the calls with one have ended; return
+        the seconds left. Call from another thread than the event loop's, on which they end.
         """
         self.close()
         end = time.monotonic() + seconds
@@ -116,5 +95,4 @@ class Intake:
         return max(0.0, end - time.monotonic())
 
     def begin_wait(self, request_id: str, give_up: Callable[[BusyError], object]) -> Wait:
-        """Begin the wait of a call; `give_up` is called when it took too long."""
         return Wait(request_id, self._seconds, give_up, self._observe)

@@ -39,15 +39,11 @@ Complete = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class _ValidChange:
-    """A validated change of a request's plan.
-
-    Attributes:
-        given: the edits to be multiplied by `factor`, and their origins.
-    """
+    """A validated change of a request's plan."""
 
     uid: str
     history: PlanHistory
-    given: tuple[tuple[Edit, ...], tuple[int, ...]]
+    given: tuple[tuple[Edit, ...], tuple[int, ...]]  # to be multiplied by `factor`
     factor: float
     prepared: PreparedPlan
 
@@ -59,29 +55,17 @@ class _ValidChange:
 
 @dataclass(slots=True, eq=False)
 class PendingChange:
-    """A validated change of a request's plan, which has capacity.
-
-    Attributes:
-        replica: number of its engine.
-        lacked: what the workers must do to have these, once that is known.
-    """
+    """A validated change of a request's plan, which has capacity."""
 
     history: PlanHistory
     replica: int
     message: UpdatePlan
     vectors: Sequence[Vector]
-    lacked: VectorUpdate | None = None
+    lacked: VectorUpdate | None = None  # of `vectors`, once that is known
 
 
 class PlanChanges(RunningPlans):
-    """The plans of running requests, and their changes.
-
-    Attributes:
-        send: sends a change to the engine core, or that requests are to stop, and returns its
-            answer.
-        send_later: the same of an asynchronous engine, given the number of the replica too; and a
-            function that completes the message right before it is queued.
-    """
+    """The plans of running requests, and their changes."""
 
     def __init__(
         self,
@@ -91,18 +75,14 @@ class PlanChanges(RunningPlans):
         lookup: Lookup,
         num_layers: int,
     ) -> None:
-        """Create it for one engine.
-
-        Args:
-            sent_vectors: the vectors of the workers of each replica.
-            lookup: returns what is registered under a name.
-            num_layers: number of layers of the model.
-        """
         super().__init__(lookup, num_layers)
         self._resolver = resolver
         self._admission = admission
         self._sent_vectors = sent_vectors
+        # A change, or that requests are to stop, to the engine core; returns its answer.
         self.send: Callable[[Any], Sequence[Any]] | None = None
+        # The same of an asynchronous engine, given the replica too; and a function that completes
+        # the message right before it is queued.
         self.send_later: Callable[[int, Any, Complete], Awaitable[Sequence[Any]]] | None = None
 
     def update(
@@ -131,9 +111,7 @@ class PlanChanges(RunningPlans):
     async def update_all_later(
         self, names: Sequence[CallPlan], edits: object, scale: object
     ) -> list[PlanUpdate | None]:
-        """Change the edits of several running requests of an asynchronous engine: of all, or of
-        none if one of them is refused; see `AsyncLLM.update_all`.
-        """
+        """Change the edits of several running requests, all or none; see `AsyncLLM.update_all`."""
         await self._fetch([name for name in names if not self._has_ended(name)], edits)
         running = [name for name in names if not self._has_ended(name)]
         changes = await self._begin_later(running, edits, scale, "update")
@@ -144,12 +122,12 @@ class PlanChanges(RunningPlans):
         ]
 
     async def _fetch(self, names: Sequence[str | CallPlan], edits: object) -> None:
-        """Fetch what edits towards tokens are computed from."""
-        edit_lists = [edits] if edits is not None else [self.find(name)[1].edits for name in names]
+        edit_lists = (
+            [edits] if edits is not None else [self.find(name)[1].given[0] for name in names]
+        )
         await _fetch(self._resolver.readings.registries.directions, edit_lists)
 
     async def _send(self, changes: Sequence[PendingChange]) -> list[Sequence[UpdatedPlan]]:
-        """Send changes to the engine cores, and return their answers."""
         assert self.send_later is not None
         sending = [
             self.send_later(change.replica, change.message, partial(self._completed, change))
@@ -170,12 +148,7 @@ class PlanChanges(RunningPlans):
         return updates
 
     def stop(self, name: str | CallPlan, reason: str, is_error: bool = False) -> None:
-        """End a running request with the tokens of its next step.
-
-        Args:
-            name: see `begin`.
-            is_error: whether it ends with an error, and not as stopped.
-        """
+        """End a running request with the tokens of its next step, as stopped or with an error."""
         assert self.send is not None
         _, message = self._stop(name, reason, is_error)
         self.send(message)
@@ -203,14 +176,9 @@ class PlanChanges(RunningPlans):
         source: str = "update",
         checked: Sequence[_ValidChange] = (),
     ) -> list[PendingChange]:
-        """Validate a change of requests and take capacity for it, until they end.
-
-        Args:
-            names: of each request, the id that its caller gave it, or the plan that it was sent
-                with.
-            edits: the requests' edits from now on, in any form; None: those given last.
-            scale: factor on their strength; None: 1.
-            checked: what `_check` returned for each request; empty: it was not called.
+        """Validate a change of requests, of an id or a plan each, and take capacity for it until
+        they end. `edits` are those from now on; None: those given last. `checked`: what `_check`
+        returned.
         """
         changes = checked or [self._check(name, edits, scale) for name in names]
         self._admission.extend({change.uid: change.need for change in changes})
@@ -260,11 +228,10 @@ class PlanChanges(RunningPlans):
         return _ValidChange(uid, history, own_edits, factor, prepared)
 
     def _take(self, change: _ValidChange, source: str) -> PendingChange:
-        """Record a change, which has capacity, and return it."""
         history, prepared = change.history, change.prepared
         number = 1 + len(history.later)
         history.later[number] = LaterPlan(prepared.plan, source, change.factor)
-        history.edits, history.origins = change.given
+        history.given = change.given
         replica = self._admission.replica_of(change.uid)
         message = UpdatePlan(
             change.uid,
@@ -283,7 +250,6 @@ class PlanChanges(RunningPlans):
         return msgspec.structs.replace(change.message, vectors=change.lacked)
 
     def _has_ended(self, name: CallPlan) -> bool:
-        """Return whether a request that was sent with a plan has ended."""
         try:
             uid, history = self.find(name)
         except SpecError:
@@ -292,7 +258,6 @@ class PlanChanges(RunningPlans):
         return is_sent and not self._admission.is_running(uid)
 
     def _lose(self, change: PendingChange) -> None:
-        """Record that a change could not be sent."""
         if change.lacked is not None:
             self._sent_vectors[change.replica].lose(change.lacked)
 
@@ -325,7 +290,6 @@ async def _fetch(directions: DirectionCache | None, edit_lists: Sequence[object]
 
 
 def _end(change: PendingChange, answers: Sequence[UpdatedPlan]) -> PlanUpdate:
-    """Return where a change holds."""
     update = _update_of(change, answers)
     if update is None:
         raise ended(change.history.name)

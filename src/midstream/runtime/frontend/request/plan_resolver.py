@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,6 @@ from midstream.plan.resolve.resolve import resolve
 from midstream.plan.resolve.session_rules import check_growing
 from midstream.plan.resolve.wire import to_bytes
 from midstream.plan.vectors.named_lookup import Lookup
-from midstream.runtime.frontend.request.biases import check_biases
 from midstream.runtime.frontend.request.budget import (
     ROWS,
     all_taps,
@@ -37,7 +37,6 @@ from midstream.runtime.frontend.request.budget import (
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.controlled import with_controller
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
-from midstream.runtime.frontend.request.prompt.known_prompts import KnownPrompts
 from midstream.runtime.frontend.request.readouts import (
     EngineReadings,
     bound,
@@ -64,11 +63,8 @@ _CACHED_PLANS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Recent:
-    """A plan that was prepared, and what it was prepared with; it depends on no prompt's tokens.
-
-    Attributes:
-        own: the request's own plan, which this keeps alive, so that its id stays its own.
-        before, also: as for `PlanResolver.resolve`.
+    """A plan that was prepared, and what it was prepared with; it depends on no prompt's tokens. It
+    keeps the request's own plan alive, so that its id stays its own.
     """
 
     own: Plan | None
@@ -79,19 +75,40 @@ class _Recent:
     def is_for(
         self, own: Plan | None, before: tuple[ServerWide, ...], also: tuple[Capture, ...]
     ) -> bool:
-        """Return whether the result holds for a request with this plan."""
         return self.own is own and self.before == before and self.also == also
+
+
+# Tokens of all prompts that are kept; a token takes some 200 bytes.
+MAX_TOKENS = 1 << 17
+# The tokens of a prompt, and for one that was made from a chat also what identifies the chat.
+Key = tuple[tuple[int, ...], Hashable]
+
+
+class KnownPrompts:
+    """Recent prompts. All requests with the same tokens share one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._prompts: dict[Key, Prompt] = {}
+        self._num_tokens = 0
+
+    def get(self, key: Key, make: Callable[[], Prompt]) -> Prompt:
+        with self._lock:
+            prompt = self._prompts.pop(key, None)
+            if prompt is None:
+                prompt = make()
+                self._num_tokens += prompt.length
+            self._prompts[key] = prompt  # as the last one that was used
+            while self._num_tokens > MAX_TOKENS and len(self._prompts) > 1:
+                oldest = next(iter(self._prompts))
+                self._num_tokens -= self._prompts.pop(oldest).length
+        return prompt
 
 
 class PlanResolver:
     """Resolves plans for one engine."""
 
     def __init__(self, info: EngineInfo, engine: Any) -> None:
-        """Create the resolver.
-
-        Args:
-            engine: vLLM's engine, for its tokenizer and renderer.
-        """
         self._info = info
         self._engine = engine
         self._max_length: int = engine.vllm_config.model_config.max_model_len
@@ -108,7 +125,11 @@ class PlanResolver:
         self._prompts = KnownPrompts()
         self._declared = controllers_of(engine.vllm_config)
         self.readings = EngineReadings(engine, info.workers, self._parts)
-        self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
+        self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(
+            lambda plan, before, also, length, max_tokens: self._finish(
+                plan, before, also, Prompt(length), max_tokens
+            )
+        )
 
     def resolve(
         self,
@@ -118,12 +139,7 @@ class PlanResolver:
         lookup: Lookup,
         request: Any,
     ) -> PreparedPlan:
-        """Prepare the plan of a request.
-
-        Args:
-            also: captures of every request, which come after its own.
-            lookup: returns what is registered under a name.
-        """
+        """Prepare the plan of a request. `also`, captures of every request, come after its own."""
         own = call_plan.plan
         max_tokens = request.sampling_params.max_tokens
         known = self.known(own, before, also, request)
@@ -144,9 +160,7 @@ class PlanResolver:
         return prepared
 
     def known(self, own: Plan | None, *args: Any) -> PreparedPlan | None:
-        """Return what `resolve` knows already of a plan, with `before`, `also` and `request`; None:
-        nothing.
-        """
+        """Return what `resolve` has prepared of a plan with `before`, `also` and `request`."""
         *others, request = args
         recent = self._recent.get(_key_of(own, request))
         return recent.prepared if recent is not None and recent.is_for(own, *others) else None
@@ -164,13 +178,8 @@ class PlanResolver:
         lookup: Lookup,
         first: int,
     ) -> PreparedPlan:
-        """Prepare the plan of a session of streaming input.
-
-        Args:
-            also: captures of every request, which come after its own.
-            lookup: returns what is registered under a name.
-            first: id of the first token. All others count as generated: a session allows only
-                positions that do not depend on the length of the prompt.
+        """Prepare the plan of a session of streaming input, by the id of its first token. All
+        others count as generated: its positions do not depend on the length of the prompt.
         """
         check_growing(plan, before, also)
         own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
@@ -181,16 +190,6 @@ class PlanResolver:
         everywhere = tuple(replace(capture, positions=Positions("all")) for capture in also)
         if everywhere:
             self._finish(None, (), everywhere, Prompt(1), None)
-
-    def _resolve_by_length(
-        self,
-        plan: Plan | None,
-        before: tuple[ServerWide, ...],
-        also: tuple[Capture, ...],
-        length: int,
-        max_tokens: int | None,
-    ) -> PreparedPlan:
-        return self._finish(plan, before, also, Prompt(length), max_tokens)
 
     def _finish(
         self,
@@ -210,9 +209,11 @@ class PlanResolver:
             own_captures = tuple(item for item in own if isinstance(item, Capture))
             vectors = tuple(capture for capture in own_captures if capture.returns_vectors)
             decisive = vectors or also or own_captures
-            resolved = replace(
-                resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
-            )
+            default, ranks_default = self._info.codec, self._info.return_
+            codec = _common("codec", [capture.codec or default for capture in decisive], default)
+            returns = [capture.return_ or ranks_default for capture in decisive]
+            sharded = _common("return", returns, ranks_default) == SHARDED
+            resolved = replace(resolved, codec=codec, sharded=sharded)
             _check_heads(own, resolved.codec)
         weights: tuple[tuple[str, str], ...] = ()
         workers, config = self._info.workers, self._engine.vllm_config
@@ -291,16 +292,6 @@ class PlanResolver:
             plan,
             captures=tuple(capture.of_all_heads(self._info.shape) for capture in plan.captures),
         )
-
-    def _codec(self, captures: tuple[Capture, ...]) -> str:
-        """Return the codec that all of these captures have."""
-        default = self._info.codec
-        return _common("codec", [capture.codec or default for capture in captures], default)
-
-    def _return(self, captures: tuple[Capture, ...]) -> str:
-        """Return through which ranks the rows of all of these captures are transferred."""
-        default = self._info.return_
-        return _common("return", [capture.return_ or default for capture in captures], default)
 
     def _prompt(self, request: Any, call_plan: CallPlan) -> Prompt:
         ids = request.prompt_token_ids
@@ -441,3 +432,19 @@ def _check_heads(captures: tuple[ReadOut, ...], codec: str) -> None:
                 f"rows of the codec {codec} are sketches of whole vectors, without heads; use "
                 "another codec, or omit `heads`",
             )
+
+
+def check_biases(plan: ResolvedPlan, vllm_config: Any) -> None:
+    if not plan.biases:
+        return
+    source = next(edit.source for edit in plan.edits if edit.site == "logits")
+    path = f"edits[{source}]" if source >= 0 else f"steering[{source}]"
+    if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
+        raise SpecError(path, "a bias is unsupported with enable_batch_sharded_sampling: remove it")
+    vocabulary = int(vllm_config.model_config.get_vocab_size())
+    largest = max(max(bias.tokens) for bias in plan.biases)
+    if largest >= vocabulary:
+        raise SpecError(
+            f"{path}.tokens",
+            f"there is no token {largest}: the model has {vocabulary}, 0 to {vocabulary - 1}",
+        )

@@ -16,44 +16,29 @@ from midstream.runtime.protocol.request_payload import RequestPayload
 
 @dataclass(frozen=True, slots=True)
 class LaterPlan:
-    """A version of a request's plan.
-
-    Attributes:
-        source: who changed it: "update", or "probe:NAME" or "controller:NAME".
-        scale: the factor on the strength of the edits given last.
-    """
+    """A version of a request's plan."""
 
     plan: ResolvedPlan
-    source: str
-    scale: float
+    source: str  # who changed it: "update", or "probe:NAME" or "controller:NAME"
+    scale: float  # factor on the strength of the edits given last
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPlan:
-    """A plan that was checked against the model and a prompt.
-
-    Attributes:
-        packed: the resolved plan as bytes.
-        acts: its probes that end the request or switch its edits.
-        control: its controller in the engine core; None: it has none.
-        later: the versions that these change to, by number.
-        split: scores that these need and of which ranks have parts; see `RequestPayload`.
-    """
+    """A plan that was checked against the model and a prompt."""
 
     plan: ResolvedPlan
     need: Need
-    packed: bytes
+    packed: bytes  # the resolved plan as bytes
     keys: CacheKeys
-    acts: tuple[ActingProbe, ...] = ()
-    control: Control | None = None
-    later: Mapping[int, LaterPlan] = field(default_factory=dict)
-    split: tuple[SplitScore, ...] = ()
+    acts: tuple[ActingProbe, ...] = ()  # its probes that end the request or switch its edits
+    control: Control | None = None  # its controller in the engine core
+    later: Mapping[int, LaterPlan] = field(default_factory=dict)  # by number
+    split: tuple[SplitScore, ...] = ()  # scores that these need and of which ranks have parts
     _returned: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
 
     def returned_bytes(self, own: Plan, shape: ModelShape) -> int:
-        """Return the bytes of the rows of the prompt that are returned to the caller. They are
-        counted once for the same captures.
-        """
+        """Return the bytes of the prompt's rows for the caller, counted once for its captures."""
         captures = returned_captures(self.plan, own)
         nbytes = self._returned.get(captures)
         if nbytes is None:
@@ -61,11 +46,6 @@ class PreparedPlan:
         return nbytes
 
     def payload(self, uid: str, mm_prefix: bool) -> RequestPayload:
-        """Return the payload of a request.
-
-        Args:
-            mm_prefix: see `RequestPayload`.
-        """
         return RequestPayload(
             uid,
             self.packed,

@@ -37,10 +37,6 @@ class EngineReadings:
     """What one engine has for read-outs; see `midstream.plan.readouts.base.ReadOutEngine`."""
 
     def __init__(self, engine: Any, workers: Sequence[WorkerInfo], parts: Mapping[Tap, int]):
-        """Args:
-        engine: vLLM's engine, for its tokenizer and settings.
-        parts: number of parts of the vectors of each tap that the ranks have in parts.
-        """
         self._engine = engine
         self._workers = workers
         self.parts = parts
@@ -74,9 +70,7 @@ class EngineReadings:
 
 
 def bound(plan: Plan, engine: EngineReadings) -> Plan:
-    """Return a plan whose read-outs have ids of tokens, layers and sites, and whose edits have
-    vectors in place of tokens.
-    """
+    """Return a plan with ids of tokens, layers and sites in read-outs, and vectors in edits."""
     captures = []
     for index, readout in enumerate(plan.captures):
         with at(f"capture[{index}]"):
@@ -92,10 +86,7 @@ def finished(
     plan: ResolvedPlan, own: Plan | None, engine: EngineReadings
 ) -> tuple[ResolvedPlan, tuple[tuple[str, str], ...]]:
     """Return a plan whose read-outs have what the engine has for them, and which registered weights
-    these are: (kind, name), each once.
-
-    Args:
-        own: the plan that was resolved, after `bound`.
+    these are: (kind, name), each once. `own` is the plan that was resolved, after `bound`.
     """
     weights: dict[tuple[str, str], None] = {}
     captures = list(plan.captures)
@@ -113,10 +104,7 @@ def readout_rows(
     plan: ResolvedPlan, vllm_config: Any, workers: Sequence[WorkerInfo], grows: bool
 ) -> int:
     """Return the most rows, positions times layers, that lenses and SAEs of one completion read or
-    reconstruct in a step. Generated tokens that are computed again after a preemption do not count.
-
-    Args:
-        grows: whether the prompt grows, as that of a session does.
+    reconstruct in a step. Tokens that are computed again after a preemption do not count.
     """
     reads: Iterable[Any] = [
         *(

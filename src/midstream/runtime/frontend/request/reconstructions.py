@@ -24,11 +24,7 @@ def read_saes(
     resolved: ResolvedPlan,
     saes: SaeRegistry | None,
 ) -> tuple[tuple[str, str], ...]:
-    """Return the SAEs that the edits of a request reconstruct with: ("sae", name), each once.
-
-    Args:
-        before: server-wide edits, bound when they were set.
-    """
+    """Return the SAEs that the edits of a request reconstruct with: ("sae", name), each once."""
     used_saes: dict[tuple[str, str], None] = {}
     own = () if plan is None else plan.edits
     for path, edit in _named(plan, own, before):
@@ -58,8 +54,8 @@ def reading(plan: ResolvedPlan) -> list[ResolvedEdit]:
 
 
 def check_same_saes(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version of a running request's plan reconstructs with SAEs, at places, of which
-    its first plan has edits: capacity was counted for these, and no other request may replace them.
+    """Check that a version of a running request's plan reconstructs where its first one does, with
+    the same SAEs: capacity was counted for these, and no other request may replace them.
     """
     if not _places(later) <= _places(first):
         raise SpecError(

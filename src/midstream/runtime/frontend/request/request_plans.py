@@ -6,7 +6,7 @@ vLLM makes the request of a rendered prompt on the event loop, and has midstream
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,90 +19,45 @@ from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.heavy_work import in_thread
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, read_prompts
 from midstream.runtime.frontend.request.prepared_plan import PreparedPlan
-from midstream.runtime.frontend.request.running_plans import Others
 
 # Taps, parts, positions and tokens of a plan that is resolved in some 20 ms.
 _LONG = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A plan that was resolved before its request exists.
-
-    Attributes:
-        max_tokens: maximum number of generated tokens.
-        others: server-wide edits and captures at that time.
-    """
-
-    tokens: list[int]
-    max_tokens: int | None
-    others: Others
-    resolved: PreparedPlan
-
-
+@dataclass(eq=False)
 class RequestPlans:
     """Resolves the plans of one engine's requests."""
 
-    def __init__(
-        self,
-        resolver: PlanResolver,
-        lookup: Lookup,
-        num_layers: int,
-        max_length: int,
-    ) -> None:
-        """Create it.
-
-        Args:
-            lookup: returns what is registered under a name.
-            num_layers: number of layers of the model.
-        """
-        self._resolver = resolver
-        self._lookup = lookup
-        self._num_layers = num_layers
-        self._max_length = max_length
-        self._ahead: dict[CallPlan, _Ahead] = {}
+    _resolver: PlanResolver
+    _lookup: Lookup
+    _num_layers: int
+    _max_length: int
+    # Plans that were resolved before their requests exist, each with what it was resolved for.
+    _ahead: dict[CallPlan, tuple[tuple[Any, ...], PreparedPlan]] = field(default_factory=dict)
 
     def resolve(self, request: Any, call_plan: CallPlan, *others: Any) -> PreparedPlan:
-        """Return a request's plan.
-
-        Args:
-            request: vLLM's EngineCoreRequest, or as much of it as `PlanResolver.resolve` reads.
-        """
+        """Return the plan of a request, which has what `PlanResolver.resolve` reads."""
         ahead = self._ahead.pop(call_plan, None)
-        most = request.sampling_params.max_tokens
-        key = (request.prompt_token_ids, most, others)
-        if ahead is not None and (ahead.tokens, ahead.max_tokens, ahead.others) == key:
-            return ahead.resolved
-        return self._resolve(request, call_plan, *others)
+        if ahead is not None and ahead[0] == _key_of(request, others):
+            return ahead[1]
+        before, also = others
+        return self._resolver.resolve(call_plan, before, also, self._lookup, request)
 
     async def resolve_ahead(
         self, call_plan: CallPlan, prompt: Any, params: Any, *others: Any
     ) -> None:
         """Resolve the plan of a call in a thread, if that may take long, for `resolve` to find.
-
-        Args:
-            call_plan: the plan. Pair with `forget`.
-            prompt: the prompt, as vLLM's `generate` gets it.
+        Pair with `forget`. The prompt is as vLLM's `generate` gets it.
         """
         request = _request_of(prompt, params, self._max_length)
         if request is None or not self._is_long(request, call_plan, *others):
             return
-        resolved = await in_thread(self._resolve, request, call_plan, *others)
-        key = (request.prompt_token_ids, request.sampling_params.max_tokens)
-        self._ahead[call_plan] = _Ahead(*key, others, resolved)
+        args = call_plan, *others, self._lookup, request
+        resolved = await in_thread(self._resolver.resolve, *args)
+        self._ahead[call_plan] = _key_of(request, others), resolved
 
     def forget(self, call_plan: CallPlan) -> None:
-        """Forget what was resolved for a call that has ended."""
         self._ahead.pop(call_plan, None)
-
-    def _resolve(
-        self,
-        request: Any,
-        call_plan: CallPlan,
-        before: tuple[ServerWide, ...],
-        also: tuple[Capture, ...],
-    ) -> PreparedPlan:
-        return self._resolver.resolve(call_plan, before, also, self._lookup, request)
 
     def _is_long(
         self,
@@ -111,7 +66,6 @@ class RequestPlans:
         before: tuple[ServerWide, ...],
         also: tuple[Capture, ...],
     ) -> bool:
-        """Return whether resolving may take more than some 20 ms."""
         if self._resolver.known(call_plan.plan, before, also, request) is not None:
             return False
         plan = Plan() if call_plan.plan is None else call_plan.plan
@@ -122,10 +76,14 @@ class RequestPlans:
         return versions * size_of(parts, self._num_layers) + tokens > _LONG
 
 
+def _key_of(request: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
+    return request.prompt_token_ids, request.sampling_params.max_tokens, others
+
+
 def _request_of(prompt: Any, params: Any, max_length: int) -> Any:
-    """Return what resolving reads of the request that vLLM will make of a rendered prompt; None:
-    the prompt is not rendered, or not of tokens, or fills the model's context. vLLM makes requests
-    of prompts that are not rendered in a thread.
+    """Return what resolving reads of the request that vLLM will make of a rendered prompt; None: it
+    is not of tokens, or fills the context, or not rendered: vLLM makes requests of those in a
+    thread.
     """
     if not isinstance(prompt, Mapping) or prompt.get("type", "embeds") == "embeds":
         return None

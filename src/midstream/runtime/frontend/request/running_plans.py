@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from midstream.errors import SpecError
@@ -18,62 +19,28 @@ from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 Others = tuple[tuple[ServerWide, ...], tuple[Capture, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptOfRequest:
-    """What a plan is resolved with, of vLLM's EngineCoreRequest and under its names."""
-
-    prompt_token_ids: Any
-    prompt_is_token_ids: Any
-    prompt_embeds: Any
-    sampling_params: Any
-
-    @staticmethod
-    def of(request: Any) -> PromptOfRequest:
-        """Return the prompt and the parameters of a vLLM EngineCoreRequest."""
-        return PromptOfRequest(
-            request.prompt_token_ids,
-            getattr(request, "prompt_is_token_ids", None),
-            request.prompt_embeds,
-            request.sampling_params,
-        )
+# What a plan is resolved with, of vLLM's EngineCoreRequest.
+_OF_REQUEST = ("prompt_token_ids", "prompt_is_token_ids", "prompt_embeds", "sampling_params")
 
 
 @dataclass(slots=True)
 class PlanHistory:
-    """The plan of a running request, as it was given and has changed since.
+    """The plan of a running request, as it was given and has changed since."""
 
-    Attributes:
-        name: the id that its caller gave the request.
-        completions: number of its completions.
-        first: the plan with which it was sent, resolved.
-        asked: its own plan as it was given, which no other request has.
-        before: server-wide edits when it was admitted, which it keeps.
-        edits: the edits given last, with names bound.
-        origins: see `Plan`, of these edits.
-        later: versions of its plan by number, from 1 on.
-        request_ids: vLLM's ids of its requests that were submitted.
-    """
-
-    name: str
-    completions: int
-    first: ResolvedPlan
-    asked: CallPlan
+    name: str  # the id that its caller gave the request
+    completions: int  # number of its completions
+    first: ResolvedPlan  # the plan with which it was sent
+    asked: CallPlan  # its own plan as it was given, which no other request has
     call_plan: CallPlan
-    before: tuple[ServerWide, ...]
+    before: tuple[ServerWide, ...]  # server-wide edits when it was admitted, which it keeps
     also: tuple[Capture, ...]
-    prompt: PromptOfRequest
-    edits: tuple[Edit, ...] = ()
-    origins: tuple[int, ...] = ()
-    later: dict[int, LaterPlan] = field(default_factory=dict)
-    request_ids: list[str] = field(default_factory=list)
-
-    @property
-    def given(self) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
-        """The edits given last, and their origins."""
-        return self.edits, self.origins
+    prompt: SimpleNamespace
+    # Edits given last, with names bound, and their origins; see `Plan`.
+    given: tuple[tuple[Edit, ...], tuple[int, ...]] = ((), ())
+    later: dict[int, LaterPlan] = field(default_factory=dict)  # by number, from 1 on
+    request_ids: list[str] = field(default_factory=list)  # vLLM's, of those submitted
 
     def with_edits(self, edits: tuple[Edit, ...], origins: tuple[int, ...]) -> CallPlan:
-        """Return the plan with other edits, with names bound."""
         own, plan = self.call_plan.plan, None
         captures, probes = ((), ()) if own is None else (own.captures, own.probes)
         if captures or edits or probes:
@@ -85,18 +52,11 @@ class RunningPlans:
     """The plans of running requests, by midstream's ids."""
 
     def __init__(self, lookup: Lookup, num_layers: int) -> None:
-        """Create it for one engine.
-
-        Args:
-            lookup: returns what is registered under a name.
-            num_layers: number of layers of the model.
-        """
         self._lookup = lookup
         self._num_layers = num_layers
         self._running: dict[str, PlanHistory] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests whose plans can change."""
         return len(self._running)
 
     def add(
@@ -108,12 +68,7 @@ class RunningPlans:
         others: Others,
         later: dict[int, LaterPlan],
     ) -> None:
-        """Add a request that is admitted.
-
-        Args:
-            others: server-wide edits and captures, which it keeps.
-            later: the versions that its probes may switch to; gets all later ones.
-        """
+        """Add an admitted request, which keeps the `others`; `later` gets all later versions."""
         own, asked = call_plan.plan, call_plan
         if own is not None and own.names():
             # A name may mean something else later.
@@ -127,16 +82,13 @@ class RunningPlans:
             call_plan=call_plan,
             before=others[0],
             also=others[1],
-            prompt=PromptOfRequest.of(request),
-            edits=() if own is None else own.edits,
-            origins=() if own is None else own.origins,
+            prompt=SimpleNamespace(**{name: getattr(request, name, None) for name in _OF_REQUEST}),
+            given=((), ()) if own is None else (own.edits, own.origins),
             later=later,
         )
 
     def submitted(self, uid: str, request_id: str) -> None:
-        """Record the id of a vLLM request that was submitted. Requests that cannot change are
-        ignored, here and in `remove`.
-        """
+        """Record the id of a vLLM request that was submitted, if it can change."""
         history = self._running.get(uid)
         if history is not None:
             history.request_ids.append(request_id)
@@ -147,16 +99,11 @@ class RunningPlans:
         return () if history is None else history.request_ids
 
     def remove(self, uids: Iterable[str]) -> None:
-        """Remove requests that have ended."""
         for uid in uids:
             self._running.pop(uid, None)
 
     def find(self, name: str | CallPlan) -> tuple[str, PlanHistory]:
-        """Return a running request's uid and history.
-
-        Args:
-            name: the id that its caller gave it, or the plan that it was sent with.
-        """
+        """Return a request's uid and history, by its caller's id or the plan it was sent with."""
         matches = [
             (uid, history)
             for uid, history in list(self._running.items())  # a thread may admit others

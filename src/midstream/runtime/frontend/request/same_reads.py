@@ -8,18 +8,14 @@ from midstream.runtime.frontend.request.reconstructions import check_same_saes
 
 
 def check_same_reads(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version of a request's plan captures, probes and remembers what the request does
-    from its beginning.
-    """
+    """Check that a version of a plan captures, probes and remembers what its first one does."""
     _check_same_rows(first, later)
     _check_same_scans(first, later)
     check_same_saes(first, later)
 
 
 def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version has the gates with memory that the request had from its beginning: these
-    have gone over all of its tokens.
-    """
+    """Check that a version has the first one's gates with memory, which have read all tokens."""
     scans = [[probe for probe in plan.probes if probe.is_scan] for plan in (first, later)]
     if scans[0] != scans[1]:
         raise SpecError(
@@ -31,9 +27,7 @@ def _check_same_scans(first: ResolvedPlan, later: ResolvedPlan) -> None:
 
 
 def _check_same_rows(first: ResolvedPlan, later: ResolvedPlan) -> None:
-    """Check that a version captures and probes what the request did from its beginning, and that
-    neither calls a function, as those of a request are found when it begins.
-    """
+    """Check that a version captures and probes what the first does; neither has functions."""
     if first.functions or later.functions:
         raise SpecError("edits", "a request with a Python function (Local) cannot be changed")
     named = [[probe for probe in plan.probes if probe.name] for plan in (first, later)]

@@ -1,9 +1,8 @@
 """Vectors that the workers of one engine store, as the front end counts them.
 
-A plan with large vectors names them by digest. The first request that names a vector brings it
-along; later ones find it on the workers. It stays there while a running request names it, and
-afterwards as one of the vectors used last: those of named vectors, of server-wide edits and of
-repeated calls are thus sent once.
+The first request that names a vector by digest brings it along; later ones find it there. It stays
+while a running request names it, and afterwards as one of the vectors used last: those of named
+vectors, of server-wide edits and of repeated calls are thus sent once.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ MOST_UNUSED = 64 << 20
 
 
 def named_vectors(plan: ResolvedPlan) -> tuple[Vector, ...]:
-    """Return the vectors of a plan, each once, if its bytes are to name them by digest; nothing if
-    they are to have the numbers.
-    """
+    """Return the vectors of a plan, each once, if its bytes name them by digest; else nothing."""
     parts = [*(edit.steps for edit in plan.edits), *(probe.steps for probe in plan.probes)]
     steps = {part.digest: part for part in parts}
     vectors = dict.fromkeys(
@@ -40,9 +37,8 @@ def named_vectors(plan: ResolvedPlan) -> tuple[Vector, ...]:
 
 
 class SentVectors:
-    """The vectors that the workers of one engine store. Pair `take` with `release`.
-
-    Requests and vector updates reach the workers in the order in which `take` was called.
+    """The vectors that the workers of one engine store. Pair `take` with `release`. Requests and
+    updates reach the workers in the order of `take`.
     """
 
     def __init__(
@@ -52,12 +48,8 @@ class SentVectors:
         front_end: int = 0,
         front_ends: int = 1,
     ) -> None:
-        """Args:
-        most_unused: bytes of vectors that no running request names and the workers keep; None:
-            this front end's part of `MOST_UNUSED`.
-        matrices: bytes that are kept beyond that: as many matrices as the device has room for.
-        front_end: number of this front end.
-        front_ends: how many the engine has. The workers keep what any of them has sent.
+        """Create it for one of `front_ends`. Up to `most_unused` bytes that no running request
+        names are kept, None: its part of `MOST_UNUSED`, and `matrices` bytes on top.
         """
         own = MOST_UNUSED // front_ends if most_unused is None else most_unused
         self._most_unused = own + matrices
@@ -71,28 +63,18 @@ class SentVectors:
 
     @property
     def in_use(self) -> int:
-        """Number of vectors that running requests name."""
         return len(self._users)
 
     def check_integrity(self, stored: Iterable[int]) -> None:
-        """Check invariants that hold when all that was sent has arrived.
-
-        Args:
-            stored: number of vectors that each worker stores.
-        """
+        """Check invariants that hold when all that was sent has arrived and is stored."""
         counts = list(stored)
         assert all(count == len(self._sizes) for count in counts), (counts, len(self._sizes))
         assert self._unused.keys() == self._sizes.keys() - self._users.keys()
         assert self._unused_bytes == sum(self._unused.values())
 
     def take(self, uid: str, vectors: Sequence[Vector]) -> VectorUpdate | None:
-        """Record that a request, or another version of its plan, is sent now.
-
-        Args:
-            uid: midstream's id. Further vLLM requests of it need nothing.
-
-        Returns:
-            What the workers must do first, to be sent with the request; None: nothing.
+        """Record that a request, or another version of its plan, is sent now; return what the
+        workers must do first, to be sent with it. Further vLLM requests of its uid need nothing.
         """
         if not vectors:
             return None
@@ -133,7 +115,6 @@ class SentVectors:
             self._unused_bytes -= self._unused.pop(digest, 0)
 
     def _drop(self) -> tuple[str, ...]:
-        """Drop the vectors that were used the longest ago, down to the limit."""
         dropped = []
         while self._unused_bytes > self._most_unused:
             digest, size = self._unused.popitem(last=False)

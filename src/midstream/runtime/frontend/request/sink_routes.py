@@ -17,27 +17,18 @@ _KEPT_OF_ID = 96
 
 @dataclass(frozen=True, slots=True)
 class SinkRoute:
-    """The destination of the rows of some captures of a request.
-
-    Attributes:
-        name: name of the rows in the sink; empty: they are on the output.
-        metadata: metadata of the captures; one of them may give it for all.
-        captures: indices of the resolved plan's captures.
-        is_all: whether these are all captures of the plan.
-        layout: layout of the captures' files; empty: that of the sink.
-    """
+    """The destination of the rows of some captures of a request."""
 
     sink: str
     tag: str
-    name: str
-    metadata: Metadata
-    captures: tuple[int, ...]
-    is_all: bool
-    layout: str = ""
+    name: str  # of the rows in the sink; empty: they are on the output
+    metadata: Metadata  # one of the captures may give it for all
+    captures: tuple[int, ...]  # indices in the resolved plan
+    is_all: bool  # these are all captures of the plan
+    layout: str = ""  # of the files; empty: that of the sink
 
     @property
     def label(self) -> Label:
-        """Under what the rows are delivered."""
         return Label(self.name, self.tag, self.metadata, self.layout)
 
 
@@ -48,12 +39,7 @@ def routes_of(
     request_id: str,
     uid: str,
 ) -> tuple[SinkRoute, ...]:
-    """Return the routes of a request's rows: one for each destination.
-
-    Args:
-        own: the request's own plan; None: it has none.
-        uid: midstream's id, which no other request has.
-    """
+    """Return the routes of a request's rows: one for each destination."""
     by_place: dict[tuple[str, str, str], list[int]] = {}
     metadata: dict[tuple[str, str, str], Metadata] = {}
     layouts: dict[tuple[str, str, str], str] = {}
@@ -83,12 +69,8 @@ def routes_of(
 
 
 def unique_name(request_id: str, uid: str, number: int) -> str:
-    """Return a name that no other request has, and that is a valid file name.
-
-    Request ids may be those of another process, and need not be valid file names.
-
-    Args:
-        number: index of the route among those to one sink without a given name.
+    """Return a name that no other request has, and that is a valid file name, as ids need not be;
+    `number`: index of the route among those to one sink without a given name.
     """
     plain = _NOT_IN_NAMES.sub("_", request_id)[:_KEPT_OF_ID].lstrip(".-") or "request"
     return f"{plain}-{uid[:12]}" + (f"-{number}" if number else "")

@@ -11,7 +11,7 @@ from midstream.plan import Flag, Plan, ResolvedPlan, Switch
 from midstream.runtime.frontend.request.budget import Need, check_tables
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan, PreparedPlan
 from midstream.runtime.frontend.request.same_reads import check_edits_can_change, check_same_reads
-from midstream.runtime.protocol.acting_probes import acting_probes, switch_source
+from midstream.runtime.protocol.acting_probes import acting_probes, probe_source
 from midstream.runtime.protocol.plan_version import PlanVersion
 from midstream.runtime.protocol.segments import Room
 from midstream.validation import at
@@ -26,13 +26,8 @@ def with_switches(
     prepare: Callable[[Plan], PreparedPlan],
     room: Room,
 ) -> PreparedPlan:
-    """Return a prepared plan with its acting probes, and with the versions that these switch to.
-
-    The capacity and the vectors are those of all versions together: none has to be waited for when
-    a condition is met.
-
-    Args:
-        plan: the request's own plan, bound; None: it has none.
+    """Return a prepared plan with its acting probes, and all versions that these switch to: there
+    is capacity for all together, so that none has to be waited for when a condition is met.
     """
     later: dict[int, LaterPlan] = {}
     versions: dict[str, PlanVersion] = {}
@@ -49,7 +44,7 @@ def with_switches(
             version = prepare(replace(plan, edits=edits, probes=bare, origins=origins))
             check_same_reads(prepared.plan, version.plan)
         number = 1 + len(later)
-        later[number] = LaterPlan(version.plan, switch_source(probe.name), 1.0)
+        later[number] = LaterPlan(version.plan, probe_source(probe.name), 1.0)
         versions[probe.name] = PlanVersion(number, version.packed, version.keys)
         needs.append(version.need)
     acts = acting_probes(prepared.plan, versions)
@@ -59,11 +54,7 @@ def with_switches(
 
 
 def joint_need(needs: Sequence[Need], room: Room) -> Need:
-    """Return the capacity that all versions of a request's plan take together.
-
-    Args:
-        needs: that of each version, the first one's with rows.
-    """
+    """Return the capacity that all versions of a plan take together; rows: the first's."""
     kinds: dict[str, dict[Hashable, int]] = {}
     for need in needs:
         for kind, things in need.kinds.items():
@@ -79,11 +70,8 @@ def joint_need(needs: Sequence[Need], room: Room) -> Need:
 
 
 def check_acts(plan: ResolvedPlan, is_controlled: bool, workers: Sequence[WorkerInfo]) -> None:
-    """Check that a score is read on one pipeline stage, and that the scores that the engine core
-    needs are on the worker whose output it reads: the first rank of the last stage.
-
-    Args:
-        is_controlled: whether the request has a controller in the engine core.
+    """Check that a score is read on one pipeline stage, and that those that the engine core needs
+    are on the worker whose output it reads: the first rank of the last stage.
     """
     stages = {tap: worker.stage for worker in workers for tap in worker.taps}
     stage_of = {probe.name: stages[probe.tap] for probe in plan.probes if probe.name}

@@ -37,36 +37,23 @@ class DirectionKey(NamedTuple):
 
 
 class DirectionCache:
-    """Directions of tokens of one engine, each asked of the workers once.
-
-    Attributes:
-        carry_out: calls the workers; None: that has to be awaited, so that directions must be there
-            before a plan is resolved: see `fetch`.
-    """
+    """Directions of tokens of one engine, each asked of the workers once."""
 
     def __init__(self, lenses: LensRegistry, shape: ModelShape, engine: Any) -> None:
-        """Args:
-        engine: vLLM's engine, for its tokenizer and settings.
-        """
         self._lenses, self._shape, self._engine = lenses, shape, engine
         self._found: dict[DirectionKey, Vector] = {}
+        # None: that has to be awaited, by `fetch` before a plan is resolved
         self.carry_out: Callable[[Exchange[None]], None] | None = None
         self.carry_out_later: Callable[[Exchange[None]], Awaitable[None]] | None = None
 
     def forget(self) -> None:
-        """Forget all: a lens has changed."""
         self._found.clear()
 
     def bound(self, plan: Plan) -> Plan:
-        """Return a plan with vectors in place of tokens."""
         return plan.expanded(self._expanded)
 
     def reading(self, keys: Mapping[DirectionKey, str]) -> Exchange[None]:
-        """Ask the workers for the directions that are not there yet.
-
-        Args:
-            keys: of `needed` or `key`, with the path of each in the plan, or an empty one.
-        """
+        """Ask the workers for directions that are not there, by their path in a plan, if any."""
         for key, path in keys.items():
             if key in self._found:
                 continue
@@ -81,7 +68,6 @@ class DirectionCache:
                 del self._found[next(iter(self._found))]
 
     async def fetch(self, keys: Mapping[DirectionKey, str]) -> None:
-        """Ask the workers of an asynchronous engine; see `reading`."""
         assert self.carry_out_later is not None
         await self.carry_out_later(self.reading(keys))
 
@@ -97,7 +83,6 @@ class DirectionCache:
         return paths
 
     def get(self, key: DirectionKey) -> Vector:
-        """Return a direction."""
         if key not in self._found:
             if self.carry_out is None:
                 raise BusyError("a lens was replaced meanwhile; ask again", 1)
@@ -117,7 +102,6 @@ class DirectionCache:
         return self.key(read_token(token), (site, layer), lens)
 
     def key(self, token: int | str, tap: Tap, lens: str) -> DirectionKey:
-        """Return what a direction is stored under."""
         last = self._shape.num_layers - 1
         reason = self._shape.reason((LENS, last))
         if reason is not None:

@@ -13,7 +13,7 @@ from midstream.plan.control.controller import Controller
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Action
 from midstream.runtime.frontend.results.held_plans import HeldPlan
-from midstream.runtime.protocol.acting_probes import stop_reason, switch_source
+from midstream.runtime.protocol.acting_probes import probe_source
 from midstream.runtime.protocol.control import control_source
 from midstream.runtime.protocol.rank_parts import scores_of
 from midstream.runtime.protocol.runs import Floats, Ints
@@ -24,19 +24,12 @@ Sent = Sequence[tuple[WorkerInfo, Ints, Floats]]
 
 
 def probe_that_stopped(plan: ResolvedPlan, completion: Any) -> ResolvedProbe | None:
-    """Return the probe that ended a completion; None: none did."""
     if completion.finish_reason != "stop" or not isinstance(completion.stop_reason, str):
         return None
     for probe in plan.probes:
-        if isinstance(probe.act, Stop) and completion.stop_reason == stop_reason(probe.name):
+        if isinstance(probe.act, Stop) and completion.stop_reason == probe_source(probe.name):
             return probe
     return None
-
-
-def _has_stopped(controller: Controller, completion: Any) -> bool:
-    """Return whether the request's controller ended a completion."""
-    reason = control_source(controller.name)
-    return (completion.finish_reason, completion.stop_reason) == ("stop", reason)
 
 
 def tokens_of_rows(
@@ -47,17 +40,13 @@ def tokens_of_rows(
     controller: Controller | None = None,
 ) -> list[int]:
     """Return the token id of each row of an ended completion, prompt first; 0 for a prompt of
-    embeddings.
-
-    The last sampled token is never computed on, unless a probe or a controller ended the completion
-    there: its score was read. After a stop in the prompt there are rows up to that position.
-
-    Args:
-        controller: the request's controller in the engine core; None: it has none.
+    embeddings. The last sampled token is never computed on, unless a probe or a controller ended
+    the completion there. After a stop in the prompt there are rows up to that position.
     """
     tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
     probe = probe_that_stopped(plan, completion)
-    if controller is not None and _has_stopped(controller, completion):
+    ending = completion.finish_reason, completion.stop_reason
+    if controller is not None and ending == ("stop", control_source(controller.name)):
         read = [probe for probe in plan.probes if probe.name and probe.source >= 0]
         runs = [positions for probe in read for positions, _ in scores_of(probe, sent)]
         last = max((int(positions[-1]) for positions in runs if positions.size), default=-1)
@@ -88,11 +77,7 @@ def actions_of(
     probes: Probes | None,
     held: Sequence[HeldPlan],
 ) -> tuple[Action, ...]:
-    """Return what the probes of a completion did, in the order of the plan.
-
-    Args:
-        num_rows: number of its rows.
-    """
+    """Return what the probes of a completion did, in the order of the plan."""
     stopped = probe_that_stopped(plan, completion)
     starts = {version.later.source: version.start for version in held if version.later is not None}
     actions = []
@@ -101,7 +86,7 @@ def actions_of(
             continue
         if isinstance(probe.act, Stop) and probe is not stopped:
             continue
-        start = starts.get(switch_source(probe.name))
+        start = starts.get(probe_source(probe.name))
         if isinstance(probe.act, Switch) and start is None:
             continue
         positions, scores = probes.positions_of(probe.name).tolist(), probes[probe.name].tolist()

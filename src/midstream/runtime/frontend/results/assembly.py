@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -41,19 +42,14 @@ Select = Callable[[tuple[int, ...]], Ints]
 
 @dataclass(frozen=True, slots=True)
 class CompletionResults:
-    """Results of one completion.
+    """Results of one completion."""
 
-    Attributes:
-        activations: all captured rows, or those that arrived at the end if earlier rows were
-            delivered and are not kept; None: the plan has no captures.
-        probes: scores of the named probes; None: there are none.
-        blocks: captured rows that arrived at the end.
-    """
-
+    # All captured rows, or those that arrived at the end if earlier ones were delivered and are not
+    # kept; None: the plan has no captures.
     activations: Activations | None
     probes: Probes | None
     receipt: Receipt
-    blocks: Sequence[ResultBlock]
+    blocks: Sequence[ResultBlock]  # captured rows that arrived at the end
     tokens: list[int]
 
 
@@ -64,13 +60,8 @@ def assemble(
     shape: ModelShape,
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
 ) -> dict[int, CompletionResults]:
-    """Assemble the workers' results of a finished request.
-
-    Args:
-        before: per completion, rows that arrived while it ran; without their data if not kept.
-
-    Returns:
-        The results of each completion, by its index.
+    """Return the results of each completion of a finished request, by index. `before`: per
+    completion, rows that arrived while it ran; without their data if not kept.
     """
     plan, own = admitted.plan, admitted.own
     reused, later = admitted.reused, admitted.later
@@ -98,7 +89,8 @@ def assemble(
             activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
             receipt = make_receipt(output.request_id, plan, ended, every, coming_from, later)
         else:
-            key = ("results", *[part.outline for part in parts], coming_from, *_ending(completion))
+            ending = len(completion.token_ids), completion.finish_reason, completion.stop_reason
+            key = ("results", *[part.outline for part in parts], coming_from, *ending)
             args = plan, ended, shape, coming_from
             shared = plan.remember(key, len(tokens), functools.partial(_shared_results, *args))
             blocks = shared.blocks(plan, parts)
@@ -107,7 +99,10 @@ def assemble(
         if activations is not None:
             activations.num_layers = shape.num_layers
         if reused is not None:
-            receipt = receipt.with_reused(_count_by_tap(kept))
+            counts: Counter[Tap] = Counter()
+            for block in kept:
+                counts.update(dict.fromkeys(block.taps, block.positions.size))
+            receipt = receipt.with_reused(counts)
             resets = max(answer.header.resets for answer in answers)
             same = not later and all(part.resets == resets for part in parts)
             if receipt.status == "ok" and same:
@@ -118,38 +113,26 @@ def assemble(
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the rows of taps that were captured at the same positions are.
-
-    Attributes:
-        positions: int64 [rows], ascending.
-        blocks: indices of the blocks that have these rows.
-        chosen, nothing: see `RowGroup`.
-    """
+    """Where the rows of taps that were captured at the same positions are; see `RowGroup`."""
 
     taps: tuple[Tap, ...]
-    positions: Ints
-    blocks: tuple[int, ...]
+    positions: Ints  # ascending
+    blocks: tuple[int, ...]  # indices of those that have the rows
     chosen: Tensor | None
     nothing: Rows
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedResults:
-    """What is equal in the results of completions of one plan of which the workers say the same.
-
-    Attributes:
-        numbers: index of each tap's place; see `GatheredRows`.
-        forms: of each block, the index of its worker's results and its form; None: see
-            `WorkerResult.forms`.
-    """
+    """What is equal in the results of completions of one plan of which the workers say the same."""
 
     receipt: Receipt
     places: tuple[_Places, ...]
-    numbers: Mapping[Tap, int]
+    numbers: Mapping[Tap, int]  # index of each tap's place
+    # Of each block, the index of its worker's results and its form; None: see `WorkerResult.forms`.
     forms: tuple[tuple[int, BlockForm], ...] | None
 
     def blocks(self, plan: ResolvedPlan, parts: Sequence[WorkerResult]) -> list[ResultBlock]:
-        """Return the captured rows of one of these completions."""
         if self.forms is None:
             return joined_blocks(parts) if plan.captures else []
         return [parts[index].block(form) for index, form in self.forms]
@@ -157,7 +140,6 @@ class _SharedResults:
     def activations(
         self, plan: ResolvedPlan, blocks: Sequence[ResultBlock], tokens: list[int]
     ) -> Activations | None:
-        """Return the rows of one of these completions; None: the plan has no captures."""
         if not plan.captures:
             return None
         return _gathered(plan, self.places, blocks, tokens, self.numbers)
@@ -191,28 +173,12 @@ def _forms(parts: Sequence[WorkerResult]) -> tuple[tuple[int, BlockForm], ...] |
     return tuple(block_forms)
 
 
-def _ending(completion: Any) -> tuple[Hashable, ...]:
-    """Return what a receipt has of vLLM's CompletionOutput."""
-    return len(completion.token_ids), completion.finish_reason, completion.stop_reason
-
-
-def _count_by_tap(blocks: Sequence[ResultBlock]) -> dict[Tap, int]:
-    counts: dict[Tap, int] = {}
-    for block in blocks:
-        for tap in block.taps:
-            counts[tap] = counts.get(tap, 0) + block.positions.size
-    return counts
-
-
 def _no_rows_once(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
-    """Return `no_rows`, which requests with this plan share."""
     return plan.remember(("no rows", shape.dtype), 0, lambda: no_rows(plan, shape))
 
 
 def no_rows(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
-    """Return encoded rows of each captured tap, without any. Taps whose rows have the same form
-    have the same object.
-    """
+    """Return encoded rows of each captured tap, without any; one object for each form of rows."""
     codec, dtype = parse_codec(plan.codec), getattr(torch, shape.dtype)
     if not shape.widths and not plan.pattern_widths:
         return dict.fromkeys(plan.taps, Rows(codec, shape.hidden_size, dtype, (), ()))
@@ -231,7 +197,6 @@ def no_rows(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
 
 
 def _of_one_form(taps: Sequence[Tap], nothing: Mapping[Tap, Rows]) -> list[list[Tap]]:
-    """Group taps by the form of their rows."""
     groups: dict[int, list[Tap]] = {}
     for tap in taps:
         groups.setdefault(id(nothing[tap]), []).append(tap)
@@ -250,11 +215,7 @@ def _activations(
 
 
 def select_final(plan: ResolvedPlan, tokens: Sequence[int]) -> Select:
-    """Return the function that gives the positions selected by captures of an ended completion.
-
-    Args:
-        tokens: token ids of all rows, prompt first.
-    """
+    """Return the function that gives the positions selected by captures of an ended completion."""
     length = len(tokens)
 
     def select(captures: tuple[int, ...]) -> Ints:
@@ -280,13 +241,8 @@ def activations_of(
     tokens: Tensor | Sequence[int],
     nothing: Mapping[Tap, Rows],
 ) -> Activations:
-    """Return the captured rows of some blocks.
-
-    Args:
-        blocks: the rows; at most one per position and tap.
-        select: returns the positions, ascending, that captures select, by their indices.
-        tokens: token ids from position 0 on.
-        nothing: see `no_rows`.
+    """Return the captured rows of some blocks, which have at most one per position and tap.
+    `select` returns ascending positions; `nothing`: see `no_rows`.
     """
     places = _places(plan, blocks, select, nothing)
     return _gathered(plan, places, blocks, tokens)
@@ -298,7 +254,6 @@ def _places(
     select: Select,
     nothing: Mapping[Tap, Rows],
 ) -> list[_Places]:
-    """Return where the captured rows are; see `activations_of`."""
     places = []
     for captures, taps in plan.alike:
         selected = select(captures)
@@ -316,16 +271,9 @@ def _gathered(
     tokens: Tensor | Sequence[int],
     numbers: Mapping[Tap, int] | None = None,
 ) -> Activations:
-    """Return the rows of some blocks, given where they are; `numbers` as for `GatheredRows`."""
     groups = [
-        RowGroup(
-            place.taps,
-            place.positions,
-            [blocks[index] for index in place.blocks],
-            place.chosen,
-            place.nothing,
-        )
-        for place in places
+        RowGroup(at.taps, at.positions, [blocks[i] for i in at.blocks], at.chosen, at.nothing)
+        for at in places
     ]
     rows = GatheredRows(plan.taps, groups, numbers)
     return Activations(rows, rows.positions(), tokens)
@@ -339,7 +287,8 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
         if not probe.name:
             continue
         blocks = scores_of(probe, sent)
-        wanted = _selected_by(plan, probe, tokens)
+        select = functools.partial(_selected_by, probe, tokens)
+        wanted = plan.remember(("probe", probe.name), len(tokens), select)
         there, chosen = _choose([known for known, _ in blocks], wanted)
         # A copy: the worker's bytes are read-only, and of all probes.
         values = np.concatenate([np.zeros(0, np.float32), *(values for _, values in blocks)])
@@ -351,11 +300,8 @@ def _probes(plan: ResolvedPlan, sent: Sent, tokens: Sequence[int]) -> Probes | N
     return Probes(scores, positions, tokens)
 
 
-def _selected_by(plan: ResolvedPlan, probe: ResolvedProbe, tokens: Sequence[int]) -> Ints:
-    """Return the positions that a probe selects."""
-    length = len(tokens)
-    key = ("probe", probe.name)
-    return plan.remember(key, length, lambda: _expanded(probe.where.final(length, tokens)))
+def _selected_by(probe: ResolvedProbe, tokens: Sequence[int]) -> Ints:
+    return _expanded(probe.where.final(len(tokens), tokens))
 
 
 def _found_together(
@@ -375,23 +321,10 @@ def _found_together(
 def _choose(
     block_positions: list[NDArray[np.int64]], wanted: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], Tensor | None]:
-    """Select rows by position.
-
-    Args:
-        block_positions: int64, positions of each block's rows.
-        wanted: int64, the positions to select, ascending.
-
-    Returns:
-        (selected positions, ascending; indices of their rows among all rows, or None for all rows
-        in their order).
-    """
+    """Return the selected positions, ascending, and their rows' indices, None: all in order."""
     if not block_positions:
         return np.zeros(0, np.int64), None
-    if (
-        len(block_positions) == 1
-        and block_positions[0].size == wanted.size
-        and (block_positions[0] == wanted).all()
-    ):
+    if len(block_positions) == 1 and np.array_equal(block_positions[0], wanted):
         return block_positions[0], None
     positions = np.concatenate(block_positions)
     rising = np.argsort(positions, kind="stable")

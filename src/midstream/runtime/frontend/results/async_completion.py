@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from midstream.config.config import Config
@@ -32,36 +32,23 @@ _THREAD_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """What the end of a call does to its requests.
-
-    Attributes:
-        abort: aborts requests by vLLM's ids.
-        ended: is called when the requests have ended, before their results are fetched.
-        collected: is called when the results were fetched.
-    """
+    """What the end of a call does to its requests."""
 
     abort: Callable[[list[str]], Awaitable[None]]
-    ended: Callable[[GenerateCall], None]
-    collected: Callable[[GenerateCall], None]
+    ended: Callable[[GenerateCall], None]  # called before results are fetched
+    collected: Callable[[GenerateCall], None]  # called when results were fetched
 
 
+@dataclass(eq=False)
 class AsyncCompletion:
     """Sets results on the outputs of calls. Not thread-safe: call on the engine's event loop."""
 
-    def __init__(
-        self,
-        config: Config,
-        shape: ModelShape,
-        sinks: SinkSet,
-        streamer: RowStreamer,
-        end: CallEnd,
-    ) -> None:
-        self._config = config
-        self._shape = shape
-        self._sinks = sinks
-        self._streamer = streamer
-        self._end = end
-        self.totals = RequestTotals()
+    _config: Config
+    _shape: ModelShape
+    _sinks: SinkSet
+    _streamer: RowStreamer
+    _end: CallEnd
+    totals: RequestTotals = field(default_factory=RequestTotals)
 
     async def complete(self, call: GenerateCall, output: Any) -> None:
         """Set the results that exist by now on an output."""
@@ -95,11 +82,7 @@ class AsyncCompletion:
             raise call.failure
 
     async def close_session(self, call: GenerateCall) -> Any:
-        """Return the last output of a session that vLLM ended without one, with its results.
-
-        Returns:
-            vLLM's RequestOutput; None if there is nothing to add.
-        """
+        """Return a last output with results for a session that vLLM ended without one; or None."""
         if call.session is None or call.admitted is None:
             return None
         output = closing(call.session, call.is_delta)
@@ -165,7 +148,6 @@ class AsyncCompletion:
 
 
 def _record(call: GenerateCall, output: Any) -> None:
-    """Record the tokens of an output of a call with one completion."""
     assert call.admitted is not None
     if call.stream is None:
         prompt = output.prompt_token_ids or [0] * call.admitted.plan.prompt_len

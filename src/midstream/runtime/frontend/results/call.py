@@ -20,46 +20,26 @@ from midstream.sinks.sink_set import SinkSet
 
 @dataclass(eq=False, slots=True)
 class GenerateCall:
-    """State of one call.
-
-    Attributes:
-        call_plan: its plan, as attached to its sampling parameters.
-        session: its session of streaming input; None: an ordinary prompt.
-        admitted: the request as validated; None before that, and if no plan applies to it.
-        is_delta: whether each output has only the tokens since the previous one.
-        ids: vLLM's ids of its requests; several with n > 1.
-        replica: the engine that its requests run on; None: none was sent yet.
-        wait: its wait for capacity; None: it never waited.
-        sends: tasks that send requests which waited for capacity.
-        stream: tokens and scores so far; None before the first output.
-        is_collected: whether the workers hold no results of it any more.
-        is_over: whether its caller has left, possibly before its request was validated.
-        failure: why a request could not be sent.
-        partial_rows: its rows that are delivered before its end; None: none are.
-        spans: spans of its requests that wait for receipts.
-        names: the names that its caller gives its rows in sinks; None: none.
-    """
+    """State of one call."""
 
     call_plan: CallPlan
-    session: InputSession | None = None
-    admitted: AdmittedRequest | None = None
-    is_delta: bool = False
-    ids: list[str] = field(default_factory=list)
-    replica: Replica | None = None
-    wait: Wait | None = None
-    sends: list[asyncio.Task[None]] = field(default_factory=list)
-    stream: StreamState | None = None
-    is_collected: bool = False
-    is_over: bool = False
-    failure: BaseException | None = None
-    partial_rows: PartialRows | None = None
-    spans: list[DelayedSpan] = field(default_factory=list)
-    names: RequestNames | None = None
+    session: InputSession | None = None  # None: an ordinary prompt
+    admitted: AdmittedRequest | None = None  # None before validation, and if no plan applies
+    is_delta: bool = False  # each output has only the tokens since the previous one
+    ids: list[str] = field(default_factory=list)  # vLLM's ids of its requests; several with n > 1
+    replica: Replica | None = None  # None: nothing was sent yet
+    wait: Wait | None = None  # for capacity; None: it never waited
+    sends: list[asyncio.Task[None]] = field(default_factory=list)  # which had waited
+    stream: StreamState | None = None  # tokens and scores so far
+    is_collected: bool = False  # the workers hold no results of it any more
+    is_over: bool = False  # its caller has left, possibly before validation
+    failure: BaseException | None = None  # why a request could not be sent
+    partial_rows: PartialRows | None = None  # delivered before its end
+    spans: list[DelayedSpan] = field(default_factory=list)  # which wait for receipts
+    names: RequestNames | None = None  # that its caller gives its rows in sinks
 
     async def take_names(self, sinks: SinkSet) -> None:
-        """Check where its captures are stored, and take the names that they give their rows; see
-        `SinkSet.check_places` and `RequestNames.take`.
-        """
+        """Check where its captures are stored, and take the names that they give their rows."""
         self.names = sinks.names_of(self.plan)
         if self.plan is not None and sinks.has_places(self.plan):
             await asyncio.to_thread(sinks.check_places, self.plan)
@@ -73,11 +53,9 @@ class GenerateCall:
 
     @property
     def uid(self) -> str:
-        """midstream's id of its admitted request."""
         assert self.admitted is not None
         return self.admitted.uid
 
     @property
     def plan(self) -> Plan | None:
-        """The request's own plan; None: only what applies to every request."""
         return self.call_plan.plan

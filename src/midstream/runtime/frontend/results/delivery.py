@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm import RequestOutput
 
 from midstream.plan import ModelShape, ResolvedPlan
 from midstream.plan.readouts.capture import GATHERED, SHARDED
@@ -29,7 +30,6 @@ from midstream.runtime.frontend.results.assembly import (
 )
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.readouts import parted
-from midstream.runtime.frontend.results.several_completions import SeveralCompletions
 from midstream.runtime.protocol.results import ResultBlock, WorkerAnswers
 from midstream.sinks.delivery import (
     DeliveredRows,
@@ -60,13 +60,47 @@ _DONE.set_result(_STORED)
 _MANIFEST_SINK = "npz"
 
 
+# Attributes that each completion has of its own.
+PER_COMPLETION = (
+    "activations",
+    *READOUTS,
+    "probes",
+    "receipt",
+    "hidden_states",
+    "prefill_hidden_states",
+)
+
+
+class SeveralCompletions(RequestOutput):  # type: ignore[misc]
+    """vLLM's output of a request with n > 1.
+
+    `activations`, `probes`, `receipt` and the like are on each of its `outputs`. Reading one of
+    them here raises an AttributeError that says so; `hasattr` is False, and `getattr` with a
+    default gives the default.
+    """
+
+    @staticmethod
+    def convert(output: Any) -> None:
+        """Make an output of several completions one of this class, in place."""
+        for name in PER_COMPLETION:
+            output.__dict__.pop(name, None)
+        if type(output) is RequestOutput:
+            output.__class__ = SeveralCompletions
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in PER_COMPLETION:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # Of a half-made copy `outputs` may be missing.
+        count = len(self.__dict__.get("outputs", ()))
+        raise AttributeError(
+            f"this output has {count} completions (n > 1), each with its own `{name}`: read "
+            f"output.outputs[i].{name}, i from 0 to {count - 1}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request whose results were fetched.
-
-    Attributes:
-        partial_rows: rows that were delivered before the end; None: none were.
-    """
+    """A request whose results were fetched. `partial_rows`: those delivered before the end."""
 
     admitted: AdmittedRequest
     output: Any
@@ -82,7 +116,6 @@ class FinishedRequest:
         answers: WorkerAnswers,
         partial_rows: PartialRows | None,
     ) -> FinishedRequest:
-        """Return a request with the results that the workers answered."""
         before = {} if partial_rows is None else partial_rows.received()
         results = assemble(output, admitted, answers, shape, before)
         return FinishedRequest(admitted, output, shape, results, partial_rows)
@@ -90,53 +123,32 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SinkShare:
-    """The rows of one completion for one sink.
+    """The rows of one completion for one sink."""
 
-    Attributes:
-        completion: index of the completion.
-        put: their delivery; None: the rows are for `memory`.
-        rows: rows for `memory`; None: for another sink.
-    """
-
-    completion: int
+    completion: int  # index
     route: SinkRoute
-    put: SinkPut | None
-    rows: Activations | None = None
+    put: SinkPut | None  # their delivery; None: the rows are for `memory`
+    rows: Activations | None = None  # for `memory`
     earlier: tuple[Future[CaptureResult], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
 class PendingDelivery:
     """A finished request whose rows are in the queues of their sinks."""
 
-    def __init__(
-        self,
-        finished: FinishedRequest,
-        shares: Sequence[tuple[SinkShare, Sequence[Future[CaptureResult]]]],
-    ) -> None:
-        """Create it.
-
-        Args:
-            shares: each share, with the results of its pieces.
-        """
-        self._finished = finished
-        self._shares = shares
+    _finished: FinishedRequest
+    _shares: Sequence[tuple[SinkShare, Sequence[Future[CaptureResult]]]]
 
     @property
     def futures(self) -> list[Future[CaptureResult]]:
-        """The results of all pieces."""
         return [future for _, futures in self._shares for future in futures]
 
     @property
     def is_done(self) -> bool:
-        """Whether all results are known."""
         return all(future.done() for future in self.futures)
 
     def set_results(self, output: Any) -> None:
-        """Set all results on an output. Blocks until they are known.
-
-        Args:
-            output: vLLM's RequestOutput, possibly without tokens that earlier outputs had.
-        """
+        """Set all results on an output, which may have its last tokens alone. Blocks until then."""
         results = [
             (share, _joined([future.result() for future in futures]))
             for share, futures in self._shares
@@ -161,10 +173,7 @@ def deliver(sinks: Queues, finished: FinishedRequest) -> PendingDelivery:
 
 
 async def deliver_soon(sinks: Queues, finished: FinishedRequest) -> PendingDelivery:
-    """Put a request's rows into the queues of their sinks, and wait for the results.
-
-    A sink whose queue is full does not delay others.
-    """
+    """As `deliver`, and wait for the results. A sink whose queue is full does not delay others."""
 
     async def put(share: SinkShare) -> Sequence[Future[CaptureResult]]:
         futures = await run_puts_soon(_puts(finished, share), sinks)
@@ -180,12 +189,7 @@ async def deliver_soon(sinks: Queues, finished: FinishedRequest) -> PendingDeliv
 
 
 def set_on_output(output: Any, finished: FinishedRequest) -> bool:
-    """Set the results on an output if there is nothing else to do: it has one completion, whose
-    vectors all are for the output, and arrived.
-
-    Args:
-        output: vLLM's RequestOutput; see `PendingDelivery.set_results`.
-    """
+    """Set the results on an output of one completion that gets all vectors; else return False."""
     admitted, routes = finished.admitted, finished.admitted.routes
     if len(output.outputs) > 1 or admitted.plan.pattern_widths:
         return False
@@ -298,7 +302,8 @@ def _set_results(
         completion.probes = mine.probes
         completion.receipt = receipt
         completion.capture_results = joined or None
-        completion.activation_manifest = _manifest(joined)
+        npz = joined.get(_MANIFEST_SINK)
+        completion.activation_manifest = None if npz is None else npz.manifest
         for sink, joined_result in joined.items():
             every.setdefault(sink, []).append(joined_result)
     output.capture_results = {
@@ -367,7 +372,6 @@ def _source(output: Any, completion: Any) -> DeliverySource:
 
 
 def _joined(results: Sequence[CaptureResult]) -> CaptureResult:
-    """Return the result of a share, from the results of its pieces."""
     return results[0] if len(results) == 1 else CaptureResult.of_pieces(results)
 
 
@@ -384,8 +388,3 @@ def _limited(
     if actual == expected:
         return result
     return replace(result, status="partial", reason=f"{actual} of {expected} rows came")
-
-
-def _manifest(results: dict[str, CaptureResult]) -> Any:
-    result = results.get(_MANIFEST_SINK)
-    return None if result is None else result.manifest

@@ -12,19 +12,13 @@ from midstream.runtime.protocol.results import WorkerResult
 
 @dataclass(frozen=True, slots=True)
 class HeldPlan:
-    """A version of a plan, and where it held.
+    """A version of a plan, and the positions [start, stop) at which it held."""
 
-    Attributes:
-        number: number of the version; 0: the plan with which the request was sent.
-        start, stop: the positions at which it held, [start, stop).
-        later: what is known of a later version; None: it is version 0.
-    """
-
-    number: int
+    number: int  # 0: the plan with which the request was sent
     plan: ResolvedPlan
     start: int
     stop: int
-    later: LaterPlan | None = None
+    later: LaterPlan | None = None  # None: it is version 0
 
 
 def held_plans(
@@ -33,13 +27,7 @@ def held_plans(
     parts: Sequence[WorkerResult],
     length: int,
 ) -> tuple[list[HeldPlan], list[str]]:
-    """Return the versions of one completion's plan, in order, and the problems.
-
-    Args:
-        first: the plan with which the request was sent.
-        later: its later versions, by number.
-        length: number of rows of the completion.
-    """
+    """Return the versions of one completion's plan, in order, and the problems."""
     reported = parts[0].versions if parts else ()
     problems = []
     for part in parts[1:]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from midstream.plan import ModelShape
+from midstream.plan import ModelShape, ResolvedPlan
 from midstream.results.activations import Activations, with_heads
 from midstream.results.receipt import Captured, CaptureResult, Receipt
 from midstream.runtime.frontend.admitted import AdmittedRequest
+from midstream.runtime.frontend.request.budget import row_sizes
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
-from midstream.runtime.frontend.results.progress import RequestProgress
-from midstream.runtime.frontend.results.row_selection import RowSelection
+from midstream.runtime.frontend.results.assembly import activations_of, no_rows, select_final
+from midstream.runtime.frontend.results.partial_scores import ScoreSelection
 from midstream.runtime.protocol.rank_parts import joined_blocks
 from midstream.runtime.protocol.results import ResultBlock, WorkerAnswers, index_of, split
 from midstream.runtime.protocol.runs import Ints
@@ -27,37 +30,103 @@ from midstream.sinks.sink_set import SinkSet
 from midstream.sites import Tap
 
 
+class RowSelection:
+    """Selects rows of one plan. Has no state."""
+
+    def __init__(self, plan: ResolvedPlan, shape: ModelShape) -> None:
+        self._plan = plan
+        self._no_rows = no_rows(plan, shape)
+        self.row_bytes = row_sizes(plan, shape)
+        self.position_bytes = sum(self.row_bytes.values())  # of all rows of one position, at most
+        # A row may be the last one until the next token is known.
+        self._is_last_open = any(capture.where.last_from is not None for capture in plan.captures)
+        self._selections = [
+            ScoreSelection(replace(capture.where, last_from=None)) for capture in plan.captures
+        ]
+
+    def stop(self, length: int) -> int:
+        """Return the position below which captures are decided, while so many tokens are known."""
+        return max(0, length - 1 - self._is_last_open)
+
+    def size_of(self, rows: Activations) -> int:
+        return sum(self.row_bytes[tap] * count for tap, count in rows.counts().items())
+
+    def decided(
+        self,
+        captures: tuple[int, ...],
+        blocks: Sequence[ResultBlock],
+        tokens: Ints,
+        start: int = 0,
+    ) -> Activations:
+        """Return the rows that captures, by index, select whatever tokens follow."""
+        plan = self._plan.only(captures)
+        start = max(start, min((int(block.positions[0]) for block in blocks), default=0))
+        stop = max((int(block.positions[-1]) + 1 for block in blocks), default=0)
+        stop = max(start, min(stop, len(tokens)))
+
+        def selected(chosen: tuple[int, ...]) -> Ints:
+            parts = [
+                self._selections[captures[index]].within(start, stop, tokens) for index in chosen
+            ]
+            return np.unique(np.concatenate(parts))
+
+        return activations_of(plan, blocks, selected, torch.from_numpy(tokens), self._no_rows)
+
+    def final(
+        self, captures: tuple[int, ...], blocks: Sequence[ResultBlock], tokens: list[int]
+    ) -> Activations:
+        """Return the rows that captures, by index, select in a completion that has ended."""
+        plan = self._plan.only(captures)
+        return activations_of(plan, blocks, select_final(plan, tokens), tokens, self._no_rows)
+
+
+class RequestProgress(NamedTuple):
+    """A running completion."""
+
+    prompt: str | None  # None: not given as text
+    prompt_token_ids: tuple[int, ...] | None  # None: given as embeddings
+    generated: tuple[int, ...]
+
+
+def lengths_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, int]:
+    """Return the number of generated tokens of each running completion, of vLLM's states by id."""
+    return {
+        request_id: len(states[request_id].detokenizer.output_token_ids)
+        for request_id in ids
+        if request_id in states
+    }
+
+
+def running_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, RequestProgress]:
+    """Return a copy of the state of each running completion, of vLLM's states by id."""
+    return {
+        request_id: RequestProgress(
+            state.prompt,
+            None if state.prompt_token_ids is None else tuple(state.prompt_token_ids),
+            tuple(state.detokenizer.output_token_ids),
+        )
+        for request_id in ids
+        if (state := states.get(request_id)) is not None
+    }
+
+
 @dataclass(slots=True)
 class _Completion:
-    """Rows of one completion.
+    """Rows of one completion."""
 
-    Attributes:
-        received: all blocks that arrived; without their rows if nothing needs these at the end.
-        unshown: blocks that no output has shown entirely.
-        shown: position below which outputs have shown rows.
-        undelivered: blocks that no sink was given yet.
-        progress: the completion when rows were last requested.
-        counts: per route, the number of rows of each tap that its sink was given.
-        results: per route, the result of each piece.
-    """
-
+    # All blocks that arrived; without their rows if nothing needs these at the end.
     received: list[ResultBlock] = field(default_factory=list)
-    unshown: list[ResultBlock] = field(default_factory=list)
-    shown: int = 0
-    undelivered: list[ResultBlock] = field(default_factory=list)
+    unshown: list[ResultBlock] = field(default_factory=list)  # not shown entirely yet
+    shown: int = 0  # position below which outputs have shown rows
+    undelivered: list[ResultBlock] = field(default_factory=list)  # given to no sink yet
     requested: int = 0
-    progress: RequestProgress | None = None
-    counts: dict[SinkRoute, Counter[Tap]] = field(default_factory=dict)
-    results: dict[SinkRoute, list[Future[CaptureResult]]] = field(default_factory=dict)
+    progress: RequestProgress | None = None  # when rows were last requested
+    counts: dict[SinkRoute, Counter[Tap]] = field(default_factory=dict)  # that its sink got
+    results: dict[SinkRoute, list[Future[CaptureResult]]] = field(default_factory=dict)  # of pieces
 
 
 class PartialRows:
-    """Rows of one request that are delivered before it ends.
-
-    Attributes:
-        is_over: whether no more rows are to be requested before the end.
-        lock: an asynchronous engine holds it while it fetches and delivers rows.
-    """
+    """Rows of one request that are delivered before it ends."""
 
     @staticmethod
     def of(
@@ -67,7 +136,7 @@ class PartialRows:
         sinks: SinkSet,
         shape: ModelShape,
     ) -> PartialRows | None:
-        """Create it for a request; None if nothing needs rows before its end. See `__init__`."""
+        """Create it for a request; None if nothing needs rows before its end."""
         paces = (sinks.pace(route.sink) for route in admitted.routes)
         if not _streamed(admitted) and all(pace is None for pace in paces):
             return None
@@ -81,14 +150,9 @@ class PartialRows:
         sinks: SinkSet,
         shape: ModelShape,
     ) -> None:
-        """Create it for a request.
-
-        Args:
-            request_id: the request id that its caller gave.
-            num_completions: number of completions.
-        """
         self.ids: list[str] = []
-        self.is_over = False
+        self.is_over = False  # no more rows are to be requested before the end
+        # Held by an asynchronous engine while it fetches and delivers rows.
         self.lock = asyncio.Lock()
         self._admitted = admitted
         self._request_id = request_id
@@ -119,11 +183,7 @@ class PartialRows:
         return self._selection.stop(length)
 
     def is_due(self, lengths: Mapping[str, int]) -> bool:
-        """Return whether a sink should get rows now.
-
-        Args:
-            lengths: per id of a running completion, its number of generated tokens.
-        """
+        """Return whether a sink should get rows now, given the generated tokens by id."""
         prompt, is_any_new, nbytes = self._admitted.plan.prompt_len, False, 0
         for request_id, generated in lengths.items():
             new = self.stop(prompt + generated) - self._completion(request_id).requested
@@ -136,11 +196,7 @@ class PartialRows:
         )
 
     def request(self, progress: Mapping[str, RequestProgress]) -> dict[str, int]:
-        """Return, by vLLM's id, the position below which rows of each completion are to be fetched.
-
-        Args:
-            progress: the running completions, by vLLM's id.
-        """
+        """Return, by vLLM's id, the position below which to fetch each completion's rows."""
         self._last_request = time.monotonic()
         stops = {}
         for request_id, request_progress in progress.items():
@@ -158,11 +214,7 @@ class PartialRows:
     # -- received rows ----------------------------------------------------------------------
 
     def receive(self, answers: WorkerAnswers) -> int:
-        """Record rows that were fetched.
-
-        Returns:
-            Their size in bytes; where ranks share rows, that of the first rank's.
-        """
+        """Record rows that were fetched; return their bytes, where ranks share them the first's."""
         nbytes = 0
         for index, results in split(answers, self._count).items():
             mine = self._completions[index]
@@ -177,16 +229,10 @@ class PartialRows:
         return nbytes
 
     def received(self) -> dict[int, list[ResultBlock]]:
-        """Return all blocks that arrived, per completion."""
         return {index: mine.received for index, mine in self._completions.items()}
 
     def shown(self, tokens: Ints, is_delta: bool) -> Activations:
-        """Return the rows for an output before the last, of a request with one completion.
-
-        Args:
-            tokens: ids of all known tokens, prompt first.
-            is_delta: whether to return only rows that no output has shown; otherwise all.
-        """
+        """Return the rows for an output before the last; with `is_delta` those not shown yet."""
         (mine,) = self._completions.values()
         start, stop = mine.shown if is_delta else 0, self.stop(len(tokens))
         every = mine.unshown if is_delta else mine.received
@@ -218,18 +264,12 @@ class PartialRows:
             self._completions[index].results.setdefault(route, []).append(result)
 
     def results(self, route: SinkRoute, index: int) -> tuple[Future[CaptureResult], ...]:
-        """Return the result of each piece of a completion that a sink was given."""
         return tuple(self._completions[index].results.get(route, ()))
 
     def last_rows(
         self, route: SinkRoute, index: int, blocks: Sequence[ResultBlock], tokens: list[int]
     ) -> tuple[Activations, int]:
-        """Return the rows of a completion's last piece, and their size in bytes.
-
-        Args:
-            index: index of the completion.
-            tokens: token ids of all rows, prompt first.
-        """
+        """Return the rows of a completion's last piece, and their size in bytes."""
         every = [*self._completions[index].undelivered, *blocks]
         rows = self._selection.final(route.captures, every, tokens)
         return rows, self._selection.size_of(rows)
@@ -239,10 +279,7 @@ class PartialRows:
         self._completions[index].results.pop(route, None)
 
     def endings(self) -> list[tuple[SinkRoute, Delivery]]:
-        """Return last pieces for sinks that were given pieces and not the last one.
-
-        The request was aborted, or its caller has left. The pieces have no rows.
-        """
+        """Return last pieces, without rows, for sinks that lack theirs: the request was aborted."""
         endings = []
         for index, mine in self._completions.items():
             for route in mine.results:

@@ -20,13 +20,9 @@ from midstream.runtime.protocol.segments import FOREVER
 
 
 class StreamState:
-    """Tokens and scores of one completion, updated with each output.
-
-    The cost of an update depends on what is new, except for the copies that the caller gets.
-    """
+    """Tokens and scores of one completion, updated at the cost of what is new."""
 
     def __init__(self, plan: ResolvedPlan, prompt: Sequence[int]) -> None:
-        """Create it for a completion."""
         self._prompt_len = len(prompt)
         self._tokens = _Growing(np.int64)
         self._tokens.extend(np.array(prompt, np.int64))
@@ -35,30 +31,21 @@ class StreamState:
 
     @property
     def tokens(self) -> Ints:
-        """Ids of all known tokens, prompt first: int64. The array never changes."""
+        """Ids of all known tokens, prompt first. The array never changes."""
         return self._tokens.values
 
     @property
     def generated(self) -> list[int]:
-        """Ids of the generated tokens."""
         tokens: list[int] = self._tokens.values[self._prompt_len :].tolist()
         return tokens
 
     def record(self, completion: Any, is_delta: bool) -> None:
-        """Record the tokens of an output.
-
-        Args:
-            is_delta: whether it has only the tokens since the previous output; otherwise all.
-        """
+        """Record the tokens of an output: those since the previous one, or all."""
         known = 0 if is_delta else len(self._tokens.values) - self._prompt_len
         self._tokens.extend(np.array(completion.token_ids[known:], np.int64))
 
     def next_span(self) -> Span | None:
-        """Return [start, stop) of the positions computed since the last call of this.
-
-        Returns:
-            The span; None if no probe selects a position in it.
-        """
+        """Return [start, stop) of what was computed since the last call, if a probe is there."""
         # The last sampled token was not computed on.
         start, stop = self._requested, len(self._tokens.values) - 1
         if not self._scores or stop <= start:
@@ -70,7 +57,6 @@ class StreamState:
         return (start, stop) if any(selected) else None
 
     def add(self, blocks: list[ScoreBlock]) -> None:
-        """Add the scores that the workers have in the span of `next_span`."""
         for scores in self._scores:
             scores.add(blocks)
 
@@ -89,10 +75,7 @@ class StreamState:
 
 
 class _Scores:
-    """Scores of one probe, ascending by position.
-
-    The score of a request's last row is not included: that row is not known before the end.
-    """
+    """Scores of one probe by position; that of a last row is not known before the end."""
 
     def __init__(self, probe: ResolvedProbe) -> None:
         self.name = probe.name
@@ -125,11 +108,7 @@ class ScoreSelection:
         self._matches = [(_bounds(m.ranges), np.array(m.ids), m.others) for m in where.matches]
 
     def within(self, start: int, stop: int, tokens: Ints) -> Ints:
-        """Return the selected positions in [start, stop).
-
-        Args:
-            tokens: token ids from position 0 on.
-        """
+        """Return the selected positions in [start, stop); `tokens` are from position 0 on."""
         positions = np.arange(start, stop)
         selected = _inside(self._ranges, positions)
         for bounds, ids, others in self._matches:
@@ -159,7 +138,6 @@ class _Growing:
 
 
 def _bounds(ranges: Ranges) -> tuple[Ints, Ints]:
-    """Return the starts of some ranges, and their stops."""
     pairs = [(start, FOREVER if stop is None else stop) for start, stop in ranges]
     both = np.array(pairs, np.int64).reshape(-1, 2)
     return both[:, 0], both[:, 1]

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from midstream.plan.readouts.reduced import is_reduced
-from midstream.plan.resolved import ResolvedCapture
+import torch
+from torch import Tensor
+
+from midstream.plan import ResolvedPlan
+from midstream.plan.readouts.reduced import RETURNED, is_reduced
+from midstream.plan.resolved import Pattern, ResolvedCapture
 from midstream.results.activations import Activations
+from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows
 from midstream.results.readouts import RESULTS
 from midstream.runtime.frontend.admitted import AdmittedRequest
-from midstream.runtime.frontend.results.reduced import with_reduced
-from midstream.sites import Tap
+from midstream.sites import Tap, order
 
 _NONE: Mapping[str, Any] = dict.fromkeys(RESULTS)
 
 
 class Parted(NamedTuple):
-    """Rows of a completion by their kind; None where there are none.
-
-    Attributes:
-        readouts: what read-outs returned, by the attribute of outputs.
-    """
+    """Rows of a completion by their kind; `readouts` by the attribute of outputs."""
 
     activations: Activations | None
     readouts: Mapping[str, Any] = _NONE
@@ -58,3 +58,67 @@ def _vectors(rows: Activations, patterns: dict[Tap, int]) -> Activations | None:
     groups = [group for group in held.groups if group.taps[0] not in patterns]
     mine = GatheredRows(taps, groups)
     return Activations(mine, mine.positions(), tokens, rows.num_layers, rows.heads)
+
+
+def num_reduced(rows: Activations, plan: ResolvedPlan) -> dict[Tap, int]:
+    """Return the number of rows that each reduced row is made of, by its tap in the plan."""
+    num_rows = {}
+    for capture in plan.captures:
+        pattern = capture.pattern
+        if pattern is None or not pattern.reduces:
+            continue
+        for place, tap in enumerate(capture.taps):
+            if tap in rows.counts():
+                counts = _parts(rows, tap, pattern, place)[..., 0].contiguous().view(torch.int32)
+                # Ranks with parts of a row have counted the same rows.
+                num_rows[tap] = int(counts.min()) if counts.numel() else 0
+    return num_rows
+
+
+def with_reduced(
+    whole: Activations | None, rows: Activations, plan: ResolvedPlan
+) -> Activations | None:
+    """Return captured vectors, if any, with reduced rows, by sites and layers of the engine."""
+    captures = [capture for capture in plan.captures if is_reduced(capture)]
+    if not captures:
+        return whole
+    values: dict[Tap, Tensor | Rows] = {}
+    positions: dict[Tap, Tensor] = {}
+    if whole is not None:
+        for tap in whole:
+            values[tap] = whole.held.rows(tap)
+            positions[tap] = whole.positions_of(*tap)
+    for capture in captures:
+        for place, tap in enumerate(capture.taps):
+            if tap in rows.counts():
+                assert capture.pattern is not None
+                read = capture.pattern.reads[place]
+                values[read], positions[read] = _reduced(rows, tap, capture, place)
+    if not values:
+        return whole
+    values = {tap: values[tap] for tap in sorted(values, key=order)}
+    tokens = rows.held.tokens
+    return Activations(values, positions, tokens, rows.num_layers, rows.heads)
+
+
+def _parts(rows: Activations, tap: Tap, pattern: Pattern, place: int) -> Tensor:
+    """Return the parts of a tap's reduced rows, float32 [rows, parts, size]."""
+    values: Tensor = rows[tap].as_subclass(torch.Tensor)
+    return values.view(-1, pattern.counts[place], pattern.size)
+
+
+def _reduced(
+    rows: Activations, tap: Tap, capture: ResolvedCapture, place: int
+) -> tuple[Tensor, Tensor]:
+    """Return the values of reduced rows, in memory of their own, and their positions."""
+    pattern = capture.pattern
+    assert pattern is not None
+    positions = rows.positions_of(*tap)
+    if not pattern.reduces:
+        return rows[tap].as_subclass(torch.Tensor).clone(), positions.clone()
+    num_returned = RETURNED[pattern.kind]
+    # [rows, parts, numbers, components] to [rows · numbers, width].
+    parts = _parts(rows, tap, pattern, place)[..., 1:].unflatten(2, (num_returned, -1))
+    return parts.transpose(1, 2).flatten(2).flatten(0, 1).clone(), positions.repeat_interleave(
+        num_returned
+    )

@@ -33,7 +33,7 @@ from midstream.results.receipt import (
 from midstream.runtime.frontend.request.prepared_plan import LaterPlan
 from midstream.runtime.frontend.results.actions import actions_of
 from midstream.runtime.frontend.results.held_plans import HeldPlan, held_plans
-from midstream.runtime.frontend.results.reduced import num_reduced
+from midstream.runtime.frontend.results.readouts import num_reduced
 from midstream.runtime.protocol.results import WorkerResult
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, MOST_APPLIED, NONFINITE, UNSEEN
@@ -45,17 +45,12 @@ Final = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class EndedCompletion:
-    """A completion that has ended, and what the workers answered of it.
-
-    Attributes:
-        tokens: token id of each row, prompt first.
-        probes: scores of the completion; None: the plan has no named probes.
-    """
+    """A completion that has ended, and what the workers answered of it."""
 
     completion: Any
     parts: list[WorkerResult]
-    tokens: list[int]
-    probes: Probes | None
+    tokens: list[int]  # of each row, prompt first
+    probes: Probes | None  # None: the plan has no named probes
 
 
 def make_receipt(
@@ -66,13 +61,7 @@ def make_receipt(
     coming_from: tuple[tuple[str, str], ...] = (),
     later: Mapping[int, LaterPlan] = MappingProxyType({}),
 ) -> Receipt:
-    """Return the receipt of one completion.
-
-    Args:
-        activations: captured rows of the completion; None: the plan has no captures.
-        coming_from: fields of other tools that the plan was made of, see Plan.
-        later: later versions of the plan, by number.
-    """
+    """Return the receipt of one completion. `activations`: None: the plan has no captures."""
     completion, parts, tokens, probes = ended.completion, ended.parts, ended.tokens, ended.probes
     length = len(tokens)
     problems: list[str] = []
@@ -166,9 +155,7 @@ def _captured(expected: Mapping[Tap, int], actual: Mapping[Tap, int]) -> tuple[C
 def _edited(
     held: Sequence[HeldPlan], parts: list[WorkerResult], length: int, tokens: Sequence[int]
 ) -> tuple[Edited, tuple[Version, ...], list[str]]:
-    """Count edits per position, over all pipeline stages; return the counts, those of each version
-    of the plan if there are several, and the problems.
-    """
+    """Count edits per position over all stages; return counts, those by version, and problems."""
     edits, reads = _expected_of_versions(held, length, tokens)
     expected = edits + reads
     done = np.zeros(length, np.int64)
@@ -314,7 +301,6 @@ def _missing(parts: list[WorkerResult]) -> list[str]:
 
 
 def _add_up(finals: Iterable[Final], length: int) -> Ints:
-    """Return, for each position, the number of selections that it is in."""
     steps = np.zeros(length + 1, np.int64)
     for ranges in finals:
         for start, stop in ranges:
@@ -355,9 +341,7 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
 def _selected_by_version(
     held: Sequence[HeldPlan], every: Sequence[Selected], length: int, tokens: Sequence[int]
 ) -> Iterator[Selected]:
-    """Yield the selections of captures and probes, and those of the edits of each version where it
-    held.
-    """
+    """Yield the selections of captures and probes, and of each version's edits where it held."""
     yield from (
         selected for selected in every if not selected.what.startswith(("edits[", "steering["))
     )
@@ -404,11 +388,7 @@ class ReceiptReporter:
         ]
 
     def report(self, outputs: Sequence[Any] = ()) -> None:
-        """Report the problems, once.
-
-        Args:
-            outputs: outputs of the call, for the error.
-        """
+        """Report the problems, once; an error has the call's outputs."""
         receipts, self._receipts = self._receipts, []
         if not receipts:
             return

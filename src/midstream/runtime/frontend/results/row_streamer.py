@@ -9,8 +9,12 @@ from typing import Any
 
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.results.call import GenerateCall
-from midstream.runtime.frontend.results.partial_rows import PartialRows
-from midstream.runtime.frontend.results.progress import RequestProgress, lengths_of, running_of
+from midstream.runtime.frontend.results.partial_rows import (
+    PartialRows,
+    RequestProgress,
+    lengths_of,
+    running_of,
+)
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
 from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.sinks.delivery import run_puts, run_puts_soon
@@ -28,13 +32,7 @@ class StepRowStreamer:
     def __init__(
         self, sinks: SinkSet, received: Callable[[str, int], None], fetch: FetchRows
     ) -> None:
-        """Create it for one engine.
-
-        Args:
-            received: is called with the uid and the bytes of rows that were fetched.
-            fetch: fetches rows, per uid, given the positions below which they are fetched, per uid
-                and vLLM's id.
-        """
+        """Create it; `received` is called with the uid and the bytes of rows that were fetched."""
         self._sinks = sinks
         self._received = received
         self._fetch = fetch
@@ -45,7 +43,6 @@ class StepRowStreamer:
         return len(self._partial_rows)
 
     def add(self, uid: str, partial: PartialRows) -> None:
-        """Add a request."""
         self._partial_rows[uid] = partial
 
     def get(self, uid: str | None) -> PartialRows | None:
@@ -53,13 +50,7 @@ class StepRowStreamer:
         return None if uid is None else self._partial_rows.get(uid)
 
     def deliver_due(self, states: Mapping[str, Any]) -> None:
-        """Fetch rows, and deliver them to sinks that should get them now.
-
-        Blocks while a sink is full.
-
-        Args:
-            states: vLLM's states of running requests, by its ids.
-        """
+        """Fetch rows, and put them into sinks that should get them now. Blocks if one is full."""
         if not self._partial_rows or time.monotonic() < self._next_check:
             return
         due = {
@@ -94,19 +85,11 @@ class StepRowStreamer:
 
 
 class RowStreamer:
-    """Delivers rows of an asynchronous engine's calls. Not thread-safe: call on its event loop.
-
-    All methods but `run` are for calls that have `partial_rows`.
-    """
+    """Delivers rows of an asynchronous engine's calls with `partial_rows`, on its event loop."""
 
     def __init__(
         self, sinks: SinkSet, received: Callable[[str, int], None], tasks: BackgroundTasks
     ) -> None:
-        """Create it for one engine.
-
-        Args:
-            received: is called with the uid and the bytes of rows that were fetched.
-        """
         self._sinks = sinks
         self._received = received
         self._tasks = tasks
@@ -117,11 +100,7 @@ class RowStreamer:
         calls: Callable[[], Iterable[GenerateCall]],
         states: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """Deliver rows in the background, as long as there are calls that have `partial_rows`.
-
-        Args:
-            states: returns vLLM's states of running requests, by its ids.
-        """
+        """Deliver rows in the background, as long as there are calls that have `partial_rows`."""
         if self._task is None:
             self._task = self._tasks.start(self._run(calls, states))
 
@@ -141,22 +120,14 @@ class RowStreamer:
             self._task = None
 
     def is_due(self, call: GenerateCall, states: Mapping[str, Any]) -> bool:
-        """Return whether a sink should get rows of a call now, and no delivery is under way.
-
-        Args:
-            states: vLLM's states of running requests, by its ids.
-        """
+        """Return whether a sink should get rows of a call now, and no delivery is under way."""
         assert call.partial_rows is not None
         if call.replica is None or call.partial_rows.lock.locked() or call.partial_rows.is_over:
             return False
         return call.partial_rows.is_due(lengths_of(states, call.partial_rows.ids))
 
     async def deliver(self, call: GenerateCall, states: Mapping[str, Any]) -> None:
-        """Deliver the rows of a call that exist by now to sinks. Waits while a sink is full.
-
-        Args:
-            states: vLLM's states of running requests, by its ids.
-        """
+        """Deliver the rows of a call that exist by now to sinks. Waits while a sink is full."""
         partial = call.partial_rows
         assert partial is not None
         async with partial.lock:
@@ -168,11 +139,7 @@ class RowStreamer:
             await run_puts_soon(partial.pieces(), self._sinks)
 
     async def show(self, call: GenerateCall, is_aborted: bool) -> Activations:
-        """Return the rows for an output of a call that is not its regular last one.
-
-        Args:
-            is_aborted: whether the call was aborted. Then rows are not fetched any more.
-        """
+        """Return the rows for an output; of an aborted call none is fetched any more."""
         assert call.partial_rows is not None
         assert call.stream is not None
         tokens = call.stream.tokens

@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 
 
 def open_sinks(vllm_config: Any, info: EngineInfo) -> SinkSet:
-    """Open the sinks of an engine's settings."""
     section = vllm_config.additional_config[KEY]
     settings = read_sinks(section.sinks if isinstance(section, Settings) else {})
     return SinkSet(settings, origin_of(vllm_config, info))
 
 
 def origin_of(vllm_config: Any, info: EngineInfo) -> Origin:
-    """Return the description of an engine that its sinks get."""
     import vllm
 
     model = vllm_config.model_config

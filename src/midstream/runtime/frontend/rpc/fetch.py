@@ -49,11 +49,7 @@ class Call(Protocol):
 
 
 def collect(workers: Sequence[RemoteWorker], uids: list[str]) -> Exchange[dict[str, WorkerAnswers]]:
-    """Fetch all results of ended requests; the workers forget them.
-
-    Returns:
-        Per uid, the answer of each worker, in their order.
-    """
+    """Fetch all results of ended requests, by uid; the workers forget them."""
     answers = yield from _fetch(workers, CollectResults(uids, *_reader(workers)), uids)
     return answers
 
@@ -61,11 +57,7 @@ def collect(workers: Sequence[RemoteWorker], uids: list[str]) -> Exchange[dict[s
 def collect_partial(
     workers: Sequence[RemoteWorker], stops: Mapping[str, Mapping[str, int]]
 ) -> Exchange[dict[str, WorkerAnswers]]:
-    """Fetch rows of running requests; the workers forget these rows. See `collect`.
-
-    Args:
-        stops: per uid and vLLM's id, the position below which rows are fetched.
-    """
+    """Fetch rows of running requests, below positions by uid and vLLM's id, from the workers."""
     request = CollectPartialRows(
         {uid: dict(positions) for uid, positions in stops.items()}, *_reader(workers)
     )
@@ -152,7 +144,6 @@ def carry_on(exchange: Exchange[T], answers: list[Any], call: Call) -> T:
 def scores_by_uid(
     workers: Sequence[RemoteWorker], uids: Iterable[str], answers: Sequence[RunningScores]
 ) -> dict[str, list[ScoreBlock]]:
-    """Return the scores of running requests, by uid."""
     blocks: dict[str, list[ScoreBlock]] = {uid: [] for uid in uids}
     for worker, answer in zip(workers, answers, strict=True):
         for uid, block in score_blocks(worker.info, answer.requests, answer.data):
@@ -161,11 +152,7 @@ def scores_by_uid(
 
 
 def check_traces(workers: Sequence[WorkerInfo], checksums: Sequence[list[StepChecksum]]) -> None:
-    """Compare the workers' checksums, if all workers keep them.
-
-    Args:
-        checksums: those of each worker, in the same order.
-    """
+    """Compare the workers' checksums, if all workers keep them."""
     traces = [
         {checksum.step: checksum for checksum in worker_checksums} for worker_checksums in checksums
     ]

@@ -16,11 +16,7 @@ from midstream.validation import show
 
 
 async def fetch_parameter(engine: Any, batcher: RpcBatcher, name: str) -> Tensor:
-    """Return a parameter of an asynchronous engine; see `read_parameter`.
-
-    Args:
-        batcher: calls the workers of one replica; all have the same parameters.
-    """
+    """Return a parameter of an asynchronous engine, of any replica; see `read_parameter`."""
     check_awake(await engine.is_sleeping())
     return await batcher.carry_out(read_parameter(name))
 
@@ -32,13 +28,8 @@ def check_awake(is_sleeping: bool) -> None:
 
 
 def read_parameter(name: str) -> Exchange[Tensor]:
-    """Read a parameter outside the decoder layers, in parts, from the ranks that have them.
-
-    Args:
-        name: its name in the language model, for example `lm_head.weight`.
-
-    Returns:
-        The whole parameter on the CPU, in its dtype.
+    """Read a parameter outside the decoder layers, by its name in the language model, to the CPU,
+    in parts, from the ranks that have them.
     """
     answers: list[ParameterRows] = yield ReadParameter(name, 0, 0)
     known = next((answer for answer in answers if answer.shape), None)

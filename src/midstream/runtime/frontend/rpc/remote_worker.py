@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from midstream.runtime.protocol.results import Lease, Leased, ResultHeader
 from midstream.runtime.protocol.worker_info import WorkerInfo
@@ -14,29 +15,18 @@ MOST_HELD = 0.5
 
 
 class RemoteWorker:
-    """One worker.
-
-    Attributes:
-        front_end: number of this front end, among those of the engine.
-    """
+    """One worker."""
 
     def __init__(self, info: WorkerInfo, front_end: int = 0, front_ends: int = 1) -> None:
-        """Args:
-        front_end: number of this front end.
-        """
         self.info = info
-        self.front_end = front_end
+        self.front_end = front_end  # number of this one among those of the engine
         self.arena_bytes = info.arena_bytes // front_ends
         self._arena: MappedArena | None = None
-        try:
+        with suppress(OSError):  # on another machine, or of another user: the worker sends rows
             self._arena = MappedArena(info.arena)
-        except OSError:
-            # On another machine, or of another user: the worker sends rows.
-            self._arena = None
 
     @property
     def is_mapped(self) -> bool:
-        """Whether this process maps the worker's arena."""
         return self._arena is not None
 
     @property
@@ -45,11 +35,7 @@ class RemoteWorker:
         return 0 if self._arena is None else self._arena.held
 
     def see(self, headers: Iterable[ResultHeader], retired: Iterable[int]) -> None:
-        """Map the segments that results lie in, and release retired ones.
-
-        Args:
-            retired: numbers of segments that no longer exist.
-        """
+        """Map the segments that results lie in, and release retired ones, which no longer exist."""
         if self._arena is not None:
             segments = {
                 segment.number: (segment.fd, segment.nbytes)

@@ -29,18 +29,13 @@ _RETRY_SECONDS = 30
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One engine.
+    """One engine."""
 
-    Attributes:
-        number: index among the engines of this front end, by which vLLM sends it requests.
-    """
-
-    number: int
+    number: int  # by which vLLM sends it requests
     batcher: RpcBatcher
 
 
 def replicas_of(client: Any, workers: Sequence[Sequence[RemoteWorker]]) -> list[Replica]:
-    """Return the engines of a client."""
     return [
         Replica(number, RpcBatcher(partial(call, client, number), mine))
         for number, mine in enumerate(workers)
@@ -53,12 +48,7 @@ async def call(
     request: RpcRequest[A],
     complete: Callable[[RpcRequest[A]], RpcRequest[A]] = lambda request: request,
 ) -> list[A]:
-    """Return the answers of one engine's workers to a request.
-
-    Args:
-        number: number of the engine.
-        complete: returns what to send in its place; it is called right before that is queued.
-    """
+    """Return the answers of one engine's workers to a request, as `complete` makes it last."""
     check_loop(client)
 
     async def send() -> Any:
@@ -91,11 +81,7 @@ async def call_all(client: Any, request: RpcRequest[A]) -> list[list[A]]:
 
 
 def check_loop(client: Any) -> None:
-    """Check that an engine is called from the event loop to which it belongs.
-
-    vLLM reads what the engine sends in a task of the first event loop. When that loop ends, it
-    reports the engine as dead, without a reason.
-    """
+    """Check that an engine is called from its own event loop: vLLM reads its answers there."""
     reader = getattr(client.resources, "output_queue_task", None)
     if reader is None or reader.get_loop() is asyncio.get_running_loop():
         return
@@ -109,10 +95,7 @@ def check_loop(client: Any) -> None:
 
 
 def busy(client: Any) -> list[int]:
-    """Return the number of requests on each engine, as last reported to vLLM's load balancer.
-
-    Engines report ten times a second.
-    """
+    """Return the number of requests on each engine, which engines report ten times a second."""
     if len(client.core_engines) == 1:
         return [0]
     # Waiting, running, and in later releases the usage of the KV cache.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from midstream.errors import BusyError
@@ -30,36 +31,23 @@ class AsyncCall(Protocol):
     def __call__(self, request: RpcRequest[A], /) -> Awaitable[list[A]]: ...
 
 
+@dataclass(eq=False)
 class _Queue:
     """Requests for one operation, which are carried out together."""
 
-    def __init__(
-        self,
-        run: Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]],
-        limit: int | None = None,
-    ) -> None:
-        """Create it for an operation.
-
-        Args:
-            run: carries out the operation, given an argument for each uid; returns a result for
-                each.
-            limit: largest number of requests in one batch; None: unlimited.
-        """
-        self._run = run
-        self._limit = limit
-        self._waiting: dict[str, tuple[Any, asyncio.Future[Any]]] = {}
+    _run: Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
+    _limit: int | None = None
+    _waiting: dict[str, tuple[Any, asyncio.Future[Any]]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def add(self, uid: str, argument: Any) -> asyncio.Future[Any]:
-        """Add a request; return the future of its result."""
         future = asyncio.get_running_loop().create_future()
         self._waiting[uid] = (argument, future)
         return future
 
     def close(self) -> None:
-        """End all requests with an error."""
         _end(future for _, future in self._waiting.values())
         self._waiting.clear()
 
@@ -99,14 +87,11 @@ def _end(futures: Iterable[asyncio.Future[Any]]) -> None:
 
 
 class RpcBatcher:
-    """Batches RPCs to the workers of one engine. Not thread-safe, except for `close`: call on the
-    engine's event loop.
-
-    A request may wait for one result of each operation at a time.
+    """Batches RPCs to the workers of one engine: one result of each operation and request at a
+    time. Call on the engine's event loop, except for `close`.
     """
 
     def __init__(self, call: AsyncCall, workers: Sequence[RemoteWorker]) -> None:
-        """Create it for one engine."""
         self._call = call
         self._workers = workers
         self._scores = _Queue(self._read_scores)
@@ -123,11 +108,7 @@ class RpcBatcher:
         return blocks
 
     async def collect_partial(self, uid: str, stops: Mapping[str, int]) -> WorkerAnswers:
-        """Return rows of a running request; the workers forget these rows.
-
-        Args:
-            stops: by vLLM's id, the position below which rows are fetched.
-        """
+        """Return rows of a running request below some positions; the workers forget them."""
         answers: WorkerAnswers = await self._request(self._partial, uid, stops)
         return answers
 
@@ -137,7 +118,6 @@ class RpcBatcher:
         return answers
 
     async def release(self, uid: str) -> None:
-        """Have the workers forget a request."""
         with suppress(BusyError):  # the workers end with the engine
             await self._request(self._releases, uid, None)
 
@@ -174,7 +154,6 @@ class RpcBatcher:
         return {}
 
     async def carry_out(self, exchange: Exchange[T]) -> T:
-        """Return the result of an exchange with the workers."""
         try:
             request = next(exchange)
             while True:

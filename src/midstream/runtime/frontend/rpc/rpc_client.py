@@ -51,10 +51,6 @@ def carry_out_whole(
 ) -> T:
     """Return the result of an exchange as `carry_out` does. If the wait for its first answers is
     interrupted, they are read all the same: nobody else frees the rows that they lease.
-
-    Args:
-        start: sends a request without waiting for the answers.
-        call: sends a request and waits for the answers.
     """
     request = next(exchange)
     answers = start(request)

@@ -17,22 +17,14 @@ class WorkersUsage:
     """Reader of the workers' usage, with their last answers. Call on the engine's event loop."""
 
     def __init__(self, client: Any) -> None:
-        """Create it for a client of one or several engine cores."""
         self._client = client
         self._last: list[dict[str, Any]] = []
         self._read_at: float | None = None
         self._query: asyncio.Task[None] | None = None
 
     async def read(self, timeout: float | None) -> dict[str, Any]:
-        """Return `workers`, each worker's usage over all replicas, and `workers_age_seconds`.
-
-        Args:
-            timeout: longest time in seconds to wait for the answers; None: any. Queries that were
-                not answered in time are not repeated before they are.
-
-        Returns:
-            The last answers; an empty list if there are none yet. Their age is 0 if the workers
-            answered now, and None if they never did.
+        """Return `workers`, each worker's usage, and `workers_age_seconds`, None if there was no
+        answer. A query without an answer in time is not repeated before it has one.
         """
         if self._query is None or self._query.done():
             self._query = asyncio.create_task(self._update())

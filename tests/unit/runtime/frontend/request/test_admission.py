@@ -241,11 +241,11 @@ def test_rows_that_were_fetched_while_their_request_runs_make_room_for_others():
     assert sent == ["a"]
     admission.release_rows("a", 10)
     assert sent == ["a", "b"]
-    assert budget.rows == 100
+    assert budget.counts["rows"] == 100
     # A row that is computed again is fetched again, and had no room of its own.
     admission.release_rows("a", 90)
     admission.release_rows("never heard of", 90)
-    assert budget.rows == 50
+    assert budget.counts["rows"] == 50
     admission.end(["a"])
     admission.finish(["a", "b"])
-    assert budget.rows == 0
+    assert budget.counts["rows"] == 0

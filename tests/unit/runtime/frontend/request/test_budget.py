@@ -233,7 +233,7 @@ def test_rows_are_in_the_way_until_they_are_fetched_and_what_readers_hold_until_
     admission.finish(["nobody"])
     assert sent == ["a", "b", "c"]
     admission.finish(["b", "c"])
-    assert admission._budgets[0].rows == 0
+    assert admission._budgets[0].counts["rows"] == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60), st.booleans()), max_size=40))
@@ -247,11 +247,11 @@ def test_no_more_than_there_is_room_for_is_ever_inside(steps):
             admission.finish([uid])
         else:
             admission.submit(uid, need(rows), lambda uid=uid, rows=rows: inside.update({uid: rows}))
-        assert budget.rows == sum(inside.values()) <= 100
+        assert budget.counts["rows"] == sum(inside.values()) <= 100
     for uid in [*inside, *"012345"]:
         inside.pop(uid, None)
         admission.finish([uid])
-    assert budget.rows == 0 or inside
+    assert budget.counts["rows"] == 0 or inside
 
 
 @given(st.data())

@@ -26,8 +26,7 @@ from midstream.runtime.frontend.results.delivery import (
     deliver,
     deliver_soon,
 )
-from midstream.runtime.frontend.results.partial_rows import PartialRows
-from midstream.runtime.frontend.results.progress import RequestProgress
+from midstream.runtime.frontend.results.partial_rows import PartialRows, RequestProgress
 from midstream.sinks.delivery import run_puts
 from midstream.sinks.queue import SinkQueue
 from midstream.sinks.sink_set import Pace

@@ -19,8 +19,12 @@ from midstream.plan.sink_target import NO_METADATA
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.results import partial_rows as module
-from midstream.runtime.frontend.results.partial_rows import PartialRows
-from midstream.runtime.frontend.results.progress import RequestProgress, lengths_of, running_of
+from midstream.runtime.frontend.results.partial_rows import (
+    PartialRows,
+    RequestProgress,
+    lengths_of,
+    running_of,
+)
 from midstream.sinks.sink_set import Pace
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)

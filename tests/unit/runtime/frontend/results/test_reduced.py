@@ -14,8 +14,8 @@ from midstream.plan import ModelShape, Prompt
 from midstream.plan.resolve.resolve import resolve
 from midstream.results.activations import Activations
 from midstream.results.receipt import Receipt
+from midstream.runtime.frontend.results.readouts import with_reduced
 from midstream.runtime.frontend.results.receipts import EndedCompletion, make_receipt
-from midstream.runtime.frontend.results.reduced import with_reduced
 from midstream.runtime.protocol.segments import APPLIED_0
 
 SHAPE = ModelShape(2, 4, [("resid_post", 0), ("resid_post", 1), ("resid_pre", 1)])

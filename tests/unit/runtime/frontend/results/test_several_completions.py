@@ -9,7 +9,7 @@ import pytest
 from vllm import RequestOutput
 from vllm.outputs import CompletionOutput
 
-from midstream.runtime.frontend.results.several_completions import (
+from midstream.runtime.frontend.results.delivery import (
     PER_COMPLETION,
     SeveralCompletions,
 )

@@ -23,10 +23,7 @@ def conversations(messages: Any) -> list[Any]:
 
 @contextmanager
 def named_refusals() -> Iterator[None]:
-    """Raise the errors of vLLM or a chat template for a prompt as SpecError.
-
-    The error of an engine that is dead is raised as it is.
-    """
+    """Raise errors of vLLM or a template for a prompt as SpecError; not those of a dead engine."""
     from jinja2 import TemplateError
     from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
 

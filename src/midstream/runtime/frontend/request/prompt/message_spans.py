@@ -51,19 +51,9 @@ def message_spans(
 
     Contents are located by rendering the chat again with markers in their places: the text before
     and after a marker must be the text before and after the content. A token with characters of
-    both the content and the template belongs to the content.
-
-    Args:
-        messages: messages as given to the chat call: dicts of `role` and `content`.
-        prompt_token_ids: token ids of the prompt that was made of them.
-        render: renders the messages, see `chat_renderer`; None: the tokenizer's
-            `apply_chat_template`.
-        template_kwargs: arguments of `apply_chat_template`, as `chat_template`,
-            `add_generation_prompt`, `tools`.
-
-    Returns:
-        One Message per message. If a single one cannot be located, as its content is not text, or
-        the template drops, repeats or rewrites it, its `problem` says so.
+    both the content and the template belongs to the content. The `problem` of a Message says why it
+    cannot be located, as its content is not text, or the template drops, repeats or rewrites it.
+    Without `render` the tokenizer's `apply_chat_template` gets `template_kwargs`.
     """
     if render is None:
         render = _by_template(tokenizer, template_kwargs)
@@ -99,11 +89,7 @@ def chat_params(
 
 
 def chat_renderer(renderer: Any, params: ChatParams) -> Render:
-    """Return a function that renders a chat as vLLM does, for `message_spans`.
-
-    Args:
-        renderer: vLLM's `LLM.renderer`.
-    """
+    """Return a function that renders a chat as vLLM's renderer does, for `message_spans`."""
 
     def render(messages: list[dict[str, Any]]) -> str:
         _, prompt = renderer.render_messages(messages, params)
@@ -118,11 +104,7 @@ def chat_renderer(renderer: Any, params: ChatParams) -> Render:
 def template_arguments(
     chat: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a chat call that its template gets, by name.
-
-    Args:
-        args: positional arguments after `messages` and the sampling parameters.
-    """
+    """Return what a chat call's template gets, by name; `args` follow the sampling parameters."""
     bound = inspect.signature(chat).bind_partial(None, None, None, *args, **named)
     return {name: bound.arguments[name] for name in TEMPLATE_ARGUMENTS if name in bound.arguments}
 
@@ -184,9 +166,7 @@ class _Finder:
         return Message(role, index, first, end)
 
     def _regions(self) -> dict[int, Region]:
-        """Return what the template wrote for each message, as far as it follows from one rendering
-        with all markers.
-        """
+        """Return what the template wrote for each message, as far as one rendering tells."""
         wanted = {index for index, parts in self._contents.items() if isinstance(parts, list)}
         try:
             pieces = re.split(f"{self._mark}([0-9]+)end", self._render(self._marked(wanted)))
@@ -221,9 +201,7 @@ class _Finder:
         return regions
 
     def _stop(self, start: int, parts: list[str], gap: str) -> int | None:
-        """Return where a content ends that begins at `start` and has `gap` after it; None: there
-        are several such places, or none.
-        """
+        """Return where a content at `start`, before `gap`, ends; None: at no or several places."""
         text, whole = self._text, "".join(parts)
         stops = {
             start + len(content)
@@ -254,7 +232,6 @@ class _Finder:
         return len(before), end
 
     def _marked(self, indices: Container[int]) -> list[dict[str, Any]]:
-        """Return the messages with a marker in place of some contents."""
         marked = []
         for index, message in enumerate(self._messages):
             if index not in indices:
@@ -275,7 +252,6 @@ def _unused_mark(text: str) -> str:
 
 
 def _parts(content: Any) -> list[str]:
-    """Return the texts of a message's content."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -298,9 +274,8 @@ def _parts(content: Any) -> list[str]:
 
 
 def _within(region: str, parts: list[str]) -> tuple[int, int]:
-    """Return [start, stop) of the parts in the text that the template wrote for them.
-
-    A template may drop the outer whitespace of a content: then all of the region is content.
+    """Return [start, stop) of the parts in the text that the template wrote for them. A template
+    may drop the outer whitespace of a content: then all of the region is content.
     """
     whole = "".join(parts)
     if region in whole and not (region.strip() or whole.strip()):

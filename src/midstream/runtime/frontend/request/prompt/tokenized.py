@@ -21,13 +21,7 @@ _FORMS = 'text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or the me
 
 
 def tokenize(engine: Any, prompt: Any, template: Mapping[str, Any]) -> Prompt:
-    """Return the tokens of a prompt, as vLLM's `generate` or `chat` makes them.
-
-    Args:
-        engine: vLLM's engine, for its tokenizer and renderer.
-        prompt: text, token ids, a dict of either, or messages.
-        template: arguments of the chat template, for messages.
-    """
+    """Return the tokens of a text, token ids, a dict or messages, as vLLM makes them."""
     if isinstance(prompt, Mapping) and "role" not in prompt:
         prompt = _of_dict(prompt)
     if is_chat(prompt):
@@ -43,7 +37,6 @@ def tokenize(engine: Any, prompt: Any, template: Mapping[str, Any]) -> Prompt:
 
 
 def is_chat(prompt: Any) -> bool:
-    """Return whether a prompt is the messages of a chat."""
     return isinstance(prompt, (list, tuple)) and any(
         isinstance(message, Mapping) for message in prompt
     )
@@ -67,14 +60,12 @@ def token_texts(engine: Any, prompt: Prompt) -> tuple[str, ...]:
 
 
 def texts_of(engine: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, decoded alone."""
     tokenizer = _tokenizer(engine, "the text of a token")
     known = {token: decode(tokenizer, [token]) for token in set(ids)}
     return [known[token] for token in ids]
 
 
 def token_id(engine: Any, text: str) -> int:
-    """Return the id of a text that is one token; see `one_token_id`."""
     return one_token_id(_tokenizer(engine, "a token's text"), text)
 
 

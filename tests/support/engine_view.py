@@ -1,13 +1,4 @@
-"""A view of a running engine for tests: what is under way, waits, or is kept in memory.
-
-    from midstream.testing import inspect
-
-    view = inspect(llm)
-    assert view.in_flight() == 0
-    assert view.arena_used()["leases"] == 0
-
-Nothing here changes an engine. The figures are for assertions; they are no interface of a program.
-"""
+"""A view of a running engine: what is under way, waits, or is kept in memory. Changes nothing."""
 
 from __future__ import annotations
 
