@@ -67,11 +67,7 @@ def read_edits(fields: Mapping[str, object]) -> list[Edit]:
 
 
 def read_plan(fields: Mapping[str, object]) -> Plan:
-    """Return the plan of the fork's fields of a body.
-
-    Args:
-        fields: as `read_edits`; and `capture`, by consumer, with or without `capture_wait`.
-    """
+    """Return the plan of a body's fields: those of `read_edits`, `capture` and `capture_wait`."""
     wait = fields.get("capture_wait")
     if wait is not None and (not isinstance(wait, bool) or "capture" not in fields):
         raise SpecError("capture_wait", "expected a bool, beside `capture`")

@@ -188,19 +188,12 @@ _OF_PLAIN = int(Flags.FRESH | Flags.COUNTED)
 
 
 def is_plain(op: Op, flags: Flags, has_ids: bool, has_mask: bool = False) -> bool:
-    """Return whether an instruction adds the same to each token, whatever the token's stream, id
-    and position.
-    """
+    """Return whether an instruction adds the same to every token, without ids and a mask."""
     return op == Op.ADD and not has_ids and not has_mask and not int(flags) & ~_OF_PLAIN
 
 
 def kind_of(ops: Sequence[Op], plain: bool) -> int:
-    """Return the kind of a program at one site, for the column `KIND`.
-
-    Args:
-        ops: the operations of its instructions there, in order.
-        plain: whether there are any, and all `is_plain`.
-    """
+    """Return the kind of a program at a site for `KIND`; `plain`: it has some, all `is_plain`."""
     if ops.count(Op.RECONSTRUCT) > 1:
         raise ValueError("two RECONSTRUCTs of one token at one site")
     places = [index for index, op in enumerate(ops) if op in (Op.MAP, Op.CODE)]

@@ -26,10 +26,8 @@ class Device:
     """The op's device buffers; integer buffers as NumPy arrays.
 
     Attributes:
-        bank: float32 [starts, W], the vector that starts at each unit.
+        bank: float32 [starts, W], the vector that starts at each unit; `numbers`: as one vector.
         units: units of a vector.
-        numbers: float32 [V · U], the bank as one vector.
-        sae: what CODEs need; None: there is none.
     """
 
     instructions: Ints
@@ -43,11 +41,7 @@ class Device:
     sae: SaeBuffers | None
 
     def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int]:
-        """Return the sum of plain instructions, which add the same to every row.
-
-        Returns:
-            float32 [W] and the number of COUNTED instructions.
-        """
+        """Return the sum of plain instructions, float32 [W], and how many of them are COUNTED."""
         words = self.instructions[start:stop].tolist()
         scales = self.params[start:stop, layout.A].tolist()
         delta = torch.zeros(self.bank.shape[1])
@@ -58,9 +52,7 @@ class Device:
         return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words)
 
     def vectors(self, rows: NDArray[np.integer]) -> Tensor:
-        """Return the vectors that start at units of the bank: [n, W], or [1, W] if all are the
-        same.
-        """
+        """Return the vectors that start at units of the bank: [n, W], or [1, W] if all are one."""
         first = int(rows[0])
         if (rows == first).all():
             return self.bank[first : first + 1]
@@ -143,12 +135,7 @@ class EditedRows:
         self.stale[at] = True
 
     def make(self, at: Rows, made: Tensor, chosen: Tensor | None) -> None:
-        """Make rows `at` anew.
-
-        Args:
-            made: float32 [n, W], the rows.
-            chosen: bool [n, W], where; None: everywhere.
-        """
+        """Make rows `at` anew, float32 [n, W], where `chosen`, bool [n, W]; None: everywhere."""
         rows = index(at)
         self.delta[rows] = made if chosen is None else made.where(chosen, self.now(rows))
         if self.whole is None:

@@ -1,8 +1,7 @@
 """`torch.ops.midstream.site`: the op that edits, probes and captures the tokens at one site.
 
 The op is opaque to Dynamo and Inductor and declares its mutations, so compilers of the model keep
-it, in order. A compiled model passes it few tensors, as each takes time at each call: the others
-are those of the buffers that the table is bound to, see `bind`.
+it, in order. They pass few tensors, as each takes time: the others are those that `bind` gave.
 """
 
 from __future__ import annotations
@@ -33,32 +32,21 @@ Before = Callable[[int, Tensor, Tensor | None], None]
 
 
 class SiteBuffers(Protocol):
-    """Tensors of the op that do not move.
+    """Tensors of the op that do not move; their shapes are those of `_check_buffers`.
 
     Vectors of different widths share `bank` and `ring`: both are made of units of U numbers, and a
-    vector of width W has W / U units in a row. All widths are multiples of U.
+    vector of width W, a multiple of U, has W / U units in a row.
 
     Attributes:
-        tokens: int32 [rows, 4], see `midstream.ops.layout`.
-        ids: int32 [rows], each token's id.
-        tally: int32 [rows, 4].
-        instructions: int32 [E, 8].
-        params: float32 [E, 4].
-        lists: int32 [L], token ids.
-        bank: float32 [V, U], the vectors.
-        scores: float32 [rows, slots].
-        ring: [R, U], destination of captured vectors.
-        scans: int32 [states, 4], the rows of SCANs in this step.
-        scan_states: int32 [states, kept, 3], what they remember.
         mapped: float32 [rows, N], what MAPs make of vectors that are at most N wide; on a GPU, if
             no row: there is no MAP. Not used on a CPU.
         sae: what CODEs need; None: there is none.
         encoding: addresses of the tables of sites where there may be CODEs.
         widths: width of the vectors at each bound table, by the address of the table.
-        relaunches: by the same address and the kind of a stream, what launches the kernel again;
-            see `midstream.ops.site_triton.Relaunch`. Empty on a CPU.
+        relaunches: by the same address and the kind of a stream, what launches the kernel again
+            (`midstream.ops.site_triton.Relaunch`). Empty on a CPU.
         before: is called before the edits of each call with active tokens, with the address of the
-            table and both halves of the stream; None: nothing is. Only where no graph is replayed.
+            table and both halves of the stream. Only where no graph is replayed.
     """
 
     @property
@@ -102,12 +90,8 @@ _BUFFERS: WeakValueDictionary[int, SiteBuffers] = WeakValueDictionary()
 
 
 def bind(table: Tensor, buffers: SiteBuffers, width: int) -> None:
-    """Let the op use some buffers wherever it is called with this table.
-
-    Args:
-        table: int32 [programs, 4], the table of one site. It must not move.
-        buffers: the tensors of the op. The caller keeps them alive.
-        width: width of the vectors at this site.
+    """Let the op use some buffers, which the caller keeps alive, wherever it is called with this
+    table of one site, int32 [programs, 4], which must not move. `width` is that of its vectors.
     """
     _check_buffers(table, buffers)
     unit = buffers.bank.shape[1]

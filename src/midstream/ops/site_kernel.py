@@ -103,10 +103,7 @@ def is_listed(lists, count, token):
 
 @triton.jit
 def _masked(values, mask, bank, columns, inside, unit: tl.constexpr):
-    """Return values with zero where the mask is zero. `mask` is 1 + its unit; 0: there is none.
-
-    The mask is loaded at every use, as registers are few.
-    """
+    """Return values with zero where the mask at unit `mask` − 1, loaded at every use, is zero."""
     if mask > 0:
         values = tl.where(_is_chosen(mask, bank, columns, inside, unit), values, 0.0)
     return values

@@ -32,21 +32,21 @@ DEPENDENT_MIN_TRITON = (3, 5)
 MAP_FEW_ROWS = 16
 _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
-# Values of a row that each thread has, by the number of rows. Few rows end sooner with more
-# threads, and many share a multiprocessor better with fewer. On an H200, an addition to 256 rows of
-# 4096 takes 2.9 us with 8 values, 4.4 with 16 and 3.6 with 32; to 8,192 rows 76, 88 and 69 us.
+# Values of a row that each thread has, by the number of rows, within 4 to 32 warps. Few rows end
+# sooner with more threads, and many share a multiprocessor better with fewer: chosen on an H200,
+# with the kernel before it rounded halves two at a time.
 FEW_ROWS = 1024
 VALUES_OF_FEW, VALUES_OF_MANY, VALUES_OF_MANY_WIDE = 8, 32, 16
 WIDE = 8192
-# Most registers of a thread, for streams of half precision, by whether it has `VALUES_OF_MANY`. The
-# rarer instructions keep in memory what does not fit.
+# Most registers of a thread, for streams of half precision, by whether it has `VALUES_OF_MANY`;
+# what does not fit is kept in memory.
 REGISTERS, REGISTERS_OF_MANY = 64, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Relaunch:
-    """Launches a compiled kernel again, for another stream and the same other tensors, whose
-    addresses it knows. Triton itself looks a kernel up by each argument, compares each global
+    """Launches a compiled kernel again, for another stream and the same other tensors, of which it
+    knows the addresses. Triton itself looks a kernel up by each argument, compares each global
     variable, and asks the driver about each tensor at each launch. That takes several times as long
     as the launch, and a forward pass without a CUDA graph waits for it at each site.
 
@@ -63,9 +63,8 @@ class Relaunch:
     rest: tuple[Any, ...]
 
     def __call__(self, hidden: Tensor, residual: Tensor | None, tally: Tensor) -> bool:
-        """Launch the kernel for tensors whose `kind_of` is that of the first launch. Return
-        whether it was launched: it is not for other buffers, too many rows, or addresses for which
-        it was not compiled.
+        """Launch the kernel for tensors of the `kind_of` the first launch; return False, without a
+        launch, for other buffers, too many rows, or addresses for which it was not compiled.
         """
         rows, address = hidden.shape[0], hidden.data_ptr()
         other = 0 if residual is None else residual.data_ptr()
@@ -121,11 +120,9 @@ def site_triton(
     sae: SaeBuffers | None = None,
     encodes: bool = False,
 ) -> Relaunch | None:
-    """Launch the kernels; see `midstream.ops.site_ref.site_ref`, which has the same arguments.
-
-    Returns:
-        What launches the kernel again for another stream of the same kind; None if that takes more
-        than one kernel, or one for tensors that are not aligned.
+    """Launch the kernels; see `midstream.ops.site_ref.site_ref`. Return what launches the kernel
+    again for another stream of the same kind; None if that takes more than one kernel, or an
+    unaligned one.
     """
     num_rows, width = hidden.shape
     unit = bank.shape[1]
@@ -180,8 +177,8 @@ def _launch_maps(
     bank: Tensor,
     mapped: Tensor,
 ) -> None:
-    """Launch the kernel that computes the products of MAPs. How many rows have one is known on the
-    device only, so the grid is for all rows, and a captured graph may be replayed with any.
+    """Launch the kernel of MAPs. How many rows have one is known on the device only, so the grid is
+    for all rows, and a captured graph may be replayed with any.
     """
     num_rows, width = hidden.shape
     rest = hidden if residual is None else residual
@@ -210,9 +207,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context that makes a device current. It does nothing if the device is current, as
-    entering `torch.cuda.device` takes time at each launch.
-    """
+    """Return a context that makes a device current, without PyTorch's cost if it is already."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)
@@ -233,9 +228,7 @@ def _stream(device: torch.device) -> int | None:
 def _launch_options(
     width: int, unit: int, dtype: torch.dtype, dependent: bool, is_few: bool
 ) -> dict[str, int | float | bool]:
-    """Return the constants of the kernel and the options of its launch: the same at every site of a
-    model, so that a forward pass without a CUDA graph computes them once.
-    """
+    """Return the kernel's constants and the launch's options, the same at every site of a model."""
     block = max(triton.next_power_of_2(width), NEIGHBOURS.value)
     values = VALUES_OF_MANY if block <= WIDE else VALUES_OF_MANY_WIDE
     warps = min(max(block // (VALUES_OF_FEW if is_few else values) // 32, 4), 32)

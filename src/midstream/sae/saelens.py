@@ -1,8 +1,6 @@
-"""Reader of SAELens files: `cfg.json` and `sae_weights.safetensors`.
-
-Two layouts of the configuration are supported: the flat one, and that of SAELens 6, which has the
-model's fields under `metadata`. Unsupported fields that would change how features are computed are
-rejected by name.
+"""Reader of SAELens files, `cfg.json` and `sae_weights.safetensors`: the flat layout, and that of
+SAELens 6, with the model's fields under `metadata`. Unsupported fields that would change features
+are rejected.
 """
 
 from __future__ import annotations
@@ -54,19 +52,14 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class SaeConfig:
-    """Fields of a `cfg.json` that determine how features are computed.
+    """Fields of a `cfg.json` that determine how features are computed; None: not specified.
 
     Attributes:
-        architecture: one of `ARCHITECTURES`.
-        hook_name: TransformerLens's name of the hook point; None if not specified.
         apply_b_dec_to_input: whether b_dec is subtracted before the encoder.
         centered: whether the SAE was trained on a model whose residual stream has mean 0
             (`center_writing_weights`).
-        width, features: H and F; None if not specified.
         top_k: number of activations that are kept; 0: all.
-        normalize: one of `NORMALIZATIONS`.
         rescales: whether activations are multiplied by the norms of the decoder's rows.
-        hook_name_out: of a transcoder, the hook point that it writes; None if not specified.
     """
 
     architecture: str
@@ -141,11 +134,7 @@ def hook_tap(hook_name: str) -> tuple[str, int]:
 
 
 def read_weights(path: Path, config: SaeConfig | None) -> dict[str, Tensor]:
-    """Read the tensors of an SAE: float32, on the host.
-
-    Args:
-        config: its configuration; None: there is none.
-    """
+    """Read the tensors of an SAE, which has a configuration or not: float32, on the host."""
     from safetensors import SafetensorError, safe_open
 
     check_regular(path)

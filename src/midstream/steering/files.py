@@ -56,14 +56,9 @@ with suppress(ImportError):  # a Python without it reads no such files
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
-    """Read the vectors of a file.
-
-    Args:
-        path: a `.safetensors`, `.npz` or `.gguf` file of tensors [width] or [1, width], real
-            numbers of any dtype; for GGUF F32 or F16. In safetensors also square matrices.
-
-    Returns:
-        The vectors with their taps; one Vector if the file's only key is `vector`.
+    """Read the vectors of a `.safetensors`, `.npz` or `.gguf` file: tensors [width] or [1, width],
+    real numbers of any dtype, for GGUF F32 or F16; in safetensors also square matrices. Return them
+    with their taps, or one Vector if the file's only key is `vector`.
     """
     name = os.fspath(path)
     try:
@@ -232,11 +227,8 @@ def _read_npz(name: str) -> dict[str, Vector]:
 
 
 def _read_npy(file: IO[bytes]) -> NDArray[Any]:
-    """Read one array, [n] or [1, n], as [n].
-
-    Its header is checked before memory is allocated for the numbers.
-
-    numpy.load is not used, because a malicious header can make it allocate any amount of memory.
+    """Read one array, [n] or [1, n], as [n]. Its header is checked before memory is allocated: a
+    malicious one can make numpy.load allocate any amount.
     """
     import numpy as np
     from numpy.lib import format as numpy_format

@@ -36,12 +36,7 @@ MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Block layout of one GGML type.
-
-    Attributes:
-        size_bytes: bytes per block.
-        unpack: uint8 `[blocks, size_bytes]` -> float32 `[blocks, num_values]`.
-    """
+    """Blocks of a GGML type; `unpack`: uint8 [blocks, size_bytes] to float32 [blocks, values]."""
 
     name: str
     num_values: int
@@ -66,12 +61,7 @@ LAYOUTS: Mapping[int, TensorLayout] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One encoded tensor.
-
-    Attributes:
-        shape: slowest dimension first, as in torch; the file has the reverse order.
-        raw: uint8 `[bytes]`, its blocks, a view of the file's bytes.
-    """
+    """One encoded tensor, slowest dimension first as in torch; `raw`: uint8 [bytes], a view."""
 
     layout: TensorLayout
     shape: tuple[int, ...]
@@ -103,12 +93,7 @@ class Gguf:
 def read_gguf(
     data: bytes, layouts: Mapping[int, TensorLayout] = LAYOUTS, architecture: str = ""
 ) -> Gguf:
-    """Parse the bytes of a file. Tensors are views of `data` and keep it in memory.
-
-    Args:
-        layouts: the supported layouts, by GGML type.
-        architecture: the required `general.architecture`; "" for any.
-    """
+    """Parse a file's bytes, which tensors view; `architecture` is the one required, "" for any."""
     cursor = _Cursor(data)
     if cursor.bytes(4) != MAGIC:
         raise ModelError(f"GGUF: expected the file to start with {MAGIC!r}, got {data[:4]!r}")

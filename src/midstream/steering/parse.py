@@ -50,7 +50,6 @@ class Placed:
         path: path of the vector in the input, for messages: `["resid_post"][15]`.
         layer: index; −1 is the last layer.
         vector: float32 [width], or a Matrix.
-        scale: factor of the vector; 1 by default.
     """
 
     path: str
@@ -61,14 +60,10 @@ class Placed:
 
 
 def read_placed(value: object) -> tuple[Placed, ...]:
-    """Parse vectors by tap from a dict in any of its forms, in the order given.
-
-    Args:
-        value: `{layer: vector}` at `resid_post`; `{site: {layer: vector}}`;
-            `{(site, layer): vector}`; or `{"resid_post.15": vector}`, the keys of a file. A layer
-            is an int or, as in JSON, a string of digits. A vector is a value of Vector.parse, or
-            `{"vector": …, "scale": number}`; or a matrix, see
-            `midstream.plan.vectors.matrix.matrix_of`.
+    """Parse vectors by tap, in the order given: `{layer: vector}` at `resid_post`; `{site: {layer:
+    vector}}`; `{(site, layer): vector}`; or `{"resid_post.15": vector}`, the keys of a file. A
+    layer is an int or a string of digits; a vector is a value of Vector.parse, `{"vector": …,
+    "scale": number}`, or a matrix.
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
@@ -86,11 +81,7 @@ def read_placed(value: object) -> tuple[Placed, ...]:
 
 
 def read_key(key: str) -> tuple[str, int]:
-    """Return (canonical site, layer) of a file's key: `15`, `resid_post.15`, `resid_post:15`, or
-    another tool's name of both, see `midstream.sites.parse`.
-
-    A negative layer is returned as given.
-    """
+    """Return (canonical site, layer as given) of a file's key, in any form of `_GRAMMAR`."""
     match = _KEY.fullmatch(key)
     if match is None:
         return _read_name(key)

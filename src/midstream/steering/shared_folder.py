@@ -2,11 +2,10 @@
 
 The folder has one file for each name, JSON with base64 of float32; an index that names these files
 and has the tiers; and a counter of changes, which every process maps into its memory. A change
-holds a lock of the folder, writes new files, replaces the index by a rename, and raises the
-counter. Every read compares the counter with the one that was read last, and reads the index if
-they differ. So a change holds in all processes once the counter is raised, before the call
-returns, and no process waits for another's answer. The kernel frees the lock of a process that
-ends, however it ends.
+holds a lock of the folder, which the kernel frees however its process ends, writes new files,
+replaces the index by a rename, and raises the counter. Every read compares the counter, and reads
+the index if it differs. So a change holds in all processes before the call returns, and none waits
+for another's answer.
 """
 
 from __future__ import annotations
@@ -41,13 +40,8 @@ class SharedFolder:
     """One process's part in a folder: the `Changes` of its registry and tiers. Thread-safe."""
 
     def __init__(self, folder: str, vectors: VectorRegistry, steering: Steering) -> None:
-        """Join a folder, which is made if it does not exist.
-
-        What the folder has replaces what the registry and the tiers have. Into a new folder goes
-        what they have.
-
-        Args:
-            folder: on a file system of this machine.
+        """Join a folder of this machine, made if it does not exist. What it has replaces what the
+        registry and the tiers have; into a new folder goes what they have.
         """
         self._folder = Path(folder)
         self._vectors, self._steering = vectors, steering
@@ -127,10 +121,7 @@ class SharedFolder:
             self._writing.release()
 
     def _load_last(self) -> None:
-        """Take over what the folder has. Call with the lock.
-
-        A process that was killed may have replaced the index and not raised the counter.
-        """
+        """Take over what the folder has; a killed process may not have raised the counter."""
         with self._loading:
             self._load()
             self._counter[0] = self._read
@@ -207,9 +198,7 @@ class SharedFolder:
             return json.load(file)
 
     def _write_json(self, name: str, value: Any) -> None:
-        """Write a file, which appears by a rename. What a process that was killed has left of one
-        is replaced: only the holder of the lock writes.
-        """
+        """Write a file, which appears by a rename, over what a killed process left of it."""
         part = self._folder / f"{name}.part"
         with open(part, "w", encoding="utf-8", opener=_private) as file:
             json.dump(value, file, allow_nan=False)

@@ -1,7 +1,5 @@
-"""Triton kernels of SAEs' reconstructions: encode, select and change, decode.
-
-Each works on rows that are next to each other; most find no row whose program has a `CODE` at this
-site, and exit after two loads. See `midstream.ops.sae.layout`.
+"""Triton kernels of SAEs' reconstructions: encode, select and change, decode, for rows that are
+next to each other. Most find no row with a `CODE` at this site, and exit after two loads.
 """
 
 from __future__ import annotations
@@ -125,9 +123,7 @@ def encode_kernel(
     depth: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Write the activations of rows [first_row, last) that have a CODE to `codes`, before the
-    largest are chosen.
-    """
+    """Write all activations of rows [first_row, last) that have a CODE to `codes`."""
     rows = first_row + tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     described, has_code = _described(rows, last, tokens, table, instructions, bank, unit)
     if tl.max(has_code.to(tl.int32), axis=0) == 0:

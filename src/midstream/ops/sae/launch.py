@@ -24,10 +24,6 @@ def launch_saes(
 ) -> None:
     """Launch the kernels that compute what SAEs make of rows. Which rows have a CODE is known on
     the device only, so the grids are for all rows, and a captured graph may be replayed with any.
-
-    Args:
-        hidden, residual, tokens, table, instructions, bank: as for `midstream.ops.site.site`.
-        sae: the weights, and where the results go.
     """
     num_rows, width = hidden.shape
     rest = hidden if residual is None else residual

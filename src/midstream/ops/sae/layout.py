@@ -7,8 +7,8 @@ thresholds [features], W_dec [features, width], b_dec [width] and, with `SKIPS`,
 [width, width].
 
 A description is in the bank, where the instruction reads: `DESCRIPTION` numbers, then three numbers
-(id, factor, shift) for each feature that is changed: its activation becomes
-factor · activation + shift.
+(id, factor, shift) for each feature that is changed: its activation becomes factor · activation +
+shift.
 """
 
 from __future__ import annotations

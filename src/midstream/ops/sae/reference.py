@@ -31,12 +31,7 @@ class SaeBuffers:
 
     @staticmethod
     def allocate(weights: Tensor, rows: int, width: int, features: int) -> SaeBuffers:
-        """Return zeroed buffers.
-
-        Args:
-            weights: the memory for registered weights, float32.
-            rows: most rows of a forward pass, padding included.
-        """
+        """Return zeroed buffers; `rows` are the most of a forward pass, padding included."""
         device = weights.device
         at_once = min(-(-rows // _LEAST_ROWS) * _LEAST_ROWS, code_rows(features))
         on_gpu = device.type == "cuda"
@@ -58,10 +53,8 @@ def code_rows(features: int) -> int:
 
 
 def reconstruct(h: Tensor, description: Tensor, weights: Tensor) -> Tensor:
-    """Return what an SAE makes of vectors, float32 [n, width].
-
-    With `ERROR` it is decode(changed code) − decode(code), without the bias; else decode(changed
-    code) in the place and scale of h.
+    """Return what an SAE makes of vectors, float32 [n, width]: decode(changed code) in the place
+    and scale of h; with `ERROR`, decode(changed code) − decode(code), without the bias.
 
     Args:
         h: float32 [n, width].
@@ -131,9 +124,7 @@ class _Sae(NamedTuple):
         )
 
     def normalized(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return vectors as the encoder takes them, and (mean, scale), [n, 1] each, with which what
-        is decoded is brought back: x · scale + mean.
-        """
+        """Return x, which the encoder reads, and (mean, scale), [n, 1]: h = x · scale + mean."""
         mean, scale = torch.zeros(len(h), 1), torch.ones(len(h), 1)
         if self.centered or self.normalize == layout.LAYER_NORM:
             mean = h.mean(-1, keepdim=True)

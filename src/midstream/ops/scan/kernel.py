@@ -1,5 +1,5 @@
-"""Triton kernel of SCANs: one program for each state. It exits after its first loads if the state's
-request has no row in the step, or the state is read at another site.
+"""Triton kernel of SCANs: one program for each state, which exits after its first loads if the
+state's request has no row in the step, or the state is read at another site.
 """
 
 from __future__ import annotations

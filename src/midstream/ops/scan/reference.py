@@ -34,12 +34,11 @@ def scan_ref(
     scans: Tensor,
     states: Tensor,
 ) -> None:
-    """Write the scores of the SCANs at one site, and the states after the last tokens.
+    """Write the scores of the SCANs at one site, and the states after the last tokens. Arguments
+    are as for `midstream.ops.site`, whose `hidden` and `residual` are not changed; NONFINITE of
+    `tally` is set where a reading is not finite.
 
     Args:
-        hidden, residual: see `midstream.ops.site.site`; neither is changed.
-        tokens, ids, table, instructions, params, lists, bank: see `midstream.ops.site.SiteBuffers`.
-        tally: int32 [rows, 4]. `NONFINITE` is set where a reading is not finite.
         scores: float32 [rows, slots]. Mutated.
         scans: int32 [n, 4], see `midstream.ops.layout`.
         states: int32 [n, kept, 3]. Mutated.
@@ -117,12 +116,7 @@ def _applies(words: Ints, lists: Ints, ids: Ints) -> NDArray[np.bool_]:
 
 @dataclass(slots=True, init=False)
 class _State:
-    """The state of a request's tokens up to one of them.
-
-    Attributes:
-        kept: int32 [kept, 3], the states after the last positions.
-        at: row of `kept` that is written last.
-    """
+    """The state of a request's tokens up to one; `kept`, int32 [kept, 3], was last written `at`."""
 
     kept: Ints
     at: int

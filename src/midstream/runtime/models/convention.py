@@ -1,7 +1,5 @@
-"""The vocabulary for calling conventions of decoder layers.
-
-Pure data: neither vLLM nor torch is imported. The tables are `vllm_layers` and `hf_layers`;
-`registry` looks them up.
+"""The vocabulary for calling conventions of decoder layers, without vLLM or torch. The tables are
+`vllm_layers` and `hf_layers`; `registry` looks them up.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ class Input:
     Attributes:
         shared: whether the same tensor is used elsewhere (it is the stream, or attention and MLP
             both read it), so that the module needs a copy for an edit to affect it alone.
-        parameter: name of the parameter of the module's forward that gets the tensor, by position
-            or by keyword. None: the tensor is the first positional argument.
+        parameter: name of the forward's parameter; None: the tensor is the first argument.
     """
 
     path: str
@@ -56,11 +53,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The output of a sub-module: one tensor, or the first item of a tuple.
-
-    Attributes:
-        partial: whether it is not yet reduced over the ranks under tensor parallelism.
-    """
+    """The output of a sub-module, or its first item; `partial`: not yet reduced over the ranks."""
 
     path: str
     partial: bool = False
@@ -80,10 +73,9 @@ UNKNOWN = Lack("midstream does not know where that is in this class of layer")
 class LayerConvention:
     """What one class of decoder layer takes and returns.
 
-    Wherever the stream is one tensor (at the entry of a layer whose residual is None or
-    absent, at a `mid` called with one tensor), that very tensor object is the one kept for
-    the skip connection, so an in-place edit is seen by both branches. Layers where it is a
-    copy have no `mid`, or are refused.
+    Wherever the stream is one tensor, that very object is the one kept for the skip connection, so
+    an in-place edit is seen by both branches. Layers where it is a copy have no `mid`, or are
+    refused. A mixer that is no attention does not count as one.
 
     Attributes:
         returns: what `__call__` returns. Under `PAIR` the residual may still be None at run
@@ -96,15 +88,10 @@ class LayerConvention:
             the MLP: positionally, with `(hidden, residual)` or with `(stream)`, maybe with
             further keywords. Usually the norm that feeds the MLP.
         no_mid: why there is no `mid`; empty unless `mid` is None.
-        no_pre: why the layer's attention would not see an edit at the entry; empty if it does,
-            as in nearly all layers.
-        attn_in: place of the value that attention reads; the output of a norm if attention is not
-            called as a module. A mixer that is no attention does not count.
-        attn_out: place of the value that attention adds to the stream, unscaled. A mixer that is
-            no attention does not count.
-        mlp_in: place of the value that the MLP reads; the output of a norm if several modules
-            read it.
-        mlp_out: place of the value that the MLP adds to the stream, unscaled.
+        no_pre: why the layer's attention would not see an edit at the entry; usually empty.
+        attn_in, mlp_in: places of the values that attention and the MLP read; the output of a norm
+            if attention is not called as a module, or if several modules read the MLP's.
+        attn_out, mlp_out: places of the values that they add to the stream, unscaled.
         tp_partial: whether the hidden half, at the exit or at `mid`, is not yet reduced over the
             ranks under tensor parallelism.
         float16_scaled: whether both halves are scaled down by a constant in float16, so that
@@ -146,11 +133,7 @@ class LayerConvention:
         }
 
     def lack(self, site: str, tensor_parallel: bool = False) -> str | None:
-        """Return why the layer has no such site; None if it has the site.
-
-        Args:
-            tensor_parallel: whether the layer is split over several ranks.
-        """
+        """Return why the layer has no such site; None if it has the site."""
         place = self.branches.get(site)
         if isinstance(place, Lack):
             return place.reason
@@ -168,14 +151,9 @@ class LayerConvention:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A convention that depends on how the layer was built.
-
-    Attributes:
-        attribute: dotted attribute of the layer whose truth decides. With a trailing `?` it may
-            be missing, which counts as false; without, a missing attribute is a refusal.
-        true: entry if the attribute is true.
-        false: entry if it is not.
-        equals: if given, the attribute is compared with this instead of tested for truth.
+    """A convention that depends on how the layer was built: on the truth of a dotted attribute, or
+    on its being `equals`. With a trailing `?` it may be missing, which counts as false; without,
+    that is a refusal.
     """
 
     attribute: str
@@ -217,8 +195,6 @@ def pair(
     out.
 
     Args:
-        mid: as in `LayerConvention`.
-        no_mid: as in `LayerConvention`.
         attention: place of `attn_in`; a module's path means its `hidden_states`, which others read
             too where they read the MLP's input. `Lack`: there is no attention.
         attn: place of `attn_out`; a module's path means its output. By default the first half
@@ -254,16 +230,9 @@ def single(
     mlp_out: Output | Lack | str | None = None,
     **rest: Any,
 ) -> LayerConvention:
-    """Return the convention of a layer that takes the stream and returns the stream.
-
-    Args:
-        mid: as in `LayerConvention`.
-        no_mid: as in `LayerConvention`.
-        attention: as in `pair`.
-        attn: place of `attn_out`; a module's path means its output. By default that of the module
-            whose input is `attention`.
-        mlp: place of `mlp_in`; a module's path means its input. `Lack`: there is no MLP.
-        mlp_out: place of `mlp_out`; by default the output of the module whose input is `mlp`.
+    """Return the convention of a layer that takes and returns the stream; arguments as in `pair`,
+    but `attn` and `mlp_out` are by default the outputs of the modules that read `attention` and
+    `mlp`.
     """
     mlp = Input(mlp) if isinstance(mlp, str) else mlp
     if attn is None:

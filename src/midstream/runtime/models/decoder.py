@@ -21,8 +21,7 @@ class DecoderLayer:
     Attributes:
         index: number of the layer in the whole model, over all pipeline stages.
         inner: places of its sites inside attention and the MLP.
-        ends: modules whose outputs are the sites without a layer, at the first and the last layer.
-            None: the site is at the layer's entry.
+        ends: modules whose outputs are the sites without a layer; None: it is the layer's entry.
     """
 
     index: int
@@ -34,12 +33,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The decoder layers that this rank runs.
-
-    Attributes:
-        num_layers: number of layers of the whole model.
-        lacking: taps that the layers of this rank do not have, and why.
-    """
+    """This rank's decoder layers of `num_layers`, and why they lack taps."""
 
     num_layers: int
     layers: tuple[DecoderLayer, ...]
@@ -63,14 +57,7 @@ def find_decoder(
     max_width: int | None = None,
     embeds_given: bool = False,
 ) -> Decoder:
-    """Find the decoder layers of a loaded model.
-
-    Args:
-        tensor_parallel_size: number of ranks over which each layer is split.
-        float16: whether the model runs in float16.
-        max_width: largest width of the vectors of a site on this rank; None: there is no limit.
-        embeds_given: whether the model may get embeddings in place of token ids.
-    """
+    """Find a model's decoder layers; sites wider than `max_width` on a rank are lacking."""
     layers: list[DecoderLayer] = []
     lacking: dict[Tap, str] = {}
     module_list = find_layers(model)
@@ -126,9 +113,7 @@ def all_lacks(
     max_width: int | None = None,
     embeds_given: bool = False,
 ) -> dict[Tap, str]:
-    """Return the taps of any site that the layers of this rank do not have, and why; see
-    `find_decoder`. It is for messages: of a model that cannot be read there are none.
-    """
+    """Return taps that this rank lacks, and why, for messages: none if the model is unreadable."""
     args = tensor_parallel_size, float16, NAMES, max_width, embeds_given
     try:
         return find_decoder(model, *args).lacking

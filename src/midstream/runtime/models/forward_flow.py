@@ -1,9 +1,6 @@
-"""Which sub-modules a module's forward calls, and with what, read from its source.
-
-The reader follows the tensors that the module's matrices and attention return through a forward
-that is a list of plain statements, and says for each call which of them its arguments are made of.
-It never guesses: what it does not know becomes part of a value's history (`Value.through`), and a
-loop makes the whole forward unreadable. Neither vLLM nor torch is imported.
+"""Which sub-modules a module's forward calls, and with what, read from its source, without vLLM or
+torch. The reader follows what matrices and attention return through a list of plain statements. It
+never guesses: the unknown becomes part of a value's history (`Value.through`); a loop is refused.
 """
 
 from __future__ import annotations
@@ -60,11 +57,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a tensor is made of.
-
-    Attributes:
-        traces: how each of its parts reached it; none for anything that no matrix returned.
-    """
+    """What a tensor is made of: how each part reached it; none for what no matrix returned."""
 
     traces: frozenset[Trace] = frozenset()
 
@@ -100,11 +93,7 @@ NOTHING = Value()
 
 @dataclass(frozen=True, slots=True)
 class FlowCall:
-    """A call of a sub-module.
-
-    Attributes:
-        args: the positional arguments; None for the constant None.
-    """
+    """A call of a sub-module; an argument is None for the constant None."""
 
     path: str
     args: tuple[Value | None, ...]
@@ -123,8 +112,7 @@ class Flow:
 
     Attributes:
         calls: the calls, in the order of the source.
-        bypassed: modules that are used otherwise than by a call: given to a function, or their
-            weights or methods are used.
+        bypassed: modules that are given to a function, or of which weights or methods are used.
         functions: names of the other functions that are called.
     """
 

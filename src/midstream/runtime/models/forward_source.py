@@ -24,7 +24,6 @@ class Types:
     """Classes of vLLM by which modules are recognised.
 
     Attributes:
-        attention: attention with queries, keys and values by head.
         mixer: everything with a KV cache or a state.
         column: matrices whose output is split over the ranks.
         replicated: matrices that each rank has all of.
@@ -76,10 +75,7 @@ def linear_at(owner: object, path: str, types: Types) -> Any:
 
 
 def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
-    """Return what the code of a module does that calls its sub-module `name`.
-
-    That is its forward, or the one method that its forward calls and that calls the sub-module.
-    """
+    """Return the flow of the forward that calls a sub-module, or of its one method that does."""
     cls = type(owner)
     if "forward" in vars(owner):
         raise UnsupportedError("its forward was replaced")

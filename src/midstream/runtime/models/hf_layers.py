@@ -1,22 +1,13 @@
 """Decoder layers of transformers' own models, as vLLM's Transformers backend runs them.
 
-Read from transformers 5.19. The backend (0.26 to 0.33) builds the Hugging Face model and calls
-its layers as that model does: the stream comes first and positionally, shaped `[1, tokens,
-hidden]`, and one tensor is returned. What the backend changes below the layers leaves the
-conventions true:
-
-- RMSNorms are recognised by their arithmetic and replaced by vLLM's `RMSNorm` or
-  `GemmaRMSNorm`, `nn.LayerNorm` by vLLM's `LayerNorm`; Hugging Face's layer still calls them
-  by the same name, with one tensor: no add is fused into them, so `mid` holds.
-- A module with two or more linears of its own (an MLP, an attention) may have its forward
-  rewritten and bound to the *instance*. Its `__call__` is still what runs, so a `mid` which is
-  an MLP holds too. No layer here is itself rewritten.
-- A mixture's experts are replaced inside its block; the block stays. Outputs are reduced over
-  tensor-parallel ranks inside attention and MLP.
+Read from transformers 5.19. The backend (0.26 to 0.33) calls the layers as Hugging Face's model
+does: the stream comes first and positionally, `[1, tokens, hidden]`, and one tensor is returned.
+What it changes below the layers leaves the conventions true: norms are replaced, but called by the
+same name with one tensor, so `mid` holds. An MLP's or attention's forward may be rewritten on the
+*instance*, whose `__call__` still runs. Outputs are reduced inside attention and MLP.
 
 Names are `<folder>.<class>` under `transformers.models`, the module being `modeling_<folder>`.
-Models whose code comes with their weights (`Nanbeige`, `Kolibri`) are not listed and are rejected
-as unknown.
+Models whose code comes with their weights are not listed and are rejected as unknown.
 """
 
 from __future__ import annotations

@@ -48,10 +48,8 @@ class InnerPlace:
 
     Attributes:
         path: the module within the layer, dotted; empty: the layer itself.
-        at: whether it is what the module is called with or what it returns (its first item, of a
-            tuple).
+        at: whether it is what the module is called with, or (the first of) what it returns.
         argument: parameter of the module's forward; None: the first positional argument.
-        width: number of columns.
         heads: number of heads on this rank, of `width // heads` columns each; 0: not by head.
         ranks: `"whole"`, each rank has all of it, as with one rank; `"sliced"`, each has its own
             part, in the order of the ranks; `"replicated"`, so has each group of `copies` ranks.
@@ -111,11 +109,7 @@ FUSED_QUANT = "maybe_fused_act_quant()"
 
 
 def find_inner_sites(layer: nn.Module) -> dict[str, Found]:
-    """Return where each site of `SITES` is in a loaded decoder layer of vLLM, or why it is not.
-
-    To be called after the weights are loaded and LoRA has replaced modules, before any module is
-    tapped.
-    """
+    """Return where a layer has `SITES`, or why not. Call after LoRA's changes, before any tap."""
     types = forward_source.Types.of_vllm()
     convention = lookup(type(layer), layer)
     branches = {} if isinstance(convention, Refusal) else convention.branches
@@ -188,11 +182,7 @@ def _attention_sites(
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """Attention of one layer.
-
-    Attributes:
-        path: vLLM's `Attention` within the layer.
-    """
+    """Attention of one layer; `path` is that of vLLM's `Attention`."""
 
     owner: nn.Module
     owner_path: str
@@ -473,8 +463,8 @@ def _adds_bias_outside(linear: Any) -> bool:
 
 
 def _is_within(owner: str, mlp: str) -> bool:
-    """Whether the owner of the last matrix is the MLP of the convention: the module that reads the
-    stream, one inside it, or the one that has both that and the last matrix.
+    """Return whether the owner of the last matrix is the convention's MLP, the module that reads
+    the stream, or is inside it, or has both that and the last matrix.
     """
     return owner == mlp or owner.startswith(f"{mlp}.") or owner == mlp.rpartition(".")[0]
 

@@ -24,8 +24,6 @@ class OuterParameter:
     """This rank's part of a parameter: rows [first, first + n) of its first dimension.
 
     Attributes:
-        rows: the part, [n, ...], on the model's device.
-        first: number of its first row.
         total: number of rows of the whole parameter.
         shared: whether every rank of the tensor-parallel group has the same rows.
         problem: why the whole cannot be read; empty if it can.
@@ -45,11 +43,7 @@ class OuterParameter:
 
 def find_parameters(model: nn.Module, ties_head: bool) -> dict[str, OuterParameter]:
     """Return this rank's part of each parameter outside the decoder layers, by its name in the
-    language model.
-
-    Args:
-        ties_head: whether the head is the embedding. Some models have no module for it then; its
-            name stands for the embedding.
+    language model. Some models have no module for a tied head: its name stands for the embedding.
     """
     root = find_root(model)
     inside = {id(parameter) for parameter in find_layers(model).parameters()}

@@ -1,10 +1,6 @@
-"""Conventions of decoder layers, looked up by class.
-
-A layer is tapped at its entry, at its exit and at modules between attention and the MLP. The values
-there differ by model: a pair whose sum is the stream, a pair whose second half is unused, one
-tensor. The values do not show which, so each model's source is read once and written down:
-`vllm_layers` for vLLM's own models, `hf_layers` for transformers' models. Unlisted layers are
-rejected.
+"""Conventions of decoder layers, looked up by class. Values do not show which half of a pair is the
+stream, so each model's source is read once and written down: in `vllm_layers`, `hf_layers`.
+Unlisted layers are rejected.
 """
 
 from __future__ import annotations
@@ -85,7 +81,6 @@ LAYER_LISTS: tuple[str, ...] = (
 
 def key_of(cls: type) -> Key | None:
     """Return a layer class's key in `CONVENTIONS`: that of the class whose body defines `forward`.
-
     A rejected class that defines none (its model calls something else) is its own key.
     """
     for base in cls.__mro__:
@@ -107,12 +102,7 @@ def lookup(cls: type, layer: object) -> LayerConvention | Refusal: ...
 
 
 def lookup(cls: type, layer: object | None = None) -> Entry:
-    """Return the convention of a layer class.
-
-    Args:
-        layer: a layer of that class. With it the result is a `LayerConvention` or a `Refusal`;
-            without, it may be a `Choice`, which `resolve(layer)` decides.
-    """
+    """Return a layer class's convention; with a layer of that class, a `Choice` is decided."""
     key = key_of(cls)
     convention = CONVENTIONS.get(key) if key else None
     if convention is None:

@@ -1,8 +1,6 @@
-"""Where a loaded model has the sites without a layer: its embedding, and its final norm.
-
-The module that has the list of layers, the trunk, is followed through the source of its forward,
-with its attributes as they are now: from the embedding to the first layer, and from the last layer
-to what it returns. A model that does more on the way than is known has no such site.
+"""Where a loaded model has the sites without a layer: its embedding, and its final norm. The module
+that has the list of layers, the trunk, is followed through the source of its forward. A model that
+does more on the way than is known has no such site.
 """
 
 from __future__ import annotations
@@ -42,12 +40,8 @@ def find_end(
     convention: LayerConvention,
     embeds_given: bool,
 ) -> nn.Module | NoEnd | None:
-    """Return the module whose output is a site; None: it is what the first layer gets.
-
-    Args:
-        site: `embed`, `final_norm`, or `logits`, whose tap is where the norm is.
-        convention: of the first layer, or of the last.
-        embeds_given: whether the model may get embeddings in place of token ids.
+    """Return the module whose output is `embed`, `final_norm` or `logits`, tapped at the norm;
+    None: it is what the first layer gets. `convention` is that of the first or last layer.
     """
     if site != "embed":
         return find_norm(model, layers)
@@ -109,9 +103,7 @@ def _embedding(
 
 
 def _forward_of(cls: type) -> Any:
-    """Return the forward of a trunk's class; that of its parent where it only calls that, with its
-    own arguments.
-    """
+    """Return a trunk's forward; that of its parent where it only calls that, with its arguments."""
     for index, owner in enumerate(cls.__mro__):
         if "forward" not in vars(owner):
             continue

@@ -1,10 +1,7 @@
-"""Decoder layers of vLLM's own models, 0.26 to 0.33. See `registry`.
+"""Decoder layers of vLLM's own models, 0.26 to 0.33, read from every `forward` of these releases.
 
-Read from every `forward` of releases 0.26, 0.28, 0.30, 0.32 and 0.33; where releases differ
-in what matters, the entry says how it tells them apart. Names are relative to
-`vllm.model_executor.models.` (`MODELS`) or to `vllm.models.` (`VENDOR`); a subclass that does
-not override `forward` has no entry of its own (Phi-3, GLM-4-9B, Ernie 4.5 and many others are
-`llama.LlamaDecoderLayer`).
+Names are relative to `vllm.model_executor.models.` (`MODELS`) or to `vllm.models.` (`VENDOR`); a
+subclass that does not override `forward` has no entry of its own.
 
 Known, and harmless to taps:
 - `falcon` (sequential form) adds attention to its input in place, and the fused norms of

@@ -199,11 +199,7 @@ class WorkerEndpoint:
         self._functions = this_process() if config.hooks == "local" else ""
 
     def __call__(self, request: object) -> Any:
-        """Carry out an RPC request.
-
-        Args:
-            request: a request of `protocol.rpc` as plain values.
-        """
+        """Carry out an RPC request, which is one of `protocol.rpc` as plain values."""
         return pack(self._carry_out(read_request(request)))
 
     def _carry_out(self, request: RpcRequest[Any]) -> ProtocolMessage:
@@ -346,9 +342,7 @@ def pack_scores(
 
 
 def _ahead(vllm_config: Any) -> int:
-    """Return the number of steps that may be scheduled before the outcome of a step's draft tokens
-    is known.
-    """
+    """Return how many steps may be scheduled before the outcome of a step's drafts is known."""
     if not vllm_config.scheduler_config.async_scheduling:
         return 0  # a request is scheduled again only when the outcome is known
     steps: int = vllm_config.max_concurrent_batches
@@ -478,8 +472,6 @@ def _staging_bytes(device: torch.device, config: Config) -> int:
 
 
 def _count_memory(runner: Any, nbytes: int) -> None:
-    """Add midstream's memory on the device to that of the model. Until 0.28 vLLM sizes the KV cache
-    by this figure alone.
-    """
+    """Add to the model's memory, by which alone vLLM sizes the KV cache until 0.28."""
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += nbytes

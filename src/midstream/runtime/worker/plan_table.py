@@ -1,6 +1,4 @@
-"""Plans of the running requests, each read, cut and written to the device once for all requests
-whose plans are the same bytes.
-"""
+"""Plans of running requests; equal bytes are read, cut and written to the device once."""
 
 from __future__ import annotations
 
@@ -42,11 +40,6 @@ class PlanTable:
         taps: Mapping[Tap, int],
         share: RankShare,
     ) -> None:
-        """Args:
-        rows: the index of captured rows.
-        taps: the rank's taps and their indices.
-        share: the part of the captured vectors that this rank transfers.
-        """
         self._tables = tables
         self._codecs = codecs
         self._rows = rows
@@ -120,9 +113,7 @@ class PlanTable:
             self._free(self._unused.pop(next(iter(self._unused))))
 
     def drop_unused(self) -> None:
-        """Free what the plans take that no request uses. Those without edits are kept, as later
-        requests often have the same.
-        """
+        """Free plans that no request uses; those without edits are kept, as they often recur."""
         for plan in self._unused.values():
             self._free(plan)
         self._unused.clear()

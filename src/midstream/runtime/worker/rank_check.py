@@ -1,8 +1,6 @@
-"""Checksums of a rank's plans and steps, which the front end compares with those of other ranks.
-Only with the setting `check_ranks`.
+"""Checksums of a rank's plans and steps, which the front end compares (setting `check_ranks`).
 
-Each rank of a tensor-parallel group computes the residual stream itself. A rank with other edits
-computes another stream, and no check on that rank alone can find it.
+A rank with other edits computes another residual stream, which no check on it alone can find.
 """
 
 from __future__ import annotations
@@ -34,11 +32,7 @@ class RankChecksum:
         self._received.update(request.encode() + plan)
 
     def add_step(self, batch: StepBatch, plan: StepPlan | None, tables: ProgramTable) -> None:
-        """Add a step.
-
-        Args:
-            plan: the step's plan; None if no row has a program.
-        """
+        """Add a step; `plan` is None if no row has a program."""
         rows = [list(batch.request_ids), batch.scheduled.tolist(), batch.computed.tolist()]
         self._received.update(json.dumps(rows).encode())
         # What is captured is not included, as ranks may share it.

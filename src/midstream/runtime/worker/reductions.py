@@ -1,8 +1,5 @@
-"""Sums of captured rows on the device: what requests reduce their rows to.
-
-Each running request has vectors of sums for each of its captures that reduce rows. A step adds the
-rows of positions that were not counted before. All work is queued on the current stream, so sums
-of a request that has ended can be given to another at once.
+"""Sums of captured rows on the device, queued on the current stream: so sums of a request that has
+ended can be given to another at once.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ class _Sums:
         places: for each sum, its rows of the table, int64 on the device. Of `moments` the first
             row that was counted, and of the differences from it the sums and the sums of squares.
         count: number of rows, int64 [] on the device.
-        is_begun: whether a row was counted.
     """
 
     kind: str
@@ -45,11 +41,9 @@ class _Sums:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Sums of a request.
+    """Sums of a request, by capture, and its rows of the table.
 
     Attributes:
-        rows: rows of the table that it has.
-        sums: by capture.
         counted: number of positions, from the first, whose rows were counted if they are selected.
     """
 
@@ -61,14 +55,11 @@ class _Request:
 class Reductions:
     """Owner of the sums of all requests, by the slot of each.
 
-    Sums are float64. Each row is added to them with a relative error of 2⁻⁵³, and moments are sums
-    of differences from one of the rows, so values that are close to each other lose nothing.
+    Sums are float64: relative error 2⁻⁵³ per row. Moments are sums of differences from one of the
+    rows, so values that are close to each other lose nothing.
     """
 
     def __init__(self, vectors: int, width: int, device: torch.device) -> None:
-        """Args:
-        vectors: number of vectors of sums.
-        """
         self._table = torch.zeros(vectors, width, dtype=torch.float64, device=device)
         self._counts = torch.zeros(vectors, dtype=torch.int64, device=device)
         self._free = list(range(vectors - 1, -1, -1))
@@ -84,11 +75,7 @@ class Reductions:
         return len(self._requests)
 
     def acquire(self, slot: int, segments: Iterable[Segment], widths: Sequence[int]) -> None:
-        """Give a request the sums that its plan needs, if any. Pair with `release`.
-
-        Args:
-            widths: width of the vectors of each tap, by index.
-        """
+        """Give a request the sums that its plan needs, if any. Pair with `release`."""
         taps: dict[int, tuple[str, set[int]]] = {}
         for segment in segments:
             for read in segment.patterns:
@@ -134,11 +121,7 @@ class Reductions:
             request.counted = max(request.counted, stop)
 
     def add(self, slot: int, encoding: PatternEncoding, records: Tensor) -> None:
-        """Count rows of a request.
-
-        Args:
-            records: [n, numbers], the records.
-        """
+        """Count records [n, numbers] of a request."""
         request = self._requests.get(slot)
         if request is None:  # it has ended, and nobody reads its sums
             return
@@ -146,11 +129,7 @@ class Reductions:
             self._add(request.sums[capture], _vectors(columns, records))
 
     def rows(self, slots: Sequence[int], columns: PatternColumns, place: int) -> Tensor:
-        """Return what the rows of some requests are reduced to, float32 [requests, size].
-
-        Args:
-            place: index of the tap among those of the capture on this rank.
-        """
+        """Return requests' reduced rows, float32 [requests, size]; for `place` see `place_of`."""
         rows = []
         for slot in slots:
             request = self._requests.get(slot)

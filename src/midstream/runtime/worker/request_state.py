@@ -1,7 +1,5 @@
-"""State of one request with a plan on the worker: its segments, and what was done for it.
-
-A plan is cut into segments of positions. Within a segment every token has the same program (edits
-and probes) and the same capture group.
+"""State of one request with a plan on the worker: its segments, and what was done for it. Within a
+segment of positions every token has the same program (edits and probes) and capture group.
 """
 
 from __future__ import annotations
@@ -34,8 +32,6 @@ class Segment(NamedTuple):
     Attributes:
         taps: captured taps, as indices on this rank, in the order of a record: those of one width
             are neighbours.
-        program: index of the program of `edits`.
-        group: index of the capture group of `taps`.
         kind: kind of the records of `taps`, from `CapturedRowIndex.kind`.
         scored: whether scores are returned to the caller.
         codec: number of the encoding of the captured rows.
@@ -67,13 +63,7 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class FunctionUse:
-    """A function of one request at one tap.
-
-    Attributes:
-        index: index of the function in the plan.
-        calls: number of calls.
-        rows: number of rows that it was given.
-    """
+    """A function of a request at one tap: its index in the plan, calls, and rows given to it."""
 
     index: int
     function: ResolvedFunction
@@ -89,7 +79,6 @@ class RankPlan:
     Attributes:
         number: number of the plan, from 1; none gets it again.
         packed: its bytes.
-        segments: its segments on this rank, with their programs and groups.
         users: number of requests that use it.
         has_states: whether gates of it remember something; see `GateStates`.
         has_sums: whether it reduces rows; see `Reductions`.
@@ -111,12 +100,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlacedVersion:
-    """A version of a request's plan.
-
-    Attributes:
-        number: number of the version.
-        plan: the plan; None if it could not be read or placed.
-    """
+    """A version of a request's plan; None if it could not be read or placed."""
 
     number: int
     position: int
@@ -138,7 +122,6 @@ class RequestState:
         blocks: captured rows; set when the request is collected.
         problem: the first problem; empty if there was none.
         dropped: number of captured vectors that did not fit into the arena.
-        nonfinite: whether one of its rows had a value that is not finite.
         prompt: token ids of the prompt as it has grown, if the request was scheduled as new more
             than once: the inputs of a session and the tokens generated between them.
         turns: length of the prompt each time that it had grown.
@@ -178,11 +161,7 @@ class RequestState:
         return self.segments[first:last]
 
     def change(self, later: PlacedVersion, segments: Sequence[Segment]) -> Segment:
-        """Let a version of the plan hold from its position on; return the segment there.
-
-        Args:
-            segments: its segments, over [0, FOREVER).
-        """
+        """Let a version with these segments hold from its position on; return the segment there."""
         self.later.append(later)
         if self.shared is not None and self.segments is self.shared.segments:
             self.segments = list(self.segments)
@@ -202,9 +181,7 @@ class RequestState:
         return self.plan.biases
 
     def num_scored(self, start: int, stop: int) -> int:
-        """Return the number of positions of [start, stop) whose scores are returned to the
-        caller.
-        """
+        """Return how many positions of [start, stop) return their scores to the caller."""
         return sum(
             max(0, min(stop, segment.stop) - max(start, segment.start))
             for segment in self.segments_within(start, stop)
@@ -239,12 +216,7 @@ def acquire_segments(
     codecs: CodecTable,
     codec: str = "raw",
 ) -> list[Segment]:
-    """Return the segments of a plan with their programs and groups. Pair with `release_segments`.
-
-    Args:
-        rows: the index of captured rows.
-        codec: text of the codec of captured rows.
-    """
+    """Return a plan's segments with their programs and groups. Pair with `release_segments`."""
     segments: list[Segment] = []
     try:
         for piece in plan:

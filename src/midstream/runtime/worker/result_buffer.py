@@ -1,7 +1,5 @@
-"""Results of requests that wait in the worker until the front end fetches them.
-
-See `protocol.results` for the layout of the data. If the front end maps the arena, large results
-stay in it under one lease.
+"""Results of requests that wait in the worker until the front end fetches them, laid out as in
+`protocol.results`. If the front end maps the arena, large results stay in it under one lease.
 """
 
 from __future__ import annotations
@@ -56,15 +54,7 @@ class ResultBuffer:
         resets: int = 0,
         front_end: int = 0,
     ) -> list[ResultHeader]:
-        """Store the results of requests under names and return a header of each.
-
-        Args:
-            results: by name of the data for `inline`, `read` and `release`, the requests with their
-                rows, which are copied or leased here.
-            mapped: whether the front end maps the arena.
-            resets: number of resets of the prefix cache by now.
-            front_end: number of the front end, which leases what it maps.
-        """
+        """Store requests' results under names; return their headers. Rows are copied, or leased."""
         placer = _Placer()
         leases: dict[tuple[int, ...], Lease] = {}
         headers = []
@@ -87,12 +77,7 @@ class ResultBuffer:
         parts: list[bytes | memoryview],
         reads: _Placer | None,
     ) -> RequestHeader:
-        """Return the header of a request, and add its data to `parts`.
-
-        Args:
-            placed: places of the rows of each of its blocks.
-            reads: reads the rows; None: the front end reads them where they are.
-        """
+        """Return a request's header, and add its data to `parts`; rows stay if `reads` is None."""
         parts.append(request.done.tobytes())
         blocks = []
         for index, block in enumerate(request.blocks):
@@ -128,9 +113,7 @@ class ResultBuffer:
         )
 
     def inline(self, names: list[str], front_end: int = 0) -> list[bytes | None]:
-        """Remove and return the data that is small enough to be sent with its header; None for
-        data that must be read before the next call of the same front end.
-        """
+        """Remove and return data that is sent with its header; None: the front end must read it."""
         data: list[bytes | None] = []
         total = 0
         inlined = self._inlined[front_end] = set()
@@ -166,14 +149,8 @@ class ResultBuffer:
         front_end: int,
         leases: dict[tuple[int, ...], Lease],
     ) -> Lease | None:
-        """Lease the segments of rows, and return the lease; None if the rows must be copied: they
-        are few, or the arena permits no more leases. Rows in the same segments have one lease, as a
-        lease keeps whole segments.
-
-        Args:
-            placed: places of the rows of each block of each request.
-            front_end: number of the front end.
-            leases: those of the same answer, by segments.
+        """Lease the segments of rows; None if the rows must be copied: they are few, or the arena
+        permits no more leases. Rows in the same segments share a lease, which keeps whole segments.
         """
         blocks = [block for mine in placed for block in mine]
         if sum([nbytes for _, nbytes in blocks]) < LEASED_BYTES:

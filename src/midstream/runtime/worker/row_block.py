@@ -27,13 +27,7 @@ R = TypeVar("R", bound=RowSource)
 
 
 class RecordRun(NamedTuple):
-    """Records that are contiguous in their source, at consecutive positions.
-
-    Attributes:
-        length: number of records.
-        source: index of their source.
-        first: row of the source at which the first record begins.
-    """
+    """Records contiguous in their source, from its row `first` on, at consecutive positions."""
 
     position: int
     length: int

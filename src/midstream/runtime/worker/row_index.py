@@ -1,8 +1,7 @@
 """Index of captured rows: which rows of which request are in which step's results.
 
-The runs of all steps are columns of one table. A step appends its own, and rows are sorted by
-request when they are taken, for many requests at once. So neither has a Python loop over rows,
-requests or layers, and only a short one over the steps of what is taken.
+The runs of all steps are columns of one table: a step appends its own, and rows are sorted by
+request when they are taken. So neither has a Python loop over rows, requests or layers.
 """
 
 from __future__ import annotations
@@ -63,11 +62,7 @@ class ArenaRows:
 
 @dataclass(frozen=True, slots=True)
 class PendingPositions:
-    """Positions of some rows of a step that are being copied from the device.
-
-    Attributes:
-        copy: copy of the position of each row of the step.
-    """
+    """Positions of some rows of a step; `copy` brings those of all its rows from the device."""
 
     copy: Copy
     row: Ints
@@ -87,11 +82,7 @@ class _Step(Generic[R]):
 
 
 class _Runs(NamedTuple, Generic[R]):
-    """Some columns of the table with known positions, and the sources of their steps.
-
-    Attributes:
-        table: the columns, with indices of `sources` in place of steps.
-    """
+    """Columns of the table with known positions, whose steps are indices of `sources`."""
 
     table: Ints
     sources: list[R]
@@ -119,13 +110,7 @@ class CapturedRowIndex(Generic[R]):
         self._next_step = 0
 
     def kind(self, taps: tuple[int, ...], codec: int = 0, rows: int | None = None) -> int:
-        """Return the number of a kind of record.
-
-        Args:
-            taps: its taps, in order.
-            codec: number of its encoding.
-            rows: its number of rows; None: one for each tap.
-        """
+        """Return the number of a kind of record; `rows` is None for one row for each tap."""
         key = (taps, codec, len(taps) if rows is None else rows)
         if key not in self._kinds:
             self._keys.append(key)
@@ -144,14 +129,12 @@ class CapturedRowIndex(Generic[R]):
         first: Ints,
         kind: Ints,
     ) -> None:
-        """Add the runs of captured rows of a step.
+        """Add the runs of captured rows of a step. Each array is int64 [runs].
 
         Args:
-            serial: int64 [runs], serial number of each run's request.
-            position: int64 [runs], position of each run's first record.
-            length: int64 [runs], number of records of each run.
-            first: int64 [runs], row of `source` at which each run's first record begins.
-            kind: int64 [runs], kind of each run's records.
+            serial: serial number of each run's request.
+            position: position of each run's first record.
+            first: row of `source` at which each run's first record begins.
         """
         if not serial.size:
             return
@@ -187,13 +170,8 @@ class CapturedRowIndex(Generic[R]):
         return self._next_step
 
     def take(self, serials: list[int]) -> dict[int, list[RowBlock[R]]]:
-        """Remove all rows of some requests and return them; they stay valid until `free_taken`.
-
-        A position that was computed twice, for example for a draft token that was rejected, is
-        returned once, with its latest row.
-
-        Returns:
-            The blocks of each request, by serial number.
+        """Remove all rows of some requests, valid until `free_taken`, and return their blocks by
+        serial number. Of a position computed twice, as for a rejected draft, only the latest row.
         """
         columns = self._columns(np.array(sorted(serials), np.int64))
         if not columns.size:  # as with edits alone, while others capture
@@ -205,15 +183,14 @@ class CapturedRowIndex(Generic[R]):
     def take_until(
         self, stops: Mapping[int, int], oldest: int
     ) -> tuple[dict[int, list[RowBlock[R]]], int]:
-        """Remove the rows of some requests before a position and return them, as `take` does.
+        """Remove rows before a position of some requests, as `take` does.
 
         Args:
             stops: the position, by serial number of the request.
             oldest: number of a step before which these requests have no rows.
 
         Returns:
-            The blocks of each request, by serial number; and the number of a step before which
-            these requests have no rows left.
+            The blocks by serial number, and the new `oldest`.
         """
         serials = np.array(sorted(stops), np.int64)
         bounds = np.array([stops[serial] for serial in serials.tolist()], np.int64)
@@ -248,8 +225,7 @@ class CapturedRowIndex(Generic[R]):
 
         Args:
             spans: [start, stop) of the positions, by serial number of the request.
-            count: number of rows to expect over all requests; older steps are searched only until
-                that many are found.
+            count: number of rows to expect in all; older steps are searched until they are found.
         """
         key = (taps, 0, len(taps))
         kind = self._kinds.get(key)
@@ -331,9 +307,7 @@ class CapturedRowIndex(Generic[R]):
         return blocks
 
     def _add_single(self, runs: _Runs[R], blocks: dict[int, list[RowBlock[R]]]) -> bool:
-        """Add the blocks of one step, as of requests that ended with their prompts, without the
-        sorting of several steps; return whether that was possible: each request has one run there.
-        """
+        """Add blocks of one step without sorting, if each request has one run there."""
         serials, positions, lengths, _, firsts, kinds = runs.table.tolist()
         if len(set(serials)) < len(serials):
             return False
@@ -370,11 +344,8 @@ def _blocks_of_kind(runs: _Runs[R], key: _Kind, kind: int) -> list[tuple[int, Ro
 
 
 def _in_order(table: Ints, rows: int) -> Ints:
-    """Return runs by request and position, of records at the same position only the latest.
-
-    Args:
-        table: int64 [5, runs]: serial, position, length, source and first of each run, in the order
-            in which they were recorded.
+    """Return runs by request and position, of records at the same position only the latest. `table`
+    has the serial, position, length, source and first of each run, int64 [5, runs], as recorded.
     """
     ordered = table[:, np.lexsort((table[3], table[1], table[0]))]
     serial, position, length, source, first = ordered
@@ -393,9 +364,7 @@ def _in_order(table: Ints, rows: int) -> Ints:
 
 
 def _latest(table: Ints, rows: int) -> Ints:
-    """Return runs of one record each, in order: of the records at one position of a request only
-    the latest; see `_in_order`.
-    """
+    """Return runs of one record each, in order, at each position of a request only the latest."""
     length = table[2]
     within = within_runs(length)
     serial, position, _, source, first = np.repeat(table, length, axis=1)

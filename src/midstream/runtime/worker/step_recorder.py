@@ -44,7 +44,6 @@ class StepCounts:
     Attributes:
         steps: number of forward passes.
         active: number of these in which some token had a program.
-        planner_ns: nanoseconds spent on planning.
         ring_last: units of the staging ring that the last active step filled; see `Buffers.units`.
         ring_most: most units that an active step has filled.
     """
@@ -64,13 +63,7 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankMemory:
-    """What a row passes on its way from a tap to the front end.
-
-    Attributes:
-        taps: the rank's taps and their indices.
-        transport: owner of `buffers.ring`.
-        arena: memory that the transport copies rows to.
-    """
+    """What a row passes on its way from one of the taps (with their indices) to the arena."""
 
     buffers: Buffers
     taps: dict[Tap, int]
@@ -82,14 +75,12 @@ class StepRecorder:
     """Owner of the armed tokens, the steps in flight, and the index of captured rows.
 
     Where the rows of a step do not fit into the arena together, each request's rows are stored by
-    themselves, those of the oldest request first. Of a request whose rows do not fit then, no later
-    rows are stored either.
+    themselves, oldest request first. Of a request whose rows do not fit, no later ones are stored.
 
     Attributes:
-        rows: index of captured rows.
         scores: index of probe scores; a record is one row with a column for each score.
         prepared: the step whose forward pass is queued next; None if it has no program.
-        reported: scores that leave with the last step's output; None: there are none, or they left.
+        reported: scores that leave with the last step's output, until they have left.
     """
 
     def __init__(
@@ -101,10 +92,6 @@ class StepRecorder:
         patterns: StepPatterns,
         split_scores: SplitScores | None,
     ) -> None:
-        """Args:
-        patterns: makes rows of attention, logits and sums.
-        split_scores: adds up parts of reported scores; None: there are none.
-        """
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
         self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()
@@ -155,9 +142,7 @@ class StepRecorder:
     # -- recording --------------------------------------------------------------------------
 
     def record(self) -> None:
-        """Start to copy the results of the prepared step, whose forward pass is queued, and add
-        its rows and scores to the indexes.
-        """
+        """Start to copy results of the queued step, and add its rows and scores to the indexes."""
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
         self._gate_states.disarm()
@@ -253,9 +238,7 @@ class StepRecorder:
             self._settle_oldest()
 
     def settle_until(self, number: int) -> None:
-        """Verify all steps up to a number, whose results are waited for, and then those whose
-        results are on the host.
-        """
+        """Verify all steps up to a number, waiting for these, and others that are on the host."""
         while self._in_flight and self._in_flight[0].number <= number:
             self._settle_oldest()
         self.settle()

@@ -10,10 +10,7 @@ from midstream.runtime.protocol.vector_update import VectorUpdate
 
 
 class VectorStore:
-    """The vectors that front ends had this worker store, see `runtime.frontend.request.
-    sent_vectors`. The worker computes each digest itself. A vector is dropped once every front end
-    that added it has dropped it.
-    """
+    """Vectors by digest, each dropped once every front end that added it has dropped it."""
 
     def __init__(self) -> None:
         self._vectors: dict[str, Vector] = {}

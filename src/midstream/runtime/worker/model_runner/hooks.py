@@ -1,6 +1,4 @@
-"""Calls of a model runner's adapter into a `WorkerSession`. Each of vLLM's two model runners has
-one adapter, and the rest of midstream does not depend on which runner there is.
-"""
+"""Calls of the adapter of either of vLLM's model runners into a `WorkerSession`."""
 
 from __future__ import annotations
 
@@ -25,11 +23,6 @@ class Hooks:
     """The moments of a step."""
 
     def __init__(self, session: WorkerSession, switch: ModelSwitch, ahead: int) -> None:
-        """Args:
-        switch: chooses the model that a forward pass runs.
-        ahead: number of steps that the scheduler may decide on before it knows which draft tokens
-            of a step were accepted.
-        """
         self._session = session
         self._switch = switch
         # Number of draft tokens of each request: in this step, and in those whose outcome the
@@ -40,11 +33,7 @@ class Hooks:
         self._drafts: Mapping[str, Sequence[int]] = {}
 
     def on_schedule(self, scheduler_output: Any) -> set[str]:
-        """Finish and add requests, as the scheduler decided for a step.
-
-        Returns:
-            vLLM's ids of the finished requests that had a value that is not finite.
-        """
+        """Finish and add requests; return vLLM's ids of finished ones with a non-finite value."""
         self._drafts = scheduler_output.scheduled_spec_decode_tokens
         if self._unknown.maxlen:
             self._unknown.append(self._drafted)
@@ -70,11 +59,7 @@ class Hooks:
     def unknown_positions(
         self, request_ids: Sequence[str], positions: Callable[[], Tensor]
     ) -> UnknownPositions | None:
-        """Return what the host does not know about a step's batch; None if it knows all.
-
-        Args:
-            positions: returns the rows' positions on the device.
-        """
+        """Return what the host does not know about a step's batch; None if it knows all."""
         unknown = [drafted for drafted in self._unknown if drafted]
         if not unknown:
             return None
@@ -105,11 +90,7 @@ class Hooks:
         self._session.after_forward()
 
     def on_output(self, output: Any) -> Any:
-        """Return a step's output with the failures of single requests attached, and the scores that
-        requests report. An output that does not reach the scheduler, for example from an earlier
-        stage of a pipeline, is returned unchanged; the receipts of those requests have the
-        failures.
-        """
+        """Return a step's output with failures and scores; unchanged if it misses the scheduler."""
         requests = self._session.requests
         failures, scores = requests.failures, self._session.reported_scores
         if failures or scores is not None:
@@ -122,9 +103,7 @@ class Hooks:
 
 
 def report_results(runner: Any, hooks: Hooks) -> None:
-    """Wrap both methods by which a runner returns the output of a step, so that the output has the
-    failures of single requests, and reported scores.
-    """
+    """Wrap both methods by which a runner returns a step's output; see `Hooks.on_output`."""
     for name in ("execute_model", "sample_tokens"):
         setattr(runner, name, _with_results(getattr(runner, name), hooks))
 

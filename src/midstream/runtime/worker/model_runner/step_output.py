@@ -11,16 +11,8 @@ from midstream.runtime.vllm.attributes import FAILURES, STEP_SCORES
 
 
 def attach(output: Any, failures: dict[str, Failure], scores: StepScores | None = None) -> Any:
-    """Attach failures and scores to what a model runner returned.
-
-    Args:
-        output: a ModelRunnerOutput, an asynchronous output that holds one, or another value, which
-            does not reach the scheduler.
-        failures: by vLLM's request id.
-        scores: the scores that requests of the step report; None: there are none.
-
-    Returns:
-        The output to return instead; None if this one does not reach the scheduler.
+    """Return a model runner's output with failures, by vLLM's request id, and reported scores; None
+    if the output does not reach the scheduler. It may be asynchronous, holding another.
     """
     from vllm.v1.outputs import ModelRunnerOutput
 

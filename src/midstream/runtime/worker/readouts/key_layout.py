@@ -1,8 +1,5 @@
-"""Where the keys of a block are in vLLM's KV cache, found by writing known keys.
-
-Each attention backend lays its cache out in its own way, and some transpose or pack it. The layout
-is measured with the backend's own function: numbered keys are written into the null block, which no
-request uses, and looked for.
+"""Where keys are in vLLM's KV cache, which each attention backend lays out in its own way: measured
+by writing numbered keys into the null block, which no request uses.
 """
 
 from __future__ import annotations
@@ -34,16 +31,15 @@ _NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyLayout:
-    """Where the keys of a block are.
+    """Where the keys of a block are, in elements.
 
     Attributes:
         dim: dimension of the cache that counts blocks.
-        offset: elements from the begin of a block to its first key.
-        strides: elements between tokens, heads and numbers; None: they are at no equal distance.
-        index: int64 [tokens, heads, head_dim], elements from `offset` on; None: see `strides`.
-        heads: number of key-value heads.
+        offset: from the begin of a block to its first key.
+        strides: between tokens, heads and numbers; None: they are at no equal distance.
+        index: int64 [tokens, heads, head_dim], from `offset` on; None: see `strides`.
         dtype: format of the numbers, which vLLM may store as bytes; without the layer's scale.
-        span: elements from the first number of a key to the last; only with `index`.
+        span: from the first number of a key to the last; only with `index`.
     """
 
     dim: int
@@ -57,9 +53,7 @@ class KeyLayout:
     span: int = 0
 
     def view(self, cache: Tensor) -> Tensor | None:
-        """Return all keys, [blocks, tokens, heads, head_dim], as a view of the layer's KV cache;
-        None if there is no such view.
-        """
+        """Return a view of the cache, [blocks, tokens, heads, head_dim]; None if there is none."""
         if self.strides is None:
             return None
         shape = (cache.shape[self.dim], self.size, self.heads, self.head_dim)
@@ -68,11 +62,7 @@ class KeyLayout:
         return keys.view(self.dtype)
 
     def read(self, cache: Tensor, blocks: Tensor) -> Tensor:
-        """Return the keys of some blocks, [requests, tokens, heads, head_dim].
-
-        Args:
-            blocks: integers [requests, blocks].
-        """
+        """Return the keys of blocks [requests, blocks] as [requests, tokens, heads, head_dim]."""
         view = self.view(cache)
         if view is not None:
             keys = view[blocks]
@@ -87,12 +77,7 @@ class KeyLayout:
 
 
 def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
-    """Return where the keys are in the KV cache of a layer. Leaves the cache as it was.
-
-    Args:
-        attention: vLLM's `Attention`, with its cache allocated. No step may be in progress.
-        num_blocks: number of blocks of the cache.
-    """
+    """Return where keys are in a layer's KV cache, unchanged after. No step may be in progress."""
     cache = cache_of(attention)
     write = getattr(attention.impl, "do_kv_cache_update", None)
     backend = attention.attn_backend.get_name()
@@ -126,12 +111,7 @@ def cache_of(attention: Any) -> Tensor:
 
 
 def scale_of(attention: Any, of: str) -> float:
-    """Return the factor of the numbers that a layer stores or reads.
-
-    Args:
-        attention: vLLM's `Attention`.
-        of: `k`, `v` or `q`.
-    """
+    """Return the factor of the numbers that a layer stores or reads; `of` is `k`, `v` or `q`."""
     if attention.kv_cache_dtype not in _QUANTISED:
         return 1.0
     scale = getattr(attention, f"_{of}_scale", None)
@@ -160,8 +140,8 @@ def _format_of(attention: Any, cache: Tensor) -> torch.dtype:
 def _written(
     attention: Any, write: Any, cache: Tensor, block: Tensor, size: int, dtype: torch.dtype
 ) -> Tensor:
-    """Write numbered keys into the null block; return the number that each element of the block
-    has, int64, −1 for elements that hold no key.
+    """Write numbered keys into the null block; return each element's number, int64, −1 for elements
+    that hold no key.
     """
     base = _BASES[dtype]
     nothing = torch.full((), -1.0, device=cache.device).to(dtype).view(block.dtype)

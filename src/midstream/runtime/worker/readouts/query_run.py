@@ -14,9 +14,7 @@ class QueryRun:
     Attributes:
         request: index of the request in the batch.
         record: index of the first record.
-        length: number of records.
-        lowest: position of the first row, or a lower bound.
-        position: position of the first row, or an upper bound.
+        lowest, position: position of the first row, or a lower and an upper bound.
         keys: for each `PatternColumns`, the positions of a mass.
     """
 

@@ -47,13 +47,6 @@ class PatternReader:
         logits: LogitReader | None = None,
         saes: SaeReader | None = None,
     ) -> None:
-        """Args:
-        layers: returns the attention that reads the queries of a tap, by the tap's index.
-        block_table: returns the blocks of the batch's requests.
-        workspace: see `WORKSPACE_BYTES`.
-        logits: computes logits; None: no request asks for any.
-        saes: encodes vectors by SAEs; None: no request asks for features.
-        """
         self._layers = layers
         self._block_table = block_table
         self._workspace = workspace
@@ -71,11 +64,7 @@ class PatternReader:
         slots: SlotTable,
         ring: Tensor,
     ) -> StepLogits:
-        """Return the logits of all records of a step whose logits are asked for.
-
-        Args:
-            ring: [units, U], the staging ring.
-        """
+        """Return the logits of a step's records that ask for them; `ring` is [units, U]."""
         queries = logits_of(prepared, encoding, slots, ring.shape[1])
         if not queries:
             return {}
@@ -96,7 +85,6 @@ class PatternReader:
         Args:
             records: [n, numbers], the captured vectors, queries among them.
             positions: int64 [n], position of each record.
-            runs: the runs of all records, in order.
             logits: rows of logits of the records, and reduced ones, by number of the pattern.
         """
         row_bytes = encoding.row_bytes(records.dtype)
@@ -138,14 +126,7 @@ class PatternReader:
         places: Tensor,
         out: Tensor,
     ) -> None:
-        """Write the scores that are made of attention: the mean over the heads of all ranks. With
-        several ranks each writes its part of the sum.
-
-        Args:
-            encoding, records, positions, runs: see `encode`.
-            places: int64 [n], row of `out` of each record.
-            out: float32 [rows, slots], to be written.
-        """
+        """Write this rank's part of means over heads to `out`, [rows, slots], at `places`."""
         reads = []
         for index, columns in enumerate(encoding.patterns):
             if columns.slot is not None and columns.count:
@@ -161,12 +142,7 @@ class PatternReader:
                 out[:, read.columns.slot].index_copy_(0, places, score)
 
     def _stacks(self, reads: Sequence[_Read], count: int) -> Iterator[list[_Read]]:
-        """Yield rows of several layers that are computed together, as each operation on the device
-        takes the host some time.
-
-        Args:
-            count: number of records.
-        """
+        """Yield rows of several layers that are computed together, to save the host time."""
         alike: dict[tuple[object, ...], list[_Read]] = {}
         for read in reads:
             alike.setdefault(read.form, []).append(read)
@@ -224,11 +200,7 @@ class PatternReader:
     def _score_keys(
         self, read: _Selected, queries: Tensor, tile: Tile, table: Tensor, out: Tensor
     ) -> None:
-        """Write the scores of one layer, float32 [runs, rows, heads, keys]; see `op.scores`.
-
-        Args:
-            queries: [runs · rows, numbers], those of all heads.
-        """
+        """Write one layer's scores, [runs, rows, heads, keys]; queries: [runs · rows, numbers]."""
         columns, layer, form = read.columns, read.layer, read.form
         stop = tile.begin + out.shape[-1]
         queries = queries.view(*out.shape[:2], layer.key_heads.numel(), -1)
@@ -262,11 +234,7 @@ class PatternReader:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A row of attention of one layer.
-
-    Attributes:
-        nth: number of the pattern.
-    """
+    """A row of attention of one layer, by the number of its pattern."""
 
     nth: int
     columns: PatternColumns
@@ -283,9 +251,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _Selected:
-    """A `_Read`, what attention does for its heads, their key-value heads, and the heads, int64;
-    None: all.
-    """
+    """A `_Read` with its heads (int64; None: all), their form and their key-value heads."""
 
     nth: int
     columns: PatternColumns
@@ -319,11 +285,7 @@ def _reduced(stack: Sequence[_Selected], scores: Tensor, tile: Tile) -> Tensor:
 
 
 def _joined(made: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """Yield rows with the column at which they begin; rows that are next to each other as one.
-
-    Args:
-        made: (column, rows [n, numbers of 4 bytes]), in the order of columns.
-    """
+    """Yield (column, rows [n, numbers of 4 bytes]) in order; rows next to each other as one."""
     for index, (begin, rows) in enumerate(made):
         if index and made[index - 1][0] + 4 * made[index - 1][1].shape[1] == begin:
             continue

@@ -1,7 +1,5 @@
-"""Scores of queries against keys in a paged cache: a Triton kernel, and its launch.
-
-vLLM's attention kernels keep scores in registers. This one computes those of a few queries again:
-one program for some rows of a run, one head and some keys. Softmax and what follows are PyTorch's.
+"""Scores of queries against keys in a paged cache: a Triton kernel, and its launch. vLLM's kernels
+keep theirs in registers; this one computes those of a few queries again.
 """
 
 from __future__ import annotations
@@ -94,15 +92,14 @@ def scores_triton(
 
     Args:
         queries: [runs, rows, heads, head_dim], of the cache's dtype; of any where that is fp8.
-        positions: int64 [runs, rows], contiguous, position of each query.
+        positions: int64 [runs, rows], contiguous.
         keys: the cache's keys, [blocks, tokens, key-value heads, head_dim], a view.
-        table: integers [requests, blocks], blocks of each request.
+        table: integers [requests, blocks].
         requests: int64 [runs], row of `table` of each run.
         key_heads: int64 [heads], key-value head of each query head.
         begin, stop: positions of the keys. No query may see an earlier or a later one.
         out: float32 [runs, rows, heads, stop − begin], contiguous, to be written.
-        scale, soft_cap, window: see `AttentionForm`.
-        slopes: float32 [heads]; None: there are none.
+        slopes: float32 [heads].
     """
     runs, rows, heads, dim = queries.shape
     if not out.numel():

@@ -23,8 +23,7 @@ class Tile:
         positions: int64 [runs, rows].
         requests: int64 [runs], index of each one's request in the batch.
         begin, stop: positions of the keys that the rows see.
-        chosen: by the last key + 1 and the ranges of a mass of each run: which keys they are; see
-            `chosen_keys`.
+        chosen: `chosen_keys` by the last key + 1 and the ranges of a mass of each run.
     """
 
     runs: Sequence[QueryRun]
@@ -57,14 +56,9 @@ class Tile:
 
 
 class Tiles:
-    """The tiles of a step's records."""
+    """The tiles of a step's records, whose positions are int64 [n]; see `_batches`."""
 
     def __init__(self, runs: Sequence[QueryRun], positions: Tensor, workspace: int) -> None:
-        """Args:
-        runs: the runs of all records, in order.
-        positions: int64 [n], position of each record.
-        workspace: bytes that the weights of a tile may take twice, if it has several rows.
-        """
         self._runs = runs
         self._positions = positions
         self._workspace = workspace
@@ -81,9 +75,7 @@ class Tiles:
 
 
 def most_cells(workspace: int, heads: int) -> int:
-    """Return how many pairs of a row and a key may be computed at a time, so that all that is made
-    of them takes half of the workspace.
-    """
+    """Return how many pairs of row and key may be computed at a time in half of the workspace."""
     # The products, what a softmax makes of them, and the distances.
     return workspace // 2 // (4 * heads * 3)
 
@@ -98,12 +90,7 @@ def _batches(
     runs: Sequence[QueryRun], heads: int, window: int, workspace: int
 ) -> list[list[QueryRun]]:
     """Return the runs in groups that are computed together: several of one row, or a part of one
-    run. The weights of a group take half of the workspace at most, if it has several rows.
-
-    Args:
-        heads: number of heads.
-        window: see `AttentionForm`.
-        workspace: bytes.
+    run. Weights of several rows take half of the workspace, in bytes, at most.
     """
     limit = most_cells(workspace, heads)
     groups: list[list[QueryRun]] = []

@@ -15,16 +15,10 @@ _CLOSED = -1  # as the ring unit at which a step's first record begins: nothing 
 
 class ArmedBuffers:
     """Writer of the buffers that differ from step to step. What a step shares with the step before
-    is not sent again: edits and captures stay armed until they change.
-
-    Attributes:
-        tally: int32 [rows, TALLY_COLUMNS], the tally of the step's rows.
+    is not sent again. `tally` is that of the step's rows, int32 [rows, TALLY_COLUMNS].
     """
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
-        """Args:
-        only_armed: see `StepRecorder`.
-        """
         self._buffers = buffers
         self._only_armed = only_armed
         self._tokens = _NO_TOKENS
@@ -33,12 +27,7 @@ class ArmedBuffers:
         self.tally = buffers.tally[:0]
 
     def arm(self, tokens: NDArray[np.int32], first: int) -> None:
-        """Set the buffers for a step, and clear its tally.
-
-        Args:
-            tokens: int32 [rows, TOKEN_COLUMNS].
-            first: ring unit at which the step's first record begins.
-        """
+        """Set tokens, int32 [rows, TOKEN_COLUMNS], and the first ring unit; clear the tally."""
         rows = tokens.shape[0]
         if rows != self.tally.shape[0]:
             self.tally = self._buffers.tally[:rows]
@@ -53,9 +42,7 @@ class ArmedBuffers:
             self._set_first(_CLOSED)
 
     def disarm(self) -> None:
-        """Clear the tokens, so that forward passes that are not armed change and capture nothing;
-        without effect if there are none.
-        """
+        """Clear the tokens, if any, so that unarmed forward passes change and capture nothing."""
         if self._tokens.shape[0] and not self._only_armed:
             self._buffers.tokens[: self._tokens.shape[0]].zero_()
             self._tokens = _NO_TOKENS

@@ -17,11 +17,8 @@ from midstream.transport.base import Copy, Shipment
 
 @dataclass(slots=True)  # see `TokenRuns`
 class PreparedStep:
-    """A step whose forward pass is queued next.
-
-    Attributes:
-        first: ring unit at which the plan's first record begins.
-        positions: copy of each row's position to the host; None if the plan has the positions.
+    """A step whose forward pass is queued next, from a ring unit on; `positions` copies each row's
+    to the host, None if the plan has them.
     """
 
     plan: StepPlan
@@ -32,11 +29,7 @@ class PreparedStep:
 
 @dataclass(slots=True)  # see `TokenRuns`
 class InFlightStep:
-    """A step whose results are copied to the host.
-
-    Attributes:
-        number: number of the step, from 1.
-    """
+    """A step, numbered from 1, whose results are copied to the host."""
 
     number: int
     prepared: PreparedStep

@@ -1,6 +1,4 @@
-"""Plans of the last steps with prompts: in a stream of requests that ask for the same, steps repeat
-with other requests.
-"""
+"""Plans of the last steps with prompts, which steps of other requests may repeat."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ class _KeptStep:
 
     Attributes:
         of_run: for each run, the index of its request among those with a plan.
-        position: position of the first row of each request.
-        stop: position of the last row + 1.
+        position, stop: position of each request's first row, and of its last + 1.
         segments: segments of the slots of the requests afterwards.
     """
 
@@ -45,11 +42,7 @@ class KeptSteps:
         self._kept: dict[StepKey, _KeptStep] = {}
 
     def key_of(self, batch: StepBatch, chosen: Ints, slot: Ints) -> StepKey | None:
-        """Return the key of a step; None: it cannot be repeated with other requests.
-
-        Args:
-            chosen: indices of the batch's requests that have a plan.
-        """
+        """Return the key of a step; None: it cannot be repeated with other requests."""
         # Steps without prompts repeat with the same requests: see `StepPlanner`.
         if batch.unknown is not None or batch.num_tokens == len(batch.request_ids):
             return None
@@ -61,11 +54,7 @@ class KeptSteps:
         return batch.num_tokens, first, second, third, fourth
 
     def repeat(self, key: StepKey, slot: Ints) -> StepPlan | None:
-        """Return the plan of a step of some requests; None: no such step is kept.
-
-        Args:
-            slot: slots of the requests that have a plan.
-        """
+        """Return the plan of a step of requests in some slots; None: no such step is kept."""
         kept_step = self._kept.get(key)
         if kept_step is None:
             return None

@@ -12,11 +12,7 @@ from midstream.transport.base import Shipment
 def reported_scores(
     prepared: PreparedStep, shipment: Shipment, slots: SlotTable
 ) -> StepScores | None:
-    """Return the scores of the requests of a step that report them; None: there are none.
-
-    Args:
-        prepared: the step, whose forward pass is queued.
-    """
+    """Return the scores that requests of a queued step report; None: there are none."""
     if not slots.num_reporting:
         return None
     runs = prepared.plan.runs

@@ -29,7 +29,6 @@ class SlotTable:
             version of its plan by now, or none that can be run.
         last_step: int64 [slots], number of the last step with a row of the request; 0: none.
         reports: bool [slots], whether the scores of the request leave with each step's output.
-        num_reporting: number of requests for which that is so.
         nonfinite: vLLM's ids of running requests that had a value that is not finite.
     """
 
@@ -119,9 +118,7 @@ class SlotTable:
         return self._slot_of.get(request.id) == request.slot
 
     def remove(self, requests: Sequence[RequestState]) -> None:
-        """Remove requests and free their slots; the states of their positions move into
-        `RequestState.done`.
-        """
+        """Remove requests and free their slots; positions' states move to `RequestState.done`."""
         done = self.states.take([request.slot for request in requests])
         for request, states in zip(requests, done, strict=True):
             request.done = states
@@ -133,12 +130,7 @@ class SlotTable:
             self._free.append(request.slot)
 
     def fail(self, request: RequestState, position: int, problem: str) -> None:
-        """Record a request's first problem.
-
-        Args:
-            request: a request without a problem so far.
-            position: the first position that the problem may concern.
-        """
+        """Record a request's first problem, and the first position that it may concern."""
         request.problem = problem
         if self.runs(request):
             self.failures[request.id] = Failure(position, problem)
@@ -156,9 +148,7 @@ class SlotTable:
             request.dropped += count * segment.returned
 
     def slots_of(self, request_ids: Sequence[str]) -> Ints:
-        """Return the slot of each request, −1 for requests without a plan. The array is the same
-        object as long as the ids and their requests are the same.
-        """
+        """Return requests' slots, −1 for none; the same array as long as requests are the same."""
         if self._latest is None or self._latest[0] != request_ids:
             find = self._slot_of.get
             slots = np.fromiter((find(name, -1) for name in request_ids), np.int64)
@@ -170,11 +160,7 @@ class SlotTable:
         self.segments[slot] = (segment.start, segment.stop, *segment.content)
 
     def change(self, changed: Sequence[tuple[int, Segment]]) -> None:
-        """Record that the segments of requests have changed: no step repeats an earlier one.
-
-        Args:
-            changed: the slot of each, and the segment of its next rows.
-        """
+        """Record new segments of slots: no step repeats an earlier one."""
         if changed:
             self._latest = None
             last = dict(changed)
@@ -184,13 +170,7 @@ class SlotTable:
             ]
 
     def record(self, plan: StepPlan, edits: Ints, nonfinite: NDArray[np.bool_]) -> None:
-        """Record what the device counted for each active row of a step.
-
-        Args:
-            edits: number of edits.
-            nonfinite: whether the row had a value that is not finite. Its request fails, or is
-                reported, by the setting `on_nonfinite`.
-        """
+        """Record each active row's edits, and a value not finite, which may end its request."""
         states = np.minimum(APPLIED_0 + edits, MOST_APPLIED)
         if nonfinite.any():
             states |= np.where(nonfinite, NONFINITE, 0)

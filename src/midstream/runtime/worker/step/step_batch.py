@@ -14,8 +14,7 @@ class UnknownPositions(NamedTuple):
     """What the host does not know yet: which draft tokens of the last steps were accepted.
 
     Attributes:
-        slack: returns int64 [requests], by how much `StepBatch.computed` may be too high. It is
-            never too low.
+        slack: returns int64 [requests], by how much `StepBatch.computed` may be too high.
         positions: returns integers [num_tokens] on the device, the position of each row.
     """
 
@@ -24,19 +23,15 @@ class UnknownPositions(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """The batch of one step, in the order of its rows.
+    """The batch of one step, in the order of its rows; a request's rows are neighbours.
 
     Attributes:
-        request_ids: vLLM's ids, one per request in the batch.
-        scheduled: int32 [requests], number of tokens of each request in this step; the rows of a
-            request follow those of the request before it.
-        computed: int32 [requests], number of tokens of each request that were computed before:
-            the position of its first row in this step.
+        scheduled: int32 [requests], number of tokens of each request in this step.
+        computed: int32 [requests], position of each request's first row in this step.
         num_tokens: sum of `scheduled`; later rows are padding.
         token_ids: returns int32 [num_tokens] on the device, the id of each row's token.
         unknown: None if `computed` is exact.
-        drafts: integers [requests], how many of each request's tokens are drafts: its last ones;
-            None: none are.
+        drafts: integers [requests], how many of each request's tokens, its last, are drafts.
     """
 
     request_ids: Sequence[str]

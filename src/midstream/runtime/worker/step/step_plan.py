@@ -15,10 +15,7 @@ class TokenRuns:
     """Runs of consecutive rows of one request within one segment; each array has one entry per run.
 
     Attributes:
-        length: number of rows.
         position: position of the first row in its request; see `exact`.
-        program: index of each row's program.
-        group: index of each row's capture group.
         vectors: number of vectors in each row's record.
         units: number of ring units of each row's record; see `Buffers.units`.
         kind: number of the kind of record, from `CapturedRowIndex.kind`.
@@ -49,9 +46,7 @@ class CodecBatch:
     """A step's captured rows of one encoding, which are contiguous in the ring.
 
     Attributes:
-        codec: number of the encoding.
         first: first ring unit, relative to the step's first.
-        num_units: number of ring units.
         runs: indices of the step's runs that these rows belong to.
         serial: serial number of each run's request.
         length: number of records of each run.
@@ -116,9 +111,8 @@ class StepPlan:
         num_units: number of ring units that the step fills.
         active: rows of the batch that have a program, as an index.
         positions: position of each active row; an upper bound if `runs` are not exact.
-        fewest: smallest number of edits that each active row must get.
-        most: largest number of edits that each active row may get; the difference to `fewest` is
-            in edits that depend on the token's id.
+        fewest, most: number of edits that each active row must and may get; the difference is in
+            edits that depend on the token's id.
         captures: number of vectors that must be captured of each active row.
         by_id: whether a row's program reads the token's id.
         scored: whether a score of the step is returned to a caller.
@@ -150,11 +144,7 @@ class StepPlan:
         return self._with(self.runs.slot, position, self.slots, position, self.batches)
 
     def of(self, slot: Ints, serial: Ints) -> StepPlan:
-        """Return the same step of other requests.
-
-        Args:
-            slot: slot of the request of each run.
-        """
+        """Return the same step of other requests, by the slot of each run."""
         runs = self.runs
         batches = tuple([batch.of(serial[batch.runs]) for batch in self.batches])
         slots = np.repeat(slot, runs.length)
@@ -168,9 +158,7 @@ class StepPlan:
         positions: Ints,
         batches: tuple[CodecBatch, ...],
     ) -> StepPlan:
-        """Return the step with other requests or positions. The fields are written out, as
-        `dataclasses.replace` takes more than twice as long.
-        """
+        """Return the step of others; `dataclasses.replace` would take more than twice as long."""
         runs = self.runs
         return StepPlan(
             tokens=self.tokens,

@@ -24,7 +24,7 @@ class BufferSizes:
 
     Attributes:
         max_tokens: most rows of a forward pass, padding included.
-        ring_rows: vectors of that width for which the ring has room.
+        ring_rows: vectors of the hidden size for which the ring has room.
         drafts: most draft tokens of a request in a step.
     """
 
@@ -40,12 +40,10 @@ class Buffers:
     """Device buffers of one rank; see `midstream.ops.layout` for the columns.
 
     Attributes:
-        tokens: int32 [T, 4], program, group, record and position of each row of the next forward
-            pass.
+        tokens: int32 [T, 4], program, group, record and position of each row.
         ids: int32 [T], token id of each row; set in steps in which an instruction reads it.
         tally: int32 [T, 4], counts of the work done for each row.
-        table: int32 [S, N, 4], for each tap the programs' ranges of instructions and the groups'
-            places.
+        table: int32 [S, N, 4], for each tap the programs' ranges and the groups' places.
         instructions: int32 [E, 8], the programs' instructions.
         params: float32 [E, 4], parameters of the instructions.
         lists: int32 [L], token ids of the instructions.
@@ -54,19 +52,15 @@ class Buffers:
         ring: [R, U] in the model's dtype, captured vectors until they are copied to the host.
         mapped: float32 [T, hidden] on a GPU where there is room for maps, else without rows: what
             maps make of each row at a site.
-        scans: int32 [G, 4], which rows of the next forward pass gates with memory read, for each
-            state. G is the setting `gate_states`.
+        scans: int32 [G, 4], which rows gates with memory read, for each of G `gate_states`.
         scan_states: int32 [G, n, 3], what they remember, after each of the last n positions.
         sae: what reconstructions by SAEs need; None: no tap has any.
         encoding: addresses of the tables of taps that have these.
         units: for each tap the number of units of its vectors. A unit has U numbers, so many that
             every width is a multiple; where all widths are the same, U is that width.
-        widths: width of the vectors at each tap whose table is bound to the op; see
-            `midstream.ops.site.bind`.
-        relaunches: launches of the op's kernel by the same tables; see `midstream.ops.site`.
+        widths, relaunches, before: see `midstream.ops.site`.
         switches: float32 [T, n], the switches of each row's biases; see `LogitBias`. No row where
             logits are not tapped.
-        before: what the op calls before its edits; see `midstream.ops.site`.
     """
 
     tokens: Tensor
@@ -104,14 +98,7 @@ class Buffers:
         sae: SaeBuffers | None = None,
         reconstructed: Collection[Tap] = (),
     ) -> Buffers:
-        """Return zeroed buffers.
-
-        Args:
-            taps: the rank's taps, in the order of their indices, each with the width of its
-                vectors on this rank.
-            dtype: the model's dtype.
-            sae: what reconstructions by SAEs need.
-        """
+        """Return zeroed buffers for taps in the order of their indices, with their widths."""
         room, max_tokens, hidden_size = sizes.room, sizes.max_tokens, sizes.hidden_size
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -168,9 +155,7 @@ class Buffers:
 
 
 def _kept_states(drafts: int) -> int:
-    """Return how many states are kept for each gate with memory, a power of 2: a step adds one for
-    each draft token, and the next step may start from the state before all of them.
-    """
+    """Return how many states a gate keeps, a power of 2: a step may start before all drafts."""
     return 1 << (drafts + 2).bit_length()
 
 
@@ -194,10 +179,6 @@ def scatter(target: Tensor, rows: list[int], values: Tensor) -> None:
 
 
 def code(tap: Tap) -> int:
-    """Return the 32-bit code of a tap, the same on every rank and in every run.
-
-    A token's signature is the sum of the codes of the taps that ran. A tap that is missing or runs
-    twice changes the sum.
-    """
+    """Return a tap's 32-bit code, the same everywhere: a signature is the sum of those that ran."""
     name = f"{tap[0]}:{tap[1]}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:4], "little", signed=True) | 1

@@ -23,7 +23,6 @@ class PatternColumns:
         kind, size: see `Pattern`.
         heads: the heads that are computed; empty: all of this rank.
         count: number of heads that are computed.
-        is_row: see `PatternRead`.
         slot: column of the score, which is not in the encoded row; None: it is a row.
         divisor: of a score, the number of heads over all ranks.
         map: of a lens, the map of its layer.
@@ -57,12 +56,8 @@ class PatternColumns:
 
 @dataclass(frozen=True, slots=True)
 class PatternEncoding(RowEncoding):
-    """How a record is encoded that has queries: its captured vectors by the codec, then the rows of
-    attention that are returned. An encoded row is one record.
-
-    Attributes:
-        vectors: (first number in a record, width) of each captured vector, in order.
-        patterns: the rows of attention and the scores, in order.
+    """How a record is encoded that has queries: its captured vectors, each (first number, width),
+    by the codec, then the rows of attention that are returned. An encoded row is one record.
     """
 
     vectors: tuple[tuple[int, int], ...] = ()
@@ -84,15 +79,7 @@ class PatternEncoding(RowEncoding):
         return captured + sum(pattern.nbytes for pattern in self.patterns)
 
     def encode_vectors(self, records: Tensor, out: Tensor) -> int:
-        """Encode the captured vectors of whole records into the first columns of `out`.
-
-        Args:
-            records: [n, numbers].
-            out: uint8 [n, row_bytes].
-
-        Returns:
-            The number of columns that were written.
-        """
+        """Encode the vectors of [n, numbers] records into `out`; return how many columns."""
         end = 0
         for start, width in self.vectors:
             encoded = self.codec.encode(records[:, start : start + width].contiguous())

@@ -1,9 +1,6 @@
 """Programs (sets of edits) and capture groups (sets of captures): stored once, with a use count,
-and written to the device.
-
-Many requests have the same ones. A token names each by one small integer, so the cost of a step
-does not depend on how many different ones it has. A program or group that no request uses any more
-stays until its room is needed, so that requests one after the other find theirs, with its vectors.
+and written to the device. A token names each by one small integer, so the cost of a step does not
+depend on how many there are. Unused ones stay until their room is needed, for later requests.
 """
 
 from __future__ import annotations
@@ -42,12 +39,9 @@ class ProgramTable:
     """Owner of `Buffers.table`.
 
     Attributes:
-        fewest: int32 [programs], the smallest number of edits that the device counts for a token
-            of each program in one forward pass.
-        most: int32 [programs], the largest number; the difference is in edits that depend on the
-            token's id.
-        by_position: bool [programs], whether a program reads the token's position.
-        by_id: bool [programs], whether a program reads the token's id.
+        fewest, most: int32 [programs], numbers of edits that the device may count for a token of
+            each program in a forward pass; the difference is in edits by the token's id.
+        by_position, by_id: bool [programs], whether a program reads the token's position, or id.
     """
 
     def __init__(self, buffers: Buffers) -> None:
@@ -66,9 +60,7 @@ class ProgramTable:
         self.by_id = np.zeros(self._rows, np.bool_)
 
     def acquire_program(self, edits: Edits) -> int:
-        """Return the index of the program of these edits, in this order. Pair with
-        `release_program`.
-        """
+        """Return the index of the program of these edits, in order. Pair with `release_program`."""
         if not edits:
             return layout.WATCH_PROGRAM
         program = self._programs.get(edits)
@@ -109,9 +101,7 @@ class ProgramTable:
         return matches[0] if matches else ()
 
     def acquire_group(self, taps: tuple[int, ...]) -> int:
-        """Return the index of the group that captures these taps, in the order of its record. Pair
-        with `release_group`.
-        """
+        """Return the index of the group that captures these taps. Pair with `release_group`."""
         if not taps:
             return layout.NO_GROUP
         group = self._groups.get(taps)
@@ -172,9 +162,7 @@ class ProgramTable:
             raise
 
     def _find_room(self, edits: Edits, index: int) -> _Program:
-        """Write a program to the device. If there is no free range for it, drop programs that no
-        request uses, and then close the gaps between the others.
-        """
+        """Write a program; if there is no range, drop unused ones, then close the gaps."""
         with suppress(NoRoomError):
             return self._place(edits, index)
         self.drop_unused()
@@ -185,9 +173,7 @@ class ProgramTable:
         return self._place(edits, index)
 
     def _compact(self) -> None:
-        """Write the programs in use once more, without gaps. Steps already queued are not
-        disturbed, as these writes are queued behind them.
-        """
+        """Write the programs in use again, without gaps, behind the steps that are queued."""
         self.instructions.reset()
         for edits, program in self._programs.items():
             program.first = self._place(edits, program.index).first

@@ -1,9 +1,7 @@
 """The tapped model: a copy of a loaded model's modules, from those that are compiled down to the
-tapped ones, with the same weights.
-
-Parameters, buffers, attention modules and the KV cache are the same objects in both models. Each
-model has its own compiled function, its own entry in the compile cache and its own CUDA graphs, so
-that steps without work for midstream run exactly what vLLM runs without it.
+tapped ones, with the same weights, buffers, attention modules and KV cache. Each model has its own
+compiled function, entry in the compile cache and CUDA graphs, so that steps without work for
+midstream run exactly what vLLM runs without it.
 """
 
 from __future__ import annotations
@@ -38,11 +36,7 @@ _COMPILED = (
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A module of the model which differs between both models.
-
-    Attributes:
-        owner: the module whose child it is; None for the model itself.
-    """
+    """A module that differs between both models, child of `owner`; None: the model itself."""
 
     owner: nn.Module | None
     name: str
@@ -72,9 +66,7 @@ class TappedCopies:
         return self._copies.get(id(module), module)
 
     def with_own_forward(self) -> list[nn.Module]:
-        """Return the copied modules with a `forward` of the instance, which hides that of the copy.
-        Weight offloaders set it.
-        """
+        """Return copied modules whose instance has a `forward`, as weight offloaders set it."""
         return [copied for copied in self._copies.values() if "forward" in vars(copied)]
 
     def experts_with_router(self) -> list[Any]:
@@ -133,15 +125,8 @@ def add_taps(
     vllm_config: Any,
     config: Config,
 ) -> list[Replacement]:
-    """Add all taps of a rank: to a copy of the model, or to the model itself.
-
-    The model itself is tapped if the settings say so, or if it cannot be copied.
-
-    Args:
-        taps: the rank's taps, with their indices in `buffers.table`.
-
-    Returns:
-        The modules that differ between the model and the copy; none if there is no copy.
+    """Add all taps of a rank to a copy of the model, or to the model itself if the settings say so
+    or it cannot be copied. Return the modules that differ between model and copy.
     """
     copies = TappedCopies(model, _targets(decoder, taps))
     reason = _why_one_model(copies, vllm_config, config)
@@ -198,10 +183,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def separate_compilation(replacement: Replacement, vllm_config: Any) -> None:
-    """Give both modules of a replacement a compilation of their own, if they are compiled.
-
-    The compile cache has the tapped one under the engine's settings, and the plain one under those
-    without midstream's, which is where vLLM without midstream looks it up.
+    """Give both modules of a replacement a compilation of their own, if they are compiled. The
+    plain one is in the cache under the settings without midstream's, where vLLM without it looks it
+    up.
     """
     from vllm.compilation.backends import set_model_tag
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
@@ -219,9 +203,8 @@ def separate_compilation(replacement: Replacement, vllm_config: Any) -> None:
 
 
 def name_experts(copies: TappedCopies, vllm_config: Any) -> None:
-    """Give copied modules with experts that call a tapped router names of their own.
-
-    The router is called in vLLM's op for experts, which finds the module by its name.
+    """Give copied modules with experts that call a tapped router names of their own: vLLM's op for
+    experts finds the module by its name, and calls the router.
     """
     named = vllm_config.compilation_config.static_forward_context
     for experts in copies.experts_with_router():

@@ -1,8 +1,7 @@
 """Taps: a module's class is replaced by a subclass whose `__call__` calls the `site` op.
 
-It is `__call__`, not `forward`, because weight offloaders set a `forward` on the instance, which
-would hide one of the class, and no tap would fire. The class is replaced after the weights are
-loaded and before anything is traced, so that the op is part of every compiled graph.
+Not `forward`: weight offloaders set one on the instance, which would hide the class's. The class is
+replaced after loading and before tracing, so that the op is part of every compiled graph.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from midstream.sites import BY_NAME, Tap
 
 
 class TappedLayer(nn.Module):
-    """First base of a tapped decoder layer's class, with the taps in this order: at its entry
-    `embed`, if the first layer gets that as it is, and `resid_pre`; at its exit the branch that is
-    the first half of what it returns, and `resid_post`.
+    """First base of a tapped decoder layer's class. Taps at entry: `embed`, if the first layer gets
+    that as it is, `resid_pre`; at exit: the branch that is the first half of what it returns,
+    `resid_post`.
     """
 
     midstream_embed: Tensor | None
@@ -61,10 +60,10 @@ class TappedLayer(nn.Module):
 class TappedModule(nn.Module):
     """First base of the class of a tapped module inside a layer, which may have several sites.
 
-    Taps at its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, and the
-    input of attention or of the MLP, which is copied first if other modules use that tensor too,
-    and columns of its arguments, copied first if they were rotated in place. At its exit: one
-    branch, and columns of what it returns; at that of the final norm, the switches of `LogitBias`.
+    Taps at its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, the input
+    of attention or of the MLP, copied first if other modules use that tensor too, and columns of
+    its arguments, copied first if they were rotated in place. At its exit: one branch, and columns
+    of what it returns; at that of the final norm, the switches of `LogitBias`.
     """
 
     midstream_half: Tensor | None
@@ -134,13 +133,8 @@ class _Columns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """One site at a module of a layer.
-
-    Attributes:
-        attribute: attribute of `TappedModule` for the table of the tap.
-        path: name of the module within the layer.
-        copies: whether the module's input is copied before the tap.
-        parameter: name of the parameter that gets the module's input; None: the first one.
+    """One site at the module `path` of a layer, for an attribute of `TappedModule`. The input
+    tapped is copied first if `copies`; it is that of `parameter`, None: the first one.
     """
 
     attribute: str
@@ -160,13 +154,7 @@ def modules_to_tap(layer: DecoderLayer, sites: Collection[str]) -> list[nn.Modul
 
 
 def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> None:
-    """Add the taps of one layer.
-
-    Args:
-        layer: the layer; its class, and the classes of the modules at its other sites, are replaced
-            in place.
-        taps: every tap of this rank, with its index in `buffers.table`.
-    """
+    """Add a layer's taps, replacing its modules' classes in place; `taps` are this rank's."""
     module: Any = layer.module
     convention = layer.convention
     tables = {}
@@ -220,9 +208,7 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
 
 
 def _tap_module(module: Any, swapped: list[Any], buffers: Buffers) -> None:
-    """Make a module a `TappedModule` without taps, unless it is one of `swapped`, which it joins: a
-    module may have several sites, also under several names.
-    """
+    """Make a module a `TappedModule` without taps, unless `swapped`, which it joins, has it."""
     if any(module is other for other in swapped):
         return
     _swap(module, TappedModule, buffers)
@@ -247,10 +233,9 @@ def _add_columns(module: Any, place: InnerPlace, table: Tensor, copies: bool) ->
 
 
 def _rotates_in_place(layer: nn.Module) -> bool:
-    """Return whether rotary embeddings of a layer are an op that changes queries and keys in place.
-
-    vLLM's passes over a compiled graph write the result of such an op over its input, and take no
-    other change of the same tensors into account.
+    """Return whether rotary embeddings of a layer are an op that changes queries and keys in place:
+    vLLM's passes over a graph write its result over its input, and miss other changes of these
+    tensors.
     """
     rotary = [module for module in layer.modules() if "Rotary" in type(module).__name__]
     chosen = [getattr(module, "_forward_method", module.forward) for module in rotary]
@@ -390,9 +375,6 @@ def _swap(module: Any, tapped: type[nn.Module], buffers: Buffers) -> None:
 def check_drafter(runner: Any) -> None:
     """Reject a drafter that shares tapped modules with the model: its forward pass would fire the
     taps. The head and rotary tables, which many drafters share, have no taps.
-
-    Args:
-        runner: vLLM's model runner, whose model is tapped.
     """
     drafter = _drafter(runner)
     if drafter is None:
