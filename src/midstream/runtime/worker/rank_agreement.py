@@ -19,16 +19,11 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLinks:
-    """A rank among those that run the same requests.
-
-    Attributes:
-        checksum: receives every plan and step; None if ranks are not compared.
-        agree: asks the other ranks whether they can run a plan with work that all do together.
-    """
+    """A rank among those that run the same requests."""
 
     share: RankShare = WHOLE
-    checksum: RankChecksum | None = None
-    agree: Agree | None = None
+    checksum: RankChecksum | None = None  # None if ranks are not compared
+    agree: Agree | None = None  # asks other ranks whether they can run a plan with joint work
     add_up: SumOverRanks | None = None
 
 

@@ -23,33 +23,22 @@ _WORKSPACE = 32 << 20
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """Sums of one capture of one request.
-
-    Attributes:
-        width: numbers of the vectors of all taps on this rank.
-        places: for each sum, its rows of the table, int64 on the device. Of `moments` the first
-            row that was counted, and of the differences from it the sums and the sums of squares.
-        count: number of rows, int64 [] on the device.
-    """
+    """Sums of one capture of one request."""
 
     kind: str
-    width: int
-    places: tuple[Tensor, ...]
-    count: Tensor
+    width: int  # numbers of the vectors of all taps on this rank
+    places: tuple[Tensor, ...]  # for each sum its rows of the table; see `_add`
+    count: Tensor  # of rows, int64 [] on the device
     is_begun: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Sums of a request, by capture, and its rows of the table.
-
-    Attributes:
-        counted: number of positions, from the first, whose rows were counted if they are selected.
-    """
+    """Sums of a request, by capture, and its rows of the table."""
 
     rows: list[int]
     sums: dict[int, _Sums] = field(default_factory=dict)
-    counted: int = 0
+    counted: int = 0  # positions, from the first, whose rows were counted if they are selected
 
 
 class Reductions:

@@ -37,20 +37,13 @@ class RecordRun(NamedTuple):
 
 @dataclass(slots=True)  # not frozen, as frozen instances take longer to make, for each request
 class RowBlock(Generic[R]):
-    """One request's rows of one kind of record, which are not copied.
+    """One request's rows of one kind of record, which are not copied."""
 
-    Attributes:
-        taps: the taps in each record, in order, as indices on this rank.
-        codec: number of the rows' encoding.
-        rows: rows of a record in its source; see `RowEncoding` for what a row is.
-        runs: the records. Positions ascend, and no two records have the same.
-    """
-
-    taps: tuple[int, ...]
-    codec: int
-    rows: int
+    taps: tuple[int, ...]  # of each record, in order, as indices on this rank
+    codec: int  # number of the rows' encoding
+    rows: int  # of a record in its source; see `RowEncoding` for what a row is
     sources: list[R]
-    runs: list[RecordRun]
+    runs: list[RecordRun]  # positions ascend, and no two records have the same
 
     @property
     def size(self) -> int:

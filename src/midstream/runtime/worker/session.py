@@ -29,14 +29,12 @@ from midstream.runtime.worker.taps.local_calls import LocalCalls
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """Settings of the steps of one worker. `only_armed`: every forward pass that fires taps is a
-    step with a plan; `calls_functions`: edits may be functions of this process.
-    """
+    """Settings of the steps of one worker."""
 
     max_model_len: int
     on_nonfinite: str = "raise"
-    only_armed: bool = False
-    calls_functions: bool = False
+    only_armed: bool = False  # every forward pass that fires taps is a step with a plan
+    calls_functions: bool = False  # edits may be functions of this process
 
 
 class WorkerSession:

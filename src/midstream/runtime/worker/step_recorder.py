@@ -39,20 +39,13 @@ from midstream.transport.base import Copy, Parcel, Shipment, Transport
 
 @dataclass(slots=True)
 class StepCounts:
-    """Totals over the steps since the worker started; a few additions for each step.
+    """Totals over the steps since the worker started; a few additions for each step."""
 
-    Attributes:
-        steps: number of forward passes.
-        active: number of these in which some token had a program.
-        ring_last: units of the staging ring that the last active step filled; see `Buffers.units`.
-        ring_most: most units that an active step has filled.
-    """
-
-    steps: int = 0
-    active: int = 0
+    steps: int = 0  # forward passes
+    active: int = 0  # those in which some token had a program
     planner_ns: int = 0
-    ring_last: int = 0
-    ring_most: int = 0
+    ring_last: int = 0  # units of the ring that the last active step filled; see `Buffers.units`
+    ring_most: int = 0  # most units that an active step has filled
 
     def add_active(self, units: int) -> None:
         """Count an active step that fills `units` units of the ring."""
@@ -76,11 +69,6 @@ class StepRecorder:
 
     Where the rows of a step do not fit into the arena together, each request's rows are stored by
     themselves, oldest request first. Of a request whose rows do not fit, no later ones are stored.
-
-    Attributes:
-        scores: index of probe scores; a record is one row with a column for each score.
-        prepared: the step whose forward pass is queued next; None if it has no program.
-        reported: scores that leave with the last step's output, until they have left.
     """
 
     def __init__(
@@ -94,9 +82,9 @@ class StepRecorder:
     ) -> None:
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
-        self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()
-        self.prepared: PreparedStep | None = None
-        self.reported: StepScores | None = None
+        self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()  # one row each, a column a score
+        self.prepared: PreparedStep | None = None  # that is queued next; None: it has no program
+        self.reported: StepScores | None = None  # that leave with the last step's output
         self._buffers = memory.buffers
         self._transport = memory.transport
         self._arena = memory.arena

@@ -31,26 +31,17 @@ _NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyLayout:
-    """Where the keys of a block are, in elements.
+    """Where the keys of a block are, in elements."""
 
-    Attributes:
-        dim: dimension of the cache that counts blocks.
-        offset: from the begin of a block to its first key.
-        strides: between tokens, heads and numbers; None: they are at no equal distance.
-        index: int64 [tokens, heads, head_dim], from `offset` on; None: see `strides`.
-        dtype: format of the numbers, which vLLM may store as bytes; without the layer's scale.
-        span: from the first number of a key to the last; only with `index`.
-    """
-
-    dim: int
-    offset: int
+    dim: int  # dimension of the cache that counts blocks
+    offset: int  # from the begin of a block to its first key
     size: int
-    strides: tuple[int, int, int] | None
-    index: Tensor | None
+    strides: tuple[int, int, int] | None  # between tokens, heads and numbers; None: irregular
+    index: Tensor | None  # int64 [tokens, heads, head_dim], from `offset` on; None: see `strides`
     heads: int
     head_dim: int
-    dtype: torch.dtype
-    span: int = 0
+    dtype: torch.dtype  # vLLM may store it as bytes; without the layer's scale
+    span: int = 0  # from the first number of a key to the last; only with `index`
 
     def view(self, cache: Tensor) -> Tensor | None:
         """Return a view of the cache, [blocks, tokens, heads, head_dim]; None if there is none."""

@@ -27,20 +27,14 @@ BlockSize = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """Attention of one layer, `module` being vLLM's `Attention`.
-
-    Attributes:
-        group: number of its KV cache group, whose layers share a block table.
-        key_heads: int64 [heads], key-value head of each query head.
-        query_scale: attention reads queries as fp8, with this scale; None: as they are.
-    """
+    """Attention of one layer, `module` being vLLM's `Attention`."""
 
     module: Any
-    group: int
+    group: int  # number of its KV cache group, whose layers share a block table
     layout: KeyLayout
     form: AttentionForm
-    key_heads: Tensor
-    query_scale: float | None = None
+    key_heads: Tensor  # int64 [heads], key-value head of each query head
+    query_scale: float | None = None  # attention reads queries as fp8, with this scale
 
     def queries(self, queries: Tensor) -> Tensor:
         """Return queries as attention reads them, without the scale."""

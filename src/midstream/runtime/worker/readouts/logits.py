@@ -74,21 +74,14 @@ class Head:
 
 
 class LogitQuery(NamedTuple):
-    """Records of a step whose logits are asked for, all of one encoding.
-
-    Attributes:
-        nth: number of its pattern.
-        rows: int64 [n], row of the batch of each record.
-        units: int64 [n], where each vector begins in the step's part of the ring, in units.
-        tokens: of `logits_of` and `lens`, each record's, int64 [n, tokens]; else [n, 0].
-    """
+    """Records of a step whose logits are asked for, all of one encoding."""
 
     codec: int
-    nth: int
+    nth: int  # number of its pattern
     columns: PatternColumns
-    rows: Ints
-    units: Ints
-    tokens: Ints
+    rows: Ints  # [n], row of the batch of each record
+    units: Ints  # [n], where each vector begins in the step's part of the ring
+    tokens: Ints  # [n, tokens] of `logits_of` and `lens`; else [n, 0]
 
 
 # Rows of logits, float32 [n, size], by number of the encoding and of its pattern.

@@ -9,18 +9,11 @@ from midstream.plan.positions.ranges import Ranges
 
 @dataclass(frozen=True, slots=True)
 class QueryRun:
-    """Consecutive rows of one request, in consecutive records.
+    """Consecutive rows of one request, in consecutive records."""
 
-    Attributes:
-        request: index of the request in the batch.
-        record: index of the first record.
-        lowest, position: position of the first row, or a lower and an upper bound.
-        keys: for each `PatternColumns`, the positions of a mass.
-    """
-
-    request: int
-    record: int
+    request: int  # index of the request in the batch
+    record: int  # index of the first record
     length: int
-    lowest: int
-    position: int
-    keys: tuple[Ranges, ...]
+    lowest: int  # position of the first row, or a lower bound
+    position: int  # or an upper bound
+    keys: tuple[Ranges, ...]  # for each `PatternColumns`, the positions of a mass

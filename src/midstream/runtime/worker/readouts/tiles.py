@@ -16,23 +16,15 @@ from midstream.runtime.worker.tables.device_buffers import on_device
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tile:
-    """Rows that are computed together: several runs of one row, or some rows of one run.
-
-    Attributes:
-        at: their records, as an index of those of the step.
-        positions: int64 [runs, rows].
-        requests: int64 [runs], index of each one's request in the batch.
-        begin, stop: positions of the keys that the rows see.
-        chosen: `chosen_keys` by the last key + 1 and the ranges of a mass of each run.
-    """
+    """Rows that are computed together: several runs of one row, or some rows of one run."""
 
     runs: Sequence[QueryRun]
-    at: Tensor | slice
-    positions: Tensor
-    requests: Tensor
-    begin: int
-    stop: int
-    chosen: dict[tuple[int, tuple[Ranges, ...]], Tensor]
+    at: Tensor | slice  # their records, as an index of those of the step
+    positions: Tensor  # int64 [runs, rows]
+    requests: Tensor  # int64 [runs], index of each one's request in the batch
+    begin: int  # position of the first key that the rows see
+    stop: int  # position of the last + 1
+    chosen: dict[tuple[int, tuple[Ranges, ...]], Tensor]  # `chosen_keys` by stop, ranges
 
     @classmethod
     def of(cls, runs: Sequence[QueryRun], window: int, positions: Tensor) -> Tile:

@@ -16,20 +16,14 @@ Keys = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
-    """What attention of a layer does with the products of queries and keys.
-
-    Attributes:
-        soft_cap: s becomes c · tanh(s / c); 0: it does not.
-        window: number of keys that a query sees at most, its own included; 0: all before it.
-        slopes: ALiBi, float32 [heads]: slope times (position of the key − of the query) is added.
-        sinks: float32 [heads], logit of a key without a value that takes part in the softmax.
-    """
+    """What attention of a layer does with the products of queries and keys."""
 
     scale: float
-    soft_cap: float = 0.0
-    window: int = 0
+    soft_cap: float = 0.0  # s becomes c · tanh(s / c); 0: it does not
+    window: int = 0  # keys that a query sees at most, its own included; 0: all before it
+    # ALiBi, float32 [heads]: slope · (key's − query's position) is added
     slopes: Tensor | None = None
-    sinks: Tensor | None = None
+    sinks: Tensor | None = None  # float32 [heads], logit of a key without a value, in the softmax
 
     def of_heads(self, heads: Tensor) -> AttentionForm:
         """Return the form of some heads."""
@@ -40,18 +34,11 @@ class AttentionForm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Queries of one layer, as attention reads them.
+    """Queries of one layer, as attention reads them."""
 
-    Attributes:
-        vectors: [requests, rows, heads, head_dim].
-        positions: int64 [requests, rows].
-        key_heads: int64 [heads], key-value head of each query head. None: these are all query
-            heads, of which as many neighbours share each key-value head.
-    """
-
-    vectors: Tensor
-    positions: Tensor
-    key_heads: Tensor | None
+    vectors: Tensor  # [requests, rows, heads, head_dim]
+    positions: Tensor  # int64 [requests, rows]
+    key_heads: Tensor | None  # int64 [heads]; None: equally many neighbours share a key-value head
 
 
 def scores(

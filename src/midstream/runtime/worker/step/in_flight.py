@@ -37,19 +37,12 @@ class InFlightStep:
 
 
 class ExpectedCounts:
-    """What the device must count in a step, as bytes that are compared at once.
-
-    Attributes:
-        tokens: `StepPlan.tokens` of the step; repeated steps have the same object.
-        tally: bytes of int32 [active rows, TALLY_COLUMNS], where each edit that depends on a
-            token's id applies and all values are finite.
-        states: uint16 [active rows], the state of each row's position then.
-    """
+    """What the device must count in a step where all edits by id apply, and each row's state then."""
 
     __slots__ = ("states", "tally", "tokens")
 
     def __init__(self, plan: StepPlan, signature: int) -> None:
-        self.tokens = plan.tokens
+        self.tokens = plan.tokens  # those of a repeated step are the same object
         tally = np.zeros((plan.slots.size, layout.TALLY_COLUMNS), np.int32)
         tally[:, layout.SIGNATURE] = signature
         tally[:, layout.EDITS] = plan.most

@@ -19,19 +19,13 @@ StepKey = tuple[int, bytes, bytes, bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class _KeptStep:
-    """A planned step.
-
-    Attributes:
-        of_run: for each run, the index of its request among those with a plan.
-        position, stop: position of each request's first row, and of its last + 1.
-        segments: segments of the slots of the requests afterwards.
-    """
+    """A planned step."""
 
     plan: StepPlan
-    of_run: Ints
-    position: Ints
-    stop: Ints
-    segments: Ints
+    of_run: Ints  # the index of each run's request among those with a plan
+    position: Ints  # of each request's first row
+    stop: Ints  # position of its last row + 1
+    segments: Ints  # of the requests' slots afterwards
 
 
 class KeptSteps:

@@ -19,29 +19,18 @@ _FIRST_SIZE = 64
 
 
 class SlotTable:
-    """Owner of the requests with a plan whose steps are not all settled.
-
-    Attributes:
-        segments: int64 [slots, SEGMENT_COLUMNS], the segment of each request's latest rows.
-        failures: failures of running requests that are not reported yet, by vLLM's request id.
-        incomplete: bool [slots], whether rows of the request were dropped.
-        plans: int64 [slots], number of the plan of each request, see `RankPlan`; 0: it has another
-            version of its plan by now, or none that can be run.
-        last_step: int64 [slots], number of the last step with a row of the request; 0: none.
-        reports: bool [slots], whether the scores of the request leave with each step's output.
-        nonfinite: vLLM's ids of running requests that had a value that is not finite.
-    """
+    """Owner of the requests with a plan whose steps are not all settled."""
 
     def __init__(self, max_model_len: int, on_nonfinite: str = "raise") -> None:
         self._ends_nonfinite = on_nonfinite == "raise"
-        self.segments = np.zeros((0, columns.SEGMENT_COLUMNS), np.int64)
-        self.failures: dict[str, Failure] = {}
-        self.incomplete = np.zeros(0, np.bool_)
-        self.plans = np.zeros(0, np.int64)
-        self.last_step = np.zeros(0, np.int64)
-        self.reports = np.zeros(0, np.bool_)
+        self.segments = np.zeros((0, columns.SEGMENT_COLUMNS), np.int64)  # each one's latest
+        self.failures: dict[str, Failure] = {}  # not reported yet, by vLLM's id
+        self.incomplete = np.zeros(0, np.bool_)  # rows of it were dropped
+        self.plans = np.zeros(0, np.int64)  # see `RankPlan`; 0: another version, or none
+        self.last_step = np.zeros(0, np.int64)  # number of its last step with a row; 0: none
+        self.reports = np.zeros(0, np.bool_)  # scores leave with each step's output
         self.num_reporting = 0
-        self.nonfinite: set[str] = set()
+        self.nonfinite: set[str] = set()  # vLLM's ids of running requests with such a value
         self.states = PositionStates(max_model_len)
         self._requests: dict[str, RequestState] = {}
         self._slot_of: dict[str, int] = {}

@@ -20,28 +20,19 @@ from midstream.runtime.worker.tables.program_table import ProgramTable
 
 @dataclass(slots=True)
 class _DecodeStep:
-    """A step in which every request had one row, as the next often repeats at the next positions.
-
-    Attributes:
-        slots: slots of the batch's requests; the same array as long as the requests are the same.
-        computed: number of tokens of each request that were computed before the step.
-        chosen: indices of the batch's requests that have a plan, whose segments are [start, stop).
-        active: which of the chosen requests have a program there; None: all.
-        by_position: which of the plan's runs have a program that reads positions; None: none.
-        more: how many more steps are within these segments, if each advances by one position.
-    """
+    """A step in which every request had one row, as the next one often has, further on."""
 
     plan: StepPlan
-    slots: Ints
-    computed: NDArray[np.int32]
-    chosen: Ints
+    slots: Ints  # of the batch; the same array as long as the requests are the same
+    computed: NDArray[np.int32]  # tokens of each request that were computed before the step
+    chosen: Ints  # indices of the requests with a plan, whose segments are [start, stop)
     slot: Ints
     start: Ints
     stop: Ints
-    active: NDArray[np.bool_] | None
-    by_position: NDArray[np.bool_] | None
+    active: NDArray[np.bool_] | None  # which of the chosen have a program; None: all
+    by_position: NDArray[np.bool_] | None  # which runs read positions; None: none
     position: Ints
-    more: int
+    more: int  # steps that remain within these segments, if each advances by one position
 
     def advance(self, batch: StepBatch, states: PositionStates) -> Ints | None:
         """Return the next positions, recorded; None: one has more rows, or another segment."""

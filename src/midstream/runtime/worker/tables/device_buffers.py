@@ -20,19 +20,13 @@ from midstream.sites import Tap
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """How large a rank's buffers are.
+    """How large a rank's buffers are."""
 
-    Attributes:
-        max_tokens: most rows of a forward pass, padding included.
-        ring_rows: vectors of the hidden size for which the ring has room.
-        drafts: most draft tokens of a request in a step.
-    """
-
-    max_tokens: int
+    max_tokens: int  # most rows of a forward pass, padding included
     hidden_size: int
     room: Room
-    ring_rows: int
-    drafts: int = 0
+    ring_rows: int  # vectors of the hidden size for which the ring has room
+    drafts: int = 0  # most draft tokens of a request in a step
 
 
 @dataclass(eq=False)
@@ -40,41 +34,27 @@ class Buffers:
     """Device buffers of one rank; see `midstream.ops.layout` for the columns.
 
     Attributes:
-        tokens: int32 [T, 4], program, group, record and position of each row.
-        ids: int32 [T], token id of each row; set in steps in which an instruction reads it.
-        tally: int32 [T, 4], counts of the work done for each row.
-        table: int32 [S, N, 4], for each tap the programs' ranges and the groups' places.
-        instructions: int32 [E, 8], the programs' instructions.
-        params: float32 [E, 4], parameters of the instructions.
-        lists: int32 [L], token ids of the instructions.
-        bank: float32 [V, U], the vectors.
-        scores: float32 [T, P], probe scores.
-        ring: [R, U] in the model's dtype, captured vectors until they are copied to the host.
         mapped: float32 [T, hidden] on a GPU where there is room for maps, else without rows: what
             maps make of each row at a site.
         scans: int32 [G, 4], which rows gates with memory read, for each of G `gate_states`.
         scan_states: int32 [G, n, 3], what they remember, after each of the last n positions.
-        sae: what reconstructions by SAEs need; None: no tap has any.
-        encoding: addresses of the tables of taps that have these.
-        units: for each tap the number of units of its vectors. A unit has U numbers, so many that
-            every width is a multiple; where all widths are the same, U is that width.
         widths, relaunches, before: see `midstream.ops.site`.
         switches: float32 [T, n], the switches of each row's biases; see `LogitBias`. No row where
             logits are not tapped.
     """
 
-    tokens: Tensor
-    ids: Tensor
-    tally: Tensor
-    table: Tensor
-    instructions: Tensor
-    params: Tensor
-    lists: Tensor
-    bank: Tensor
-    scores: Tensor
-    ring: Tensor
-    units: tuple[int, ...]
-    widths: dict[int, int] = field(default_factory=dict)
+    tokens: Tensor  # int32 [T, 4], program, group, record and position of each row
+    ids: Tensor  # int32 [T], token ids; set in steps in which an instruction reads them
+    tally: Tensor  # int32 [T, 4], counts of the work done for each row
+    table: Tensor  # int32 [S, N, 4], for each tap the programs' ranges and the groups' places
+    instructions: Tensor  # int32 [E, 8]
+    params: Tensor  # float32 [E, 4]
+    lists: Tensor  # int32 [L], token ids of the instructions
+    bank: Tensor  # float32 [V, U], the vectors
+    scores: Tensor  # float32 [T, P]
+    ring: Tensor  # [R, U] in the model's dtype, vectors until they are copied to the host
+    units: tuple[int, ...]  # of each tap's vectors; every width is a multiple of U
+    widths: dict[int, int] = field(default_factory=dict)  # see `midstream.ops.site`
     relaunches: dict[int, dict[Hashable, Any]] = field(default_factory=dict)
     switches: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
     mapped: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
@@ -85,8 +65,8 @@ class Buffers:
     scan_states: Tensor = field(
         default_factory=lambda: torch.zeros(0, 1, layout.STATE_COLUMNS, dtype=torch.int32)
     )
-    sae: SaeBuffers | None = None
-    encoding: frozenset[int] = frozenset()
+    sae: SaeBuffers | None = None  # None: no tap has any
+    encoding: frozenset[int] = frozenset()  # addresses of the tables of taps with SAEs
 
     @staticmethod
     def allocate(

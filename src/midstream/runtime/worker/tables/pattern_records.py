@@ -17,30 +17,22 @@ class PatternColumns:
     content: requests that differ only in the keys of a mass share an encoding.
 
     Attributes:
-        capture, place: index of the plan's capture, and of the tap in it; of a score −1.
-        tap: the tap of the queries, as an index on this rank.
-        start, width: first number of the queries in a record, and how many there are.
         kind, size: see `Pattern`.
-        heads: the heads that are computed; empty: all of this rank.
-        count: number of heads that are computed.
-        slot: column of the score, which is not in the encoded row; None: it is a row.
-        divisor: of a score, the number of heads over all ranks.
-        map: of a lens, the map of its layer.
     """
 
-    capture: int
-    place: int
-    tap: int
-    start: int
-    width: int
-    kind: PatternKind
+    capture: int  # index of the plan's; −1 for a score
+    place: int  # index of the tap in the capture
+    tap: int  # of the queries, as an index on this rank
+    start: int  # first number of the queries in a record
+    width: int  # numbers of the queries
+    kind: PatternKind  # see `Pattern`, as for `size`
     size: int
-    heads: tuple[int, ...]
-    count: int
+    heads: tuple[int, ...]  # empty: all of this rank
+    count: int  # number of heads that are computed
     is_row: bool = True
-    slot: int | None = None
-    divisor: int = 1
-    map: LensMap = LensMap()
+    slot: int | None = None  # column of a score, which is not in the encoded row
+    divisor: int = 1  # of a score, the number of heads over all ranks
+    map: LensMap = LensMap()  # of a lens
     encoder: SaeEncoder | None = None
 
     @property

@@ -36,13 +36,7 @@ class _Group:
 
 
 class ProgramTable:
-    """Owner of `Buffers.table`.
-
-    Attributes:
-        fewest, most: int32 [programs], numbers of edits that the device may count for a token of
-            each program in a forward pass; the difference is in edits by the token's id.
-        by_position, by_id: bool [programs], whether a program reads the token's position, or id.
-    """
+    """Owner of `Buffers.table`."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
@@ -54,10 +48,10 @@ class ProgramTable:
         self._unused_groups: set[tuple[int, ...]] = set()  # groups without a user
         self._free_programs = list(range(self._rows - 1, layout.FIRST_FREE_PROGRAM - 1, -1))
         self._free_groups = list(range(self._rows - 1, layout.FIRST_FREE_GROUP - 1, -1))
-        self.fewest = np.zeros(self._rows, np.int32)
-        self.most = np.zeros(self._rows, np.int32)
-        self.by_position = np.zeros(self._rows, np.bool_)
-        self.by_id = np.zeros(self._rows, np.bool_)
+        self.fewest = np.zeros(self._rows, np.int32)  # edits that a token must get in a pass
+        self.most = np.zeros(self._rows, np.int32)  # that it may get; the others depend on its id
+        self.by_position = np.zeros(self._rows, np.bool_)  # it reads the position
+        self.by_id = np.zeros(self._rows, np.bool_)  # it reads the token's id
 
     def acquire_program(self, edits: Edits) -> int:
         """Return the index of the program of these edits, in order. Pair with `release_program`."""
