@@ -23,21 +23,16 @@ _COUNTED = int(Flags.COUNTED)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The op's device buffers; integer buffers as NumPy arrays.
-
-    Attributes:
-        bank: float32 [starts, W], the vector that starts at each unit; `numbers`: as one vector.
-        units: units of a vector.
-    """
+    """The op's device buffers; integer buffers as NumPy arrays."""
 
     instructions: Ints
     params: Tensor
     lists: Ints
-    bank: Tensor
+    bank: Tensor  # float32 [starts, W], the vector that starts at each unit
     scores: Tensor
     ids: Ints
-    units: int
-    numbers: Tensor
+    units: int  # of a vector
+    numbers: Tensor  # the bank as one vector
     sae: SaeBuffers | None
 
     def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int]:
@@ -87,24 +82,16 @@ class Device:
 
 
 class EditedRows:
-    """Rows of the stream while instructions change them. Arguments `at` index them, ascending.
-
-    Attributes:
-        delta: float32 [n, W], the sum of the contributions so far; where `whole`, the stream.
-        whole: bool [n, 1], whether an instruction made the stream anew; None: none did.
-        entered: float32 [n, W], the stream on entry; None if no program reads it.
-        base: float32 [n, W], h: the stream at the last FRESH.
-        stale: bool [n], whether the stream has changed since h was read.
-    """
+    """Rows of the stream while instructions change them. Arguments `at` index them, ascending."""
 
     def __init__(self, count: int, width: int, entered: Tensor | None) -> None:
-        self.delta = torch.zeros(count, width)
-        self.whole: Tensor | None = None
-        self.entered = entered
-        self.stale = np.zeros(count, np.bool_)
+        self.delta = torch.zeros(count, width)  # the sum so far; where `whole`, the stream
+        self.whole: Tensor | None = None  # bool [n, 1], where it was made anew
+        self.entered = entered  # float32 [n, W]; None if no program reads it
+        self.stale = np.zeros(count, np.bool_)  # whether it has changed since h was read
         self.moved = False
         if entered is not None:
-            self.base = entered
+            self.base = entered  # h: the stream at the last FRESH
 
     def now(self, rows: Index) -> Tensor:
         """Return the stream of some rows, float32 [n, W]."""

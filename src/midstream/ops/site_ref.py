@@ -142,13 +142,7 @@ def _edit(
 
 
 class _Work:
-    """State of the rows that are being edited. Arguments `at` and `here` index them, ascending.
-
-    Attributes:
-        units: float32 [n], the sum of UNITs that nothing has read yet.
-        done: int32 [n], COUNTED instructions executed.
-        spoiled: bool [n], whether a probe's score is not finite; False: none is.
-    """
+    """State of the rows that are being edited. Arguments `at` and `here` index them, ascending."""
 
     def __init__(
         self,
@@ -162,9 +156,9 @@ class _Work:
     ) -> None:
         self._device, self._rows, self._words = device, rows, words
         self.gate = torch.ones(rows.size)
-        self.units = torch.zeros(rows.size)
-        self.done = np.zeros(rows.size, np.int32)
-        self.spoiled: Flagged = False
+        self.units = torch.zeros(rows.size)  # the sum of UNITs that nothing has read yet
+        self.done = np.zeros(rows.size, np.int32)  # COUNTED instructions
+        self.spoiled: Flagged = False  # a probe's score is not finite
         entered: Tensor | None = None
         if reads:
             entered = hidden[where].float()

@@ -49,18 +49,13 @@ class Relaunch:
     knows the addresses. Triton itself looks a kernel up by each argument, compares each global
     variable, and asks the driver about each tensor at each launch. That takes several times as long
     as the launch, and a forward pass without a CUDA graph waits for it at each site.
-
-    Attributes:
-        tally: address of `tally`.
-        most: most rows, those of `tokens`.
-        rest: the kernel's arguments after both halves of the stream.
     """
 
     kernel: Any
     device: torch.device
-    tally: int
-    most: int
-    rest: tuple[Any, ...]
+    tally: int  # address of `tally`
+    most: int  # rows, those of `tokens`
+    rest: tuple[Any, ...]  # the kernel's arguments after both halves of the stream
 
     def __call__(self, hidden: Tensor, residual: Tensor | None, tally: Tensor) -> bool:
         """Launch the kernel for tensors of the `kind_of` the first launch; return False, without a

@@ -52,25 +52,17 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class SaeConfig:
-    """Fields of a `cfg.json` that determine how features are computed; None: not specified.
-
-    Attributes:
-        apply_b_dec_to_input: whether b_dec is subtracted before the encoder.
-        centered: whether the SAE was trained on a model whose residual stream has mean 0
-            (`center_writing_weights`).
-        top_k: number of activations that are kept; 0: all.
-        rescales: whether activations are multiplied by the norms of the decoder's rows.
-    """
+    """Fields of a `cfg.json` that determine how features are computed; None: not specified."""
 
     architecture: str
     hook_name: str | None
-    apply_b_dec_to_input: bool
-    centered: bool = False
+    apply_b_dec_to_input: bool  # it is subtracted before the encoder
+    centered: bool = False  # trained on a model whose stream has mean 0 (`center_writing_weights`)
     width: int | None = None
     features: int | None = None
-    top_k: int = 0
+    top_k: int = 0  # number of activations that are kept; 0: all
     normalize: str = "none"
-    rescales: bool = False
+    rescales: bool = False  # activations are multiplied by the norms of the decoder's rows
     hook_name_out: str | None = None
 
 

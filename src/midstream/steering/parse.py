@@ -44,18 +44,12 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One vector and its tap as given, not yet checked against a model.
+    """One vector and its tap as given, not yet checked against a model."""
 
-    Attributes:
-        path: path of the vector in the input, for messages: `["resid_post"][15]`.
-        layer: index; −1 is the last layer.
-        vector: float32 [width], or a Matrix.
-    """
-
-    path: str
+    path: str  # in the input, for messages: `["resid_post"][15]`
     site: str
-    layer: int
-    vector: Vector
+    layer: int  # −1 is the last
+    vector: Vector  # float32 [width], or a Matrix
     scale: float = 1.0
 
 

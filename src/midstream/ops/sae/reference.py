@@ -17,17 +17,11 @@ _LEAST_ROWS = 64
 
 @dataclass(frozen=True, eq=False)
 class SaeBuffers:
-    """What the op needs for SAEs besides `SiteBuffers`.
+    """What the op needs for SAEs besides `SiteBuffers`."""
 
-    Attributes:
-        weights: float32 [numbers], see `midstream.ops.sae.layout`.
-        decoded: float32 [rows, width], what SAEs make of each row.
-        codes: float32 [n, features], activations of rows, n at a time. Not used on a CPU.
-    """
-
-    weights: Tensor
-    decoded: Tensor
-    codes: Tensor
+    weights: Tensor  # float32 [numbers], see `midstream.ops.sae.layout`
+    decoded: Tensor  # float32 [rows, width], what SAEs make of each row
+    codes: Tensor  # float32 [n, features], activations of n rows at a time; not used on a CPU
 
     @staticmethod
     def allocate(weights: Tensor, rows: int, width: int, features: int) -> SaeBuffers:

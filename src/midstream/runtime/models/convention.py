@@ -38,17 +38,11 @@ class Half(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """The input of a sub-module.
-
-    Attributes:
-        shared: whether the same tensor is used elsewhere (it is the stream, or attention and MLP
-            both read it), so that the module needs a copy for an edit to affect it alone.
-        parameter: name of the forward's parameter; None: the tensor is the first argument.
-    """
+    """The input of a sub-module."""
 
     path: str
-    shared: bool = False
-    parameter: str | None = None
+    shared: bool = False  # used elsewhere too: the module needs a copy to be edited alone
+    parameter: str | None = None  # of the forward; None: the tensor is the first argument
 
 
 @dataclass(frozen=True, slots=True)

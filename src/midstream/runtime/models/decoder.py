@@ -16,19 +16,13 @@ from midstream.sites import ENDS, INNER, NAMES, OUTER, Tap
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """A decoder layer of this rank.
+    """A decoder layer of this rank."""
 
-    Attributes:
-        index: number of the layer in the whole model, over all pipeline stages.
-        inner: places of its sites inside attention and the MLP.
-        ends: modules whose outputs are the sites without a layer; None: it is the layer's entry.
-    """
-
-    index: int
+    index: int  # in the whole model, over all pipeline stages
     module: nn.Module
     convention: LayerConvention
     inner: Mapping[str, InnerPlace] = field(default_factory=dict)
-    ends: Mapping[str, nn.Module | None] = field(default_factory=dict)
+    ends: Mapping[str, nn.Module | None] = field(default_factory=dict)  # None: the layer's entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,30 +29,20 @@ _FORWARDS = ("forward", "forward_native", "forward_cuda")
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """What a module returned, or columns of it.
-
-    Attributes:
-        index: number of the piece if the columns were split; None: all of them.
-        sizes: the pieces' widths as expressions of `self`; one number: so many equal pieces.
-    """
+    """What a module returned, or columns of it."""
 
     path: str
-    index: int | None = None
-    sizes: tuple[str, ...] | int | None = None
+    index: int | None = None  # of the piece if the columns were split; None: all of them
+    sizes: tuple[str, ...] | int | None = None  # widths, as expressions of `self`, or how many
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """How one part reached a value.
-
-    Attributes:
-        changed: whether the numbers may differ from the part's.
-        through: what it went through since: paths of modules, and `name()` of other functions.
-    """
+    """How one part reached a value."""
 
     part: OutputPart
-    changed: bool = False
-    through: frozenset[str] = frozenset()
+    changed: bool = False  # the numbers may differ from the part's
+    through: frozenset[str] = frozenset()  # paths of modules, and `name()` of functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +98,11 @@ class FlowCall:
 
 @dataclass(slots=True)
 class Flow:
-    """What a forward does with its sub-modules.
+    """What a forward does with its sub-modules."""
 
-    Attributes:
-        calls: the calls, in the order of the source.
-        bypassed: modules that are given to a function, or of which weights or methods are used.
-        functions: names of the other functions that are called.
-    """
-
-    calls: list[FlowCall] = field(default_factory=list)
-    bypassed: set[str] = field(default_factory=set)
-    functions: set[str] = field(default_factory=set)
+    calls: list[FlowCall] = field(default_factory=list)  # in the order of the source
+    bypassed: set[str] = field(default_factory=set)  # used otherwise than by a call
+    functions: set[str] = field(default_factory=set)  # other ones that are called
 
     def of(self, path: str) -> list[FlowCall]:
         """Return the calls of a module."""

@@ -21,22 +21,16 @@ _UNKNOWN = object()
 
 @dataclass(frozen=True, slots=True)
 class Types:
-    """Classes of vLLM by which modules are recognised.
-
-    Attributes:
-        mixer: everything with a KV cache or a state.
-        column: matrices whose output is split over the ranks.
-        replicated: matrices that each rank has all of.
-    """
+    """Classes of vLLM by which modules are recognised."""
 
     attention: type[nn.Module]
     latent: type[nn.Module]
-    mixer: type
+    mixer: type  # everything with a KV cache or a state
     linear: type[nn.Module]
-    column: type[nn.Module]
+    column: type[nn.Module]  # their output is split over the ranks
     row: type[nn.Module]
     qkv: type[nn.Module]
-    replicated: type[nn.Module]
+    replicated: type[nn.Module]  # each rank has all of it
     rotary: type[nn.Module]
     experts: type[nn.Module]
 

@@ -47,26 +47,19 @@ class InnerPlace:
     may be a view of a wider one: its rows need not be contiguous.
 
     Attributes:
-        path: the module within the layer, dotted; empty: the layer itself.
-        at: whether it is what the module is called with, or (the first of) what it returns.
-        argument: parameter of the module's forward; None: the first positional argument.
-        heads: number of heads on this rank, of `width // heads` columns each; 0: not by head.
         ranks: `"whole"`, each rank has all of it, as with one rank; `"sliced"`, each has its own
             part, in the order of the ranks; `"replicated"`, so has each group of `copies` ranks.
-        copies: number of ranks with the same part; 1 unless `ranks` is `"replicated"`.
-        routing: of a router's logits, how many of the largest are chosen; or why the choice is
-            another; 0: it is no router.
     """
 
-    path: str
-    at: Literal["input", "output"]
-    argument: str | None
+    path: str  # the module within the layer, dotted; empty: the layer itself
+    at: Literal["input", "output"]  # what it is called with, or (the first of) what it returns
+    argument: str | None  # parameter of the module's forward; None: the first argument
     start: int
     width: int
-    heads: int = 0
+    heads: int = 0  # on this rank, of `width // heads` columns each; 0: not by head
     ranks: Ranks = "sliced"
-    copies: int = 1
-    routing: int | str = 0
+    copies: int = 1  # number of ranks with the same part
+    routing: int | str = 0  # of a router, how many are chosen, or why others may be; 0: none
 
     def parts(self, ranks: int) -> int:
         """Return the number of parts in which a group of ranks has the vectors."""

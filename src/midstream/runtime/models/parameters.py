@@ -21,19 +21,13 @@ _REPLACED = "base_layer."
 
 @dataclass(frozen=True, slots=True)
 class OuterParameter:
-    """This rank's part of a parameter: rows [first, first + n) of its first dimension.
-
-    Attributes:
-        total: number of rows of the whole parameter.
-        shared: whether every rank of the tensor-parallel group has the same rows.
-        problem: why the whole cannot be read; empty if it can.
-    """
+    """This rank's part of a parameter: rows [first, first + n) of its first dimension."""
 
     rows: Tensor
     first: int
-    total: int
-    shared: bool
-    problem: str = ""
+    total: int  # rows of the whole parameter
+    shared: bool  # every rank of the tensor-parallel group has the same rows
+    problem: str = ""  # why the whole cannot be read; empty if it can
 
     @property
     def shape(self) -> tuple[int, ...]:

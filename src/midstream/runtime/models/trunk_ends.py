@@ -131,12 +131,7 @@ def _super_call(tree: ast.FunctionDef) -> ast.Call | None:
 
 
 class _Walk:
-    """What the values of a trunk's forward are, statement by statement.
-
-    Attributes:
-        into_layers: states of what the layers are called with, before the first one.
-        returned: states of each value that is returned after the layers.
-    """
+    """What the values of a trunk's forward are, statement by statement."""
 
     def __init__(self, trunk: nn.Module, layers: nn.ModuleList) -> None:
         if "forward" in vars(trunk):
@@ -145,8 +140,8 @@ class _Walk:
         self._list = next(name for name, child in trunk.named_children() if child is layers)
         function: Any = _forward_of(type(trunk))
         self._globals = function.__globals__
-        self.into_layers: frozenset[str] = frozenset()
-        self.returned: list[frozenset[str]] = []
+        self.into_layers: frozenset[str] = frozenset()  # of what the first layer is called with
+        self.returned: list[frozenset[str]] = []  # after the layers, each
         self._passed = False
         self._block(tree_of(function).body, {"inputs_embeds": frozenset({_GIVEN})})
         if not self._passed:

@@ -27,7 +27,8 @@ class _Sums:
 
     kind: str
     width: int  # numbers of the vectors of all taps on this rank
-    places: tuple[Tensor, ...]  # for each sum its rows of the table; see `_add`
+    # Rows of the table by sum; of `moments` the first row counted, and sums of differences from it.
+    places: tuple[Tensor, ...]
     count: Tensor  # of rows, int64 [] on the device
     is_begun: bool = False
 

@@ -37,7 +37,7 @@ class InFlightStep:
 
 
 class ExpectedCounts:
-    """What the device must count in a step where all edits by id apply, and each row's state then."""
+    """What the device must count in a step if all edits by id apply, and each row's state then."""
 
     __slots__ = ("states", "tally", "tokens")
 

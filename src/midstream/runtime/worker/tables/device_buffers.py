@@ -31,17 +31,7 @@ class BufferSizes:
 
 @dataclass(eq=False)
 class Buffers:
-    """Device buffers of one rank; see `midstream.ops.layout` for the columns.
-
-    Attributes:
-        mapped: float32 [T, hidden] on a GPU where there is room for maps, else without rows: what
-            maps make of each row at a site.
-        scans: int32 [G, 4], which rows gates with memory read, for each of G `gate_states`.
-        scan_states: int32 [G, n, 3], what they remember, after each of the last n positions.
-        widths, relaunches, before: see `midstream.ops.site`.
-        switches: float32 [T, n], the switches of each row's biases; see `LogitBias`. No row where
-            logits are not tapped.
-    """
+    """Device buffers of one rank; see `midstream.ops.layout` for the columns."""
 
     tokens: Tensor  # int32 [T, 4], program, group, record and position of each row
     ids: Tensor  # int32 [T], token ids; set in steps in which an instruction reads them
@@ -54,19 +44,15 @@ class Buffers:
     scores: Tensor  # float32 [T, P]
     ring: Tensor  # [R, U] in the model's dtype, vectors until they are copied to the host
     units: tuple[int, ...]  # of each tap's vectors; every width is a multiple of U
+    switches: Tensor  # float32 [T, n], see `LogitBias`; no row where logits are not tapped
+    mapped: Tensor  # float32 [T, hidden], what maps make of rows; no row without, or on a CPU
+    scans: Tensor  # int32 [G, 4], which rows gates with memory read in a step
+    scan_states: Tensor  # int32 [G, n, 3], what they remember, after the last n positions
+    sae: SaeBuffers | None  # None: no tap has any
+    encoding: frozenset[int]  # addresses of the tables of taps with SAEs
     widths: dict[int, int] = field(default_factory=dict)  # see `midstream.ops.site`
     relaunches: dict[int, dict[Hashable, Any]] = field(default_factory=dict)
-    switches: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
-    mapped: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
     before: Before | None = None
-    scans: Tensor = field(
-        default_factory=lambda: torch.zeros(0, layout.SCAN_COLUMNS, dtype=torch.int32)
-    )
-    scan_states: Tensor = field(
-        default_factory=lambda: torch.zeros(0, 1, layout.STATE_COLUMNS, dtype=torch.int32)
-    )
-    sae: SaeBuffers | None = None  # None: no tap has any
-    encoding: frozenset[int] = frozenset()  # addresses of the tables of taps with SAEs
 
     @staticmethod
     def allocate(
