@@ -23,11 +23,7 @@ TIERS: dict[str, PhaseLike | None] = {
     "prefill_steering_vectors": "prompt",
     "decode_steering_vectors": "generated",
 }
-CLAMPS: dict[str, PhaseLike | None] = {
-    "steering_clamps": None,
-    "prefill_steering_clamps": "prompt",
-    "decode_steering_clamps": "generated",
-}
+CLAMPS = {name.replace("vectors", "clamps"): phase for name, phase in TIERS.items()}
 NAMES = ("steering_name", "steering_module_ref")
 # Arguments of the fork's SamplingParams that midstream's has too.
 ARGUMENTS = (*TIERS, *CLAMPS, "steering_module_ref", "patch", "patch_vectors")

@@ -49,40 +49,23 @@ class SiteBuffers(Protocol):
             table and both halves of the stream. Only where no graph is replayed.
     """
 
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def ids(self) -> Tensor: ...
-    @property
-    def tally(self) -> Tensor: ...
-    @property
-    def instructions(self) -> Tensor: ...
-    @property
-    def params(self) -> Tensor: ...
-    @property
-    def lists(self) -> Tensor: ...
-    @property
-    def bank(self) -> Tensor: ...
-    @property
-    def scores(self) -> Tensor: ...
-    @property
-    def ring(self) -> Tensor: ...
-    @property
-    def mapped(self) -> Tensor: ...
-    @property
-    def scans(self) -> Tensor: ...
-    @property
-    def scan_states(self) -> Tensor: ...
-    @property
-    def sae(self) -> SaeBuffers | None: ...
-    @property
-    def encoding(self) -> frozenset[int]: ...
-    @property
-    def widths(self) -> dict[int, int]: ...
-    @property
-    def relaunches(self) -> dict[int, dict[Hashable, Any]]: ...
-    @property
-    def before(self) -> Before | None: ...
+    tokens: Tensor
+    ids: Tensor
+    tally: Tensor
+    instructions: Tensor
+    params: Tensor
+    lists: Tensor
+    bank: Tensor
+    scores: Tensor
+    ring: Tensor
+    mapped: Tensor
+    scans: Tensor
+    scan_states: Tensor
+    sae: SaeBuffers | None
+    encoding: frozenset[int]
+    widths: dict[int, int]
+    relaunches: dict[int, dict[Hashable, Any]]
+    before: Before | None
 
 
 # By the address of a site's table. Buffers that nobody uses any more leave it.
@@ -260,19 +243,10 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
 
 
-def _fake(*_args: Tensor | int | None) -> None:
-    """Do nothing: the op returns nothing, so there is no shape to infer."""
-
-
-def _define() -> None:
-    library = torch.library.Library("midstream", "DEF")
-    library.define(_SCHEMA)
-    library.impl("site", site, "CPU")
-    library.impl("site", site, "CUDA")
-    torch.library.register_fake("midstream::site", _fake, lib=library)
-    # Garbage collection of a library would remove its ops.
-    _LIBRARIES.append(library)
-
-
-_LIBRARIES: list[torch.library.Library] = []
-_define()
+# A global, as garbage collection of a library would remove its ops.
+_LIBRARY = torch.library.Library("midstream", "DEF")
+_LIBRARY.define(_SCHEMA)
+_LIBRARY.impl("site", site, "CPU")
+_LIBRARY.impl("site", site, "CUDA")
+# The op returns nothing, so there is no shape to infer.
+torch.library.register_fake("midstream::site", lambda *_args: None, lib=_LIBRARY)

@@ -86,9 +86,7 @@ def config_of(content: object) -> SaeConfig:
                 raise SpecError(name, "unknown field, which might change the features")
     fields = {**more, **content}
     _check_supported(fields)
-    hook_name = fields.get("hook_name", fields.get("hook_point"))
-    if hook_name is not None and not isinstance(hook_name, str):
-        raise SpecError("hook_name", f"expected `str`, got {kind(hook_name)}")
+    hook_name = _hook("hook_name", fields.get("hook_name", fields.get("hook_point")))
     _check_layer(fields.get("hook_layer", fields.get("hook_point_layer")), hook_name)
     architecture = str(fields.get("architecture", "standard"))
     is_transcoder = "transcoder" in architecture
@@ -109,7 +107,9 @@ def config_of(content: object) -> SaeConfig:
         # Older files have a bool; False means "none".
         normalize=fields.get("normalize_activations") or "none",
         rescales=fields.get("rescale_acts_by_decoder_norm") is True,
-        hook_name_out=_hook_out(fields) if is_transcoder else None,
+        hook_name_out=_hook("hook_name_out", fields.get("hook_name_out"))
+        if is_transcoder
+        else None,
     )
 
 
@@ -183,11 +183,10 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
             raise SpecError(name, f"expected {_shown(right)}, got {_shown(value)}")
 
 
-def _hook_out(fields: Mapping[str, Any]) -> str | None:
-    hook_name = fields.get("hook_name_out")
-    if hook_name is not None and not isinstance(hook_name, str):
-        raise SpecError("hook_name_out", f"expected `str`, got {kind(hook_name)}")
-    return hook_name
+def _hook(name: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise SpecError(name, f"expected `str`, got {kind(value)}")
+    return value
 
 
 def _activation(fields: Mapping[str, Any]) -> object:
@@ -220,14 +219,9 @@ def _check_layer(layer: object, hook_name: str | None) -> None:
 
 
 def _size(fields: Mapping[str, Any], name: str) -> int | None:
-    value = fields.get(name)
-    if value is None:
-        return None
     with at(name):
-        return read_int(value)
+        return None if fields.get(name) is None else read_int(fields[name])
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, (str, int, float)):
-        return show(value)
-    return kind(value)
+    return show(value) if isinstance(value, (str, int, float)) else kind(value)

@@ -44,19 +44,13 @@ class TensorLayout:
     unpack: Callable[[Bytes], Floats]
 
 
-def _unpack_f32(blocks: Bytes) -> Floats:
-    return np.ascontiguousarray(blocks).view("<f4")
-
-
-def _unpack_f16(blocks: Bytes) -> Floats:
-    return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
-
-
+# By GGML type. Quantised types, which models have, are in `midstream.lab.demo.model`.
 LAYOUTS: Mapping[int, TensorLayout] = {
-    0: TensorLayout("F32", 1, 4, _unpack_f32),
-    1: TensorLayout("F16", 1, 2, _unpack_f16),
+    0: TensorLayout("F32", 1, 4, lambda blocks: np.ascontiguousarray(blocks).view("<f4")),
+    1: TensorLayout(
+        "F16", 1, 2, lambda blocks: np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
+    ),
 }
-"""Layouts by GGML type. Quantised types, which models have, are in `midstream.lab.demo.model`."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +105,11 @@ def read_gguf(
     for _ in range(num_keys):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.scalar("I"))
-    if architecture:
+    got = metadata.get("general.architecture")
+    if architecture and got != architecture:
         # Checked before the tensors: another architecture explains an unsupported type.
-        _check_architecture(metadata, architecture)
+        shown = "none" if got is None else show(str(got))
+        raise ModelError(f"GGUF: expected general.architecture = {architecture!r}, got {shown}")
     infos = [_read_info(cursor) for _ in range(num_tensors)]
     align = metadata.get("general.alignment", 32)
     if not isinstance(align, int) or align < 1:
@@ -195,14 +191,6 @@ def _read_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
         )
     shape = tuple(cursor.scalar("Q") for _ in range(num_dimensions))[::-1]
     return name, shape, cursor.scalar("I"), cursor.scalar("Q")
-
-
-def _check_architecture(metadata: Mapping[str, Any], wanted: str) -> None:
-    key = "general.architecture"
-    got = metadata.get(key)
-    if got != wanted:
-        shown = "none" if got is None else show(str(got))
-        raise ModelError(f"GGUF: expected {key} = {wanted!r}, got {shown}")
 
 
 def _view_tensor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,22 +96,20 @@ class _Sae(NamedTuple):
         begin = place * layout.ALIGN
         header = [int(number) for number in weights[begin : begin + layout.ALIGN].tolist()]
         count = header[layout.FEATURES]
-        shapes = [(width, count), (count,), (count,), (count, width), (width,)]
-        if header[layout.SKIPS]:
-            shapes.append((width, width))
-        tensors: list[Tensor] = []
         begin += layout.ALIGN
-        for shape in shapes:
-            numbers = shape[0] * (shape[1] if len(shape) > 1 else 1)
-            tensors.append(weights[begin : begin + numbers].view(shape))
-            begin += numbers
+
+        def take(*shape: int) -> Tensor:
+            nonlocal begin
+            begin += math.prod(shape)
+            return weights[begin - math.prod(shape) : begin].view(shape)
+
         return _Sae(
-            tensors[0],
-            tensors[1],
-            tensors[2],
-            tensors[3],
-            tensors[4],
-            tensors[5] if header[layout.SKIPS] else None,
+            take(width, count),
+            take(count),
+            take(count),
+            take(count, width),
+            take(width),
+            take(width, width) if header[layout.SKIPS] else None,
             header[layout.TOP_K],
             header[layout.NORMALIZE],
             bool(header[layout.CENTERED]),

@@ -119,12 +119,8 @@ class LayerConvention:
     @property
     def branches(self) -> dict[str, Half | Input | Output | Lack]:
         """Places of the sites that are not on the stream, by site."""
-        return {
-            "attn_in": self.attn_in,
-            "attn_out": self.attn_out,
-            "mlp_in": self.mlp_in,
-            "mlp_out": self.mlp_out,
-        }
+        sites = "attn_in", "attn_out", "mlp_in", "mlp_out"
+        return {site: getattr(self, site) for site in sites}
 
     def lack(self, site: str, tensor_parallel: bool = False) -> str | None:
         """Return why the layer has no such site; None if it has the site."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from midstream.errors import UnsupportedError
+from midstream.runtime.models.convention import LayerConvention, Refusal
 from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
-from midstream.runtime.models.registry import LAYER_LISTS, LayerConvention, Refusal, lookup
+from midstream.runtime.models.registry import LAYER_LISTS, lookup
 from midstream.runtime.models.trunk_ends import NoEnd, find_end
 from midstream.sites import ENDS, INNER, NAMES, OUTER, Tap
 

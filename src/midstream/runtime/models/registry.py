@@ -7,35 +7,9 @@ from __future__ import annotations
 
 from typing import overload
 
-from midstream.runtime.models.convention import (
-    Choice,
-    Entry,
-    Half,
-    Input,
-    Key,
-    Lack,
-    LayerConvention,
-    Output,
-    Refusal,
-    Returns,
-)
+from midstream.runtime.models.convention import Entry, Key, LayerConvention, Refusal
 from midstream.runtime.models.hf_layers import HF_MODELS
 from midstream.runtime.models.vllm_layers import MODELS, VENDOR
-
-__all__ = [
-    "CONVENTIONS",
-    "LAYER_LISTS",
-    "Choice",
-    "Half",
-    "Input",
-    "Lack",
-    "LayerConvention",
-    "Output",
-    "Refusal",
-    "Returns",
-    "key_of",
-    "lookup",
-]
 
 
 def _key(prefix: str, name: str) -> Key:

@@ -125,17 +125,19 @@ class WorkerEndpoint:
             for tap in self._taps
         )
         self._buffers = _allocate(widths, runner, vllm_config, config, self._weights)
-        self._room, self._edits_per_site = _room(config), config.edits_per_site
-        self._default_codec, self._default_return = config.codec, config.return_
+        self._config = config
         self._tensor_ranks: int = parallel.tensor_parallel_size
         replacements = add_taps(
             model, self._decoder, self._taps, self._buffers, vllm_config, config
         )
         check_drafter(runner)
         reductions = Reductions(config.reductions, self._hidden_size, runner.device)
-        nbytes = self._buffers.nbytes + self._weights.nbytes + reductions.nbytes
-        _count_memory(runner, nbytes)
+        if hasattr(runner, "model_memory_usage"):  # by which alone 0.28 sizes the KV cache
+            own = self._buffers.nbytes + self._weights.nbytes + reductions.nbytes
+            runner.model_memory_usage += own
         self._max_tokens = self._buffers.tokens.shape[0]
+        # Vectors of the stream's width for which the staging ring has room.
+        self._ring_rows = self._buffers.ring.numel() // self._hidden_size
         device = self._buffers.ring.device.type
         workers = parallel.world_size * replicas_of(vllm_config)
         self._arena = Arena(arena_settings(config, workers), device == "cuda")
@@ -216,9 +218,12 @@ class WorkerEndpoint:
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():
-                return self._collect_partial(request)
+                self._arena.sweep()
+                with self._session.collection.collect_partial(request.stops) as rows:
+                    return self._put({partial_name(uid): rows[uid] for uid in rows}, request)
             case ReadScores():
-                return self._read_scores(request)
+                scores = self._session.collection.read_scores(request.spans)
+                return pack_scores(scores.values())
             case ReadData():
                 return ResultData(self._results.read(request.name, request.offset, request.size))
             case DiscardData():
@@ -270,21 +275,16 @@ class WorkerEndpoint:
             capture_limit=self._ring_rows // self._max_tokens,
             step_tokens=self._max_tokens,
             buffer_bytes=self._buffers.nbytes,
-            room=self._room,
-            edits_per_site=self._edits_per_site,
+            room=_room(self._config),
+            edits_per_site=self._config.edits_per_site,
             runner=self._runner_name,
-            codec=self._default_codec,
-            return_=self._default_return,
+            codec=self._config.codec,
+            return_=self._config.return_,
             arena=self._arena.leases.address,
             arena_bytes=self._arena.budget,
             device=str(self._buffers.ring.device.type),
             functions=self._functions,
         )
-
-    @property
-    def _ring_rows(self) -> int:
-        """Vectors of the stream's width for which the staging ring has room."""
-        return self._buffers.ring.numel() // self._hidden_size
 
     def _usage(self) -> WorkerUsage:
         self._arena.sweep()
@@ -304,11 +304,6 @@ class WorkerEndpoint:
         with self._session.collection.collect(request.uids) as taken:
             return self._put(taken, request)
 
-    def _collect_partial(self, request: CollectPartialRows) -> CollectedResults:
-        self._arena.sweep()
-        with self._session.collection.collect_partial(request.stops) as requests:
-            return self._put({partial_name(uid): requests[uid] for uid in requests}, request)
-
     def _put(
         self, requests: dict[str, list[RequestState]], request: CollectResults | CollectPartialRows
     ) -> CollectedResults:
@@ -323,14 +318,8 @@ class WorkerEndpoint:
             checksums=[] if self._checksum is None else self._checksum.marks,
         )
 
-    def _read_scores(self, request: ReadScores) -> RunningScores:
-        scores = self._session.collection.read_scores(request.spans)
-        return pack_scores([(state, block) for state, block in scores.values()])
 
-
-def pack_scores(
-    scores: Iterable[tuple[RequestState, RowBlock[Scores]]],
-) -> RunningScores:
+def pack_scores(scores: Iterable[tuple[RequestState, RowBlock[Scores]]]) -> RunningScores:
     """Return the message of some requests' scores."""
     requests = []
     parts = []
@@ -422,20 +411,16 @@ def _allocate(
         features = max(config.reconstructed.values())
         numbers = weights.numbers(torch.float32)
         sae = SaeBuffers.allocate(numbers, max_tokens, hidden_size, features)
+    speculative = vllm_config.speculative_config
+    drafts = 0 if speculative is None else int(speculative.num_speculative_tokens)
     return Buffers.allocate(
         widths,
-        BufferSizes(max_tokens, hidden_size, _room(config), ring_rows, _drafts(vllm_config)),
+        BufferSizes(max_tokens, hidden_size, _room(config), ring_rows, drafts),
         dtype=model_config.dtype,
         device=runner.device,
         sae=sae,
         reconstructed=config.reconstructed,
     )
-
-
-def _drafts(vllm_config: Any) -> int:
-    """Return the most draft tokens of a request in a step."""
-    speculative = vllm_config.speculative_config
-    return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def _room(config: Config) -> Room:
@@ -469,9 +454,3 @@ def _staging_bytes(device: torch.device, config: Config) -> int:
     if device.type != "cuda":
         return _CPU_STAGING_BYTES
     return int(torch.cuda.get_device_properties(device).total_memory) // _DEVICE_SHARE
-
-
-def _count_memory(runner: Any, nbytes: int) -> None:
-    """Add to the model's memory, by which alone vLLM sizes the KV cache until 0.28."""
-    if hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += nbytes

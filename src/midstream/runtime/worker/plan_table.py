@@ -132,18 +132,12 @@ class PlanTable:
 
     def _own_part(self, piece: PlanSegment) -> PlanSegment:
         """Return a piece of a plan whose edits are those of this rank's parts of the vectors."""
-        share = self._share
+        share, edits = self._share, []
         if all(parts == 1 for parts in share.parts):
             return piece
-        edits = tuple(
-            replace(
-                edit,
-                steps=part_of_steps(
-                    edit.steps, share.rank // share.copies(edit.tap), share.parts[edit.tap]
-                ),
-            )
-            if share.parts[edit.tap] > 1
-            else edit
-            for edit in piece.edits
-        )
-        return piece._replace(edits=edits)
+        for edit in piece.edits:
+            parts, part = share.parts[edit.tap], share.rank // share.copies(edit.tap)
+            if parts > 1:
+                edit = replace(edit, steps=part_of_steps(edit.steps, part, parts))
+            edits.append(edit)
+        return piece._replace(edits=tuple(edits))

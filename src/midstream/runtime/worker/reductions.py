@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -186,20 +187,10 @@ def _by_capture(encoding: PatternEncoding) -> dict[int, list[PatternColumns]]:
 
 def _vectors(columns: Sequence[PatternColumns], records: Tensor) -> Tensor:
     """Return the vectors of some taps, [n, numbers]: a view if they are neighbours."""
-    begin, end = columns[0].start, columns[0].start
-    for neighbour in columns:
-        if neighbour.start != end:
-            break
-        end += neighbour.width
-    else:
-        return records[:, begin:end]
-    return torch.cat(
-        [
-            records[:, tap_columns.start : tap_columns.start + tap_columns.width]
-            for tap_columns in columns
-        ],
-        1,
-    )
+    parts = [(tap.start, tap.start + tap.width) for tap in columns]
+    if all(before[1] == after[0] for before, after in pairwise(parts)):
+        return records[:, parts[0][0] : parts[-1][1]]
+    return torch.cat([records[:, start:stop] for start, stop in parts], 1)
 
 
 def place_of(encoding: PatternEncoding, columns: PatternColumns) -> int:

@@ -87,12 +87,6 @@ class _Runs(NamedTuple, Generic[R]):
     table: Ints
     sources: list[R]
 
-    def of_kind(self, kind: int) -> Ints:
-        """Return serial, position, length, source and first of each run of a kind, in order."""
-        table = self.table[:_KIND]
-        mine = self.table[_KIND] == kind
-        return table if mine.all() else table[:, mine]
-
 
 class CapturedRowIndex(Generic[R]):
     """Owner of the rows of steps until the last row of each is taken."""
@@ -330,9 +324,10 @@ def _among(values: Ints, wanted: Ints) -> NDArray[np.bool_]:
 def _blocks_of_kind(runs: _Runs[R], key: _Kind, kind: int) -> list[tuple[int, RowBlock[R]]]:
     """Return the blocks of one kind, each with the serial number of its request."""
     taps, codec, rows = key
-    table = runs.of_kind(kind)
-    if not table.size:
+    mine = runs.table[_KIND] == kind
+    if not mine.any():
         return []
+    table = runs.table[:_KIND] if mine.all() else runs.table[:_KIND, mine]
     blocks: list[tuple[int, RowBlock[R]]] = []
     last = -1
     for serial, *run in _in_order(table, rows).T.tolist():

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from midstream.ops import layout
-from midstream.runtime.protocol.step_scores import StepScores
+from midstream.runtime.protocol.step_scores import ScoresOfStep, StepScores, scores_of_runs
 from midstream.runtime.worker.gate_states import GateStates
 from midstream.runtime.worker.readouts.logits import StepLogits
 from midstream.runtime.worker.readouts.step_patterns import StepPatterns
 from midstream.runtime.worker.request_state import RequestState
-from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
+from midstream.runtime.worker.row_index import (
+    ArenaRows,
+    CapturedRowIndex,
+    PendingPositions,
+    Scores,
+)
 from midstream.runtime.worker.split_scores import SplitScores
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
 from midstream.runtime.worker.step.in_flight import (
@@ -25,7 +30,6 @@ from midstream.runtime.worker.step.in_flight import (
     bounds,
     positions_of,
 )
-from midstream.runtime.worker.step.reported_scores import reported_scores
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
@@ -246,7 +250,7 @@ class StepRecorder:
         plan = step.prepared.plan
         if step.prepared.positions is not None:
             positions = step.prepared.positions.values().numpy()[plan.active]
-            plan = replace(plan, positions=positions.astype(np.int64))
+            plan = plan._replace(positions=positions.astype(np.int64))
         expected = self._expected
         if expected is None or expected.tokens is not plan.tokens:
             expected = self._expected = ExpectedCounts(plan, self._signature.signature)
@@ -279,3 +283,25 @@ class StepRecorder:
         """Check that no step is prepared and that the device has the armed tokens."""
         assert self.prepared is None
         self._armed.check_integrity()
+
+
+def reported_scores(
+    prepared: PreparedStep, shipment: Shipment, slots: SlotTable
+) -> StepScores | None:
+    """Return the scores that requests of a queued step report; None: there are none."""
+    if not slots.num_reporting:
+        return None
+    runs = prepared.plan.runs
+    chosen = (runs.scored > 0) & slots.reports[runs.slot]
+    if not chosen.any():
+        return None
+    ids = slots.ids_of(runs.slot[chosen])
+    row, length = runs.row[chosen], runs.length[chosen]
+    position = positions_of(prepared, chosen)
+
+    def read() -> ScoresOfStep:
+        values = shipment.scores().numpy()
+        known = position.values() if isinstance(position, PendingPositions) else position
+        return scores_of_runs(ids, known.tolist(), row.tolist(), length.tolist(), values)
+
+    return StepScores(read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.call_frames import with_room_for_calls
+from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.request_payload import payload_of
+from midstream.runtime.protocol.step_scores import StepScores
+from midstream.runtime.vllm.attributes import FAILURES, STEP_SCORES
 from midstream.runtime.worker.model_runner.model_switch import PLAIN, ModelSwitch
-from midstream.runtime.worker.model_runner.step_output import attach
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
 
@@ -94,7 +97,7 @@ class Hooks:
         requests = self._session.requests
         failures, scores = requests.failures, self._session.reported_scores
         if failures or scores is not None:
-            attached = attach(output, failures, scores)
+            attached = attach_results(output, failures, scores)
             if attached is not None:
                 requests.clear_failures()
                 self._session.clear_reported_scores()
@@ -117,3 +120,31 @@ def _with_results(original: Callable[..., Any], hooks: Hooks) -> Callable[..., A
         return hooks.on_output(original(*args, **kwargs))
 
     return run
+
+
+def attach_results(
+    output: Any, failures: dict[str, Failure], scores: StepScores | None = None
+) -> Any:
+    """Return a model runner's output with failures, by vLLM's request id, and reported scores; None
+    if the output does not reach the scheduler. It may be asynchronous, holding another.
+    """
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    if isinstance(output, ModelRunnerOutput):
+        # Steps share vLLM's one empty output.
+        output = copy.copy(output)
+        _attach_to(output, failures, scores)
+        return output
+    for name in ("model_runner_output", "_model_runner_output"):
+        inner = getattr(output, name, None)
+        if isinstance(inner, ModelRunnerOutput):
+            _attach_to(inner, failures, scores)
+            return output
+    return None
+
+
+def _attach_to(output: Any, failures: dict[str, Failure], scores: StepScores | None) -> None:
+    if failures:
+        FAILURES.set(output, failures)
+    if scores is not None:
+        STEP_SCORES.set(output, scores)

@@ -12,7 +12,7 @@ from midstream.codecs import RowEncoding
 from midstream.plan.positions.ranges import Ranges
 from midstream.runtime.protocol.runs import Ints, within_runs
 from midstream.runtime.worker.readouts.logits import LogitQuery
-from midstream.runtime.worker.readouts.query_run import QueryRun
+from midstream.runtime.worker.readouts.tiles import QueryRun
 from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable

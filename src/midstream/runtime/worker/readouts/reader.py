@@ -15,9 +15,8 @@ from midstream.runtime.worker.readouts import weights as op
 from midstream.runtime.worker.readouts.layers import AttentionLayer
 from midstream.runtime.worker.readouts.logits import LogitReader, StepLogits
 from midstream.runtime.worker.readouts.queries import logits_of
-from midstream.runtime.worker.readouts.query_run import QueryRun
 from midstream.runtime.worker.readouts.sae import SaeReader
-from midstream.runtime.worker.readouts.tiles import Tile, Tiles, most_cells
+from midstream.runtime.worker.readouts.tiles import QueryRun, Tile, Tiles, most_cells
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding

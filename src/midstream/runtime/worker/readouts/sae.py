@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from midstream.plan.resolved import SaeEncoder
-from midstream.runtime.worker.readouts.query_run import QueryRun
 from midstream.runtime.worker.readouts.rank_weights import RankWeights
+from midstream.runtime.worker.readouts.tiles import QueryRun
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
 

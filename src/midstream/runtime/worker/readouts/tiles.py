@@ -10,8 +10,19 @@ from torch import Tensor
 
 from midstream.plan.positions.ranges import Ranges
 from midstream.runtime.worker.readouts import weights as op
-from midstream.runtime.worker.readouts.query_run import QueryRun
 from midstream.runtime.worker.tables.device_buffers import on_device
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRun:
+    """Consecutive rows of one request, in consecutive records."""
+
+    request: int  # index of the request in the batch
+    record: int  # index of the first record
+    length: int
+    lowest: int  # position of the first row, or a lower bound
+    position: int  # or an upper bound
+    keys: tuple[Ranges, ...]  # for each `PatternColumns`, the positions of a mass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

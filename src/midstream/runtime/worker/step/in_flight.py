@@ -15,7 +15,7 @@ from midstream.runtime.worker.step.step_plan import StepPlan
 from midstream.transport.base import Copy, Shipment
 
 
-@dataclass(slots=True)  # see `TokenRuns`
+@dataclass(slots=True)  # not frozen, which would take longer in each step
 class PreparedStep:
     """A step whose forward pass is queued next, from a ring unit on; `positions` copies each row's
     to the host, None if the plan has them.
@@ -27,7 +27,7 @@ class PreparedStep:
     batch: StepBatch
 
 
-@dataclass(slots=True)  # see `TokenRuns`
+@dataclass(slots=True)  # likewise
 class InFlightStep:
     """A step, numbered from 1, whose results are copied to the host."""
 

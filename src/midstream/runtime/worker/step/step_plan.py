@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from midstream.runtime.protocol.runs import Ints
 
 
-@dataclass(slots=True)  # not frozen, as frozen instances take longer to make, in each step
-class TokenRuns:
+class TokenRuns(NamedTuple):
     """Runs of consecutive rows of one request within one segment; arrays have one entry per run."""
 
     row: Ints
@@ -29,8 +28,7 @@ class TokenRuns:
     exact: bool  # if not, only the device knows positions: these are bounds, all else is the same
 
 
-@dataclass(frozen=True, slots=True)
-class CodecBatch:
+class CodecBatch(NamedTuple):
     """A step's captured rows of one encoding, which are contiguous in the ring."""
 
     codec: int
@@ -57,19 +55,6 @@ class CodecBatch:
             self.record[begin:stop] - first,
         )
 
-    def of(self, serial: Ints) -> CodecBatch:
-        """Return the same rows of other requests, by the serial number of each run's."""
-        return CodecBatch(
-            self.codec,
-            self.first,
-            self.num_units,
-            self.runs,
-            serial,
-            self.length,
-            self.kind,
-            self.record,
-        )
-
     def alone(self) -> list[CodecBatch]:
         """Return the rows of each run, those of the oldest request first."""
         parts = [self.between(run, run + 1) for run in range(self.runs.size)]
@@ -81,8 +66,7 @@ class CodecBatch:
         return [self.between(*ends) for ends in edges.reshape(-1, 2).tolist()]
 
 
-@dataclass(slots=True)  # see `TokenRuns`
-class StepPlan:
+class StepPlan(NamedTuple):
     """What the device is to do in one step, and what it must have counted afterwards."""
 
     tokens: NDArray[np.int32]  # [rows, TOKEN_COLUMNS]; records are relative to the step's unit
@@ -105,51 +89,12 @@ class StepPlan:
 
     def at(self, position: Ints) -> StepPlan:
         """Return the same step at other positions, one for each run; each run has one row."""
-        return self._with(self.runs.slot, position, self.slots, position, self.batches)
+        runs = self.runs._replace(position=position)
+        return self._replace(positions=position, runs=runs)
 
     def of(self, slot: Ints, serial: Ints) -> StepPlan:
         """Return the same step of other requests, by the slot of each run."""
-        runs = self.runs
-        batches = tuple([batch.of(serial[batch.runs]) for batch in self.batches])
+        runs = self.runs._replace(slot=slot)
+        batches = [batch._replace(serial=serial[batch.runs]) for batch in self.batches]
         slots = np.repeat(slot, runs.length)
-        return self._with(slot, runs.position, slots, self.positions, batches)
-
-    def _with(
-        self,
-        slot: Ints,
-        position: Ints,
-        slots: Ints,
-        positions: Ints,
-        batches: tuple[CodecBatch, ...],
-    ) -> StepPlan:
-        """Return the step of others; `dataclasses.replace` would take more than twice as long."""
-        runs = self.runs
-        return StepPlan(
-            tokens=self.tokens,
-            num_units=self.num_units,
-            active=self.active,
-            slots=slots,
-            positions=positions,
-            fewest=self.fewest,
-            most=self.most,
-            captures=self.captures,
-            by_id=self.by_id,
-            scored=self.scored,
-            device_positions=self.device_positions,
-            runs=TokenRuns(
-                row=runs.row,
-                length=runs.length,
-                position=position,
-                slot=slot,
-                program=runs.program,
-                group=runs.group,
-                vectors=runs.vectors,
-                units=runs.units,
-                kind=runs.kind,
-                scored=runs.scored,
-                codec=runs.codec,
-                record=runs.record,
-                exact=runs.exact,
-            ),
-            batches=batches,
-        )
+        return self._replace(slots=slots, runs=runs, batches=tuple(batches))

@@ -133,7 +133,7 @@ class StepPlanner:
             return None
         plan = last.plan.at(position if last.active is None else position[last.active])
         if last.by_position is not None:
-            plan.tokens = plan.tokens.copy()  # the last are compared with these
+            plan = plan._replace(tokens=plan.tokens.copy())  # the last are compared with these
             read = np.where(last.by_position, plan.positions, 0)
             plan.tokens[plan.active, layout.POSITION] = read
         return plan
@@ -172,21 +172,7 @@ class StepPlanner:
         if table[columns.RUN_CODEC].any():
             table = table[:, np.argsort(table[columns.RUN_CODEC], kind="stable")]
         records = table[columns.RUN_LENGTH] * table[columns.RUN_UNITS]
-        return TokenRuns(
-            row=table[columns.RUN_ROW],
-            length=table[columns.RUN_LENGTH],
-            position=table[columns.RUN_POSITION],
-            slot=table[columns.RUN_SLOT],
-            program=table[columns.RUN_PROGRAM],
-            group=table[columns.RUN_GROUP],
-            vectors=table[columns.RUN_VECTORS],
-            units=table[columns.RUN_UNITS],
-            kind=table[columns.RUN_KIND],
-            scored=table[columns.RUN_SCORED],
-            codec=table[columns.RUN_CODEC],
-            record=np.cumsum(records) - records,
-            exact=exact,
-        )
+        return TokenRuns._make((*table, np.cumsum(records) - records, exact))
 
     def _bounds(
         self, batch: StepBatch, chosen: Ints, slot: Ints, row: Ints, length: Ints

@@ -22,16 +22,12 @@ from midstream.runtime.worker.tables.instruction_store import InstructionStore
 
 
 @dataclass(slots=True)
-class _Program:
-    index: int
-    first: int
-    length: int
-    users: int = 0
+class _Entry:
+    """A program with its range of instructions, or a group, which has none."""
 
-
-@dataclass(slots=True)
-class _Group:
     index: int
+    first: int = 0
+    length: int = 0
     users: int = 0
 
 
@@ -42,9 +38,9 @@ class ProgramTable:
         self._buffers = buffers
         self._num_taps, self._rows, _ = buffers.table.shape
         self.instructions = InstructionStore(buffers)
-        self._programs: dict[Edits, _Program] = {}
+        self._programs: dict[Edits, _Entry] = {}
         self._unused: set[Edits] = set()  # programs without a user
-        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._groups: dict[tuple[int, ...], _Entry] = {}
         self._unused_groups: set[tuple[int, ...]] = set()  # groups without a user
         self._free_programs = list(range(self._rows - 1, layout.FIRST_FREE_PROGRAM - 1, -1))
         self._free_groups = list(range(self._rows - 1, layout.FIRST_FREE_GROUP - 1, -1))
@@ -59,20 +55,17 @@ class ProgramTable:
             return layout.WATCH_PROGRAM
         program = self._programs.get(edits)
         if program is None:
-            program = self._write_program(edits)
-            self._programs[edits] = program
+            program = self._programs[edits] = self._write_program(edits)
         self._unused.discard(edits)
         program.users += 1
         return program.index
 
     def release_program(self, edits: Edits) -> None:
         """Release one use of the program of these edits."""
-        if not edits:
-            return
-        program = self._programs[edits]
-        program.users -= 1
-        if program.users == 0:
-            self._unused.add(edits)
+        if edits:
+            self._programs[edits].users -= 1
+            if not self._programs[edits].users:
+                self._unused.add(edits)
 
     def drop_unused(self) -> None:
         """Free what programs and groups take that no request uses."""
@@ -104,7 +97,7 @@ class ProgramTable:
                 self.drop_unused()
             if not self._free_groups:
                 raise NoRoomError("", self._full("combinations of captures"))
-            group = _Group(self._free_groups.pop())
+            group = _Entry(self._free_groups.pop())
             places = torch.zeros(self._num_taps, dtype=torch.int32)
             place = 1
             for tap in taps:
@@ -118,23 +111,18 @@ class ProgramTable:
 
     def release_group(self, taps: tuple[int, ...]) -> None:
         """Release one use of the group of these taps."""
-        if not taps:
-            return
-        group = self._groups[taps]
-        group.users -= 1
-        if group.users == 0:
-            self._unused_groups.add(taps)
+        if taps:
+            self._groups[taps].users -= 1
+            if not self._groups[taps].users:
+                self._unused_groups.add(taps)
 
     def check_integrity(self) -> None:
         """Check that everything is either in use or free; cheap."""
-        assert all(
-            (program.users == 0) == (edits in self._unused)
-            for edits, program in self._programs.items()
-        )
-        assert all(
-            (group.users == 0) == (taps in self._unused_groups)
-            for taps, group in self._groups.items()
-        )
+        for entries, unused in (
+            (self._programs, self._unused),
+            (self._groups, self._unused_groups),
+        ):
+            assert unused == {key for key, entry in entries.items() if not entry.users}
         assert len(self._free_programs) + len(self._programs) == (
             self._rows - layout.FIRST_FREE_PROGRAM
         )
@@ -143,7 +131,7 @@ class ProgramTable:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _write_program(self, edits: Edits) -> _Program:
+    def _write_program(self, edits: Edits) -> _Entry:
         if not self._free_programs:
             self.drop_unused()
         if not self._free_programs:
@@ -155,7 +143,7 @@ class ProgramTable:
             self._free_programs.append(index)
             raise
 
-    def _find_room(self, edits: Edits, index: int) -> _Program:
+    def _find_room(self, edits: Edits, index: int) -> _Entry:
         """Write a program; if there is no range, drop unused ones, then close the gaps."""
         with suppress(NoRoomError):
             return self._place(edits, index)
@@ -172,7 +160,7 @@ class ProgramTable:
         for edits, program in self._programs.items():
             program.first = self._place(edits, program.index).first
 
-    def _place(self, edits: Edits, index: int) -> _Program:
+    def _place(self, edits: Edits, index: int) -> _Entry:
         """Write a program to the device, or nothing."""
         # The taps of a request may be in any order; the edits of one tap keep theirs.
         ordered = sorted(edits, key=lambda edit: edit.tap)
@@ -182,7 +170,7 @@ class ProgramTable:
         first, length = self.instructions.write(ordered)
         self._write_ranges(ordered, kinds, index, first)
         self._set_properties(edits, index)
-        return _Program(index, first, length)
+        return _Entry(index, first, length)
 
     def _write_ranges(
         self, ordered: Sequence[TapProgramStep], kinds: Mapping[int, int], index: int, first: int

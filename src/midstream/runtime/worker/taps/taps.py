@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops.site import bind
+from midstream.runtime.models.convention import Half, Input, LayerConvention, Output, Returns
 from midstream.runtime.models.decoder import DecoderLayer
 from midstream.runtime.models.inner_sites import InnerPlace
-from midstream.runtime.models.registry import Half, Input, LayerConvention, Output, Returns
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.sites import BY_NAME, Tap
 
@@ -167,17 +167,16 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
     if "embed" in layer.ends and layer.ends["embed"] is None:
         entry.add("embed")
     if tables.keys() & {*entry, "resid_post", *at_exit}:
-        parameters = _parameters(module, convention)
+        residual = convention.residual
+        hidden_at = _parameter(module, convention.hidden)
+        residual_at = None if residual is None else _parameter(module, residual)
         _swap(module, TappedLayer, buffers)
-        module.midstream_pre, module.midstream_post = (
-            tables.get("resid_pre"),
-            tables.get("resid_post"),
-        )
+        module.midstream_pre = tables.get("resid_pre")
+        module.midstream_post = tables.get("resid_post")
         module.midstream_embed = tables.get("embed") if "embed" in entry else None
         module.midstream_branch = next((tables[s] for s in at_exit if s in tables), None)
         module.midstream_returns = convention.returns
-        module.midstream_hidden = parameters[0]
-        module.midstream_residual = parameters[1]
+        module.midstream_hidden, module.midstream_residual = hidden_at, residual_at
     swapped: list[Any] = []
     for role in _roles(convention):
         if role.site not in tables:
@@ -321,17 +320,6 @@ def _describe(out: Any) -> str:
     if isinstance(out, tuple):
         return f"a tuple of {len(out)}: ({', '.join(type(part).__name__ for part in out)})"
     return type(out).__name__
-
-
-def _parameters(
-    module: nn.Module, convention: LayerConvention
-) -> tuple[tuple[str, int], tuple[str, int] | None]:
-    """Return (name, index) of the parameters with the two halves of the residual stream."""
-    residual = convention.residual
-    return (
-        _parameter(module, convention.hidden),
-        None if residual is None else _parameter(module, residual),
-    )
 
 
 def _parameter(module: nn.Module, name: str) -> tuple[str, int]:
