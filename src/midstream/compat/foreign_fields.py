@@ -129,9 +129,8 @@ FOREIGN: Mapping[str, ForeignField] = {
 
 
 def names_in(body: bytes, known: Container[str]) -> bool:
-    """Return whether a JSON body, as UTF-8, may have a field that `check_body` looks at, beside
-    those that vLLM knows. This reads keys alone, at any depth, without parsing, but none with
-    escapes or spaces.
+    """Return whether a JSON body may have a field that `check_body` looks at, beside those that
+    vLLM knows: its keys, at any depth, are read without parsing, but none with escapes or spaces.
     """
     keys: set[bytes] = set()
     start = 0

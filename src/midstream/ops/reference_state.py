@@ -132,9 +132,7 @@ class EditedRows:
         self.stale[at] = True
 
     def replace(self, at: Rows, made: Tensor, chosen: Tensor | None) -> None:
-        """Replace h of rows `at`; see `make`. Instructions of one edit read the same h, so what
-        others of them have changed since is added.
-        """
+        """Replace h of rows `at`, adding what others of its edit have changed since; see `make`."""
         stale = self.stale[at]
         if stale.any():
             rows = index(at)

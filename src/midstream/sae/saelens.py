@@ -1,6 +1,5 @@
-"""Reader of SAELens files, `cfg.json` and `sae_weights.safetensors`: the flat layout, and that of
-SAELens 6, with the model's fields under `metadata`. Unsupported fields that would change features
-are rejected.
+"""Reader of SAELens files: the flat layout, and that of SAELens 6, with the model's fields under
+`metadata`. Unsupported fields that would change features are rejected.
 """
 
 from __future__ import annotations

@@ -55,9 +55,7 @@ class ProbePart(NamedTuple):
 
 
 def read_tier(value: object, phase: PhaseLike | None) -> tuple[Part | ProbePart, ...]:
-    """Parse the edits and probes of a tier: an edit or its dict; a Probe, or its dict with `"op":
-    "probe"`; a registered name; `(name, scale)`; a value of `read_hooks`; or a list of these.
-    """
+    """Parse the edits and probes of a tier in any of `_FORMS`; a Probe may be its dict."""
     if not isinstance(value, (list, tuple)) or _is_pair(value):
         return _read_one(value, phase)
     tier_parts: list[Part | ProbePart] = []

@@ -27,9 +27,7 @@ class Collection:
 
     @contextmanager
     def collect(self, uids: list[str]) -> Iterator[dict[str, list[RequestState]]]:
-        """Remove all requests of some uids, ended or not, and yield them with rows and scores,
-        which are valid until the context ends. Waits for no step without rows of theirs.
-        """
+        """Remove all requests of some uids; yield them with rows, valid in the context."""
         wanted = set(uids)
         unsettled = [request for request in self._requests.all() if request.uid in wanted]
         self._requests.settle_requests(unsettled)

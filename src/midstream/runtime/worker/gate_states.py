@@ -20,10 +20,8 @@ _FREE = -1
 
 class GateStates:
     """Owner of `Buffers.scans` and `Buffers.scan_states`: one state for each gate with memory of
-    each running request and tap that it reads.
-
-    Preemption changes none: the request computes its tokens again from before the first that such
-    a gate reads, which caps its hits in the prefix cache.
+    each running request and tap that it reads. A preempted request computes its tokens again from
+    before the first.
     """
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:

@@ -85,9 +85,7 @@ class PlanTable:
         return plan
 
     def without_work(self, packed: bytes) -> list[Segment]:
-        """Return the segments of a plan that this rank cannot run, without edits and captures.
-        Other ranks may run it, and the tapped model runs here where it does there.
-        """
+        """Return a plan's segments without edits and captures, as another rank may run it."""
         bare = [PlanSegment(0, FOREVER, (), (), False, (), False)]
         with suppress(Exception):  # then no rank can read it
             _, pieces = self._parse(packed)

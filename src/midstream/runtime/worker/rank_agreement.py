@@ -31,9 +31,7 @@ ALONE = RankLinks()
 
 
 def is_joint(plan: bytes) -> bool:
-    """Return whether a packed plan has work that ranks do together after a step: logits, lenses.
-    True for some others, at the cost of a question. All ranks have the bytes, if not the plan.
-    """
+    """Return whether a plan's bytes, which all ranks have, may ask for logits or lenses."""
     return b"logits_" in plan or b"lens" in plan
 
 

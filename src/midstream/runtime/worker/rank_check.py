@@ -1,7 +1,4 @@
-"""Checksums of a rank's plans and steps, which the front end compares (setting `check_ranks`).
-
-A rank with other edits computes another residual stream, which no check on it alone can find.
-"""
+"""Checksums of a rank's plans and steps, which the front end compares (setting `check_ranks`)."""
 
 from __future__ import annotations
 

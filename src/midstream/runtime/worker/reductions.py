@@ -1,6 +1,4 @@
-"""Sums of captured rows on the device, queued on the current stream: so sums of a request that has
-ended can be given to another at once.
-"""
+"""Sums of captured rows on the device, queued on the current stream: what rows are reduced to."""
 
 from __future__ import annotations
 
@@ -44,10 +42,8 @@ class _Request:
 
 
 class Reductions:
-    """Owner of the sums of all requests, by the slot of each.
-
-    Sums are float64: relative error 2⁻⁵³ per row. Moments are sums of differences from one of the
-    rows, so values that are close to each other lose nothing.
+    """Owner of the sums of all requests, by the slot of each, in float64. Moments are sums of
+    differences from one of the rows, so values that are close to each other lose nothing.
     """
 
     def __init__(self, vectors: int, width: int, device: torch.device) -> None:

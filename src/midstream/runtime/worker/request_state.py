@@ -1,6 +1,4 @@
-"""State of one request with a plan on the worker: its segments, and what was done for it. Within a
-segment of positions every token has the same program (edits and probes) and capture group.
-"""
+"""State of one request with a plan on the worker: its segments, and what was done for it."""
 
 from __future__ import annotations
 

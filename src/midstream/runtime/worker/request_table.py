@@ -59,13 +59,8 @@ class RequestTable:
         reports: bool = False,
         split: tuple[SplitScore, ...] = (),
     ) -> None:
-        """Add a request that is about to run, or that runs again after preemption.
-
-        An exception in here fails this request alone, with the reason in its receipt.
-
-        Args:
-            computed: number of its tokens that need not be computed.
-            reports, split: see `RequestState`.
+        """Add a request that is about to run, or runs again after preemption, with `computed`
+        tokens known. An exception in here fails this request alone, with the reason in its receipt.
         """
         if self._checksum is not None:
             self._checksum.add_request(request_id, uid, plan, computed)

@@ -1,6 +1,4 @@
-"""Results of requests that wait in the worker until the front end fetches them, laid out as in
-`protocol.results`. If the front end maps the arena, large results stay in it under one lease.
-"""
+"""Results of requests that wait in the worker, laid out as in `protocol.results`."""
 
 from __future__ import annotations
 
@@ -128,9 +126,7 @@ class ResultBuffer:
         return data
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes of data from `offset` on; no bytes if the data was sent with
-        its header. A read is sent to all workers, even if the data of only one was too large.
-        """
+        """Return up to `size` bytes of data from `offset` on; none if sent with its header."""
         is_sent = any(name in names for names in self._inlined.values())
         data = b"" if is_sent else self._data.get(name)
         if data is None:
@@ -149,8 +145,8 @@ class ResultBuffer:
         front_end: int,
         leases: dict[tuple[int, ...], Lease],
     ) -> Lease | None:
-        """Lease the segments of rows; None if the rows must be copied: they are few, or the arena
-        permits no more leases. Rows in the same segments share a lease, which keeps whole segments.
+        """Lease the segments of rows; None if these must be copied: they are few, or no lease is
+        left.
         """
         blocks = [block for mine in placed for block in mine]
         if sum([nbytes for _, nbytes in blocks]) < LEASED_BYTES:
@@ -171,9 +167,7 @@ class ResultBuffer:
 
 
 class _Placer:
-    """Finds and reads rows in the arena, which are on the host as soon as they are found: a reader
-    that maps them cannot wait for them.
-    """
+    """Finds and reads rows in the arena, once they are on the host: who maps them cannot wait."""
 
     def __init__(self) -> None:
         self._awaited: Shipment | None = None

@@ -1,7 +1,6 @@
-"""Index of captured rows: which rows of which request are in which step's results.
-
-The runs of all steps are columns of one table: a step appends its own, and rows are sorted by
-request when they are taken. So neither has a Python loop over rows, requests or layers.
+"""Index of captured rows: runs of all steps are columns of one table, to which a step appends, and
+which are sorted by request when rows are taken, without a Python loop over rows, requests or
+layers.
 """
 
 from __future__ import annotations
@@ -123,13 +122,7 @@ class CapturedRowIndex(Generic[R]):
         first: Ints,
         kind: Ints,
     ) -> None:
-        """Add the runs of captured rows of a step. Each array is int64 [runs].
-
-        Args:
-            serial: serial number of each run's request.
-            position: position of each run's first record.
-            first: row of `source` at which each run's first record begins.
-        """
+        """Add a step's runs: int64 [runs], `first` the row of `source` where each one begins."""
         if not serial.size:
             return
         table, copy = self._add(serial.size), None
@@ -164,9 +157,7 @@ class CapturedRowIndex(Generic[R]):
         return self._next_step
 
     def take(self, serials: list[int]) -> dict[int, list[RowBlock[R]]]:
-        """Remove all rows of some requests, valid until `free_taken`, and return their blocks by
-        serial number. Of a position computed twice, as for a rejected draft, only the latest row.
-        """
+        """Remove requests' rows, the latest of each position; valid until `free_taken`."""
         columns = self._columns(np.array(sorted(serials), np.int64))
         if not columns.size:  # as with edits alone, while others capture
             return {serial: [] for serial in serials}
@@ -177,14 +168,9 @@ class CapturedRowIndex(Generic[R]):
     def take_until(
         self, stops: Mapping[int, int], oldest: int
     ) -> tuple[dict[int, list[RowBlock[R]]], int]:
-        """Remove rows before a position of some requests, as `take` does.
-
-        Args:
-            stops: the position, by serial number of the request.
-            oldest: number of a step before which these requests have no rows.
-
-        Returns:
-            The blocks by serial number, and the new `oldest`.
+        """Remove rows of requests before a position, by serial number, as `take` does; `oldest` is
+        a step before which they have none. Return the blocks by serial number, and the new
+        `oldest`.
         """
         serials = np.array(sorted(stops), np.int64)
         bounds = np.array([stops[serial] for serial in serials.tolist()], np.int64)
@@ -215,11 +201,8 @@ class CapturedRowIndex(Generic[R]):
     def read(
         self, taps: tuple[int, ...], spans: Mapping[int, tuple[int, int]], count: int
     ) -> dict[int, RowBlock[R]]:
-        """Return raw rows of some requests, which stay in the index. Blocks for those rows only.
-
-        Args:
-            spans: [start, stop) of the positions, by serial number of the request.
-            count: number of rows to expect in all; older steps are searched until they are found.
+        """Return raw rows of requests at positions [start, stop), by serial number, which stay.
+        Blocks for those alone; older steps are searched until `count` rows are found in all.
         """
         key = (taps, 0, len(taps))
         kind = self._kinds.get(key)
@@ -339,9 +322,7 @@ def _blocks_of_kind(runs: _Runs[R], key: _Kind, kind: int) -> list[tuple[int, Ro
 
 
 def _in_order(table: Ints, rows: int) -> Ints:
-    """Return runs by request and position, of records at the same position only the latest. `table`
-    has the serial, position, length, source and first of each run, int64 [5, runs], as recorded.
-    """
+    """Return runs [5, runs] by request and position, of records at one position only the latest."""
     ordered = table[:, np.lexsort((table[3], table[1], table[0]))]
     serial, position, length, source, first = ordered
     follows = (serial[1:] == serial[:-1]) & (position[1:] <= (position + length)[:-1])

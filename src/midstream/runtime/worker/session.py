@@ -38,10 +38,8 @@ class StepRules:
 
 
 class WorkerSession:
-    """Plans and arms each step before its forward pass, and records what it captured afterwards.
-
-    All device work is queued on the current stream, so "before" and "after" hold on the device even
-    if the host runs ahead. `bias` adds biases to logits; None where these are not tapped here.
+    """Plans and arms each step before its forward pass, and records what it captured afterwards, on
+    the current stream, even if the host runs ahead. `bias` is None where logits are not tapped.
     """
 
     def __init__(

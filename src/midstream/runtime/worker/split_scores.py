@@ -1,6 +1,5 @@
-"""Scores of which tensor-parallel ranks have parts, added up before they leave with a step: probes
-that act, and controllers, need them in the engine core, which has the first rank's. The front end
-adds up those of all other requests.
+"""Scores of which tensor-parallel ranks have parts, added up before they leave with a step, for
+probes that act and controllers. The front end adds up those of all other requests.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ class SplitScores:
         self._add_up = add_up
 
     def join(self, prepared: PreparedStep, slots: SlotTable, scores: Tensor) -> None:
-        """Add up the parts of reported scores, float32 [tokens, slots] on the device: the first
-        rank has the sums then, the others 0, so that the front end, which adds up all, gets the
-        same.
-        """
+        """Add up parts of reported scores, [tokens, slots]; the others than the first rank's are 0."""
         cells, is_mine = self._cells(prepared, slots, scores.shape[1])
         if not cells.size:
             return

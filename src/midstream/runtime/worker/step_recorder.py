@@ -69,10 +69,9 @@ class RankMemory:
 
 
 class StepRecorder:
-    """Owner of the armed tokens, the steps in flight, and the index of captured rows.
-
-    Where the rows of a step do not fit into the arena together, each request's rows are stored by
-    themselves, oldest request first. Of a request whose rows do not fit, no later ones are stored.
+    """Owner of the armed tokens, the steps in flight, and the index of captured rows. Where a
+    step's rows do not fit into the arena together, each request's are stored alone, oldest first;
+    without room, no later ones.
     """
 
     def __init__(

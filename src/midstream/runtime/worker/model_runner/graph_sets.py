@@ -56,9 +56,9 @@ Capture = Callable[[Sequence[bool], Callable[[bool], None]], None]
 
 
 def capture_every_model(runner: Any, run: Callable[[Capture], None]) -> None:
-    """Wrap a runner's `capture_model`, so that `run` captures the graphs of several models. vLLM
-    makes a manager of its own for measuring graphs before it allocates the KV cache, so each
-    manager is wrapped once the runner captures with it.
+    """Wrap a runner's `capture_model`, so that `run` captures several models' graphs. Each manager
+    is wrapped when it captures: vLLM measures graphs with another one before it allocates the KV
+    cache.
     """
     capture_model = runner.capture_model
 

@@ -125,9 +125,7 @@ def _with_results(original: Callable[..., Any], hooks: Hooks) -> Callable[..., A
 def attach_results(
     output: Any, failures: dict[str, Failure], scores: StepScores | None = None
 ) -> Any:
-    """Return a model runner's output with failures, by vLLM's request id, and reported scores; None
-    if the output does not reach the scheduler. It may be asynchronous, holding another.
-    """
+    """Return a runner's output with failures and scores; None if the scheduler does not get it."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     if isinstance(output, ModelRunnerOutput):

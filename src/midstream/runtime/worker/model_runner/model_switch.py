@@ -14,10 +14,9 @@ PLAIN, TAPPED = False, True
 
 
 class ModelSwitch:
-    """Exchanges the modules, wrappers and CUDA graphs that differ between both models.
-
-    A forward pass runs the tapped model if a row has a program. Dummy runs, which compile, measure
-    and capture graphs, run both models while the engine starts, and only vLLM's own later.
+    """Exchanges the modules, wrappers and CUDA graphs that differ between both models. Dummy runs,
+    which compile, measure and capture graphs, run both while the engine starts, and only vLLM's own
+    later.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""Where keys are in vLLM's KV cache, which each attention backend lays out in its own way: measured
-by writing numbered keys into the null block, which no request uses.
-"""
+"""Where keys are in vLLM's KV cache, which differs by backend: found by writing numbered ones."""
 
 from __future__ import annotations
 
@@ -131,9 +129,7 @@ def _format_of(attention: Any, cache: Tensor) -> torch.dtype:
 def _written(
     attention: Any, write: Any, cache: Tensor, block: Tensor, size: int, dtype: torch.dtype
 ) -> Tensor:
-    """Write numbered keys into the null block; return each element's number, int64, −1 for elements
-    that hold no key.
-    """
+    """Write numbered keys into the null block; return each element's number, −1 where no key is."""
     base = _BASES[dtype]
     nothing = torch.full((), -1.0, device=cache.device).to(dtype).view(block.dtype)
     shape = (size, attention.num_kv_heads, attention.head_size)

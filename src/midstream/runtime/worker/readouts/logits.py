@@ -29,10 +29,9 @@ _BLOCK = 128  # tokens of a block, see `largest`
 
 
 class Head:
-    """Computes logits of outputs of the final norm, as the model's own `compute_logits` does.
-
-    Under tensor parallelism vLLM joins the ranks' parts of the head: every rank must call this for
-    the same vectors in the same order, or the others wait for ever.
+    """Computes logits of outputs of the final norm. Under tensor parallelism every rank must call
+    this for the same vectors in the same order, or the others wait for ever: vLLM joins their parts
+    of the head.
     """
 
     def __init__(
@@ -63,9 +62,7 @@ class Head:
     def in_parts(
         self, rows: Ints, hidden: Callable[[int, int], Tensor], workspace: int
     ) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield logits of rows, as in `__call__`, in parts, each with the number of its first row.
-        `hidden` returns vectors [first, stop); a part takes `workspace` bytes, or one row.
-        """
+        """Yield logits of rows in parts of `workspace` bytes, each with its first row's number."""
         # The head's output, the same in float32, and what the sum of exponentials takes.
         step = max(1, workspace // (4 * 3 * self._vocabulary))
         for first in range(0, len(rows), step):
@@ -97,11 +94,9 @@ class LogitReader:
         self._lens = lens
 
     def rows(self, queries: Sequence[LogitQuery], units: Tensor) -> StepLogits:
-        """Return this rank's rows of logits of a step, on the host if they exceed `MOST_BYTES`. All
-        records go through the head together; those of a lens go through its map and norm before.
-
-        The order is the same on every rank: that of the batch, and of each row's patterns. Numbers
-        of encodings, and so the order of queries, are each rank's own. `units` is [units, U].
+        """Return this rank's rows of logits of a step, on the host if they exceed `MOST_BYTES`. The
+        order is the same on every rank: that of the batch, and of each row's patterns. `units` is
+        [units, U].
         """
         device = units.device
         forms = _by_form(queries)
@@ -227,10 +222,8 @@ def _row(logits: Tensor, columns: PatternColumns, tokens: Tensor) -> Tensor:
 
 
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest logits of each row and their tokens, [n, count], descending.
-
-    PyTorch's `topk` goes over a long row many times. The largest logits are in the blocks of tokens
-    with the largest maxima, so only these are searched.
+    """Return the largest logits of each row and their tokens, [n, count], descending. PyTorch's
+    `topk` is slow on long rows: only the blocks of tokens with the largest maxima are searched.
     """
     size = logits.shape[1]
     if count > size // _BLOCK // 4:

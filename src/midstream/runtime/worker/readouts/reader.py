@@ -33,10 +33,7 @@ BlockTable = Callable[[int], Tensor]
 
 
 class PatternReader:
-    """Computes rows of attention on the worker, after the forward pass of a step.
-
-    All work is queued on the current stream, so it is done before a later step writes to the cache.
-    """
+    """Computes rows of attention after a forward pass, on its stream: before the cache changes."""
 
     def __init__(
         self,
@@ -79,13 +76,7 @@ class PatternReader:
         runs: Sequence[QueryRun],
         logits: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Tensor:
-        """Return encoded records, uint8 [n, row_bytes], on the host if their logits are.
-
-        Args:
-            records: [n, numbers], the captured vectors, queries among them.
-            positions: int64 [n], position of each record.
-            logits: rows of logits of the records, and reduced ones, by number of the pattern.
-        """
+        """Return encoded records, uint8 [n, row_bytes], on the host if their logits are."""
         row_bytes = encoding.row_bytes(records.dtype)
         (device,) = {rows.device for rows in logits.values()} or {records.device}
         out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=device)

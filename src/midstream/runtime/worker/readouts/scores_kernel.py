@@ -1,6 +1,4 @@
-"""Scores of queries against keys in a paged cache: a Triton kernel, and its launch. vLLM's kernels
-keep theirs in registers; this one computes those of a few queries again.
-"""
+"""Scores of queries against keys in a paged cache: a Triton kernel, and its launch."""
 
 from __future__ import annotations
 

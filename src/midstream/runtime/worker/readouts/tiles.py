@@ -92,9 +92,7 @@ def _span(runs: Sequence[QueryRun], window: int) -> tuple[int, int]:
 def _batches(
     runs: Sequence[QueryRun], heads: int, window: int, workspace: int
 ) -> list[list[QueryRun]]:
-    """Return the runs in groups that are computed together: several of one row, or a part of one
-    run. Weights of several rows take half of the workspace, in bytes, at most.
-    """
+    """Return runs in groups, of one row or a part of one run, that half of the workspace holds."""
     limit = most_cells(workspace, heads)
     groups: list[list[QueryRun]] = []
     single: list[QueryRun] = []

@@ -1,6 +1,4 @@
-"""Attention weights of chosen queries over keys in memory, and their reductions, in PyTorch, as
-vLLM's kernels never form the weights. In float32, on any device, without waiting for it.
-"""
+"""Attention weights of chosen queries over keys in memory, and their reductions, in float32."""
 
 from __future__ import annotations
 

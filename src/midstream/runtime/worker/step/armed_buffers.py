@@ -14,9 +14,7 @@ _CLOSED = -1  # as the ring unit at which a step's first record begins: nothing 
 
 
 class ArmedBuffers:
-    """Writer of the buffers that differ from step to step. What a step shares with the step before
-    is not sent again. `tally` is that of the step's rows, int32 [rows, TALLY_COLUMNS].
-    """
+    """Writer of what differs from step to step; `tally`, [rows, TALLY_COLUMNS], is the step's."""
 
     def __init__(self, buffers: Buffers, only_armed: bool) -> None:
         self._buffers = buffers

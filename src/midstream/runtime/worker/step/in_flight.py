@@ -17,9 +17,7 @@ from midstream.transport.base import Copy, Shipment
 
 @dataclass(slots=True)  # not frozen, which would take longer in each step
 class PreparedStep:
-    """A step whose forward pass is queued next, from a ring unit on; `positions` copies each row's
-    to the host, None if the plan has them.
-    """
+    """A step that is queued next, from a ring unit on; None: the plan has the positions."""
 
     plan: StepPlan
     first: int

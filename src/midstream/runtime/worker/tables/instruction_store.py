@@ -22,9 +22,7 @@ _ALONE = 1 << 18
 
 
 class InstructionStore:
-    """Owner of `Buffers.instructions`, `params`, `lists` and `bank`, of which `bank` and `lists`
-    say what is in use. Equal vectors and equal lists of token ids are stored once.
-    """
+    """Owner of `Buffers.instructions`, `params`, `lists` and `bank`; equal ones are there once."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers

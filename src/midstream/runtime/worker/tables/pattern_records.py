@@ -15,9 +15,6 @@ from midstream.plan.resolved import REDUCING, LensMap, PatternKind, SaeEncoder
 class PatternColumns:
     """Queries in a record, and the row of attention or the score that is made of them. Compared by
     content: requests that differ only in the keys of a mass share an encoding.
-
-    Attributes:
-        kind, size: see `Pattern`.
     """
 
     capture: int  # index of the plan's; −1 for a score
@@ -48,9 +45,7 @@ class PatternColumns:
 
 @dataclass(frozen=True, slots=True)
 class PatternEncoding(RowEncoding):
-    """How a record is encoded that has queries: its captured vectors, each (first number, width),
-    by the codec, then the rows of attention that are returned. An encoded row is one record.
-    """
+    """Encodes a record's vectors, (first number, width), by the codec, then rows of attention."""
 
     vectors: tuple[tuple[int, int], ...] = ()
     patterns: tuple[PatternColumns, ...] = ()

@@ -31,9 +31,7 @@ class _Call:
 
 
 class LocalCalls:
-    """The functions of running requests, called where the op would run anyway. One that raises, or
-    returns anything but rows of the same shape and dtype, ends its request alone.
-    """
+    """The functions of running requests, called where the op would run; failing ends a request."""
 
     def __init__(self, taps: dict[Tap, int], buffers: Buffers, slots: SlotTable) -> None:
         self._addresses = {tap: buffers.table[index].data_ptr() for tap, index in taps.items()}

@@ -125,9 +125,7 @@ def add_taps(
     vllm_config: Any,
     config: Config,
 ) -> list[Replacement]:
-    """Add all taps of a rank to a copy of the model, or to the model itself if the settings say so
-    or it cannot be copied. Return the modules that differ between model and copy.
-    """
+    """Add a rank's taps to a copy of the model, or the model; return the modules that differ."""
     copies = TappedCopies(model, _targets(decoder, taps))
     reason = _why_one_model(copies, vllm_config, config)
     if reason is not None:
@@ -183,9 +181,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def separate_compilation(replacement: Replacement, vllm_config: Any) -> None:
-    """Give both modules of a replacement a compilation of their own, if they are compiled. The
-    plain one is in the cache under the settings without midstream's, where vLLM without it looks it
-    up.
+    """Give both modules of a replacement a compilation of their own, if compiled: the plain one's
+    is that of vLLM without midstream's settings.
     """
     from vllm.compilation.backends import set_model_tag
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
@@ -203,9 +200,7 @@ def separate_compilation(replacement: Replacement, vllm_config: Any) -> None:
 
 
 def name_experts(copies: TappedCopies, vllm_config: Any) -> None:
-    """Give copied modules with experts that call a tapped router names of their own: vLLM's op for
-    experts finds the module by its name, and calls the router.
-    """
+    """Name copied modules with experts that call a tapped router: vLLM's op finds these by name."""
     named = vllm_config.compilation_config.static_forward_context
     for experts in copies.experts_with_router():
         experts.layer_name = f"{experts.layer_name}.{_TAG}"
