@@ -7,8 +7,9 @@ it, in order. They pass few tensors, as each takes time: the others are those th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,41 +32,33 @@ _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 Before = Callable[[int, Tensor, Tensor | None], None]
 
 
-class SiteBuffers(Protocol):
-    """Tensors of the op that do not move; their shapes are those of `_check_buffers`.
+@dataclass(eq=False, kw_only=True)
+class SiteBuffers:
+    """Tensors of the op that do not move; see `midstream.ops.layout` for the columns.
 
-    Vectors of different widths share `bank` and `ring`: both are made of units of U numbers, and a
+    Vectors of different widths share `bank` and `ring`, which are made of units of U numbers: a
     vector of width W, a multiple of U, has W / U units in a row.
-
-    Attributes:
-        mapped: float32 [rows, N], what MAPs make of vectors that are at most N wide; on a GPU, if
-            no row: there is no MAP. Not used on a CPU.
-        sae: what CODEs need; None: there is none.
-        encoding: addresses of the tables of sites where there may be CODEs.
-        widths: width of the vectors at each bound table, by the address of the table.
-        relaunches: by the same address and the kind of a stream, what launches the kernel again
-            (`midstream.ops.site_triton.Relaunch`). Empty on a CPU.
-        before: is called before the edits of each call with active tokens, with the address of the
-            table and both halves of the stream. Only where no graph is replayed.
     """
 
-    tokens: Tensor
-    ids: Tensor
-    tally: Tensor
-    instructions: Tensor
-    params: Tensor
-    lists: Tensor
-    bank: Tensor
-    scores: Tensor
-    ring: Tensor
-    mapped: Tensor
-    scans: Tensor
-    scan_states: Tensor
-    sae: SaeBuffers | None
-    encoding: frozenset[int]
-    widths: dict[int, int]
-    relaunches: dict[int, dict[Hashable, Any]]
-    before: Before | None
+    tokens: Tensor  # int32 [T, 4], program, group, record and position of each row
+    ids: Tensor  # int32 [T], token ids; set in steps in which an instruction reads them
+    tally: Tensor  # int32 [T, 4], counts of the work done for each row
+    instructions: Tensor  # int32 [E, 8]
+    params: Tensor  # float32 [E, 4]
+    lists: Tensor  # int32 [L], token ids of the instructions
+    bank: Tensor  # float32 [V, U], the vectors
+    scores: Tensor  # float32 [T, P]
+    ring: Tensor  # [R, U] in the model's dtype, vectors until they are copied to the host
+    mapped: Tensor  # float32 [T, hidden], what MAPs make of rows; no row without, or on a CPU
+    scans: Tensor  # int32 [G, 4], the rows of SCANs in a step
+    scan_states: Tensor  # int32 [G, n, 3], what they remember, after the last n positions
+    sae: SaeBuffers | None  # None: there is no CODE
+    encoding: frozenset[int]  # addresses of the tables of sites where there may be CODEs
+    widths: dict[int, int] = field(default_factory=dict)  # of vectors, by address of the table
+    # By the same and the kind of a stream, what launches the kernel again: see `Relaunch`.
+    relaunches: dict[int, dict[Hashable, Any]] = field(default_factory=dict)
+    # Called with an address and both halves before edits of rows, where no graph is replayed.
+    before: Before | None = None
 
 
 # By the address of a site's table. Buffers that nobody uses any more leave it.

@@ -15,33 +15,9 @@ from midstream.plan.readouts.attention import ATTENTION
 from midstream.plan.readouts.lens import LENS
 from midstream.plan.readouts.logits import HEAD
 from midstream.runtime.models.decoder import Decoder, all_lacks, find_decoder
+from midstream.runtime.protocol import rpc
 from midstream.runtime.protocol.codec import ProtocolMessage, encode, pack
 from midstream.runtime.protocol.results import partial_name
-from midstream.runtime.protocol.rpc import (
-    Acknowledged,
-    ChangePlans,
-    CheckIntegrity,
-    CollectedResults,
-    CollectPartialRows,
-    CollectResults,
-    CountResets,
-    DescribeWorker,
-    DiscardData,
-    IntegrityReport,
-    ReadData,
-    ReadDirections,
-    ReadParameter,
-    ReadScores,
-    ReadUsage,
-    ReleaseRequests,
-    ResultData,
-    RpcRequest,
-    RunningScores,
-    UpdateVectors,
-    WorkerUsage,
-    WriteWeights,
-    read_request,
-)
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.segments import RankShare, Room
 from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank, this_process
@@ -202,54 +178,56 @@ class WorkerEndpoint:
 
     def __call__(self, request: object) -> Any:
         """Carry out an RPC request, which is one of `protocol.rpc` as plain values."""
-        return pack(self._carry_out(read_request(request)))
+        return pack(self._carry_out(rpc.read_request(request)))
 
-    def _carry_out(self, request: RpcRequest[Any]) -> ProtocolMessage:
+    def _carry_out(self, request: rpc.RpcRequest[Any]) -> ProtocolMessage:
         match request:
-            case DescribeWorker():
+            case rpc.DescribeWorker():
                 return self._describe()
-            case UpdateVectors():
+            case rpc.UpdateVectors():
                 for update in request.updates:
                     self._session.requests.plans.update_vectors(update)
-            case CountResets():
+            case rpc.CountResets():
                 self._session.requests.resets = request.resets
-            case ChangePlans():
+            case rpc.ChangePlans():
                 self._session.requests.change(request.changes)
-            case CollectResults():
+            case rpc.CollectResults():
                 return self._collect(request)
-            case CollectPartialRows():
+            case rpc.CollectPartialRows():
                 self._arena.sweep()
                 with self._session.collection.collect_partial(request.stops) as rows:
                     return self._put({partial_name(uid): rows[uid] for uid in rows}, request)
-            case ReadScores():
+            case rpc.ReadScores():
                 scores = self._session.collection.read_scores(request.spans)
                 return pack_scores(scores.values())
-            case ReadData():
-                return ResultData(self._results.read(request.name, request.offset, request.size))
-            case DiscardData():
+            case rpc.ReadData():
+                return rpc.ResultData(
+                    self._results.read(request.name, request.offset, request.size)
+                )
+            case rpc.DiscardData():
                 self._results.release(request.name)
-            case ReleaseRequests():
+            case rpc.ReleaseRequests():
                 with self._session.collection.collect(request.uids):
                     pass
                 for uid in request.uids:
                     self._results.release(uid)
                     self._results.release(partial_name(uid))
-            case WriteWeights():
+            case rpc.WriteWeights():
                 self._weights.write(request.offset, request.data)
-            case ReadParameter():
+            case rpc.ReadParameter():
                 model = self._runner.get_model()
                 return parameter_rows(model, self._ties_head, self._tensor_rank, request)
-            case ReadDirections():
+            case rpc.ReadDirections():
                 model = self._runner.get_model()
                 return token_directions(model, self._ties_head, self._lens, request)
-            case ReadUsage():
+            case rpc.ReadUsage():
                 return self._usage()
-            case CheckIntegrity():
+            case rpc.CheckIntegrity():
                 self._session.check_integrity()
                 self._arena.sweep()
                 vectors = self._session.requests.plans.count_vectors(request.front_end)
-                return IntegrityReport(self._arena.used, vectors)
-        return Acknowledged()
+                return rpc.IntegrityReport(self._arena.used, vectors)
+        return rpc.Acknowledged()
 
     def _describe(self) -> WorkerInfo:
         inner = self._decoder.inner
@@ -286,12 +264,12 @@ class WorkerEndpoint:
             functions=self._functions,
         )
 
-    def _usage(self) -> WorkerUsage:
+    def _usage(self) -> rpc.WorkerUsage:
         self._arena.sweep()
         steps = asdict(self._session.counts)
         for name in ("ring_last", "ring_most"):
             steps[name] = -(-steps[name] * self._buffers.unit // self._hidden_size)
-        return WorkerUsage(
+        return rpc.WorkerUsage(
             stage=self._stage,
             tensor_rank=self._tensor_rank,
             arena={**self._arena.used, "budget_bytes": self._arena.budget},
@@ -299,19 +277,21 @@ class WorkerEndpoint:
             steps=steps,
         )
 
-    def _collect(self, request: CollectResults) -> CollectedResults:
+    def _collect(self, request: rpc.CollectResults) -> rpc.CollectedResults:
         self._arena.sweep()
         with self._session.collection.collect(request.uids) as taken:
             return self._put(taken, request)
 
     def _put(
-        self, requests: dict[str, list[RequestState]], request: CollectResults | CollectPartialRows
-    ) -> CollectedResults:
+        self,
+        requests: dict[str, list[RequestState]],
+        request: rpc.CollectResults | rpc.CollectPartialRows,
+    ) -> rpc.CollectedResults:
         """Put requests into the buffer under names, and return what the front end needs of it."""
         is_mapped = WorkerRank(self._stage, self._tensor_rank) in request.mapped
         resets = self._session.requests.resets
         headers = self._results.put(requests, is_mapped, resets, request.front_end)
-        return CollectedResults(
+        return rpc.CollectedResults(
             headers=encode(headers),
             inline=self._results.inline(list(requests), request.front_end),
             retired=self._arena.take_retired(request.front_end),
@@ -319,7 +299,7 @@ class WorkerEndpoint:
         )
 
 
-def pack_scores(scores: Iterable[tuple[RequestState, RowBlock[Scores]]]) -> RunningScores:
+def pack_scores(scores: Iterable[tuple[RequestState, RowBlock[Scores]]]) -> rpc.RunningScores:
     """Return the message of some requests' scores."""
     requests = []
     parts = []
@@ -327,7 +307,7 @@ def pack_scores(scores: Iterable[tuple[RequestState, RowBlock[Scores]]]) -> Runn
         slots = state.plan.slots
         requests.append(RequestScores(state.uid, slots, block.spans))
         parts.append(block.values[:, 0, :slots].contiguous().numpy().tobytes())
-    return RunningScores(requests, b"".join(parts))
+    return rpc.RunningScores(requests, b"".join(parts))
 
 
 def _ahead(vllm_config: Any) -> int:

@@ -145,9 +145,7 @@ class ResultBuffer:
         front_end: int,
         leases: dict[tuple[int, ...], Lease],
     ) -> Lease | None:
-        """Lease the segments of rows; None if these must be copied: they are few, or no lease is
-        left.
-        """
+        """Lease the segments of rows; None if these must be copied: few, or no lease is left."""
         blocks = [block for mine in placed for block in mine]
         if sum([nbytes for _, nbytes in blocks]) < LEASED_BYTES:
             return None

@@ -23,7 +23,7 @@ class SplitScores:
         self._add_up = add_up
 
     def join(self, prepared: PreparedStep, slots: SlotTable, scores: Tensor) -> None:
-        """Add up parts of reported scores, [tokens, slots]; the others than the first rank's are 0."""
+        """Add up parts of reported scores, [tokens, slots]: the first rank's are sums, others 0."""
         cells, is_mine = self._cells(prepared, slots, scores.shape[1])
         if not cells.size:
             return

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from midstream.ops import layout
 from midstream.ops.sae.reference import SaeBuffers
-from midstream.ops.site import Before
+from midstream.ops.site import SiteBuffers
 from midstream.runtime.protocol.segments import Room
 from midstream.sites import Tap
 
@@ -29,30 +28,13 @@ class BufferSizes:
     drafts: int = 0  # most draft tokens of a request in a step
 
 
-@dataclass(eq=False)
-class Buffers:
-    """Device buffers of one rank; see `midstream.ops.layout` for the columns."""
+@dataclass(eq=False, kw_only=True)
+class Buffers(SiteBuffers):
+    """Device buffers of one rank."""
 
-    tokens: Tensor  # int32 [T, 4], program, group, record and position of each row
-    ids: Tensor  # int32 [T], token ids; set in steps in which an instruction reads them
-    tally: Tensor  # int32 [T, 4], counts of the work done for each row
     table: Tensor  # int32 [S, N, 4], for each tap the programs' ranges and the groups' places
-    instructions: Tensor  # int32 [E, 8]
-    params: Tensor  # float32 [E, 4]
-    lists: Tensor  # int32 [L], token ids of the instructions
-    bank: Tensor  # float32 [V, U], the vectors
-    scores: Tensor  # float32 [T, P]
-    ring: Tensor  # [R, U] in the model's dtype, vectors until they are copied to the host
     units: tuple[int, ...]  # of each tap's vectors; every width is a multiple of U
     switches: Tensor  # float32 [T, n], see `LogitBias`; no row where logits are not tapped
-    mapped: Tensor  # float32 [T, hidden], what maps make of rows; no row without, or on a CPU
-    scans: Tensor  # int32 [G, 4], which rows gates with memory read in a step
-    scan_states: Tensor  # int32 [G, n, 3], what they remember, after the last n positions
-    sae: SaeBuffers | None  # None: no tap has any
-    encoding: frozenset[int]  # addresses of the tables of taps with SAEs
-    widths: dict[int, int] = field(default_factory=dict)  # see `midstream.ops.site`
-    relaunches: dict[int, dict[Hashable, Any]] = field(default_factory=dict)
-    before: Before | None = None
 
     @staticmethod
     def allocate(
