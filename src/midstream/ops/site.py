@@ -89,15 +89,13 @@ def site(
 
     For each row t with `tokens[t, PROGRAM] != 0`, in float32:
 
-    1. Run the program's instructions at this site in order; see `midstream.ops.layout`.
-       The stream is hidden + residual + delta, where delta starts at zero and accumulates what
-       instructions add; one that replaces h computes the stream itself. The row is then written
-       once: as `residual[t] = round(row)` and `hidden[t] = round(row − residual[t])`, so that it is
-       as exact as two numbers of the dtype can be, however short it is; or as `hidden[t] =
-       round(row)` if there is no residual. A zero is zero in both.
+    1. Run the program's instructions at this site in order; see `midstream.ops.layout`. The stream
+       is hidden + residual + delta, where delta accumulates what instructions add; one that
+       replaces h computes the stream itself. The row is then written once: as `residual[t] =
+       round(row)` and `hidden[t] = round(row − residual[t])`, as exact as two numbers of the dtype
+       can be, or as `hidden[t] = round(row)` if there is no residual. A zero is zero in both.
        A changed value saturates at `layout.limit_of` the dtype (in float16, or where it was on
-       entry if that is farther), and NaN becomes 0, so an edit never writes a value that is not
-       finite.
+       entry if that is farther), and NaN becomes 0, so an edit writes finite values only.
        A component that no instruction changes (a scale of zero, a clip out of reach, a closed gate,
        +v then −v) keeps every bit of both halves; in bfloat16 a NaN may become another NaN.
     2. If the token has a record and its group captures this site, `ring[...] = hidden[t] +
@@ -105,24 +103,19 @@ def site(
     3. Add the counts of this site to `tally[t]`. `NONFINITE` is set to 1 if a changed value
        saturated, or if an edited row, a captured row or a probe's score is not finite.
 
-    A MAP or a CODE computes something of the stream on entry: it comes before all that changes h. A
-    SCAN reads the stream on entry too, before the programs run.
-
-    The h that instructions read is the stream at the last instruction with `Flags.FRESH`; before
-    the first of these, the stream on entry. A factor of exactly zero contributes exactly nothing.
-    `GATED` and `KEEP` apply only to instructions that add to the stream. Inner products are summed
-    in float32, in an order that depends on the implementation.
+    A MAP, CODE or SCAN reads the stream on entry: it comes before all that changes h. The h that
+    instructions read is the stream at the last one with `Flags.FRESH`; before the first, the stream
+    on entry. A factor of exactly zero contributes exactly nothing. `GATED` and `KEEP` apply only to
+    instructions that add to the stream. The order of sums depends on the implementation.
 
     Args:
-        hidden: [T, W], the stream, or one half of it, or another value of the model that is W
-            wide. Mutated.
+        hidden: [T, W], the stream, one half of it, or another value of the model. Mutated.
         residual: [T, W] or None, the other half: the stream is the sum of both. Mutated.
-        table: int32 [programs, 4], the table of this site, which `bind` was called with. The op
-            uses the tensors of its buffers, and mutates `scores`, `scan_states` and `ring`.
+        table: int32 [programs, 4], of this site, which `bind` was called with. The op uses its
+            buffers, and mutates `scores`, `scan_states` and `ring`.
         tally: `tally` of these buffers. Mutated: compilers keep the order of calls for that.
-        start: None, or the first of W columns of `hidden`, which then has more; `residual` is None.
-            A view of these columns cannot be given instead: Inductor makes wrong code for it (seen
-            with torch 2.13 on a CPU).
+        start: None, or the first of W columns of a wider `hidden`, without `residual`. Inductor
+            makes wrong code for a view of these columns (seen with torch 2.13 on a CPU).
     """
     address = table.data_ptr()
     buffers = _BUFFERS.get(address)

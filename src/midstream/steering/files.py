@@ -1,14 +1,10 @@
 """Reader of vector files: safetensors, npz and GGUF control vectors, none of which can run code.
 
-A key names the tap of its vector, see `midstream.steering.parse.read_key`. A file whose only key is
-`vector` has one vector without a tap.
-
-A GGUF control vector is llama.cpp's and repeng's format: `general.architecture` is
-`controlvector`, and the tensor `direction.N`, N ≥ 1, is added to the output of layer N, layers
-counted from 0 (`common_control_vector_load_one`, and `build_cvec` after the block's last residual
-add: https://github.com/ggml-org/llama.cpp; https://github.com/vgel/repeng). That is our
-`resid_post` of layer N, `output_hidden_states[N + 1]` of transformers. llama.cpp cannot steer
-layer 0 and rejects `direction.0`, and so does this reader.
+A key names the tap of its vector; a file whose only key is `vector` has one without a tap. A GGUF
+control vector is llama.cpp's and repeng's format: the tensor `direction.N`, N ≥ 1, is added to the
+output of layer N, counted from 0 (https://github.com/ggml-org/llama.cpp,
+https://github.com/vgel/repeng): our `resid_post` of layer N, `output_hidden_states[N + 1]` of
+transformers. llama.cpp rejects `direction.0`, and so does this reader.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Reader of GGUF files: metadata, and F32 and F16 tensors as float32.
+"""Reader of GGUF files: metadata, and F32 and F16 tensors as float32. Files are untrusted: every
+count, size and offset is checked before it is used, and every error is a `ModelError`.
 
-Files are untrusted: every count, size and offset is checked against the file's length before it is
-used, and every error is a `ModelError`. The `gguf` package trusts its files.
-
-The layout, little-endian: magic, version, tensor count, key count; the keys, each a string, a
-kind and a value; per tensor a name, a shape (fastest dimension first), a GGML type and an offset;
+The layout, little-endian: magic, version, tensor count, key count; the keys, each a string, a kind
+and a value; per tensor a name, a shape (fastest dimension first), a GGML type and an offset;
 padding up to the alignment; the tensors' blocks.
 """
 

@@ -12,25 +12,15 @@ _SHOWN_TAPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Description of one registered name.
-
-    Attributes:
-        taps: (site, layer from 0) of each vector, sorted by layer; (None,) for a single vector
-            without a tap. For whole edits the taps of all of them.
-        norms: Euclidean norm of each vector, in the order of `taps`; empty for whole edits.
-        digest: SHA-256 over all taps and vectors or edits, in hex: equal if and only if these are
-            equal.
-        registered: how often the name was registered: 1 if it was never replaced.
-        edits: operation of each whole edit, in order; empty for vectors.
-    """
+    """Description of one registered name."""
 
     name: str
-    taps: tuple[tuple[str, int] | None, ...]
-    norms: tuple[float, ...]
+    taps: tuple[tuple[str, int] | None, ...]  # sorted by layer; None: a single vector without a tap
+    norms: tuple[float, ...]  # Euclidean, in the order of `taps`; empty for whole edits
     width: int
-    digest: str
-    registered: int
-    edits: tuple[str, ...] = ()
+    digest: str  # SHA-256 of taps and vectors or edits, in hex: equal if and only if these are
+    registered: int  # how often: 1 if it was never replaced
+    edits: tuple[str, ...] = ()  # operation of each whole edit, in order; empty for vectors
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form; `edits` only for whole edits."""

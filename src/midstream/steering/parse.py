@@ -85,12 +85,12 @@ def read_key(key: str) -> tuple[str, int]:
     site = canonical(place)
     _check_layers(site)
     if site is None:
-        raise SpecError(
-            "",
-            f"{show(key)}: unknown site {show(place)}{hint(place, BY_NAME)}; known: "
-            f"{listed(NAMES)}",
-        )
+        raise SpecError("", f"{show(key)}: {_unknown(place)}")
     return site, int(match["layer"])
+
+
+def _unknown(site: str) -> str:
+    return f"unknown site {show(site)}{hint(site, BY_NAME)}; known: {listed(NAMES)}"
 
 
 def _read_name(key: str) -> tuple[str, int]:
@@ -154,14 +154,12 @@ def _read_tap(key: object) -> tuple[str, int]:
             raise SpecError("", "expected a key (site, layer)")
         site = canonical(key[0])
         if site is None:
-            raise SpecError(
-                "", f"unknown site {show(key[0])}{hint(key[0], BY_NAME)}; known: {listed(NAMES)}"
-            )
+            raise SpecError("", _unknown(key[0]))
         return site, _read_layer(key[1])
     if key in ("vector", "f32"):
         raise SpecError("", 'a vector needs a layer: {15: vector} or {15: {"vector": vector}}')
     if isinstance(key, str) and re.fullmatch("[A-Za-z_]+", key):
-        raise SpecError("", f"unknown site {show(key)}{hint(key, BY_NAME)}; known: {listed(NAMES)}")
+        raise SpecError("", _unknown(key))
     if isinstance(key, str):
         return read_key(key)
     return DEFAULT_SITE, _read_layer(key)

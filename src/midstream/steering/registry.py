@@ -66,11 +66,7 @@ class VectorRegistry:
     """
 
     def __init__(self, shape: ModelShape) -> None:
-        """Create an empty registry.
-
-        Args:
-            shape: the model and its taps; vectors that do not fit are rejected at registration.
-        """
+        """Create an empty registry for a model; what does not fit is rejected at registration."""
         self._shape = shape
         # Where changes hold; `shared_folder` replaces it, and what all names stand for.
         self.changes: Changes = OwnProcess()

@@ -50,11 +50,8 @@ def code_rows(features: int) -> int:
 def reconstruct(h: Tensor, description: Tensor, weights: Tensor) -> Tensor:
     """Return what an SAE makes of vectors, float32 [n, width]: decode(changed code) in the place
     and scale of h; with `ERROR`, decode(changed code) − decode(code), without the bias.
-
-    Args:
-        h: float32 [n, width].
-        description: float32, which begins with the numbers of a `CODE` instruction.
-        weights: the memory for registered weights, float32.
+    `description` begins with the numbers of a `CODE` instruction; `weights` is the memory for
+    registered weights.
     """
     high, low = float(description[layout.HIGH]), float(description[layout.LOW])
     sae = _Sae.at(layout.place_of(high, low), h.shape[1], weights)

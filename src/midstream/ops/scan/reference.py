@@ -34,14 +34,9 @@ def scan_ref(
     scans: Tensor,
     states: Tensor,
 ) -> None:
-    """Write the scores of the SCANs at one site, and the states after the last tokens. Arguments
-    are as for `midstream.ops.site`, whose `hidden` and `residual` are not changed; NONFINITE of
-    `tally` is set where a reading is not finite.
-
-    Args:
-        scores: float32 [rows, slots]. Mutated.
-        scans: int32 [n, 4], see `midstream.ops.layout`.
-        states: int32 [n, kept, 3]. Mutated.
+    """Write the scores of the SCANs at one site, [rows, slots], and their states, [n, kept, 3],
+    after the last tokens. Arguments are as for `midstream.ops.site`, whose `hidden` and `residual`
+    are not changed; NONFINITE of `tally` is set where a reading is not finite.
     """
     armed: Ints = scans.numpy()
     site: Ints = table.numpy()

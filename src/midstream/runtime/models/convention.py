@@ -141,9 +141,9 @@ class LayerConvention:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A convention that depends on how the layer was built: on the truth of a dotted attribute, or
-    on its being `equals`. With a trailing `?` it may be missing, which counts as false; without,
-    that is a refusal.
+    """A convention that depends on the truth of a dotted attribute of the layer, or on its being
+    `equals`. With a trailing `?` it may be missing, which counts as false; without, that is a
+    refusal.
     """
 
     attribute: str
@@ -175,23 +175,15 @@ def pair(
     mid: str | None = None,
     no_mid: str = "",
     *,
+    # `attn_in`; a module's path means its `hidden_states`, which others read too if the MLP's input.
     attention: Input | Output | Lack | str = "self_attn",
+    # `attn_out`; a path means the module's output. By default the first half at `mid`.
     attn: Half | Output | Lack | str | None = None,
-    mlp: Input | Output | Lack | str = "mlp",
-    mlp_out: Half | Output | Lack | str | None = None,
+    mlp: Input | Output | Lack | str = "mlp",  # `mlp_in`; a path means the module's input
+    mlp_out: Half | Output | Lack | str | None = None,  # by default the first half at the exit
     **rest: Any,
 ) -> LayerConvention:
-    """Return the convention of a layer with vLLM's fused add and norm: `(hidden, residual)` in and
-    out.
-
-    Args:
-        attention: place of `attn_in`; a module's path means its `hidden_states`, which others read
-            too where they read the MLP's input. `Lack`: there is no attention.
-        attn: place of `attn_out`; a module's path means its output. By default the first half
-            at `mid`, which must then be called with both halves.
-        mlp: place of `mlp_in`; a module's path means its input. `Lack`: there is no MLP.
-        mlp_out: place of `mlp_out`; by default the first half at the exit.
-    """
+    """Return the convention of a layer with vLLM's fused add and norm: pairs in and out."""
     if attn is None:
         assert mid or isinstance(attention, Lack), "say where attention is added"
         attn = attention if isinstance(attention, Lack) else Half.AT_MID

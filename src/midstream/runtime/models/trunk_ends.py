@@ -56,25 +56,22 @@ def find_norm(model: nn.Module, layers: nn.ModuleList) -> nn.Module | NoEnd:
     """Return the final norm of a loaded model with these layers."""
     trunk = _trunk_of(model, layers)
     try:
-        return _final_norm(trunk, layers)
+        walk = _Walk(trunk, layers)
     except UnsupportedError as error:
         return NoEnd(f"{type(trunk).__qualname__} is not known to have it: {error}")
+    returned = {state for states in walk.returned for state in states}
+    norms = {state for state in returned if state.startswith(_NORM)}
+    if len(norms) != 1 or returned != norms:
+        why = "what it returns is not the output of one norm"
+        return NoEnd(f"{type(trunk).__qualname__} is not known to have it: {why}")
+    norm: nn.Module = attribute(trunk, norms.pop().removeprefix(_NORM))
+    return norm
 
 
 def _trunk_of(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
     return next(
         module for module in model.modules() if any(layers is child for child in module.children())
     )
-
-
-def _final_norm(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    walk = _Walk(trunk, layers)
-    returned = {state for states in walk.returned for state in states}
-    norms = {state for state in returned if state.startswith(_NORM)}
-    if len(norms) != 1 or returned != norms:
-        raise UnsupportedError("what it returns is not the output of one norm")
-    norm: nn.Module = attribute(trunk, norms.pop().removeprefix(_NORM))
-    return norm
 
 
 def _embedding(

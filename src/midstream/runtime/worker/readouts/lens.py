@@ -19,12 +19,7 @@ _ROWS = 256
 
 
 class RankLens:
-    """Applies maps and the final norm on the worker, after the forward pass of a step.
-
-    Attributes:
-        reason: why the model's stream cannot be decoded; empty if it can be.
-        no_logits: why the head does not read the final norm; empty: it does, or it is not known.
-    """
+    """Applies maps and the final norm after a step; `reason` and `no_logits` say why it cannot."""
 
     def __init__(self, model: Any, weights: RankWeights, dtype: torch.dtype) -> None:
         self._maps = weights.numbers(dtype)

@@ -42,14 +42,9 @@ class Queries:
 def scores(
     queries: Queries, keys: Keys, span: range, form: AttentionForm, out: Tensor | None = None
 ) -> Tensor:
-    """Return the scores of the keys of a span, float32 [requests, rows, heads, keys]: products of
-    queries and keys, changed as attention does, −∞ for keys that a query does not see.
-
-    Args:
-        span: positions of the keys, of which no query may see others; its step is the number of
-            keys that are read at a time.
-        form: its slopes and sinks are those of these heads.
-        out: to be written and returned; None: a new tensor.
+    """Return the scores of the keys of a span, float32 [requests, rows, heads, keys]: products,
+    changed as attention does, −∞ for keys that a query does not see. The span's step is how many
+    keys are read at a time; no query may see others. `out` is to be written; None: a new tensor.
     """
     vectors, key_heads = queries.vectors, queries.key_heads
     begin, stop = span.start, span.stop

@@ -57,6 +57,8 @@ class Buffers(SiteBuffers):
         is_mapping = room.maps > 0 and device.type == "cuda"
         unit = math.gcd(hidden_size, *taps.values())
         units_of_row = hidden_size // unit
+        # A power of 2. A step adds a state for each draft; the next may start before all of them.
+        kept = 1 << (sizes.drafts + 2).bit_length()
         table = zeros(int32, len(taps), room.programs, layout.TABLE_COLUMNS)
         codes = torch.tensor([code(tap) for tap in taps], dtype=torch.int32)
         table[:, 0, layout.CODE] = codes.to(device)
@@ -76,9 +78,7 @@ class Buffers(SiteBuffers):
             switches=zeros(float32, max_tokens if switches else 0, max(1, switches)),
             mapped=zeros(float32, max_tokens if is_mapping else 0, hidden_size),
             scans=zeros(int32, room.gate_states, layout.SCAN_COLUMNS),
-            scan_states=zeros(
-                int32, room.gate_states, _kept_states(sizes.drafts), layout.STATE_COLUMNS
-            ),
+            scan_states=zeros(int32, room.gate_states, kept, layout.STATE_COLUMNS),
             sae=sae,
             encoding=frozenset(
                 table[index].data_ptr() for index, tap in enumerate(taps) if tap in reconstructed
@@ -100,11 +100,6 @@ class Buffers(SiteBuffers):
         values = [getattr(self, field.name) for field in fields(self)]
         tensors = sum(int(value.nbytes) for value in values if isinstance(value, Tensor))
         return tensors + (0 if self.sae is None else self.sae.nbytes)
-
-
-def _kept_states(drafts: int) -> int:
-    """Return how many states a gate keeps, a power of 2: a step may start before all drafts."""
-    return 1 << (drafts + 2).bit_length()
 
 
 def upload(target: Tensor, values: Tensor) -> None:

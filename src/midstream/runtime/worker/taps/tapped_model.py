@@ -45,11 +45,9 @@ class Replacement:
 
 
 class TappedCopies:
-    """Copies of the modules of a model that are tapped, and of those that contain them.
-
-    Attributes:
-        replacements: the topmost copied modules. The compiled modules are topmost, or, where the
-            model is not compiled, the lists of layers.
+    """Copies of the modules of a model that are tapped, and of those that contain them;
+    `replacements` are the topmost: the compiled modules, or, where the model is not compiled, the
+    lists of layers.
     """
 
     def __init__(self, model: nn.Module, targets: Collection[nn.Module]) -> None:

@@ -84,11 +84,11 @@ class TappedModule(nn.Module):
             residual = args[1] if len(args) > 1 else kwargs.get("residual")
             _fire(self, self.midstream_mid, _first(args, self), residual)
         if self.midstream_input is not None:
-            value = self._input(args, kwargs)
+            where = self.midstream_parameter
+            value = _first(args if where is None else (_argument(args, kwargs, where),), self)
             if self.midstream_copies:
                 value = value.clone()
-                where = self.midstream_parameter or ("", 0)
-                args, kwargs = _with_argument(value, args, kwargs, where)
+                args, kwargs = _with_argument(value, args, kwargs, where or ("", 0))
             _fire(self, self.midstream_input, value, None)
         for columns in self.midstream_taken:
             taken = _first((_argument(args, kwargs, columns.parameter),), self)
@@ -108,11 +108,6 @@ class TappedModule(nn.Module):
             # All rows of the buffer: a part of it would be a view of another tensor in each graph.
             _fire(self, self.midstream_logits, self.midstream_switches, None)
         return out
-
-    def _input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        if self.midstream_parameter is None:
-            return _first(args, self)
-        return _first((_argument(args, kwargs, self.midstream_parameter),), self)
 
 
 class _Columns(NamedTuple):
